@@ -1,5 +1,4 @@
-"""Simulators behind one vector interface, and environments of turns behind another; none is imported before it is
-built."""
+"""Simulators behind one vector interface, and environments of turns behind another, each imported when it is built."""
 
 from typing import TYPE_CHECKING
 

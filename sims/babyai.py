@@ -28,7 +28,7 @@ COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("ball", "box", "key", "door")
 UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
 SUFFIX = "/unseen"
-TRIES = 1000  # worlds that are made in search of an instruction
+TRIES = 1000  # worlds that are drawn in search of an instruction
 VIEW = 7  # squares along each side of what the agent sees
 EMPTY = (OBJECT_TO_IDX["empty"], 0, 0)
 WALL = (OBJECT_TO_IDX["wall"], COLOR_TO_IDX["grey"], 0)
@@ -36,9 +36,9 @@ STRIDE = 1 << 40  # between the seeds of those worlds, so that no episode's worl
 
 
 def is_unseen(instruction: str) -> bool:
-    """Whether an instruction names a thing of UNSEEN, by colour and kind."""
-    found = re.findall(rf"({'|'.join(COLOURS)}) ({'|'.join(THINGS)})", instruction)
-    return any(pair in UNSEEN for pair in found)
+    """Returns whether an instruction names an object of UNSEEN, by colour and kind."""
+    pairs = re.findall(rf"({'|'.join(COLOURS)}) ({'|'.join(THINGS)})", instruction)
+    return any(pair in UNSEEN for pair in pairs)
 
 
 class Levels(gymnasium.Env):
@@ -49,27 +49,27 @@ class Levels(gymnasium.Env):
     the image of the 7 x 7 squares before the agent, or of `around` squares a side with the agent in the middle, with
     what it carries in its place, and the mission.
 
-    A reset without a seed makes no world: nobody looks at the row, and its steps change nothing until it gets a seed.
+    A reset without a seed makes no world: the row is unused, and its steps change nothing until it gets a seed.
     """
 
     def __init__(self, levels: Sequence[str], tile: int, around: int = 0) -> None:
         self._worlds = {level: _world(level) for level in levels}
-        self._now = self._worlds[levels[0]]
+        self._world = self._worlds[levels[0]]
         self._idle = True
-        self._last: dict[str, Any] = {}  # what was seen last
+        self._last: dict[str, Any] = {}  # the last observation
         self._tile, self._around = tile, around
         self._codes = np.zeros((0, 0, 3), np.uint8)  # of the world's squares [x, y, (object, colour, state)]
-        if around:  # half of a step's time would go into what can be seen of 7 x 7 squares, which nobody looks at
+        if around:  # the view of 7 x 7 squares takes half of a step's time and is not used here
             for world in self._worlds.values():
-                _look_away(world.unwrapped)
+                _skip_view(world.unwrapped)
         side = (around or VIEW) * (tile or 1)
-        shown = gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8)
-        self.observation_space = gymnasium.spaces.Dict(image=shown, mission=gymnasium.spaces.Text(200))
-        self.action_space = self._now.action_space
+        box = gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8)
+        self.observation_space = gymnasium.spaces.Dict(image=box, mission=gymnasium.spaces.Text(200))
+        self.action_space = self._world.action_space
 
     @property
     def unwrapped(self) -> Any:  # minigrid's, whose attributes gymnasium's type does not know
-        return self._now.unwrapped
+        return self._world.unwrapped
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is None and self._last:
@@ -77,15 +77,15 @@ class Levels(gymnasium.Env):
             return self._last, {}
         task = (options or {}).get("task", next(iter(self._worlds)))
         level = task.removesuffix(SUFFIX)
-        self._now = self._worlds[level]
+        self._world = self._worlds[level]
         for number in range(TRIES):
             with redirect_stdout(StringIO()):  # the levels print what they tried
-                seen, info = self._now.reset(seed=(seed or 0) + number * STRIDE)
-            if is_unseen(seen["mission"]) == task.endswith(SUFFIX):
+                observation, info = self._world.reset(seed=(seed or 0) + number * STRIDE)
+            if is_unseen(observation["mission"]) == task.endswith(SUFFIX):
                 self._idle = False
                 if self._around:
                     self._codes = self.unwrapped.grid.encode()
-                return self._shown(seen), info
+                return self._shown(observation), info
         raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -93,21 +93,21 @@ class Levels(gymnasium.Env):
             return self._last, 0.0, False, False, {"solved": False}
         world = self.unwrapped
         ahead = tuple(world.front_pos)
-        seen, reward, terminated, truncated, info = self._now.step(int(action))
+        observation, reward, terminated, truncated, info = self._world.step(int(action))
         if self._around:  # an action changes no other square
             thing = world.grid.get(*ahead)
             self._codes[ahead] = EMPTY if thing is None else thing.encode()
         solved = bool(terminated and float(reward) > 0)
-        return self._shown(seen), float(reward), terminated, truncated, {"solved": solved}
+        return self._shown(observation), float(reward), terminated, truncated, {"solved": solved}
 
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
 
-    def _shown(self, seen: dict[str, Any]) -> dict[str, Any]:
-        squares = all_round(self.unwrapped, self._codes, self._around) if self._around else seen["image"]
-        shown = image(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
-        self._last = {"image": shown, "mission": seen["mission"]}
+    def _shown(self, observation: dict[str, Any]) -> dict[str, Any]:
+        squares = all_round(self.unwrapped, self._codes, self._around) if self._around else observation["image"]
+        pixels = image(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
+        self._last = {"image": pixels, "mission": observation["mission"]}
         return self._last
 
 
@@ -170,9 +170,9 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
 
 
 def all_round(world: Any, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    """side x side squares [x, y, (object, colour, state)] about the agent of a minigrid world, which faces up.
+    """Returns side x side squares [x, y, (object, colour, state)] around the agent of a minigrid world, which faces up.
 
-    codes: of the world's grid, likewise. Nothing is hidden, so that one look tells where everything is; beyond the
+    codes: the encoded grid, likewise. Nothing is hidden, so that one observation shows where everything is; beyond the
     world are walls. What the agent carries lies in its place, as in minigrid's own view.
     """
     half = side // 2
@@ -187,10 +187,10 @@ def all_round(world: Any, codes: NDArray[np.uint8], side: int) -> NDArray[np.uin
 
 
 def image(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
-    """squares [x, y, (object, colour, state)], n a side, minigrid's codes -> RGB [n tile, n tile, 3]; what is not seen
-    is black.
+    """Draws squares [x, y, (object, colour, state)] in minigrid's encoding, n a side, as RGB [n tile, n tile, 3]; what
+    is not seen is black.
 
-    minigrid draws the same, after it has worked out once more what can be seen: this takes a twentieth of the time.
+    minigrid draws the same image, but computes the view once more: this takes a twentieth of the time.
     """
     tiles, drawn = _tiles(tile)
     kind, colour, state = squares.transpose(2, 1, 0)  # each [y, x]
@@ -202,7 +202,7 @@ def image(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
 
 @lru_cache
 def _tiles(side: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """The tile of every object, colour and state, and whether it has been drawn already."""
+    """Returns caches: the tile of every object, colour and state, and whether it has been drawn."""
     codes = max(OBJECT_TO_IDX.values()) + 1, max(COLOR_TO_IDX.values()) + 1, max(STATE_TO_IDX.values()) + 1
     return np.zeros((*codes, side, side, 3), np.uint8), np.zeros(codes, bool)
 
@@ -213,14 +213,15 @@ def _tile(kind: int, colour: int, state: int, side: int) -> NDArray[np.uint8]:
     return np.asarray(Grid.render_tile(WorldObj.decode(kind, colour, state), tile_size=side), np.uint8)
 
 
-def _look_away(world: Any) -> None:
-    """Steps and resets of a minigrid world observe its mission alone. Its bot looks by another method."""
+def _skip_view(world: Any) -> None:
+    """Makes steps and resets of a minigrid world observe its mission alone; its bot reads the grid by another
+    method."""
     world.gen_obs = lambda: {"mission": world.mission}
 
 
 def _world(level: str) -> gymnasium.Env:
     name = f"BabyAI-{level}-v0"
     if name not in gymnasium.registry:
-        known = ", ".join(sorted(i[7:-3] for i in gymnasium.registry if i.startswith("BabyAI-")))
-        raise UserError(f"babyai: there is no level {level!r}; known: {known}")
+        levels = ", ".join(sorted(i[7:-3] for i in gymnasium.registry if i.startswith("BabyAI-")))
+        raise UserError(f"babyai: there is no level {level!r}; known: {levels}")
     return gymnasium.make(name, disable_env_checker=True)

@@ -20,16 +20,16 @@ DEFAULT_TASK = "default"  # where an environment has one task
 
 
 class Moves(Protocol):
-    """How a policy's numbers become an environment's actions."""
+    """Converts a policy's numbers to actions of an environment and back."""
 
     dim: int
 
     def execute(self, actions: NDArray) -> NDArray:
-        """[n, dim] -> actions of the environment, n of them."""
+        """Converts numbers [n, dim] to n actions of the environment."""
         ...
 
     def show(self, action: Any) -> NDArray[np.float32]:
-        """The numbers [dim] that stand for one action of the environment."""
+        """Returns the numbers [dim] of one action of the environment."""
         ...
 
 
@@ -71,9 +71,9 @@ class GymnasiumSimulator:
     env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array".
     image: the key of the image (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
     state: the key of the state in a Dict observation; None: the whole observation if it is a Box, else nothing.
-    instruction: what the task is called in words; a dict gives the words of each of several tasks, and the task's name
-        goes to the environments as options={"task": name}.
-    mission: the key of the instruction in a Dict observation, for environments that give other words in each episode.
+    instruction: text of the instruction; a dict gives that of each of several tasks, and the task's name goes to the
+        environments as options={"task": name}.
+    mission: the key of the instruction in a Dict observation, for environments whose instruction differs by episode.
     expert: a function that makes an expert of one environment: a callable that takes the last action which was executed
         (None at the start of an episode) and returns the next one. Rows of a `SyncVectorEnv` only.
     success: the key in info that says whether the task is solved; None: an episode that terminates is a success.
@@ -103,19 +103,19 @@ class GymnasiumSimulator:
         self._max_steps = max_steps
         if max_steps is not None and max_steps < 1:
             raise UserError(f"gymnasium: max_steps must be at least 1, not {max_steps}")
-        self._told = success is None  # whether the key of success was in info, or the user knows that it was not
+        self._success_checked = success is None  # whether the success key was in info, or the user was warned
         self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
         self.tasks = tuple(self._instructions)
         self._moves = _moves(env, self._env.single_action_space)
         self.action_dim = self._moves.dim
         self._mission, self._missions = mission, ["" for _ in range(count)]
         self._make_expert = expert
-        self._experts: dict[int, Callable[[Any], Any]] = {}  # of rows whose episode it was asked in
+        self._experts: dict[int, Callable[[Any], Any]] = {}  # by row, of the running episodes
         self._last: list[Any] = [None for _ in range(count)]  # the last executed action of each row's episode
         self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
-        self._live = np.zeros(count, bool)  # rows inside an episode of ours
+        self._live = np.zeros(count, bool)  # rows with a running episode
         self._over = np.zeros(count, bool)  # rows whose environment waits for a reset
-        images, states = self._seen(self._env.reset(seed=0)[0])
+        images, states = self._observe(self._env.reset(seed=0)[0])
         self.image_shape, self.state_dim = images.shape[1:], states.shape[1]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
@@ -133,8 +133,8 @@ class GymnasiumSimulator:
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        if missed := [row for row in rows if not self._live[row]]:
-            raise UserError(f"gymnasium steps all environments at once, so rows {missed} cannot be left inactive")
+        if missing := [row for row in rows if not self._live[row]]:
+            raise UserError(f"gymnasium steps all environments at once, so rows {missing} cannot be left inactive")
         self._live &= np.isin(np.arange(self.count), rows)  # episodes left out are lost: they move unseen
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         try:
@@ -156,7 +156,7 @@ class GymnasiumSimulator:
         if self._make_expert is None or not isinstance(vector, SyncVectorEnv):
             raise UserError("a gymnasium environment has no scripted expert")
         if length != 1:
-            raise UserError(f"this expert looks before every action, so length must be 1, not {length}")
+            raise UserError(f"this expert needs an observation before every action, so length must be 1, not {length}")
         for row in rows:
             if row not in self._experts:
                 self._experts[row] = self._make_expert(vector.envs[row])
@@ -167,9 +167,9 @@ class GymnasiumSimulator:
 
     def _restart(self, rows: list[int], seeds: Sequence[int | None], task: str) -> tuple[NDArray, NDArray]:
         mask = np.zeros(self.count, bool)
-        all_seeds: list[int | None] = [None] * self.count
+        row_seeds: list[int | None] = [None] * self.count
         for row, seed in zip(rows, seeds, strict=True):
-            mask[row], all_seeds[row], self._task[row] = True, seed, task
+            mask[row], row_seeds[row], self._task[row] = True, seed, task
         options: dict[str, Any] = {}
         if not mask.all():
             if not isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
@@ -177,7 +177,7 @@ class GymnasiumSimulator:
             options["reset_mask"] = mask
         if self.tasks != (DEFAULT_TASK,):
             options["task"] = task
-        observation, _ = self._env.reset(seed=all_seeds, options=options)  # type: ignore[arg-type]
+        observation, _ = self._env.reset(seed=row_seeds, options=options)  # type: ignore[arg-type]
         self._live |= mask
         self._over &= ~mask
         self._steps[mask] = 0
@@ -185,11 +185,11 @@ class GymnasiumSimulator:
             self._last[row] = None
             self._experts.pop(row, None)
             if self._mission is not None:
-                self._missions[row] = self._said(observation, row)
-        return self._seen(observation)
+                self._missions[row] = self._mission_text(observation, row)
+        return self._observe(observation)
 
     def _advance(self, rows: list[int], actions: NDArray, out: Transition, c: int) -> None:
-        """One step of all environments, written to column `c` of `out` for the rows that are inside an episode."""
+        """Steps all environments once; writes column `c` of `out` for the rows with a running episode."""
         mode = self._env.metadata["autoreset_mode"]
         if mode is AutoresetMode.DISABLED and self._over.any():
             parked = np.flatnonzero(self._over).tolist()  # an environment that ended may not be stepped
@@ -198,11 +198,11 @@ class GymnasiumSimulator:
             self._live = live
         numbers = np.zeros((self.count, self.action_dim))
         numbers[rows] = actions
-        everyone = self._moves.execute(numbers)
-        observation, reward, terminated, truncated, info = self._env.step(everyone)
+        executed = self._moves.execute(numbers)
+        observation, reward, terminated, truncated, info = self._env.step(executed)
         for row in rows:
-            self._last[row] = everyone[row]
-        images, states = self._seen(observation)
+            self._last[row] = executed[row]
+        images, states = self._observe(observation)
         self._steps += 1
         if self._max_steps is not None:
             truncated = truncated | (self._steps >= self._max_steps)
@@ -210,9 +210,9 @@ class GymnasiumSimulator:
             terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
         )
         self._over = np.asarray(terminated | truncated)
-        self._told |= self._success in info
-        if not self._told and self._over.any():
-            self._told = True
+        self._success_checked |= self._success in info
+        if not self._success_checked and self._over.any():
+            self._success_checked = True
             _log.warning(
                 "gymnasium: an episode ended, and info never had the key %r that says whether it is solved; it has %s",
                 self._success,
@@ -226,14 +226,15 @@ class GymnasiumSimulator:
                 out.truncated[i, c] = truncated[row] and not terminated[row]
                 self._live[row] = not self._over[row]
 
-    def _said(self, observation: Any, row: int) -> str:
+    def _mission_text(self, observation: Any, row: int) -> str:
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
             raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
         return str(keys[self._mission][row])
 
-    def _seen(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Images [B, H, W, 3] and states [B, S] in what an environment observes."""
+    def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for a missing key and for
+        images of another shape or type."""
         keys = observation if isinstance(observation, dict) else {}
         for key in (self._state, None if self._image == RENDER else self._image):
             if key is not None and key not in keys:
@@ -255,10 +256,10 @@ def _moves(env: Any, space: gymnasium.Space) -> Moves:
 
 def _make(env: Any, count: int, kwargs: dict[str, Any]) -> VectorEnv:
     if not isinstance(env, str):
-        made = env(count, **kwargs)
+        vector_env = env(count, **kwargs)
     else:
         try:
-            made = gymnasium.make_vec(
+            vector_env = gymnasium.make_vec(
                 env,
                 count,
                 vectorization_mode="sync",
@@ -267,8 +268,8 @@ def _make(env: Any, count: int, kwargs: dict[str, Any]) -> VectorEnv:
             )
         except gymnasium.error.Error as error:
             raise UserError(f"gymnasium environment {env!r}: {error}") from error
-    if made.num_envs != count:
-        raise UserError(f"the vector environment has {made.num_envs} environments, but {count} are asked for")
-    if made.metadata.get("autoreset_mode") not in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP):
+    if vector_env.num_envs != count:
+        raise UserError(f"the vector environment has {vector_env.num_envs} environments, but {count} are needed")
+    if vector_env.metadata.get("autoreset_mode") not in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP):
         raise UserError("a vector environment must have autoreset_mode DISABLED or NEXT_STEP, so that ends are seen")
-    return made
+    return vector_env

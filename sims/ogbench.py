@@ -28,9 +28,9 @@ EXPERTS: dict[str, Any] = {
     "window": WindowMarkovOracle,
     "cube": CubeMarkovOracle,
 }
-ACTION_DIM, SCENE_DIM, ROBOT_DIM, PLACE_DIM = 5, 40, 19, 3
-CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # how OGBench's own observation shows places
-TRIES = 1000  # worlds that are made in search of one with the task
+ACTION_DIM, SCENE_DIM, ROBOT_DIM, GOAL_DIM = 5, 40, 19, 3
+CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # the origin and scale of positions in OGBench's own observation
+TRIES = 1000  # worlds that are drawn in search of one with the task
 STRIDE = 1 << 20  # between the seeds of those worlds
 MAX_GEOMS = 400
 LEAST = 0.4  # an expert's move, in shares of the largest one: slower ones are hard to learn from
@@ -40,17 +40,16 @@ class OGBench:
     """The tasks of the scene: press a button, open or close the drawer or the window, carry the cube to the mark.
 
     An action is [5]: the hand's move along x, y and z, its turn, and the fingers (above 0 closes), -1 to 1. A seed
-    draws what stands where and what is asked for; a world whose drawer or window is locked, where that is to be moved,
-    is skipped.
+    draws positions and the goal; a world is skipped whose drawer or window is locked where the task is to move it.
 
     observation: "state" shows the 40 numbers of OGBench and where the cube shall be (0 in other tasks), with images
         of 0 x 0 pixels; "rgb" shows an image from the front, and of the numbers the robot's own 19.
     image_size: height and width of the images, in pixels.
     max_steps: of an episode.
-    reward: "sparse" gives 1 for the step that solves the task; "shaped" adds how many decimetres a step has shortened
-        the way: the hand's to what is to be moved, and from there to where that belongs.
-    sides: whether the words say "open" or "close" of a drawer or window. Without, they say "move": what is shut at the
-        start shall always be opened, and what is open shut, so that a policy of states alone can tell which is asked.
+    reward: "sparse" gives 1 for the step that solves the task; "shaped" adds by how many decimetres the step has
+        shortened the path from the hand to the object and from there to its goal.
+    sides: whether the instruction says "open" or "close" of a drawer or window, else "move": the goal is always the
+        opposite of the start, so that a policy of states alone can tell which is meant.
     """
 
     action_dim, tasks = ACTION_DIM, tuple(EXPERTS)
@@ -76,7 +75,7 @@ class OGBench:
             raise UserError(f"ogbench: reward must be 'sparse' or 'shaped', not {reward!r}")
         self._shaped, self._sides = reward == "shaped", sides
         self._shows_images, self._size, self._max_steps = observation == "rgb", image_size, max_steps
-        self.count, self.state_dim = count, ROBOT_DIM if self._shows_images else SCENE_DIM + PLACE_DIM
+        self.count, self.state_dim = count, ROBOT_DIM if self._shows_images else SCENE_DIM + GOAL_DIM
         self.image_shape = (image_size, image_size, 3) if self._shows_images else (0, 0, 3)
         self._rows = EnvironmentRows[OGBenchRow](count)
         self._worlds: dict[tuple[str, int], int] = {}  # task and seed: the seed of the world that has the task
@@ -108,8 +107,10 @@ class OGBench:
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
         if length != 1:
-            raise UserError(f"OGBench's experts look before every action, so length must be 1, not {length}")
-        return np.stack([self._rows[row].wanted()[None] for row in rows])
+            raise UserError(
+                f"OGBench's experts need an observation before every action, so length must be 1, not {length}"
+            )
+        return np.stack([self._rows[row].expert_action()[None] for row in rows])
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -117,12 +118,12 @@ class OGBench:
         self._rows, self._renderer = EnvironmentRows(self.count), None
 
     def _play(self, playing: OGBenchRow, actions: NDArray, out: Transition, i: int) -> None:
-        before = playing.way
+        before = playing.path_length
         for c, action in enumerate(actions):
             success = playing.act(action)
             out.valid[i, c], out.success[i, c], out.reward[i, c] = True, success, float(success)
             if self._shaped:
-                after = playing.way
+                after = playing.path_length
                 out.reward[i, c], before = out.reward[i, c] + METRES * (before - after), after
             out.terminated[i, c] = success
             out.truncated[i, c] = not success and playing.steps >= self._max_steps
@@ -139,19 +140,20 @@ class OGBench:
 
 
 class OGBenchRow:
-    """An environment and its episode."""
+    """An environment with its running episode."""
 
     def __init__(self) -> None:
         # In this mode a world has one task, and says which.
         self.env = SceneEnv("scene", mode="data_collection", visualize_info=True)
-        self.steps, self.seen, self.info = 0, np.zeros(SCENE_DIM), dict[str, Any]()
+        self.steps, self.observation, self.info = 0, np.zeros(SCENE_DIM), dict[str, Any]()
         self._expert: Any = None
 
     def start(self, task: str, seed: int) -> int:
-        """Begins an episode in the first world with the task, of those that are tried from `seed` on; its seed."""
+        """Starts an episode in the first world with the task, trying seeds from `seed` on; returns its seed. Raises
+        UserError after TRIES worlds."""
         for number in range(TRIES):
             world = (seed + number * STRIDE) % 2**32
-            self.seen, self.info = self.env.reset(seed=world)
+            self.observation, self.info = self.env.reset(seed=world)
             if self.info["privileged/target_task"] == task and not self._locked(task):
                 break
         else:
@@ -162,55 +164,55 @@ class OGBenchRow:
         return world
 
     def act(self, action: NDArray) -> bool:
-        """Whether the task is solved after this step."""
-        self.seen, _, _, _, self.info = self.env.step(np.clip(action, -1, 1))
+        """Executes an action [5]; returns whether the task is solved after it."""
+        self.observation, _, _, _, self.info = self.env.step(np.clip(action, -1, 1))
         self.steps += 1
         return bool(self.info["success"])
 
-    def wanted(self) -> NDArray[np.float32]:
-        """The expert's next action."""
+    def expert_action(self) -> NDArray[np.float32]:
+        """Returns the expert's next action [5]."""
         if self._expert is None:
             self._expert = EXPERTS[self.info["privileged/target_task"]](env=self.env, min_norm=LEAST)
             before = np.random.get_state()  # it draws where the hand goes afterwards, which is never played
-            self._expert.reset(self.seen, self.info)
+            self._expert.reset(self.observation, self.info)
             np.random.set_state(before)
-        return np.asarray(self._expert.select_action(self.seen, self.info), np.float32)
+        return np.asarray(self._expert.select_action(self.observation, self.info), np.float32)
 
     def instruction(self, sides: bool = True) -> str:
-        """What the world asks for, in words; `sides` as in `OGBench`."""
-        told, task = self.info, self.info["privileged/target_task"]
+        """Returns the instruction of the world; `sides` as in `OGBench`."""
+        info, task = self.info, self.info["privileged/target_task"]
         if task == "button":
-            return f"press the {('left', 'right')[told['privileged/target_button']]} button"
+            return f"press the {('left', 'right')[info['privileged/target_button']]} button"
         if task == "cube":
             return "move the cube to the mark"
         if not sides:
             return f"move the {task}"
-        opened = told[f"privileged/target_{task}_pos"][0] != 0
+        opened = info[f"privileged/target_{task}_pos"][0] != 0
         return f"{'open' if opened else 'close'} the {task}"
 
     @property
     def state(self) -> NDArray[np.float64]:
-        """[SCENE_DIM + PLACE_DIM], the robot's own numbers first."""
-        place = np.zeros(PLACE_DIM)
+        """The state [SCENE_DIM + GOAL_DIM], the robot's own numbers first."""
+        goal = np.zeros(GOAL_DIM)
         if self.info["privileged/target_task"] == "cube":
-            place = METRES * (self.info["privileged/target_block_pos"] - CENTRE)
-        return np.concatenate([self.seen, place])
+            goal = METRES * (self.info["privileged/target_block_pos"] - CENTRE)
+        return np.concatenate([self.observation, goal])
 
     @property
-    def way(self) -> float:
-        """In metres: from the hand to what is to be moved, and from there to where it belongs."""
-        told, task = self.info, self.info["privileged/target_task"]
-        hand = told["proprio/effector_pos"]
+    def path_length(self) -> float:
+        """Metres from the hand to the object that is to be moved, and from there to its goal."""
+        info, task = self.info, self.info["privileged/target_task"]
+        hand = info["proprio/effector_pos"]
         if task == "button":
-            return distance(hand, told["privileged/target_button_top_pos"])
+            return distance(hand, info["privileged/target_button_top_pos"])
         thing, goal = "block_0_pos", "target_block_pos"
         if task != "cube":
             thing, goal = f"{task}_handle_pos", f"target_{task}_handle_pos"
-        thing, goal = told[f"privileged/{thing}"], told[f"privileged/{goal}"]
+        thing, goal = info[f"privileged/{thing}"], info[f"privileged/{goal}"]
         return distance(hand, thing) + distance(thing, goal)
 
     def _locked(self, task: str) -> bool:
-        """Whether what the task is about does not move until a button was pressed."""
+        """Returns whether the task's drawer or window is locked until a button is pressed."""
         lock = {"drawer": 0, "window": 1}.get(task)
         return lock is not None and self.info[f"privileged/button_{lock}_state"] == 0
 

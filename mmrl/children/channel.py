@@ -1,7 +1,7 @@
-"""Frames that one process sends another over a socket, and the time that the other may take.
+"""Length-prefixed frames over a socket between two processes, with time limits for the answer.
 
-Everything is a frame: eight bytes of length, and so many bytes. An empty frame is a sign of life, by which a stopped
-process is told from a slow one.
+A frame is eight bytes of length, then the payload. An empty frame is a sign of life, which distinguishes a slow process
+from a stopped one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable
 
 LENGTH = 8  # bytes
 SHORT = 1 << 16  # bytes that are copied rather than sent by a second call
-LOOK_S = 0.5  # between two looks at whether the other side is still there
+POLL_S = 0.5  # between two checks whether the other side still runs
 
 
 class Patience:
     """Limits of a wait. limit_s: seconds for all of an answer. silent_s: seconds without any byte of it, or a
-    sign of life. look: called about every LOOK_S seconds of silence; raises where there is nothing to wait for."""
+    sign of life. poll: called about every POLL_S seconds of silence; raises where there is nothing to wait for."""
 
     def __init__(
-        self, limit_s: float = math.inf, silent_s: float = math.inf, look: Callable[[], None] | None = None
+        self, limit_s: float = math.inf, silent_s: float = math.inf, poll: Callable[[], None] | None = None
     ) -> None:
-        self.limit_s, self.silent_s, self.look = limit_s, silent_s, look
+        self.limit_s, self.silent_s, self.poll = limit_s, silent_s, poll
         self._end = time.monotonic() + limit_s
         self.heard()
 
@@ -38,7 +38,7 @@ class Patience:
             raise TimeoutError(f"no answer in {self.limit_s:g} s")
         if now >= self._silent:
             raise TimeoutError(f"no sign of life in {self.silent_s:g} s")
-        left = min(self._end - now, self._silent - now, math.inf if self.look is None else LOOK_S)
+        left = min(self._end - now, self._silent - now, math.inf if self.poll is None else POLL_S)
         return None if left == math.inf else left
 
 
@@ -48,45 +48,45 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self._sending = connection, threading.Lock()
 
-    def send(self, data: bytes = b"", limit_s: float | None = None) -> None:
+    def send(self, payload: bytes = b"", limit_s: float | None = None) -> None:
         """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where nobody listens any more."""
-        head = len(data).to_bytes(LENGTH, "big")
+        head = len(payload).to_bytes(LENGTH, "big")
         with self._sending:
             self.socket.settimeout(None if limit_s == math.inf else limit_s)
-            for part in [head + data] if len(data) < SHORT else [head, data]:
+            for part in [head + payload] if len(payload) < SHORT else [head, payload]:
                 self.socket.sendall(part)
 
-    def receive(self, patience: Patience | None = None, most: float = math.inf) -> bytearray:
+    def receive(self, patience: Patience | None = None, max_bytes: float = math.inf) -> bytearray:
         """Returns the next frame that is no sign of life. Raises TimeoutError, ConnectionError where the other side
-        ended, and ValueError for a frame of more than `most` bytes."""
+        ended, and ValueError for a frame of more than `max_bytes` bytes."""
         patience = patience or Patience()
         while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):
             pass
-        if size > most:
+        if size > max_bytes:
             raise ValueError(f"an answer of {size} bytes")
         return self._exactly(size, patience)
 
-    def ask(self, data: bytes, patience: Patience, most: float = math.inf) -> bytearray:
-        """Sends a frame and returns the next one; raises as `receive`."""
-        self.send(data, min(patience.limit_s, patience.silent_s))
-        return self.receive(patience, most)
+    def ask(self, payload: bytes, patience: Patience, max_bytes: float = math.inf) -> bytearray:
+        """Sends a frame and returns the next one. Raises as `receive`."""
+        self.send(payload, min(patience.limit_s, patience.silent_s))
+        return self.receive(patience, max_bytes)
 
     def close(self) -> None:
         self.socket.close()
 
     def _exactly(self, count: int, patience: Patience) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
+        buffer = bytearray(count)
+        view = memoryview(buffer)
         while view:
             self.socket.settimeout(patience.left())
             try:
                 got = self.socket.recv_into(view)
             except TimeoutError:
-                if patience.look is not None:
-                    patience.look()
+                if patience.poll is not None:
+                    patience.poll()
                 continue
             if not got:
                 raise ConnectionResetError("the other side ended")
             view = view[got:]
             patience.heard()
-        return data
+        return buffer

@@ -1,4 +1,4 @@
-"""A process that answers what it is asked, one thing after the other, and is watched while it does."""
+"""A child process that answers one request after the other, with deadlines and a check that it still runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.runtime import devices
 
-Started = tuple[LocalProcess | RayProcess, Pair | Listener]  # a process, and where it calls in
-Launch = Callable[[str], Started]  # of a service, by its name
+Started = tuple[LocalProcess | RayProcess, Pair | Listener]  # a process, and the endpoint to which it connects
+Launch = Callable[[str], Started]  # starts a process for a service, given by its name
 _MAIN = "mmrl.children.main"
 
 
 class Lost(ConnectionError):
-    """A child ended, or its connection did. code: what its process returned; None where it did not."""
+    """Raised when a child or its connection ended. code: the return code of its process, None where it still runs."""
 
     def __init__(self, why: str, code: int | None = None) -> None:
         super().__init__(why)
@@ -34,17 +34,18 @@ class Lost(ConnectionError):
 
 
 class Refused(UserError):
-    """The service of a child will not do what it was asked."""
+    """Raised when the service of a child refuses a request."""
 
 
 class Raised(RuntimeError):
-    """The service of a child raised something, here in words. What state it is in, nobody knows."""
+    """Raised when the service of a child raised an exception, whose text this holds. The state of the service is then
+    undefined."""
 
 
 @dataclass(frozen=True)
 class OnThisHost:
-    """On this host. python: the interpreter, None for this one. environment: what differs from ours. log: the file to
-    which what it writes is added; None: our standard error."""
+    """Starts a service on this host. python: the interpreter, None for this one. environment: variables that differ
+    from this process's. log: file to which the output is appended; None: this process's standard error."""
 
     python: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class OnThisHost:
 
 @dataclass(frozen=True)
 class OnCluster:
-    """On a host that Ray chooses; see `OnThisHost`."""
+    """Starts a service on a host that Ray chooses; see `OnThisHost`."""
 
     cluster: Cluster
     gpus: int = 0
@@ -68,60 +69,62 @@ class OnCluster:
     log: Path | None = None
 
     def __call__(self, service: str) -> Started:
-        door, placed = Listener(self.cluster.host), self.cluster.place(gpus=self.gpus, log=self.log)
-        host, port = door.address
-        flags = [] if self.python in (None, sys.executable) else ["-E"]  # it must not see the packages of Ray's
-        placed.run([*flags, "-m", _MAIN, service, host, str(port)], {KEY: door.key}, self.python)
-        return placed, door
+        listener, process = Listener(self.cluster.host), self.cluster.allocate(gpus=self.gpus, log=self.log)
+        host, port = listener.address
+        flags = (
+            [] if self.python in (None, sys.executable) else ["-E"]
+        )  # it must not see the packages of Ray's interpreter
+        process.run([*flags, "-m", _MAIN, service, host, str(port)], {KEY: listener.key}, self.python)
+        return process, listener
 
 
 class Child:
-    """One process and what it serves. It is started at once and awaited when it is first asked something; whoever asks
-    decides what becomes of one that fails.
+    """A child process with the service that it runs. `start` returns at once; the first `ask` awaits the process. The
+    caller decides what happens to one that fails.
 
-    starts: how often it was started. up: whether it was, and not stopped since.
+    starts: number of starts. up: whether it was started and not stopped since.
     """
 
     process: LocalProcess | RayProcess
     up = False
 
     def __init__(self, service: str, launch: Launch, records: Collection[type] | None = None) -> None:
-        """service: "package.module:Class" of a `mmrl.children.main.Service`. records: as `decode` has them."""
+        """service: "package.module:Class" of a `mmrl.children.main.Service`. records: see `decode`."""
         self.service, self.launch, self.records, self.starts = service, launch, records, 0
-        self._door: Pair | Listener | None = None
+        self._endpoint: Pair | Listener | None = None
         self._channel: Channel | None = None
 
     def start(self) -> None:
-        self.process, self._door = self.launch(self.service)
+        self.process, self._endpoint = self.launch(self.service)
         self.starts, self.up = self.starts + 1, True
 
     def ask(self, message: bytes, limit_s: float, *, silent_s: float = math.inf, shared: Sequence[Any] = ()) -> Any:
-        """Returns what it answers.
+        """Sends an encoded message and returns the decoded answer.
 
-        limit_s: seconds for the answer, and for its process to come up. silent_s: seconds without a sign of life.
+        limit_s: seconds for the answer, and for the process to come up. silent_s: seconds without a sign of life.
         Raises Refused, Raised, Lost, TimeoutError, which says what took too long, and UserError where no host has room.
         """
         try:
-            answer = self._connected(limit_s).ask(message, Patience(limit_s, silent_s, self._look))
-            found = decode_mapping(answer, shared, self.records)
+            answer = self._connected(limit_s).ask(message, Patience(limit_s, silent_s, self._check_running))
+            reply = decode_mapping(answer, shared, self.records)
         except (ConnectionError, ValueError) as error:
             raise self._lost(error) from error
-        if "refused" in found:
-            raise Refused(found["refused"])
-        if "raised" in found:
-            raise Raised(found["raised"])
-        return found["answer"]
+        if "refused" in reply:
+            raise Refused(reply["refused"])
+        if "raised" in reply:
+            raise Raised(reply["raised"])
+        return reply["answer"]
 
     def hang_up(self) -> None:
-        """It leaves when nobody listens."""
+        """Closes the connection, at which the child ends by itself."""
         if self._channel is not None:
             self._channel.close()
-        if self._door is not None:
-            self._door.close()
-        self._door = self._channel = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._endpoint = self._channel = None
 
     def stop(self, leave_s: float = 0.0) -> None:
-        """Ends it with all that it started, after so many seconds in which it may leave."""
+        """Kills the process with all that it started, after `leave_s` seconds in which it may end by itself."""
         self.hang_up()
         if self.up:
             with suppress(subprocess.TimeoutExpired):
@@ -130,14 +133,14 @@ class Child:
         self.up = False
 
     def _connected(self, limit_s: float) -> Channel:
-        assert self._door is not None
+        assert self._endpoint is not None
         if self._channel is None:
             if isinstance(self.process, RayProcess):
                 self.process.room(limit_s)
-            self._channel = self._door.accept(self._look, limit_s)
+            self._channel = self._endpoint.accept(self._check_running, limit_s)
         return self._channel
 
-    def _look(self) -> None:
+    def _check_running(self) -> None:
         if self.process.poll() is not None:
             raise ConnectionResetError("its process ended")
 

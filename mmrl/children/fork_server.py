@@ -1,4 +1,4 @@
-"""Processes of somebody else's code that are killed at a deadline, and replaced in milliseconds.
+"""A pool of forked processes for untrusted code, which are killed at a deadline and replaced in milliseconds.
 
 A fork server, a fresh interpreter, builds a service once and forks a worker whenever one is needed. The process that
 owns it is never forked itself: it holds threads and perhaps a CUDA context. Requests go out as pickles, which a worker
@@ -34,18 +34,19 @@ ORDER_S = 20.0  # for a fork server to fork or end a worker
 
 
 class ForkServer:
-    """A service of somebody else's code and the processes that serve. It is opened when one is needed, anew where it
-    has ended, and ends with this process."""
+    """A service of untrusted code and the processes that run it. Its fork server starts when a process is first needed,
+    restarts where it has ended, and ends with this process."""
 
     def __init__(self, service: str, arguments: Sequence[Any], limits: Limits, records: Collection[type] = ()) -> None:
-        """service: the "module:function" that makes the service of `arguments`. records: what answers may hold."""
+        """service: the "module:function" that makes the service of `arguments`. records: dataclasses that answers may
+        hold."""
         self._first, self._records = (service, tuple(arguments), limits), records
         self._opening = threading.Lock()
         self._running: ForkServerProcess | None = None
         _LIVE.add(self)
 
     def hire(self) -> ForkedProcess:
-        """Returns one that has nothing to do, or a new one. Raises UserError where the service cannot be built, and
+        """Returns an idle process or a new one. Raises UserError where the service cannot be built, and
         ConnectionError where the fork server ends or does not answer."""
         with self._opening:
             if self._running is not None and self._running.process.poll() is not None:
@@ -55,7 +56,7 @@ class ForkServer:
             return self._running.hire()
 
     def close(self) -> None:
-        """Ends all of them; others may be hired later."""
+        """Ends all processes; new ones may be hired later."""
         with self._opening:
             if self._running is not None:
                 self._running.close()
@@ -63,8 +64,8 @@ class ForkServer:
 
 
 class ForkServerProcess:
-    """The process that builds a service and forks its workers. first: what it is told. idle: workers to be hired.
-    Raises UserError where it cannot build it."""
+    """The process that builds a service and forks its workers. first: its first message, (service, arguments, limits).
+    idle: workers that can be hired. Raises UserError where it cannot build the service."""
 
     def __init__(self, first: tuple[str, tuple[Any, ...], Limits], records: Collection[type]) -> None:
         self.records, self.idle = records, list[ForkedProcess]()
@@ -89,7 +90,8 @@ class ForkServerProcess:
             raise UserError(str(problem))
 
     def hire(self) -> ForkedProcess:
-        """Raises ConnectionError where this process has ended or does not answer."""
+        """Returns an idle worker or forks one. Raises ConnectionError where this process has ended or does not
+        answer."""
         with suppress(IndexError):
             return self.idle.pop()
         ours, theirs = socket.socketpair()
@@ -99,7 +101,8 @@ class ForkServerProcess:
         return self._workers[pid]
 
     def dismiss(self, worker: ForkedProcess) -> str | None:
-        """Kills the worker and all that it has started; why the fork server had done so before, where it had."""
+        """Kills the worker and all that it has started. Returns why the fork server had killed it before, None where it
+        had not."""
         self._workers.pop(worker.pid, None)
         worker.channel.close()
         with suppress(ConnectionError):  # then it has ended with its fork server
@@ -107,14 +110,14 @@ class ForkServerProcess:
         return None
 
     def close(self) -> None:
-        """The fork server kills its workers and ends when nobody listens to it."""
+        """Closes the control channel, at which the fork server kills its workers and ends."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ORDER_S)
         self._end()
 
     def _end(self) -> None:
-        """A worker may have stopped or killed the fork server, or kept it busy; their groups end from here."""
+        """Kills what is left: a worker may have stopped or killed the fork server, or kept it busy."""
         if self.process.poll() != 0:
             self.process.kill()
             for pid in self._workers:
@@ -136,32 +139,32 @@ class ForkServerProcess:
 
 
 class ForkedProcess:
-    """One process that serves; its process group has its id."""
+    """A worker process; its process group has its id."""
 
     def __init__(self, fork_server: ForkServerProcess, pid: int, channel: Channel) -> None:
         self.fork_server, self.pid, self.channel = fork_server, pid, channel
-        self._spent = False  # it wants to be replaced
-        self._asked = 0
+        self._spent = False  # whether it is to be replaced
+        self._requests = 0
 
-    def call(self, request: Any, deadline_s: float, most: int = MAX_ANSWER) -> dict[str, Any]:
-        """Returns what the service answers, in at most so many bytes. Raises TimeoutError, and ConnectionError for what
-        is no answer and where its process ended, or had to; then it serves no more."""
-        self._asked += 1
+    def call(self, request: Any, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
+        """Returns the answer of the service, at most `max_bytes` long. Raises TimeoutError, and ConnectionError for an
+        invalid answer and where its process ended or was killed; the worker can not be called again then."""
+        self._requests += 1
         try:
-            received = self.channel.ask(pickle.dumps((self._asked, request)), Patience(deadline_s), most)
+            received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)
             answer = decode_mapping(received, records=self.fork_server.records)
-            if answer.get("number") != self._asked:
+            if answer.get("number") != self._requests:
                 raise ValueError("an answer to nothing that was asked")
         except (TimeoutError, ConnectionError, ValueError) as error:
             if (why := self.fork_server.dismiss(self)) is None and isinstance(error, TimeoutError):
                 raise
-            what = " ".join(str(error).split())
-            raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({what})") from error
+            cause = " ".join(str(error).split())
+            raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({cause})") from error
         self._spent = answer.get("spent") is True
         return answer
 
     def release(self) -> None:
-        """Lets others hire it, unless it is spent."""
+        """Returns the worker to the idle ones, or replaces it where it is spent."""
         if self._spent:
             self.fork_server.dismiss(self)
         else:

@@ -1,5 +1,5 @@
-"""`python -m mmrl.children.forked DESCRIPTOR`: a fork server that builds a service of somebody else's code, and workers
-that it forks, which serve. A reward is one, an environment of turns another; see `mmrl.children.fork_server`.
+"""`python -m mmrl.children.forked DESCRIPTOR`: a fork server that builds a service of untrusted code, and the workers
+that it forks. A reward is one, an environment of turns another; see `mmrl.children.fork_server`.
 
 An order to the fork server is one letter and a process id, with a socket where a worker shall be forked; its answer is
 {"done": process id, "why": text where the fork server itself has ended that worker, else None}.
@@ -59,8 +59,8 @@ def fork_server(control: Channel) -> None:
 def _watched(
     control: socket.socket, workers: set[int], ended: dict[int, str], limits: Limits
 ) -> tuple[bytes, list[int]] | None:
-    """The next order and its sockets; None at the other side's end. Until it comes workers are watched: one that has
-    started more than it may is ended here, for RLIMIT_NPROC does not bind root."""
+    """Returns the next order and its sockets, None where the other side closed. Until then it watches the workers and
+    kills one that has started more processes than `limits` allow, for RLIMIT_NPROC does not bind root."""
     while not select.select([control], [], [], WATCH_S if workers and LINUX else None)[0]:
         for pid in list(workers):
             if (count := tasks_below(pid)) > limits.processes:
@@ -71,7 +71,7 @@ def _watched(
 
 
 def _end(pid: int, workers: set[int]) -> None:
-    """Ends a worker, its process group, and what has left that."""
+    """Kills a worker, its process group, and descendants that have left the group."""
     end_group(pid)
     workers.discard(pid)
     end_descendants(keep=workers)
@@ -92,7 +92,7 @@ def _built(control: Channel) -> tuple[ForkedService, Limits]:
 
 
 def _end_with(control: socket.socket, ends: bool) -> None:
-    """Whether the kernel ends this process when something happens to the socket, as when the other side closes it."""
+    """Sets whether the kernel ends this process at any event of the socket, such as the other side closing it."""
     if not LINUX:
         return
     signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""Records, tensors, arrays and images as bytes and back, to the bit: what passes between a process and its children.
-Nothing that is read can run code.
+"""Serialization of dataclasses, tensors, arrays and images between a process and its children, exact to the bit.
+Decoding never runs code of the message.
 
-A message is the length of a JSON text, the text, and the numbers of all tensors, arrays and images, one after the
-other. Both sides may hold `shared` objects, such as the prompts that were asked: the message names them by their place.
+A message is the length of a JSON text, the text, and the bytes of all tensors, arrays and images, one after the other.
+Both sides may hold `shared` objects, such as the prompts of a request: the message names them by their index.
 torch and Pillow are imported where a message needs them, for simulators run under interpreters that lack them.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-ALIGNED = 8  # bytes: a tensor is read from where it lies
+ALIGNED = 8  # bytes; a tensor is read without a copy
 LENGTH = 8  # bytes of the text's own length
-MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that their pixels alone say everything about
+MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that are fully described by their pixels
 
 
 def encode(value: Any, shared: Sequence[Any] = ()) -> bytes:
@@ -31,11 +31,11 @@ def encode(value: Any, shared: Sequence[Any] = ()) -> bytes:
 
 
 def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None) -> Any:
-    """Returns what `encode` was given; arrays and tensors lie in the message where that is a bytearray. Raises
-    ValueError for what `encode` has not made.
+    """Returns the value that `encode` encoded; arrays and tensors share the memory of a message that is a bytearray.
+    Raises ValueError for anything that `encode` has not written.
 
-    records: dataclasses that may be made, for messages that nobody vouches for; None: any of a module that has been
-    imported here.
+    records: dataclasses that may be built, for untrusted messages; None: any of a module that has been imported in this
+    process.
     """
     message = message if isinstance(message, bytearray) else bytearray(message)  # tensors may be written into
     begin = LENGTH + int.from_bytes(message[:LENGTH], "little")
@@ -48,27 +48,27 @@ def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Coll
 def decode_mapping(
     message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None
 ) -> dict[str, Any]:
-    """`decode`. Raises ValueError for anything but a mapping too."""
-    found = decode(message, shared, records)
-    if not isinstance(found, dict):
+    """Decodes a message as `decode`; raises ValueError for anything but a mapping, too."""
+    value = decode(message, shared, records)
+    if not isinstance(value, dict):
         raise ValueError("an answer that is no object")
-    return found
+    return value
 
 
 class MessageWriter:
-    """Turns a value into a tree for JSON and the bytes beside it."""
+    """Converts a value to a JSON tree and the bytes of its arrays."""
 
     def __init__(self, shared: Sequence[Any]) -> None:
-        self.places = {id(one): place for place, one in enumerate(shared)}
+        self.indices = {id(one): index for index, one in enumerate(shared)}
         self.parts: list[bytes] = []
         self.size = 0
 
     def tree(self, value: Any) -> Any:
-        """Returns `value` for JSON; its numbers are added to `parts`."""
+        """Returns `value` as a JSON tree; appends the bytes of its arrays to `parts`."""
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if id(value) in self.places:
-            return {"shared": self.places[id(value)]}
+        if id(value) in self.indices:
+            return {"shared": self.indices[id(value)]}
         if type(value) is list:
             return [self.tree(one) for one in value]
         if type(value) is tuple:
@@ -81,12 +81,12 @@ class MessageWriter:
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
             return {kind: [value.dtype.str, list(value.shape), *self.put(value.tobytes())]}
         if is_dataclass(value) and not isinstance(value, type):
-            own, held = type(value), {field.name: self.tree(vars(value)[field.name]) for field in fields(value)}
-            return {"record": [own.__module__, own.__qualname__, held]}
-        return self.of_a_library(value)
+            record, values = type(value), {field.name: self.tree(vars(value)[field.name]) for field in fields(value)}
+            return {"record": [record.__module__, record.__qualname__, values]}
+        return self.of_library(value)
 
-    def of_a_library(self, value: Any) -> Any:
-        """Returns a tensor or an image for JSON: where nobody has imported its library there is none."""
+    def of_library(self, value: Any) -> Any:
+        """Returns the JSON tree of a tensor or an image; of a library that is not imported there can be none."""
         if "torch" in sys.modules:
             import torch
 
@@ -104,7 +104,7 @@ class MessageWriter:
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def put(self, part: bytes) -> tuple[int, int]:
-        """Returns where it begins, and how many bytes it has."""
+        """Appends padded bytes; returns their offset and length."""
         begin, padding = self.size, -len(part) % ALIGNED
         self.parts += [part, b"\0" * padding]
         self.size += len(part) + padding
@@ -112,7 +112,7 @@ class MessageWriter:
 
 
 class Reader:
-    """Turns a tree and the bytes beside it back into the value."""
+    """Rebuilds a value from its JSON tree and the bytes of its arrays."""
 
     def __init__(self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None) -> None:
         self.numbers, self.shared, self.records = numbers, shared, records
@@ -122,17 +122,17 @@ class Reader:
             return [self.value(one) for one in tree]
         if not isinstance(tree, dict):
             return tree
-        ((kind, held),) = tree.items()
+        ((kind, content),) = tree.items()
         if kind == "shared":
-            return self.shared[held]
+            return self.shared[content]
         if kind == "tuple":
-            return tuple(self.value(one) for one in held)
+            return tuple(self.value(one) for one in content)
         if kind == "dict":
-            return {self.value(key): self.value(one) for key, one in held}
+            return {self.value(key): self.value(one) for key, one in content}
         if kind == "record":
-            module, name, values = held
+            module, name, values = content
             return self.record(module, name)(**{key: self.value(one) for key, one in values.items()})
-        name, shape, begin, size = held
+        name, shape, begin, size = content
         return self.numeric(kind, name, shape, self.numbers[begin : begin + size])
 
     def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> Any:
@@ -147,7 +147,7 @@ class Reader:
         return array if kind == "array" else array[()]
 
     def record(self, module: str, name: str) -> type[Any]:
-        """Returns a dataclass. Raises ValueError for anything else, and for one that may not be made."""
+        """Returns a dataclass by its name. Raises ValueError for anything else, and for one that may not be built."""
         kind = vars(sys.modules[module])[name] if module in sys.modules else None
         if isinstance(kind, type) and is_dataclass(kind) and (self.records is None or kind in self.records):
             return kind
@@ -155,7 +155,7 @@ class Reader:
 
 
 def image(mode: str, size: list[int], pixels: memoryview) -> Any:
-    """Returns an image. Raises ValueError for a size that its pixels have not; Pillow makes room before it looks."""
+    """Returns an image. Raises ValueError where the size does not fit the pixels; Pillow allocates before it checks."""
     from PIL import Image
 
     width, height = size

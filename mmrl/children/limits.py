@@ -1,4 +1,4 @@
-"""What a process with somebody else's code may use and see, and how everything that it has started is ended.
+"""Limits of a process with untrusted code, its environment, and the end of everything that it has started.
 
 Only Linux offers what this needs. Elsewhere a worker has no limits but its deadline, and children that it leaves in
 another process group stay.
@@ -28,7 +28,7 @@ _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
 
 class Limits(Section):
-    """What each worker process of an isolated reward may use."""
+    """Limits of each worker process of an isolated reward."""
 
     memory_gib: float = option(
         4.0,
@@ -52,7 +52,7 @@ class Limits(Section):
     )
 
     def apply(self) -> None:
-        """Binds this process, and what it will start, for good."""
+        """Sets the limits of this process and of what it will start, for good."""
         if not LINUX:
             return
         _lower(resource.RLIMIT_AS, _address_space() + int(self.memory_gib * GIBIBYTE))
@@ -61,17 +61,17 @@ class Limits(Section):
         self._limit_processes()
 
     def spent(self) -> bool:
-        """Whether this process has used half of its CPU time."""
+        """Returns whether this process has used half of its CPU time."""
         return _cpu_seconds() > self.cpu_s / 2
 
     def _limit_processes(self) -> None:
-        """Other containers' processes count for the kernel but are not seen here. Where not even one process could be
-        started, the limit would be too low from the beginning and is left as it was."""
+        """Sets RLIMIT_NPROC, or leaves it where not even one process could be started under it: the kernel counts
+        processes of other containers, too, which this one does not see."""
         before = resource.getrlimit(resource.RLIMIT_NPROC)
-        most = _tasks_of_user() + self.processes + 1  # one is for the trial
-        if before[1] != resource.RLIM_INFINITY and before[1] <= most:
+        limit = _tasks_of_user() + self.processes + 1  # one is for the trial
+        if before[1] != resource.RLIM_INFINITY and before[1] <= limit:
             return
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, before[1]))
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, before[1]))
         try:
             child = os.fork()
         except OSError:
@@ -80,12 +80,12 @@ class Limits(Section):
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what looks like a credential: variables that are named so, and addresses that
-    hold a password."""
+    """Returns this process's environment without credentials: variables that are named so, and addresses that hold a
+    password."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -94,36 +94,36 @@ def clean_environment() -> dict[str, str]:
 
 
 def end_with_forker() -> None:
-    """This process is killed when the thread that has forked it ends."""
+    """Makes the kernel kill this process when the thread that has forked it ends."""
     if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, also those that left its process group."""
+    """Makes descendants whose parent ends children of this process, also those that left its process group."""
     if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(keep: Collection[int] = ()) -> None:
     """Kills and awaits all descendants of this process but the children `keep` and theirs, in rounds until there is
-    none: of one that is killed the children become this process's own (see `adopt_orphans`)."""
+    none: children of a killed process become children of this one (see `adopt_orphans`)."""
     end = time.monotonic() + END_S
-    while (found := _descendants(os.getpid(), keep)) and time.monotonic() < end:
-        for pid in found:
+    while (pids := _descendants(os.getpid(), keep)) and time.monotonic() < end:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)  # first all of them stop, or they could fork faster than they are killed
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in found:
+        for pid in pids:
             with suppress(ChildProcessError):  # a grandchild; it is a child in a later round
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(1e-3)
 
 
 def tasks_below(pid: int) -> int:
-    """Threads of a process beside its first, and of all its descendants."""
+    """Returns the number of threads of a process beside its first, and of all its descendants."""
     return _threads(pid) - 1 + sum(map(_threads, _descendants(pid, ())))
 
 
@@ -134,22 +134,22 @@ def _threads(pid: int) -> int:
 
 
 def _descendants(pid: int, keep: Collection[int]) -> list[int]:
-    own = [child for child in _children(pid) if child not in keep]
-    return [*own, *(one for child in own for one in _descendants(child, keep))]
+    children = [child for child in _children(pid) if child not in keep]
+    return [*children, *(one for child in children for one in _descendants(child, keep))]
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, or this is not Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
-    return found
+            pids += map(int, (thread / "children").read_text().split())
+    return pids
 
 
-def _lower(which: int, most: int) -> None:
+def _lower(which: int, limit: int) -> None:
     _, hard = resource.getrlimit(which)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(which, (most, most))
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(which, (limit, limit))
 
 
 def _address_space() -> int:
@@ -162,13 +162,13 @@ def _cpu_seconds() -> float:
 
 
 def _tasks_of_user() -> int:
-    """Threads of all processes with this user's id."""
+    """Returns the number of threads of all processes with this user's id."""
     return sum(map(_tasks, Path("/proc").glob("[0-9]*/status")))
 
 
 def _tasks(status: Path) -> int:
     with suppress(OSError):  # it has ended
-        told = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        if int(told["Uid"].split()[0]) == os.getuid():
-            return int(told["Threads"])
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        if int(fields["Uid"].split()[0]) == os.getuid():
+            return int(fields["Threads"])
     return 0

@@ -1,4 +1,4 @@
-"""The door at which a process that was started elsewhere calls in. Whoever comes without its key is sent away."""
+"""The endpoint to which a process that was started elsewhere connects, authenticated by a key."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from mmrl.children.channel import LOOK_S, Channel
+from mmrl.children.channel import POLL_S, Channel
 
-KEY = "MMRL_CHILD_KEY"  # the environment's variable that tells a process the key; not for others' eyes
+KEY = "MMRL_CHILD_KEY"  # environment variable that holds the key of a process; secret
 
 
 class Pair:
-    """The way to a process on this host, which has the other end already."""
+    """A connected pair of sockets, for a process on this host that inherits the other end."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair()
 
-    def accept(self, look: Callable[[], None], limit_s: float) -> Channel:
+    def accept(self, poll: Callable[[], None], limit_s: float) -> Channel:
         return Channel(self.ours)
 
     def close(self) -> None:
@@ -32,22 +32,22 @@ class Pair:
 
 
 class Listener:
-    """Listens on `host` for the one process that knows its key."""
+    """Listens on `host` for the process that has its key."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_hex(32)
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._come: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._callers: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def accept(self, look: Callable[[], None], limit_s: float) -> Channel:
-        """Awaits its call. look: called meanwhile; raises where it will not come. Raises TimeoutError."""
+    def accept(self, poll: Callable[[], None], limit_s: float) -> Channel:
+        """Awaits the connection. poll: called meanwhile; raises where none will come. Raises TimeoutError."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             with suppress(queue.Empty):
-                return Channel(self._come.get(timeout=LOOK_S))
-            look()
+                return Channel(self._callers.get(timeout=POLL_S))
+            poll()
         raise TimeoutError(f"no call in {limit_s:g} s")
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Listener:
                 caller, _ = self._listener.accept()
             except OSError:  # it was closed
                 return
-            # Each in a thread of its own, so that one who says nothing keeps nobody waiting.
+            # Each in a thread of its own, so that a silent one does not block the others.
             threading.Thread(target=self._greet, args=(caller,), daemon=True).start()
 
     def _greet(self, caller: socket.socket) -> None:
@@ -70,18 +70,19 @@ class Listener:
         except (AuthenticationError, EOFError, OSError, ValueError):
             caller.close()
         else:
-            self._come.put(caller)
+            self._callers.put(caller)
 
 
 def dial(host: str, port: int, key: str) -> Channel:
-    """The other side of a door. Raises OSError, EOFError or AuthenticationError where there is no such one."""
+    """Connects to a `Listener`. Raises OSError, EOFError or AuthenticationError where it does not listen or the key is
+    another one."""
     caller = socket.create_connection((host, port))
     _challenge(caller, key, answer_challenge, deliver_challenge)
     return Channel(caller)
 
 
 def _challenge(caller: socket.socket, key: str, *steps: Callable[[Connection, bytes], None]) -> None:
-    """Each proves to the other that it knows the key, which is not sent."""
+    """Authenticates both sides by the key, which is not sent."""
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.settimeout(None)
     with Connection(os.dup(caller.fileno())) as link:

@@ -1,8 +1,9 @@
-"""`python -m mmrl.children.main SERVICE DESCRIPTOR`, or SERVICE HOST PORT: what a `mmrl.children.child.Child` runs.
+"""`python -m mmrl.children.main SERVICE DESCRIPTOR`, or SERVICE HOST PORT: the process of a
+`mmrl.children.child.Child`.
 
-Of its first message it makes the service, then it answers one message after the other. While it works it gives a sign
-of life every second, by which it also notices that nobody is left to answer to. It ends with the process that started
-it, however that ends.
+It builds the service from its first message, then answers one message after the other. While it works it sends a sign
+of life every second, by which it also notices that the other side has gone. It ends with the process that started it,
+however that ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BEAT_S = 1.0  # between signs of life
 
 
 class Service(ABC):
-    """The work of a process for the one that started it; made of the first message. facts: the answer to that."""
+    """The work of a child process, built from the first message. facts: the answer to that message."""
 
     facts: Any = None
 
@@ -38,34 +39,34 @@ class Service(ABC):
     def answer(self, request: Any) -> Any: ...
 
     def shared(self, request: Any) -> Sequence[Any]:
-        """Returns what the answer need not repeat of the request."""
+        """Returns the objects of the request that the answer may name instead of repeating them."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Called when nobody listens any more."""
+        """Frees what the service holds; called when the other side has closed."""
 
 
 def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[[], None]) -> None:
-    """Answers until the other side closes. abandoned: called where that is noticed amid the work."""
-    busy, made = threading.Event(), list[Service]()
+    """Answers requests until the other side closes. abandoned: called where that happens during the work."""
+    busy, services = threading.Event(), list[Service]()
     threading.Thread(target=_beat, args=(channel, busy, abandoned), daemon=True).start()
     with suppress(ConnectionError):
         while True:
             request = decode(channel.receive())
             busy.set()
-            answer = _answer(made, make, request)
+            answer = _answer(services, make, request)
             busy.clear()
             channel.send(answer)
-    for service in made:
+    for service in services:
         service.close()
 
 
-def _answer(made: list[Service], make: Callable[[Any], Service], request: Any) -> bytes:
+def _answer(services: list[Service], make: Callable[[Any], Service], request: Any) -> bytes:
     try:
-        if not made:
-            made.append(make(request))
-            return encode({"answer": made[0].facts})
-        return encode({"answer": made[0].answer(request)}, made[0].shared(request))
+        if not services:
+            services.append(make(request))
+            return encode({"answer": services[0].facts})
+        return encode({"answer": services[0].answer(request)}, services[0].shared(request))
     except UserError as error:
         return encode({"refused": str(error)})
     except Exception as error:  # any fault of a policy, a task or a simulator
@@ -84,12 +85,12 @@ def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]
 def main() -> None:
     quieten_environment()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    service, *where = sys.argv[1:]
+    service, *address = sys.argv[1:]
     module, _, name = service.partition(":")
-    if len(where) == 1:
-        channel = Channel(socket.socket(fileno=int(where[0])))
+    if len(address) == 1:
+        channel = Channel(socket.socket(fileno=int(address[0])))
     else:
-        channel = dial(where[0], int(where[1]), os.environ.pop(KEY))
+        channel = dial(address[0], int(address[1]), os.environ.pop(KEY))
     end = partial(end_group, 0)  # with all that it started
     serve(channel, vars(importlib.import_module(module))[name], end)
     end()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class LocalProcess:
-    """A command that runs. Its standard input is a pipe that is never written to, see `end_with_parent`."""
+    """A running command. Its standard input is a pipe that is never written to, see `end_with_parent`."""
 
     def __init__(
         self,
@@ -24,7 +24,8 @@ class LocalProcess:
         descriptors: Sequence[int] = (),
         stdin: int = subprocess.PIPE,
     ) -> None:
-        """log: what it writes is added to this file; None: to our standard error. descriptors: files that it shares."""
+        """log: file to which the output is appended; None: this process's standard error. descriptors: file descriptors
+        that it inherits."""
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         with nullcontext(2) if log is None else log.open("ab") as file:
@@ -49,7 +50,7 @@ class LocalProcess:
         return self.running.wait(timeout)
 
     def kill(self) -> None:
-        """Ends it with all that it started."""
+        """Kills the process with all that it started."""
         end_group(self.pid)
         self.running.wait()
         if self.running.stdin is not None:
@@ -63,17 +64,17 @@ def end_group(leader: int) -> None:
 
 
 def end_with_parent() -> None:
-    """For a thread. The parent holds the other end of our standard input and never writes; it closes however the parent
-    ends, and we do then, with all that we started."""
+    """Kills this process's group when the parent ends; to be run in a thread. The parent holds the other end of
+    standard input and never writes, so that it closes however the parent ends."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def module_path(python: str | None) -> dict[str, str]:
-    """The environment by which `python` finds modules: the same interpreter those of this process; another one must not
-    see this one's packages."""
-    own = python in (None, sys.executable)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if own else ""}
+    """Returns PYTHONPATH for `python`: this process's module path for the same interpreter, none for another one, which
+    must not see this one's packages."""
+    same = python in (None, sys.executable)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)) if same else ""}
 
 
 def free_port(host: str) -> int:
@@ -81,8 +82,8 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def tail(log: Path, most: int) -> str:
-    """The last bytes of a file as text."""
+def tail(log: Path, max_bytes: int) -> str:
+    """Returns the last bytes of a file as text."""
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
         return file.read().decode(errors="replace")

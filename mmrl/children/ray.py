@@ -1,5 +1,5 @@
-"""Processes on the hosts of a Ray cluster. Ray finds the room and keeps count of it. It carries commands, environments
-and the last lines of logs; whoever has a process placed talks to it in its own way."""
+"""Processes on the hosts of a Ray cluster. Ray allocates the resources, and carries commands, environments and the last
+lines of logs; the caller talks to the process over its own connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from mmrl.children.processes import LocalProcess, end_with_parent, free_port, tail
 from mmrl.errors import UserError
 
-NOTICE_S = 10.0  # of waiting for room, after which the user is told
+NOTICE_S = 10.0  # of waiting for resources, after which the user is warned
 STOP_S = 10.0  # for a host to answer that its process has ended
 TAIL = 1 << 16  # bytes of a log
 RETRY_S = 0.5  # between two questions to an actor that is out of reach for now
@@ -38,7 +38,8 @@ class Cluster:
     """
 
     def __init__(self, address: str, key: str) -> None:
-        """address: HOST:PORT of the head; "auto": of the cluster that runs on this host. key: the configuration's."""
+        """address: HOST:PORT of the head; "auto": of the cluster that runs on this host. key: the configuration key
+        that holds the address, for messages."""
         global _joined
         self.name = f"{key}={address}"
         if importlib.util.find_spec("ray") is None:
@@ -73,13 +74,13 @@ class Cluster:
             if signal.getsignal(signal.SIGTERM) is not before:  # Ray's would end a run that shall save first
                 signal.signal(signal.SIGTERM, before)
 
-    def place(self, *, gpus: int = 0, log: Path | None = None) -> RayProcess:
-        """Room for a process, one CPU and `gpus` GPUs, spread over the hosts; asked for, not awaited. log: a file here
-        to which the end of what the process writes is added."""
+    def allocate(self, *, gpus: int = 0, log: Path | None = None) -> RayProcess:
+        """Requests one CPU and `gpus` GPUs for a process, spread over the hosts, without awaiting them. log: a file of
+        this host to which the end of the output is appended."""
         return RayProcess(self, gpus, log)
 
-    def lacks(self, gpus: int) -> str:
-        """That there is no room, in words."""
+    def shortage(self, gpus: int) -> str:
+        """Returns the message that no host has the resources."""
         import ray
 
         free = ray.available_resources()
@@ -90,8 +91,8 @@ class Cluster:
 
 
 class RayProcess:
-    """One process on a host that Ray gave it, to be looked after as a `subprocess.Popen`. Where Ray loses the host, or
-    the actor that holds the process, it has ended with -SIGKILL. It ends with this process, however that ends."""
+    """A process on a host that Ray chose, with the interface of a `subprocess.Popen`. Where Ray loses the host or the
+    actor of the process, its return code is -SIGKILL. It ends with this process, however that ends."""
 
     def __init__(self, cluster: Cluster, gpus: int, log: Path | None) -> None:
         import ray
@@ -102,12 +103,12 @@ class RayProcess:
         self.returncode: int | None = None
         actor: Any = ray.remote(RayActor)
         actor = actor.options(num_cpus=1, num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy="SPREAD")
-        self._holder = actor.remote()
-        self._room = self._holder.room.remote()
+        self._actor = actor.remote()
+        self._address = self._actor.room.remote()
         self._end: Any = None
 
     def room(self, patience_s: float) -> tuple[str, int]:
-        """The address of its host, and a port that is free there.
+        """Awaits the resources; returns the address of the host and a free port of it.
 
         Raises UserError if there is no room within so many seconds, ConnectionError if the host is lost.
         """
@@ -115,35 +116,35 @@ class RayProcess:
         from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
         began = time.monotonic()
-        told = False
+        warned = False
         while (waited := time.monotonic() - began) < patience_s:
-            if waited > NOTICE_S and not told:
-                _log.warning("%s; waiting for up to %g s", self.cluster.lacks(self.gpus), patience_s)
-                told = True
+            if waited > NOTICE_S and not warned:
+                _log.warning("%s; waiting for up to %g s", self.cluster.shortage(self.gpus), patience_s)
+                warned = True
             try:
-                return ray.get(self._room, timeout=min(NOTICE_S, patience_s - waited))
+                return ray.get(self._address, timeout=min(NOTICE_S, patience_s - waited))
             except GetTimeoutError:
                 continue
             except ActorUnavailableError:  # whether it is lost Ray has still to find out
                 time.sleep(RETRY_S)
-                self._room = self._holder.room.remote()
+                self._address = self._actor.room.remote()
             except RayError as error:
                 self.kill()
                 raise ConnectionError(f"Ray lost a host ({_first_line(error)})") from None
         self.kill()
-        raise UserError(f"{self.cluster.lacks(self.gpus)}; add hosts, or ask for fewer processes")
+        raise UserError(f"{self.cluster.shortage(self.gpus)}; add hosts, or ask for fewer processes")
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str], python: str | None = None) -> None:
-        """Starts `python ARGUMENTS` as soon as there is room, by the interpreter that runs Ray there unless another one
-        is named. environment: what differs from that of Ray there."""
-        self._end = self._holder.run.remote(python, list(arguments), dict(environment))
+        """Starts `python ARGUMENTS` as soon as there is room. python: None for the interpreter that runs Ray there.
+        environment: variables that differ from those of Ray there."""
+        self._end = self._actor.run.remote(python, list(arguments), dict(environment))
 
     @property
     def pid(self) -> int:
-        """On its host."""
+        """The process id on its host."""
         import ray
 
-        return ray.get(self._holder.pid.remote())
+        return ray.get(self._actor.pid.remote())
 
     def poll(self) -> int | None:
         try:
@@ -157,39 +158,39 @@ class RayProcess:
 
         while self.returncode is None:
             try:
-                self._ended(*ray.get(self._end, timeout=timeout))
+                self._finish(*ray.get(self._end, timeout=timeout))
             except GetTimeoutError:
                 raise subprocess.TimeoutExpired("a process placed by Ray", timeout or 0) from None
             except ActorUnavailableError:  # whether it is lost Ray has still to find out
                 time.sleep(RETRY_S)
-                self._end = self._holder.outcome.remote()
+                self._end = self._actor.outcome.remote()
             except RayError as error:
-                self._ended(-signal.SIGKILL, f"Error: Ray lost the host or the actor ({_first_line(error)})\n")
+                self._finish(-signal.SIGKILL, f"Error: Ray lost the host or the actor ({_first_line(error)})\n")
         return self.returncode
 
     def kill(self) -> None:
-        """Ends the process with all that it started, and gives its room back."""
+        """Kills the process with all that it started, and frees its resources."""
         import ray
         from ray.exceptions import RayError
 
         if self.returncode is None:
             with suppress(RayError):  # the host does not answer, or has gone
-                if ray.wait([self._room], timeout=0)[0]:
-                    ray.get(self._holder.stop.remote(), timeout=STOP_S)
-            self._ended(-signal.SIGKILL, "")
+                if ray.wait([self._address], timeout=0)[0]:
+                    ray.get(self._actor.stop.remote(), timeout=STOP_S)
+            self._finish(-signal.SIGKILL, "")
 
-    def _ended(self, code: int, said: str) -> None:
+    def _finish(self, code: int, output: str) -> None:
         import ray
 
         self.returncode = code
-        ray.kill(self._holder)
+        ray.kill(self._actor)
         if self.log is not None:
             with self.log.open("a") as file:
-                file.write(said)
+                file.write(output)
 
 
 class RayActor:
-    """The Ray actor of one process, which it starts, awaits and ends."""
+    """The Ray actor that starts, awaits and ends one process."""
 
     def __init__(self) -> None:
         self.process: LocalProcess | None = None
@@ -202,13 +203,13 @@ class RayActor:
         return host, free_port(host)
 
     def run(self, python: str | None, arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
-        """Its `outcome`."""
+        """Runs the process to its end; returns its `outcome`."""
         self.ended = self._run(python, arguments, environment)
         self.over.set()
         return self.ended
 
     def outcome(self) -> tuple[int, str]:
-        """The return code, and the end of what the process wrote; awaited."""
+        """Awaits the end; returns the return code and the end of the output."""
         self.over.wait()
         return self.ended
 
@@ -229,15 +230,16 @@ class RayActor:
 
 
 def guard(command: list[str]) -> int:
-    """Between an actor and its process. Where an actor ends, Ray kills its children, but not theirs; of this one the
-    command notices, and ends all of them. Returns what the command returned, or 127."""
+    """Runs `command` as a process between an actor and its process. Where an actor ends, Ray kills its children but not
+    theirs; the command notices that this process ended, and ends all of its own. Returns the return code, 127 where the
+    command can not be started."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         code = subprocess.Popen(command, stdin=subprocess.PIPE).wait()
     except OSError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 127
-    if code < 0:  # a signal's number: as if it had been for us
+    if code < 0:  # a signal's number: this process ends by the same signal
         os.kill(os.getpid(), -code)
     return code
 

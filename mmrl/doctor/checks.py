@@ -158,7 +158,7 @@ def renderers(folder: Path) -> list[Finding]:
     with sims.build("tabletop", 2, {"image_size": 64}) as sim:
         sim.reset([0, 1], ["reach", "reach"])
         lit = int(sim.observation().images.max())
-    backend = sims.renderers()["mujoco"].said
+    backend = sims.renderers()["mujoco"].text
     said = f"by {backend}, two images in {time.perf_counter() - begun:.1f} s"
     if lit == 0:
         return [Finding("MuJoCo renders", "fails", f"images by {backend} are black", advice_for("EGL"))]

@@ -132,4 +132,4 @@ def renderers() -> Iterator[InstalledCheck]:
     from mmrl.sims import renderers as found
 
     for simulator, renderer in found().items():
-        yield InstalledCheck(f"{simulator} renders with", renderer.said, renderer.mend)
+        yield InstalledCheck(f"{simulator} renders with", renderer.text, renderer.fix)

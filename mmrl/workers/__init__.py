@@ -1,1 +1,1 @@
-"""Processes that make rollouts in place of the training process; `worker.py` is what runs in them."""
+"""Processes that generate rollouts in place of the training process, which run `worker.py`."""

@@ -1,11 +1,11 @@
-"""The job that a worker does, which samples by itself."""
+"""The configuration of a worker, which samples by itself."""
 
 from mmrl.config import Config
 from mmrl.generation.settings import RolloutWorkers
 
 
 def without_workers(config: Config) -> Config:
-    """The same job where the process itself samples, as in a worker, and with weights that are finished."""
+    """Returns the configuration without workers, for a process that samples by itself."""
     if not isinstance(config.generator, RolloutWorkers):
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": None})})

@@ -1,4 +1,4 @@
-"""Workers that sample in place of the training process: they get its weights, prove it, and share its prompts."""
+"""A pool of workers that sample in place of the training process, with checked copies of its weights."""
 
 from __future__ import annotations
 
@@ -40,51 +40,52 @@ ATTEMPTS = 3  # starts of a worker for one request
 
 @dataclass(frozen=True)
 class WorkerWeights:
-    """What workers have, or are about to get. number: from 1. given: checksums of what is in the folder."""
+    """Weights that workers have or are about to load. number: version, from 1. checksums: of the tensors in `folder`,
+    by name."""
 
     number: int
     folder: Path
-    given: dict[str, Checksum]
+    checksums: dict[str, Checksum]
     controls: dict[str, dict[str, float]]
 
 
 class WorkerPool:
-    """The workers of a rank. It is asked for rollouts and answers as the policy is, and makes the same: each prompt's
-    depend on its seeds and the weights alone. With one worker they are the same to the bit, with several to rounding,
-    for a worker's batch is its share of the prompts.
+    """The workers of a rank, with the policy's interface for rollouts. Rollouts of a prompt depend on its seeds and the
+    weights alone: with one worker they equal the policy's to the bit, with several to rounding, for the batch of a
+    worker is its share of the prompts.
 
-    What a worker had when it ended is asked again, after it was started again. Methods are called by one thread at a
+    A worker that ends is started again and gets its request again. Methods are called by one thread at a
     time; `synchronise` is a collective.
     """
 
     def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks, *, builder: str) -> None:
-        """Starts nothing yet. builder: "package.module:function" that makes configuration and policy of a job's tree,
-        in a worker. Raises UserError where there are too few GPUs, or no such cluster."""
+        """Starts no process yet. builder: "package.module:function" that builds configuration and policy from the plain
+        configuration, in a worker. Raises UserError where there are too few GPUs, or no such cluster."""
         self.config, self.settings, self.policy, self.ranks = config, settings, policy, ranks
         self.folder = Path(settings.exchange or Path(config.run_dir) / "workers").absolute()
         logs = Path(config.run_dir) / "workers"
         first = ranks.rank * settings.count
         files = [logs / f"worker-{first + i}.log" for i in range(settings.count)]
-        self.handles = [Handle(i, *own) for i, own in enumerate(zip(files, launched(settings, files), strict=True))]
+        self.handles = [Handle(i, *pair) for i, pair in enumerate(zip(files, launched(settings, files), strict=True))]
         self.exchange = Exchange(self.folder, ranks.gather(uuid4().hex[:8])[0])
         self.current: WorkerWeights | None = None
         self.frozen: dict[str, Checksum] = {}
         self.restarts = self.asked_again = 0
         self._controls = Schedules(config)
-        self._order = encode({"config": plain(without_workers(config)), "folder": str(Path.cwd()), "builder": builder})
+        self._setup = encode({"config": plain(without_workers(config)), "folder": str(Path.cwd()), "builder": builder})
         self._counted: dict[str, float] = {}
-        self._books = threading.Lock()  # on all that is counted
+        self._lock = threading.Lock()  # guards the counters
 
     # --- weights ---
 
     @contextmanager
     def generation(self) -> Iterator[dict[str, float]]:
-        """Inside it workers have the weights of now. Gives metrics."""
+        """Synchronises the weights of the workers; yields metrics."""
         yield self.synchronise()
 
     def synchronise(self) -> dict[str, float]:
-        """Gives all workers the trained weights of now. Collective. Raises UserError, on all ranks, if one of them has
-        others afterwards."""
+        """Sends all workers the present trained weights. Collective. Raises UserError, on all ranks, if a checksum of a
+        worker differs afterwards."""
         started, before = time.perf_counter(), self.current
         self._agree(self._write())
         problem = None
@@ -101,57 +102,57 @@ class WorkerPool:
         return {"time/synchronise": time.perf_counter() - started, **counts}
 
     def _write(self) -> str | None:
-        """Writes what is trained, on rank 0, and remembers checksums; what went wrong."""
+        """Writes the trained weights, on rank 0, and stores their checksums. Returns an error message or None."""
         module, problem, ledger = self.policy.module, None, SentWeights()
         if not self.frozen:
             self.frozen = {name: checksum(value) for name, value in weights(module, trained=False)}
         number = 1 if self.current is None else self.current.number + 1
-        folder, given = self.exchange.path / f"weights-{number}", ledger.recorded(weights(module, trained=True))
+        folder, tensors = self.exchange.path / f"weights-{number}", ledger.recorded(weights(module, trained=True))
         if self.ranks.rank == 0:
             try:
                 if number == 1:
                     self._claim()
-                write_weights(folder, given)
+                write_weights(folder, tensors)
             except (OSError, SafetensorError) as error:
                 problem = f"{folder} can not be written ({error}); rollout.workers.exchange names another folder"
-        for _ in given:  # parts may have to be gathered from all ranks
+        for _ in tensors:  # parts may have to be gathered from all ranks
             pass
         self.current = WorkerWeights(number, folder, ledger.sent, self._controls.state())
         return problem
 
     def _claim(self) -> None:
-        for left in remove_abandoned(self.folder):
-            print(f"removed {left}, weights that a run which has ended left behind", flush=True)
+        for removed in remove_abandoned(self.folder):
+            print(f"removed {removed}, weights that a run which has ended left behind", flush=True)
         self.exchange.claim()
 
     def _agree(self, problem: str | None) -> None:
         """Raises UserError on all ranks where one has a problem."""
-        if found := next((found for found in self.ranks.gather(problem) if found), None):
-            raise UserError(found)
+        if error := next((error for error in self.ranks.gather(problem) if error), None):
+            raise UserError(error)
 
     # --- one worker ---
 
     def _bring_up(self, handle: Handle) -> None:
-        """Starts it where it does not run, and gives it the weights of now where it has others. Raises Lost and
-        UserError."""
+        """Starts the worker where it does not run, and sends it the present weights where it has others. Raises Lost
+        and UserError."""
         assert self.current is not None
-        fresh = not handle.child.up
-        if fresh:
+        started = not handle.child.up
+        if started:
             handle.child.start()
-            handle.ask(self._order, self.settings.timeout)
+            handle.ask(self._setup, self.settings.timeout)
         if handle.weights == self.current.number:
             return
-        frozen = self.frozen if fresh else {}
-        order = {"take": str(self.current.folder), "also": list(frozen), "controls": self.current.controls}
-        held = handle.ask(encode(order), self.settings.timeout)["held"]
-        found = {name: Checksum(*value) for name, value in held.items()}
-        compare(handle.number, frozen, {name: found.pop(name) for name in frozen if name in found}, trained=False)
-        compare(handle.number, self.current.given, found, trained=True)
+        frozen = self.frozen if started else {}
+        request = {"weights": str(self.current.folder), "frozen": list(frozen), "controls": self.current.controls}
+        answer = handle.ask(encode(request), self.settings.timeout)["checksums"]
+        trained = {name: Checksum(*value) for name, value in answer.items()}
+        compare(handle.number, frozen, {name: trained.pop(name) for name in frozen if name in trained}, trained=False)
+        compare(handle.number, self.current.checksums, trained, trained=True)
         handle.weights = self.current.number
 
     def _ask(self, handle: Handle, message: bytes | None, shared: Sequence[Any] = ()) -> Any:
-        """What it answers to a message, with the weights of now; it is started again as often as it may be. Raises
-        UserError."""
+        """Returns the worker's answer to a message (None for no message), with the present weights. Starts a worker
+        that ends again, up to ATTEMPTS times, then raises UserError."""
         last = ""
         for _ in range(ATTEMPTS):
             try:
@@ -160,7 +161,7 @@ class WorkerPool:
             except Lost as error:
                 last = str(error)
                 handle.stop()
-                with self._books:
+                with self._lock:
                     self.restarts += 1
                     self.asked_again += message is not None
                 print(f"rollout worker {handle.number}: {last}; starting it again", flush=True)
@@ -169,50 +170,51 @@ class WorkerPool:
     # --- prompts ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """As the policy's own. Batches that are made ahead of training bring `behaviour_logp` along."""
-        more = {"step": step, "likelihoods": self.settings.async_steps > 0}
-        parts: list[Rollouts] = self._shared(prompts, group_size, seeds, {"rollout": group_size, **more})
+        """Returns rollouts as `Policy.rollout` does, with `behaviour_logp` where batches are generated ahead of
+        training."""
+        options = {"step": step, "likelihoods": self.settings.async_steps > 0}
+        parts: list[Rollouts] = self._shared(prompts, group_size, seeds, {"rollout": group_size, **options})
         group = torch.arange(len(prompts)).repeat_interleave(group_size)
         return replace(Rollouts.concat(parts), group=group)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """As the policy's own."""
+        """Returns responses as `Policy.respond` does."""
         return [sample for part in self._shared(prompts, 1, seeds, {"respond": True}) for sample in part]
 
     def counts(self) -> dict[str, float]:
-        """Those of the policy in this process and of workers, of each the larger: a prompt that was cut is noticed in
-        both."""
-        own = self.policy.counts()
-        with self._books:
-            theirs, self._counted = self._counted, {}
-        return {name: max(own.get(name, 0.0), theirs.get(name, 0.0)) for name in {**own, **theirs}}
+        """Returns for each counter the larger of this process's policy's and the workers': a truncated prompt is
+        counted in both."""
+        local = self.policy.counts()
+        with self._lock:
+            remote, self._counted = self._counted, {}
+        return {name: max(local.get(name, 0.0), remote.get(name, 0.0)) for name in {**local, **remote}}
 
     def _shared(
-        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], order: dict[str, Any]
+        self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], request: dict[str, Any]
     ) -> list[Any]:
-        """What workers make of prompts, each of its share of them, in order."""
+        """Returns the results of the workers in order, each for its share of the prompts."""
         parts = shares(len(prompts), len(self.handles))
 
         def ask(number: int) -> Any:
             first, last = parts[number]
-            own = list(prompts[first:last])
-            drawn = [int(seed) for seed in seeds[first * group_size : last * group_size]]
+            share = list(prompts[first:last])
+            share_seeds = [int(seed) for seed in seeds[first * group_size : last * group_size]]
             try:
-                message = encode({**order, "prompts": own, "seeds": drawn})
+                message = encode({**request, "prompts": share, "seeds": share_seeds})
             except TypeError as error:
                 raise UserError(
-                    f"a prompt between {own[0].id} and {own[-1].id} holds {error}, which can not be sent to workers; "
-                    "set rollout.workers=null"
+                    f"a prompt between {share[0].id} and {share[-1].id} holds {error}, which can not be sent to "
+                    "workers; set rollout.workers=null"
                 ) from None
-            return self._ask(self.handles[number], message, objects_of(own))
+            return self._ask(self.handles[number], message, objects_of(share))
 
         with ThreadPoolExecutor(len(parts)) as threads:
             answers = list(threads.map(ask, range(len(parts))))
-        with self._books:
+        with self._lock:
             for answer in answers:
                 for name, count in answer["counts"].items():
                     self._counted[name] = self._counted.get(name, 0.0) + count
-        return [answer["made"] for answer in answers]
+        return [answer["result"] for answer in answers]
 
     def close(self) -> None:
         for handle in self.handles:
@@ -222,19 +224,19 @@ class WorkerPool:
 
 
 def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
-    """Says how each worker of this process is started. Raises UserError as `WorkerPool`."""
-    there = torch.cuda.is_available()
+    """Returns the launcher of each worker of this rank, on GPUs of its own. Raises UserError as `WorkerPool`."""
+    cuda = torch.cuda.is_available()
     if settings.ray is not None:
         cluster = Cluster(settings.ray, "rollout.workers.ray")
-        return [OnCluster(cluster, int(there), log=log) for log in logs]
-    gpus = devices_of(settings, torch.cuda.device_count()) if there else []
-    seen = [{devices.VISIBLE: devices.names([gpu])} for gpu in gpus] or [{}] * len(logs)
-    return [OnThisHost(environment=own, log=log) for own, log in zip(seen, logs, strict=True)]
+        return [OnCluster(cluster, int(cuda), log=log) for log in logs]
+    gpus = devices_of(settings, torch.cuda.device_count()) if cuda else []
+    environments = [{devices.VISIBLE: devices.names([gpu])} for gpu in gpus] or [{}] * len(logs)
+    return [OnThisHost(environment=environment, log=log) for environment, log in zip(environments, logs, strict=True)]
 
 
 def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:
-    """The GPUs of this rank's workers, of as many as the host shows. Raises UserError where they are too few, or a
-    rank's own."""
+    """Returns the GPU indices of this rank's workers. visible: number of GPUs of the host. Raises UserError where they
+    are too few, or where a rank trains on one of them."""
     ranks, first = devices.local_ranks(), settings.first_device
     if first < ranks:
         raise UserError(
@@ -245,18 +247,19 @@ def devices_of(settings: RolloutWorkers, visible: int) -> list[int]:
             f"rollout.workers.count={settings.count} for each of {ranks} ranks, from rollout.workers.first_device="
             f"{first} on, needs {needed} GPUs, and this host shows {visible}"
         )
-    mine = first + devices.local_rank() * settings.count
-    return list(range(mine, mine + settings.count))
+    start = first + devices.local_rank() * settings.count
+    return list(range(start, start + settings.count))
 
 
 def shares(prompts: int, workers: int) -> list[tuple[int, int]]:
-    """First and last place of each worker's prompts, as equal as can be; none is empty."""
+    """Returns start and end index of each worker's prompts, in shares as equal as possible, none of them empty."""
     count = min(prompts, workers)
     return [(i * prompts // count, (i + 1) * prompts // count) for i in range(count)]
 
 
 def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are trained, or those that are not, as copies. Under ZeRO-3 each is gathered, by all ranks."""
+    """Yields names and copies of the parameters that are trained, or of those that are not. Under ZeRO-3 each is
+    gathered, by all ranks."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == trained:
             with gathered([parameter]):
@@ -264,9 +267,9 @@ def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]
             yield name, value
 
 
-def compare(worker: int, given: dict[str, Checksum], held: dict[str, Checksum], *, trained: bool) -> None:
-    """Raises UserError for a tensor that a worker has otherwise than the trainer."""
-    wrong = [*differing(given, held), *absent(given, held)]
+def compare(worker: int, expected: dict[str, Checksum], actual: dict[str, Checksum], *, trained: bool) -> None:
+    """Raises UserError for a tensor of a worker whose checksum differs from the trainer's or is missing."""
+    wrong = [*differing(expected, actual), *absent(expected, actual)]
     if not wrong:
         return
     if trained:

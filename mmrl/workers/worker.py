@@ -1,5 +1,5 @@
-"""The process that samples in place of the training process: it is told a configuration and what builds the policy of
-one, builds it, and answers what it is asked."""
+"""The process that samples in place of the training process: it builds a policy from a configuration and answers
+requests for rollouts and responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmrl.settings import load_attribute
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Writes what goes wrong into the log, too: it is told in one line."""
+    """Writes the traceback of an exception to the log; the trainer only gets one line."""
     try:
         yield
     except UserError:
@@ -37,13 +37,13 @@ def logged() -> Iterator[None]:
 
 
 class RolloutWorker(Service):
-    """A policy apart from its training."""
+    """A policy that samples for another process."""
 
     @logged()
-    def __init__(self, order: dict[str, Any]) -> None:
-        os.chdir(order["folder"])
-        sys.path.append(order["folder"])  # as the command line does, for modules of the user's own
-        self.config, self.policy = load_attribute(order["builder"])(order["config"])
+    def __init__(self, setup: dict[str, Any]) -> None:
+        os.chdir(setup["folder"])
+        sys.path.append(setup["folder"])  # as the command line does, for modules of the user's own
+        self.config, self.policy = load_attribute(setup["builder"])(setup["config"])
         module = self.policy.module
         if self.config.model.dtype == "bfloat16":
             module.bfloat16()  # as the engine does
@@ -52,47 +52,51 @@ class RolloutWorker(Service):
         self.controls = Schedules(self.config)
 
     @torch.no_grad()
-    def take(self, folder: Path, also: list[str], controls: dict[str, dict[str, float]]) -> dict[str, list[int]]:
-        """Replaces weights by those in a folder. Of each of them, and of those named in `also`, value and count of the
-        checksum."""
-        own, names = dict(self.policy.module.named_parameters()), list(also)
+    def load_weights(
+        self, folder: Path, frozen: list[str], controls: dict[str, dict[str, float]]
+    ) -> dict[str, list[int]]:
+        """Loads weights from a folder. Returns value and count of the checksum of each of them, and of each parameter
+        named in `frozen`. Raises UserError for another shape."""
+        parameters, names = dict(self.policy.module.named_parameters()), list(frozen)
         for name, value in read_folder(folder):
-            if own[name].shape != value.shape:
-                raise UserError(f"{name} is {list(own[name].shape)} here and {list(value.shape)} in training")
-            own[name].copy_(value)
+            if parameters[name].shape != value.shape:
+                raise UserError(f"{name} is {list(parameters[name].shape)} here and {list(value.shape)} in training")
+            parameters[name].copy_(value)
             names.append(name)
         self.controls.load(controls)
-        sums = {name: checksum(own[name]) for name in names if name in own}
-        return {name: [own.value, own.count] for name, own in sums.items()}
+        sums = {name: checksum(parameters[name]) for name in names if name in parameters}
+        return {name: [parameters.value, parameters.count] for name, parameters in sums.items()}
 
-    def rollout(self, order: dict[str, Any]) -> Rollouts:
-        made = self.policy.rollout(order["prompts"], order["rollout"], order["seeds"], step=order["step"])
-        if order["likelihoods"]:
-            made.behaviour_logp = self.likelihoods(made)
-        return made
+    def rollout(self, request: dict[str, Any]) -> Rollouts:
+        rollouts = self.policy.rollout(request["prompts"], request["rollout"], request["seeds"], step=request["step"])
+        if request["likelihoods"]:
+            rollouts.behaviour_logp = self.likelihoods(rollouts)
+        return rollouts
 
     @torch.no_grad()
-    def likelihoods(self, made: Rollouts) -> Tensor:
-        """[rollout, decision] float32, on the CPU, by the weights that made them."""
-        said = self.policy.recorded(made) if isinstance(self.policy, Recording) else None
-        if said is not None:
-            return said.logp.float().cpu()
-        parts = torch.arange(len(made)).split(self.config.engine.micro_batch)
+    def likelihoods(self, rollouts: Rollouts) -> Tensor:
+        """Returns log-probabilities [rollout, decision] float32, on the CPU, under the weights that generated them."""
+        recorded = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
+        if recorded is not None:
+            return recorded.logp.float().cpu()
+        parts = torch.arange(len(rollouts)).split(self.config.engine.micro_batch)
         return torch.cat(
-            [self.policy.replay(made.select(part), self.policy.module).logp.float().cpu() for part in parts]
+            [self.policy.replay(rollouts.select(part), self.policy.module).logp.float().cpu() for part in parts]
         )
 
     @logged()
-    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        if "take" in order:
-            return {"held": self.take(Path(order["take"]), order["also"], order["controls"])}
-        made: Any = self.rollout(order) if "rollout" in order else self.policy.respond(order["prompts"], order["seeds"])
-        return {"made": made, "counts": self.policy.counts()}
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "weights" in request:
+            return {"checksums": self.load_weights(Path(request["weights"]), request["frozen"], request["controls"])}
+        result: Any = (
+            self.rollout(request) if "rollout" in request else self.policy.respond(request["prompts"], request["seeds"])
+        )
+        return {"result": result, "counts": self.policy.counts()}
 
     def shared(self, request: dict[str, Any]) -> Sequence[Any]:
         return objects_of(request.get("prompts", []))
 
 
 def objects_of(prompts: Sequence[Prompt]) -> list[Any]:
-    """Returns what the answers to prompts share with them: the prompts and their images."""
+    """Returns the objects that answers share with the prompts: the prompts and their images."""
     return [*prompts, *(image for prompt in prompts for image in prompt.images)]

@@ -69,11 +69,11 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "            return 0.0\n        thoughts", FINDINGS),
     # --- worlds over turns, and what a report names ---
     ("gymnasium turns: render() is asked for though an image is seen", "sims/turns/gymnasium.py",
-     "if self.image is None and not observed(", "if self.image is None and observed(", GAMES),
+     "if self.image is None and not observes_images(", "if self.image is None and observes_images(", GAMES),
     ("gymnasium turns: a key that there is not is found out in the first game", "sims/turns/gymnasium.py",
      "self.image is not None and self.image not in keys", "self.image is not None and False", GAMES),
     ("gymnasium turns: an expert's game has no limit", "sims/turns/gymnasium.py",
-     "while not over and len(said) < settings.limits.max_turns:", "while not over:", GAMES),
+     "while not over and len(responses) < settings.limits.max_turns:", "while not over:", GAMES),
     ("turns: a batch that was lost has nothing to score", "mmrl/policies/vlm/scorer.py",
      "if len(targets) == 0:  # the gradient is 0", "if False:  # the gradient is 0", ("policies/test_turns.py",)),
     ("prompts of images: a column of the user's makes them edits", "tasks/image_generation/task.py",

@@ -54,7 +54,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "    if not found and problem is None:\n", DOCTOR),
     ("doctor: children outlive the time limit", D + "run.py", "        child.kill()\n",
      "        child.running.kill()\n", DOCTOR),
-    ("doctor: a renderer is no name", D + "checks.py", '["mujoco"].said', '["mujoco"]', DOCTOR),
+    ("doctor: a renderer is no name", D + "checks.py", '["mujoco"].text', '["mujoco"]', DOCTOR),
     ("doctor: NCCL works without a GPU", D + "checks.py", "    if not gpus:\n", "    if gpus < 0:\n", DOCTOR),
     ("doctor: ranks on one GPU are well", D + "checks.py", "if len(set(own)) < len(own):",
      "if len(set(own)) > len(own):", DOCTOR),

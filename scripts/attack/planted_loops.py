@@ -13,7 +13,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lone scene: a link is where its weight is", A, "self._objs[0].entity_pose", "self._objs[0].cmass_local_pose",
      LONE),
     ("lone scene: all joints get the first target", A, "numbers[i : i + 1]", "numbers[:1]", LONE),
-    ("lone scene: classes of tasks are taken over", A, "if own is general and", "if isinstance(thing, general) and",
+    ("lone scene: classes of tasks are taken over", A, "if kind is general and", "if isinstance(thing, general) and",
      LONE),
     ("lone scene: nothing is taken apart", S, "            take_apart(env)", "            pass", LONE),
     ("simulator: steps with a gradient", S, "    @torch.inference_mode()\n    def step(", "    def step(", LONE),
@@ -35,13 +35,13 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      MEANS),
     ("lone rank: no gradient, no momentum", "mmrl/engine/deepspeed.py", "                if parameter.grad is None:",
      "                if False:", STEPS),
-    ("watch: a thread a call", "sims/vector/watch.py", "begins, self._looks = not self._looks, True", "begins = True",
+    ("watch: a thread a call", "sims/vector/watch.py", "begins, self._watching = not self._watching, True", "begins = True",
      WATCHED),
     ("watch: it ends and nobody knows", "sims/vector/watch.py",
-     "            self._looks = bool(self._calls) and not self._closed.is_set()\n"
-     "            return min(end for _, end in self._calls.values()) - now if self._looks else None",
-     "            looks = bool(self._calls) and not self._closed.is_set()\n"
-     "            return min(end for _, end in self._calls.values()) - now if looks else None", WATCHED),
+     "            self._watching = bool(self._calls) and not self._closed.is_set()\n"
+     "            return min(end for _, end in self._calls.values()) - now if self._watching else None",
+     "            watching = bool(self._calls) and not self._closed.is_set()\n"
+     "            return min(end for _, end in self._calls.values()) - now if watching else None", WATCHED),
     ("watch: a call is told of again and again", "sims/vector/watch.py",
      "                    del self._calls[call]\n", "", WATCHED),
 ]

@@ -16,7 +16,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "whole = scene.image(image)\n        box = 0.0", "whole = scene.shown[image]\n        box = 0.0", TOOLS),
     ("ocr tool: half a box is no box", P, "elif (left, top, right, bottom) != (None, None, None, None):",
      "elif None not in (left, top, right, bottom):", TOOLS),
-    ("ocr tool: tells all that it read", P, "if len(found) > characters:", "if len(found) > 10 * characters:", TOOLS),
+    ("ocr tool: tells all that it read", P, "if len(content) > characters:", "if len(content) > 10 * characters:", TOOLS),
     # --- conversations from files ---
     ("files: only the last response is learned from", "mmrl/policies/vlm/turns.py",
      "draft.grow(ids, torch.zeros(len(ids)), None)",

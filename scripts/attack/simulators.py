@@ -84,7 +84,7 @@ def tried(kind: str, at: str, after: int, workers: int) -> str:
                     for step in steps:
                         lost |= step.dropped
 
-                play(sim, lambda seen, rows: ([np.zeros((ROWS, 2, 1))], None), tell, most_looks=LOOKS)
+                play(sim, lambda seen, rows: ([np.zeros((ROWS, 2, 1))], None), tell, max_chunks=LOOKS)
                 kept.append(int((~lost).sum()))
             counted = sim.counters["dropped_episodes"] == ROWS * ROUNDS - sum(kept)
     except UserError as error:

@@ -29,7 +29,7 @@ SETTLE = 10  # steps in which objects come to rest; they count for no limit
 IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # stay where you are with an open gripper
 MAX_GEOMS = 1000
 CAMERAS = ("agentview", "robot0_eye_in_hand")
-REWORDED = ("_lan", "_task")  # ends of names of suites whose scenes say what the list of tasks does not know
+REWORDED = ("_lan", "_task")  # ends of names of suites whose instructions differ from the list of tasks
 # Steps an episode may take, by who published results with them; success rates compare only within one.
 STEP_LIMITS = {
     "openvla": {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
@@ -50,17 +50,18 @@ class Libero:
     scene is reset first, then stands still for SETTLE steps.
 
     suites: names, LIBERO-PRO's included. Instructions are those of LIBERO's list of tasks, as published evaluations
-        have them; of LIBERO-PRO's suites that ask in other words or for other things (REWORDED) the scene's own.
+        have them; for LIBERO-PRO's suites with other instructions (REWORDED) the scene's own.
     image_size: height and width of one camera's image, in pixels.
-    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side; none for policies that look at no
-        image, of which none is drawn then.
+    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side; empty for policies that read no
+        images, none of which is rendered then.
     orientation: "openvla" is robosuite's image turned by 180 degrees (what the public checkpoints were trained on, a
         mirror image); "upright" is what a camera would see.
     gripper: "openvla" takes 0 (close) to 1 (open), of which only the side of 1/2 counts; "robosuite" -1 (open) to 1.
     step_limit: a key of STEP_LIMITS, or a number of steps.
     shadows: with shadows and smooth edges, as published figures were taken; nearly ten times slower on a CPU.
     end_on_success: whether the first success ends the episode.
-    kept: scenes of other tasks that are kept when a row changes its task; one takes 10 s to make, and 1 GB of memory.
+    kept: number of scenes of other tasks that are cached when a row changes its task; one takes 10 s to make, and 1 GB
+        of memory.
     """
 
     action_dim, state_dim = ACTION_DIM, STATE_DIM
@@ -89,8 +90,8 @@ class Libero:
             _check("step_limit", step_limit, STEP_LIMITS)
         if image_size < 8:
             raise UserError(f"libero: image_size must be at least 8 pixels, not {image_size}")
-        self._known = {task.name: task for suite in suites for task in _tasks(suite, step_limit)}
-        self.count, self.tasks = count, tuple(self._known)
+        self._tasks_by_name = {task.name: task for suite in suites for task in _tasks(suite, step_limit)}
+        self.count, self.tasks = count, tuple(self._tasks_by_name)
         self.image_shape = (image_size, image_size * len(cameras), 3) if cameras else (0, 0, 3)
         self._mirrored, self._openvla_gripper = orientation == "openvla", gripper == "openvla"
         self._drawn, self._size, self._shadows = tuple(cameras), image_size, shadows
@@ -103,7 +104,7 @@ class Libero:
         out = Transition.empty(len(rows), 0, self.image_shape, STATE_DIM)
         for i, row in enumerate(rows):
             try:
-                scene = self._scene(row, self._known[tasks[i]])
+                scene = self._scene(row, self._tasks_by_name[tasks[i]])
                 scene.start(seeds[i])
                 self._rows[row] = LiberoRow(scene)
                 self._show(scene, out, i)
@@ -140,21 +141,21 @@ class Libero:
         return playing
 
     def _scene(self, row: int, task: LiberoTask) -> LiberoScene:
-        """A scene of `task` for `row`: its own, a spare one or a new one."""
+        """Returns a scene of `task` for `row`: its present one, a cached one or a new one."""
         before, self._rows[row] = self._rows[row], None
         if before is not None:
             if before.scene.task == task:
                 return before.scene
             self._spare.append(before.scene)
-        for place, scene in enumerate(self._spare):
+        for index, scene in enumerate(self._spare):
             if scene.task == task:
-                return self._spare.pop(place)
+                return self._spare.pop(index)
         while len(self._spare) > self._kept:
             self._spare.pop(0).close()
         return LiberoScene(task, self._drawn, self._size, self._shadows)
 
     def _converted(self, actions: NDArray) -> NDArray:
-        """Actions [C, 7] as robosuite takes them."""
+        """Converts actions [C, 7] to robosuite's."""
         converted = np.clip(actions, -1, 1)
         if self._openvla_gripper:
             converted[:, 6] = np.sign(1 - 2 * actions[:, 6])
@@ -167,7 +168,7 @@ class Libero:
             scene.render(c, out.images[i, :, left : left + self._size], self._mirrored)
 
     def _lose(self, row: int, error: Exception, out: Transition, i: int) -> None:
-        """What state its scene is in, nobody knows; the next reset makes another one."""
+        """Reports an error and drops the scene, whose state is undefined; the next reset makes another one."""
         broken, self._rows[row] = self._rows[row], None
         if broken is not None:
             broken.scene.close()
@@ -183,7 +184,7 @@ class LiberoTask(NamedTuple):
 
 
 class LiberoRow:
-    """An episode and the scene that it plays in."""
+    """An episode and its scene."""
 
     def __init__(self, scene: LiberoScene):
         self.scene, self.steps = scene, 0
@@ -200,7 +201,7 @@ class LiberoRow:
 
 
 class LiberoScene:
-    """robosuite's world of one task, and a renderer for it where some camera looks."""
+    """robosuite's environment of one task, with a renderer where there are cameras."""
 
     def __init__(self, task: LiberoTask, cameras: Sequence[str], image_size: int, shadows: bool):
         self.task, self._starts = task, load_initial_states(task.starts)
@@ -235,17 +236,17 @@ class LiberoScene:
             self.act(IDLE)
 
     def act(self, action: NDArray) -> bool:
-        """One control step; whether the task is solved after it."""
+        """Executes one control step; returns whether the task is solved after it."""
         with self._halves():
             self._env.step(action)
         return bool(self._env.check_success())
 
     @contextmanager
     def _halves(self) -> Iterator[None]:
-        """Inside it robosuite's physics is computed once a step of it, not three times, and nothing is observed.
+        """Makes robosuite compute its physics once a step, not three times, and observe nothing.
 
-        robosuite asks for everything before its controller looks, once more when it does, and again for the step
-        itself; the controller needs no more than the step's first half. What comes of it is the same, bit for bit."""
+        robosuite computes everything before its controller runs, again in the controller, and again in the step itself;
+        the controller needs only the first half of a step. The results are equal bit for bit."""
         sim, world = self._env.sim, self._env.env
         begun = False
 
@@ -270,9 +271,11 @@ class LiberoScene:
     def state(self) -> NDArray[np.float32]:
         from robosuite.utils.transform_utils import quat2axisangle
 
-        seen = self._env.env._get_observations(force_update=True)
-        turn = quat2axisangle(np.array(seen["robot0_eef_quat"]))
-        return np.concatenate([seen["robot0_eef_pos"], turn, seen["robot0_gripper_qpos"]]).astype(np.float32)
+        observation = self._env.env._get_observations(force_update=True)
+        turn = quat2axisangle(np.array(observation["robot0_eef_quat"]))
+        return np.concatenate([observation["robot0_eef_pos"], turn, observation["robot0_gripper_qpos"]]).astype(
+            np.float32
+        )
 
     def render(self, camera: int, out: NDArray[np.uint8], mirrored: bool) -> None:
         assert self._renderer is not None
@@ -287,7 +290,7 @@ class LiberoScene:
 def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
     scenes, starts = get_libero_path("bddl_files"), get_libero_path("init_states")
     limits: Mapping[str, int] = STEP_LIMITS[step_limit] if isinstance(step_limit, str) else {}
-    base = next((known for known in limits if suite == known or suite.startswith(f"{known}_")), None)
+    base = next((name for name in limits if suite == name or suite.startswith(f"{name}_")), None)
     if isinstance(step_limit, str) and base is None:
         raise UserError(f"libero: {step_limit} published no step limit for {suite}; give a number as step_limit")
     for index, task in enumerate(task_maps[suite].values()):
@@ -298,13 +301,15 @@ def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
                 raise UserError(
                     f"libero: {path} of {suite} is not in the package; libero-pro audit lists what is missing"
                 )
-        words = get_problem_info(scene)["language_instruction"] if suite.endswith(REWORDED) else task.language
-        yield LiberoTask(f"{suite}/{index}", words.strip(), scene, states, limits[base] if base else int(step_limit))
+        instruction = get_problem_info(scene)["language_instruction"] if suite.endswith(REWORDED) else task.language
+        yield LiberoTask(
+            f"{suite}/{index}", instruction.strip(), scene, states, limits[base] if base else int(step_limit)
+        )
 
 
 @contextmanager
 def _numpy_seed(seed: Sequence[int]) -> Iterator[None]:
-    """LIBERO draws from NumPy's global generator, which is left here as it was."""
+    """Seeds NumPy's global generator, from which LIBERO draws, and restores its state at the end."""
     before = np.random.get_state()
     np.random.seed(list(seed))
     try:
@@ -313,6 +318,6 @@ def _numpy_seed(seed: Sequence[int]) -> Iterator[None]:
         np.random.set_state(before)
 
 
-def _check(name: str, value: str, known: Any) -> None:
-    if value not in known:
-        raise UserError(f"libero: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}")
+def _check(name: str, value: str, options: Any) -> None:
+    if value not in options:
+        raise UserError(f"libero: unknown {name} {value!r}{nearest(value, options)}; known: {', '.join(options)}")

@@ -1,8 +1,7 @@
 """Actors, links and robots of a scene that is alone in its process's physics, as on the CPU.
 
-ManiSkill writes everything for many scenes at once. A pose of a lone one becomes five tensors on its way to a task,
-which reads ten of them in an action, and a robot's targets become a tensor for each joint on their way to the physics.
-Here the same numbers go there and back in one array.
+ManiSkill is written for many scenes at once. A pose in a single scene is converted to five tensors when a task reads
+it, ten times in an action, and a robot's targets to a tensor for each joint. Here the same numbers pass as one array.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def batch_of_one(pose: sapien.Pose) -> Pose:
 
 
 def take_apart(env: Any) -> None:
-    """Makes what is in the scene of `env`, which is on the CPU, read and write its numbers so; what tasks have put
-    together of several objects stays as it is."""
+    """Replaces the classes of actors, robots and links in the scene of `env`, which is on the CPU, by those above;
+    objects that tasks have merged from several stay as they are."""
     for actor in env.scene.actors.values():
         swap(actor, Actor, LoneActor)
     for robot in env.scene.articulations.values():
@@ -58,7 +57,7 @@ def take_apart(env: Any) -> None:
 
 
 def swap(thing: Any, general: type, lone: type) -> None:
-    """Only what is of the general class itself: a class of a task's own may have ways of its own."""
-    own: type = type(thing)
-    if own is general and len(thing._objs) == 1:
+    """Changes the class of `thing` where it is exactly `general`: a subclass of a task may override methods."""
+    kind: type = type(thing)
+    if kind is general and len(thing._objs) == 1:
         thing.__class__ = lone

@@ -18,14 +18,15 @@ CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")
 
 
 def folder() -> Path:
-    """Where scripts/install_renderer.sh unpacks the software driver."""
+    """Returns the folder into which scripts/install_renderer.sh unpacks the software driver."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("MMRL_VULKAN") or caches / "mmrl" / "vulkan")
 
 
 @cache
 def choose_device() -> str:
-    """SAPIEN's name of the device to render with: 'cuda' (of this rank: 'cuda:3'), or 'pci:0' for what else there is.
+    """Returns SAPIEN's name of the device to render with: 'cuda' (of a rank such as 'cuda:3'), or 'pci:0' for any
+    other.
 
     The driver of the machine comes first where there is a CUDA device or the user has named one (VK_ICD_FILENAMES),
     else the unpacked software driver. To be called before anything of SAPIEN renders, for a driver cannot be replaced
@@ -51,13 +52,13 @@ def choose_device() -> str:
 
 
 def describe() -> str:
-    """What ManiSkill renders with, for `mmrl doctor`. Raises as `choose_device`."""
+    """Returns the name of the device that ManiSkill renders with, for `mmrl doctor`. Raises as `choose_device`."""
     return sapien.Device(choose_device()).name
 
 
 def _preload(libraries: Path) -> None:
-    """Loads what the driver needs from `libraries`, so that it is found without LD_LIBRARY_PATH, which only counts when
-    a process starts. In no known order: whatever lacks another one waits for it."""
+    """Loads the libraries of the driver from the folder `libraries`: LD_LIBRARY_PATH only counts when a process starts.
+    Their order is not known, so those that fail are tried again after the others."""
     waiting = [path for path in sorted(libraries.glob("*.so*")) if not path.name.startswith("libvulkan")]
     while waiting:
         failed = []

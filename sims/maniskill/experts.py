@@ -1,4 +1,5 @@
-"""Scripted experts: the next action from where things are now. ManiSkill's motion planners plan whole episodes."""
+"""Scripted experts that compute the next action from the present state. ManiSkill's motion planners plan whole
+episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ON_TABLE = 0.02  # m, height of the hand that pushes
 
 
 def push_cube(env: Any, row: int) -> NDArray[np.float32]:
-    """Over the table to behind the cube, down, and forward; the gripper stays shut."""
+    """Moves over the table to behind the cube, down, and forward; the gripper stays shut. Returns the action [4]."""
     hand, cube = (part.pose.p[row].cpu().numpy() for part in (env.agent.tcp, env.obj))
     away = hand - cube
     start = cube[:2] - [BEHIND, 0]

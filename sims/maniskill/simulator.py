@@ -26,14 +26,14 @@ from mmrl.sims.maniskill.tasks import INSTRUCTIONS
 from mmrl.sims.vector.simulator import Transition, nearest
 
 OBSERVATIONS = ("state", "rgb", "video")
-RENDERED_ALWAYS = {"PushT-v1"}  # it touches its visual shapes also where nothing is shown
+RENDERED_ALWAYS = {"PushT-v1"}  # it needs its visual shapes also where nothing is rendered
 ASSETS = "python -m mani_skill.utils.download_asset"
 
 
 class ManiSkill:
     """Tasks of ManiSkill 3 (Tao et al. 2024), by their ids.
 
-    tasks: the ids that `reset` may name; they must have one action space. INSTRUCTIONS lists those with words of ours.
+    tasks: the ids that `reset` may name; they must have one action space. INSTRUCTIONS lists those with an instruction.
     observation: "state" shows ManiSkill's full state, positions of objects and goals included, and images of 0 x 0
         pixels; "rgb" shows `camera` and the state of the robot and the goal only; "video" is "state" with the images
         of the camera that RecordEpisode films with, which shows goals too.
@@ -45,7 +45,7 @@ class ManiSkill:
     end_on_success: whether the first success ends the episode; otherwise only failure and time do.
     max_steps: None: as many as ManiSkill gives the task.
     sim_backend: "physx_cpu", or "physx_cuda" for all rows in one scene on the GPU.
-    instructions: words for more tasks, or other words for the same ones.
+    instructions: instructions for more tasks, or other ones for the same tasks.
 
     The state is zero-padded to the longest where tasks differ. On the CPU an episode depends on nothing but its task
     and seed. On the GPU starts do, but contacts may differ between rows by rounding; all rows step at once, so they
@@ -72,7 +72,7 @@ class ManiSkill:
         sim_backend: Literal["physx_cpu", "physx_cuda"] = "physx_cpu",
         instructions: Mapping[str, str] | None = None,
     ):
-        words = INSTRUCTIONS | dict(instructions or {})
+        by_task = INSTRUCTIONS | dict(instructions or {})
         _check("observation", observation, OBSERVATIONS)
         _check("reward", reward, ("sparse", "dense"))
         _check("sim_backend", sim_backend, ("physx_cpu", "physx_cuda"))
@@ -83,10 +83,10 @@ class ManiSkill:
         recipe = Recipe(observation, image_size, camera, control_mode, reward, sim_backend)
         rows = 1 if sim_backend == "physx_cpu" else count
         self.count, self.tasks = count, tuple(tasks)
-        self._words = {task: words[task] for task in self.tasks if task in words}
+        self._instructions = {task: by_task[task] for task in self.tasks if task in by_task}
         for task in self.tasks:
             _spec(task)
-            if task not in words:
+            if task not in by_task:
                 raise UserError(f"maniskill: {task} has no instruction here; give it one: instructions={{{task}: ...}}")
         self._blocks = [
             RowBlock(range(first, first + rows), recipe, max_steps, end_on_success) for first in range(0, count, rows)
@@ -104,19 +104,21 @@ class ManiSkill:
     @torch.inference_mode()
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
-        for block, places in self._shares(rows):
-            block.reset([rows[i] for i in places], [seeds[i] for i in places], [tasks[i] for i in places], out, places)
+        for block, indices in self._shares(rows):
+            block.reset(
+                [rows[i] for i in indices], [seeds[i] for i in indices], [tasks[i] for i in indices], out, indices
+            )
         return out
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
-        for block, places in self._shares(rows):
-            block.step([rows[i] for i in places], actions[places], out, places)
+        for block, indices in self._shares(rows):
+            block.step([rows[i] for i in indices], actions[indices], out, indices)
         return out
 
     def instruction(self, row: int) -> str:
-        return self._words[self._blocks[row // len(self._blocks[0].rows)].task]
+        return self._instructions[self._blocks[row // len(self._blocks[0].rows)].task]
 
     @torch.inference_mode()
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
@@ -130,16 +132,16 @@ class ManiSkill:
             block.close()
 
     def _shares(self, rows: Sequence[int]) -> list[tuple[RowBlock, list[int]]]:
-        """Blocks with the places in `rows` of those that are theirs."""
+        """Returns blocks with the indices in `rows` of their rows."""
         shares: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             shares.setdefault(row // len(self._blocks[0].rows), []).append(i)
-        return [(self._blocks[b], places) for b, places in shares.items()]
+        return [(self._blocks[b], indices) for b, indices in shares.items()]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How ManiSkill's environments are made; fields as in `ManiSkill`."""
+    """The options of ManiSkill's environments, as in `ManiSkill`."""
 
     observation: str
     image_size: int
@@ -154,13 +156,13 @@ class Recipe:
         backend.render_backend_name_mapping["software"] = "pci:0"
         download_asset.prompt_yes_no = _assets_missing(task)
         supported = spec.cls.SUPPORTED_OBS_MODES
-        seen = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
+        obs_mode = "state" if self.observation != "rgb" else "rgb" if "any_textures" in supported else supported[0]
         size = {"width": self.image_size, "height": self.image_size}
         try:
-            with redirect_stdout(io.StringIO()), only_what_is_new():  # the error says what it prints
+            with redirect_stdout(io.StringIO()), frozen_garbage():  # the error says what it prints
                 return spec.make(
                     num_envs=rows,
-                    obs_mode=seen,
+                    obs_mode=obs_mode,
                     reward_mode=None if self.reward == "sparse" else "normalized_dense",  # None: of no consequence
                     control_mode=self.control_mode,
                     sim_backend=named(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
@@ -169,7 +171,7 @@ class Recipe:
                     human_render_camera_configs=size,
                 )
         except (NotImplementedError, AssertionError, KeyError) as error:
-            raise UserError(f"maniskill: {task} cannot be made with {self._told()}: {error!r}") from error
+            raise UserError(f"maniskill: {task} cannot be made with {self._options_text()}: {error!r}") from error
 
     def _renderer(self, task: str) -> str:
         device = choose_device()  # needed for materials even where nothing is shown
@@ -177,32 +179,32 @@ class Recipe:
             return "none"
         return "software" if device == "pci:0" else device
 
-    def _told(self) -> str:
+    def _options_text(self) -> str:
         return f"observation={self.observation}, control_mode={self.control_mode}, reward={self.reward}"
 
 
 class RowBlock:
-    """Rows that share one ManiSkill environment and so step together; on the CPU a single one."""
+    """Rows that share one ManiSkill environment and so step together; on the CPU a single row."""
 
     def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):
         self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
         self.task = ""
-        self._made: dict[str, Any] = {}
+        self._envs: dict[str, Any] = {}
         self._live = np.zeros(len(rows), bool)
         self._steps = np.zeros(len(rows), np.int64)
 
     def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
-        """The sizes of an action, of a state and of an image."""
-        images, state = self._seen(self._env(task))
+        """Returns the sizes of an action and of a state, and the shape of an image."""
+        images, state = self._observe(self._env(task))
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
             raise UserError(f"maniskill: {task} takes no flat action but {self._env(task).single_action_space}")
         return shape[0], state.shape[1], images.shape[1:]
 
     def reset(
-        self, rows: list[int], seeds: list[int], tasks: list[str], out: Transition, places: Sequence[int]
+        self, rows: list[int], seeds: list[int], tasks: list[str], out: Transition, indices: Sequence[int]
     ) -> None:
-        """Starts episodes; writes `out` at `places`."""
+        """Starts episodes; writes `out` at `indices`."""
         local = [row - self.rows.start for row in rows]
         others = self._live.copy()
         others[local] = False
@@ -211,59 +213,61 @@ class RowBlock:
         self.task = tasks[0]
         try:
             env = self._env(self.task)
-            for row, seed in zip(local, seeds, strict=True):  # one by one: what is drawn depends on how many are drawn
+            for row, seed in zip(
+                local, seeds, strict=True
+            ):  # one by one: random numbers depend on how many are drawn at once
                 env.reset(
                     seed=[_folded(seed)] * len(self.rows), options={"env_idx": torch.tensor([row], device=env.device)}
                 )
                 self._live[row], self._steps[row] = True, 0
             if not env.gpu_sim_enabled:  # each time, for some tasks build their scene anew
                 take_apart(env)
-            self._show(env, local, out, places)
+            self._show(env, local, out, indices)
         except UserError:
             raise
         except Exception as error:
-            self._lose(error, out, places)
+            self._lose(error, out, indices)
 
-    def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, places: Sequence[int]) -> None:
-        """Plays a chunk [n, C, A]; writes `out` at `places`."""
+    def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, indices: Sequence[int]) -> None:
+        """Executes a chunk [n, C, A]; writes `out` at `indices`."""
         local = np.array(rows) - self.rows.start
-        if missed := local[~self._live[local]].tolist():
-            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missed} cannot be left inactive")
+        if missing := local[~self._live[local]].tolist():
+            raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missing} cannot be left inactive")
         moved = np.zeros(len(self._live), bool)
         moved[local] = True
-        self._live &= moved  # episodes left out are lost: they move unseen
+        self._live &= moved  # episodes left out are lost, for they move too
         try:
             env, info = self._env(self.task), None
             for c in range(actions.shape[1]):
                 playing = self._live[local]
                 if not playing.any():
                     break
-                info = self._advance(env, local, actions[:, c], playing, out, np.asarray(places), c)
-            self._show(env, local, out, places, info)
+                info = self._advance(env, local, actions[:, c], playing, out, np.asarray(indices), c)
+            self._show(env, local, out, indices, info)
         except Exception as error:
-            self._lose(error, out, places)
+            self._lose(error, out, indices)
 
     def expert(self, row: int) -> NDArray[np.float32]:
-        """The next action [action]."""
+        """Returns the next action [action] of the expert. Raises UserError where there is none."""
         if (self.task, self.recipe.control_mode) not in EXPERTS:
-            known = ", ".join(f"{task} with control_mode={mode}" for task, mode in EXPERTS)
-            raise UserError(f"maniskill: there is a scripted expert for {known}; else use recorded demonstrations")
+            available = ", ".join(f"{task} with control_mode={mode}" for task, mode in EXPERTS)
+            raise UserError(f"maniskill: there is a scripted expert for {available}; else use recorded demonstrations")
         return EXPERTS[self.task, self.recipe.control_mode](self._env(self.task), row - self.rows.start)
 
     def close(self) -> None:
-        for env in self._made.values():
+        for env in self._envs.values():
             env.close()
-        self._made = {}
+        self._envs = {}
 
     def _advance(
-        self, env: Any, local: NDArray, actions: NDArray, playing: NDArray, out: Transition, places: NDArray, c: int
+        self, env: Any, local: NDArray, actions: NDArray, playing: NDArray, out: Transition, indices: NDArray, c: int
     ) -> dict[str, Any]:
-        """One control step without an observation, which is only taken where it is shown, at the end of a chunk; what
-        ManiSkill evaluated of it, which is slow and, in some tasks, not the same twice."""
+        """Executes one control step without an observation, which is only taken at the end of a chunk. Returns
+        ManiSkill's info, whose evaluation is slow and, in some tasks, not deterministic."""
         box = env.single_action_space
-        everyone = np.zeros((len(self.rows), *box.shape), np.float32)
-        everyone[local[playing]] = np.clip(actions[playing], box.low, box.high)
-        action = env._step_action(torch.as_tensor(everyone, device=env.device))
+        padded = np.zeros((len(self.rows), *box.shape), np.float32)
+        padded[local[playing]] = np.clip(actions[playing], box.low, box.high)
+        action = env._step_action(torch.as_tensor(padded, device=env.device))
         env._elapsed_steps += 1
         info = env.get_info()
         self._steps[local] += playing
@@ -276,9 +280,9 @@ class RowBlock:
             reward = success.astype(np.float32)
         terminated = failure | (success & self.end_on_success)
         truncated = ~terminated & (self._steps[local] >= self._limit())
-        at = places[playing]
-        out.valid[at, c], out.reward[at, c], out.success[at, c] = True, reward[playing], success[playing]
-        out.terminated[at, c], out.truncated[at, c] = terminated[playing], truncated[playing]
+        running = indices[playing]
+        out.valid[running, c], out.reward[running, c], out.success[running, c] = True, reward[playing], success[playing]
+        out.terminated[running, c], out.truncated[running, c] = terminated[playing], truncated[playing]
         self._live[local] &= ~(terminated | truncated)
         return info
 
@@ -286,28 +290,28 @@ class RowBlock:
         return self.max_steps or _spec(self.task).max_episode_steps or np.inf
 
     def _env(self, task: str) -> Any:
-        if task not in self._made:
-            self._made[task] = self.recipe.make(task, len(self.rows))
-        return self._made[task]
+        if task not in self._envs:
+            self._envs[task] = self.recipe.make(task, len(self.rows))
+        return self._envs[task]
 
     def _show(
         self,
         env: Any,
         local: Sequence[int] | NDArray,
         out: Transition,
-        places: Sequence[int],
+        indices: Sequence[int],
         info: dict[str, Any] | None = None,
     ) -> None:
-        images, state = self._seen(env, info)
-        out.images[places], out.state[places, : state.shape[1]] = images[local], state[local]
+        images, state = self._observe(env, info)
+        out.images[indices], out.state[indices, : state.shape[1]] = images[local], state[local]
 
-    def _seen(self, env: Any, info: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Images [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
-        seen = env.get_obs(info, unflattened=True)
-        parts = {name: seen[name] for name in ("agent", "extra")}
+    def _observe(self, env: Any, info: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Returns images [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
+        observation = env.get_obs(info, unflattened=True)
+        parts = {name: observation[name] for name in ("agent", "extra")}
         state = _host(flatten_state_dict(parts, use_torch=True, device=env.device)).astype(np.float32)
         if self.recipe.observation == "rgb":
-            cameras = seen["sensor_data"]
+            cameras = observation["sensor_data"]
             camera = self.recipe.camera or next(iter(cameras))
             if camera not in cameras:
                 raise UserError(
@@ -318,18 +322,19 @@ class RowBlock:
             return _host(env.render_rgb_array()), state
         return np.zeros((len(self.rows), 0, 0, 3), np.uint8), state
 
-    def _lose(self, error: Exception, out: Transition, places: Sequence[int]) -> None:
-        """The environment is in no known state; the next reset makes another one."""
+    def _lose(self, error: Exception, out: Transition, indices: Sequence[int]) -> None:
+        """Reports an error for all rows and drops the environment, whose state is undefined; the next reset makes
+        another."""
         self._live[:] = False
-        self._made.pop(self.task, None)
-        for i in places:
+        self._envs.pop(self.task, None)
+        for i in indices:
             out.errors[i] = error
 
 
 @contextmanager
-def only_what_is_new() -> Iterator[None]:
-    """Garbage is looked for among what is made inside alone. ManiSkill does that for every scene, to free an earlier
-    one, and looking through all that a training process has takes longer than to make the scene."""
+def frozen_garbage() -> Iterator[None]:
+    """Exempts all present objects from garbage collection. ManiSkill collects for every scene, to free an earlier one,
+    and traversing all objects of a training process takes longer than making the scene."""
     gc.freeze()
     try:
         yield
@@ -338,7 +343,7 @@ def only_what_is_new() -> Iterator[None]:
 
 
 def _spec(task: str) -> Any:
-    """What ManiSkill has registered as `task`."""
+    """Returns ManiSkill's registration of `task`. Raises UserError for an unknown one."""
     if task not in REGISTERED_ENVS:
         near = nearest(task, REGISTERED_ENVS)
         raise UserError(f"maniskill: unknown task {task!r}{near}; known with instructions: {', '.join(INSTRUCTIONS)}")
@@ -346,24 +351,26 @@ def _spec(task: str) -> Any:
 
 
 def _assets_missing(task: str) -> Any:
-    """What ManiSkill calls to ask at the terminal whether to download."""
+    """Returns a function that raises UserError, in place of ManiSkill's question at the terminal whether to
+    download."""
 
     def refuse(question: str) -> bool:
-        what = question.split(" which could not")[0].split(" available for")[0]
+        assets = question.split(" which could not")[0].split(" available for")[0]
         robot = question.split()[1] if question.startswith("Robot") else task
-        raise UserError(f"maniskill: {task}: {what}, which are not here; get them with: {ASSETS} {robot}")
+        raise UserError(f"maniskill: {task}: {assets}, which are not here; get them with: {ASSETS} {robot}")
 
     return refuse
 
 
 def _folded(seed: int) -> int:
-    """A seed that NumPy's old generator takes, below 2^32: small ones stay, large ones get the upper half."""
+    """Returns a seed below 2^32, as NumPy's old generator needs: seeds below 2^31 stay, others map to the upper
+    half."""
     return seed if seed < 1 << 31 else (1 << 31) + seed % (1 << 31)
 
 
-def _check(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise UserError(f"maniskill: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}")
+def _check(name: str, value: str, options: Sequence[str]) -> None:
+    if value not in options:
+        raise UserError(f"maniskill: unknown {name} {value!r}{nearest(value, options)}; known: {', '.join(options)}")
 
 
 def _host(tensor: torch.Tensor) -> NDArray:

@@ -1,4 +1,4 @@
-"""What ManiSkill's tasks are called in words; the ids are ManiSkill's, which ships no instructions for most."""
+"""Instructions of ManiSkill's tasks by their ids; ManiSkill ships none for most of them."""
 
 INSTRUCTIONS = {
     "PickCube-v1": "pick up the red cube and hold it at the goal position",

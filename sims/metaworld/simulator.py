@@ -55,14 +55,14 @@ class MetaWorld:
         end_on_success: bool = True,
         max_steps: int = MAX_STEPS,
     ):
-        for name, value, known in (
+        for name, value, options in (
             ("observation", observation, ("state", "rgb")),
             ("camera", camera, CAMERAS),
             ("reward", reward, ("sparse", "dense")),
         ):
-            if value not in known:
+            if value not in options:
                 raise UserError(
-                    f"metaworld: unknown {name} {value!r}{nearest(value, known)}; known: {', '.join(known)}"
+                    f"metaworld: unknown {name} {value!r}{nearest(value, options)}; known: {', '.join(options)}"
                 )
         if not 1 <= max_steps <= MAX_STEPS:
             raise UserError(f"metaworld: max_steps must be 1 to {MAX_STEPS}, not {max_steps}")
@@ -122,7 +122,7 @@ class MetaWorld:
                 break
 
     def _show(self, playing: MetaWorldRow, out: Transition, i: int) -> None:
-        out.state[i] = playing.seen[: self.state_dim]
+        out.state[i] = playing.observation[: self.state_dim]
         if self._shows_images:
             model = playing.env.model
             if playing.task not in self._renderers:
@@ -132,7 +132,7 @@ class MetaWorld:
 
 
 class MetaWorldRow:
-    """An environment of one task and its episode."""
+    """An environment of one task with its running episode."""
 
     def __init__(self, task: str):
         self.task, self.env = task, ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{task}-goal-observable"](seed=0)
@@ -141,30 +141,31 @@ class MetaWorldRow:
         quality = self.env.model.vis.quality
         quality.shadowsize = quality.offsamples = 0  # nearly the whole cost of an image on a CPU
         self.env.model.light_castshadow[:] = 0
-        self.seen, self.steps = np.zeros(STATE_DIM), 0
+        self.observation, self.steps = np.zeros(STATE_DIM), 0
 
     def start(self, seed: int) -> None:
         self.env.seed(seed)
-        self.seen, _ = self.env.reset()
+        self.observation, _ = self.env.reset()
         self.steps = 0
 
     def act(self, action: NDArray) -> tuple[bool, float]:
-        """Whether the task is solved after this step, and Meta-World's own reward of 0 to 10."""
-        self.seen, reward, _, _, info = self.env.step(np.clip(action, -1, 1).astype(np.float32))
+        """Executes an action [4]; returns whether the task is solved after it, and Meta-World's own reward of 0 to
+        10."""
+        self.observation, reward, _, _, info = self.env.step(np.clip(action, -1, 1).astype(np.float32))
         self.steps += 1
         return bool(info["success"]), float(reward)
 
     def plan(self, out: NDArray, end_on_success: bool) -> None:
-        """Writes the expert's next actions into `out` [n, 4] by playing them and going back."""
+        """Writes the expert's next actions into `out` [n, 4]; executes them, then restores the state."""
         attributes = vars(self.env)
         before = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in attributes.items()}
-        seen, steps = self.seen, self.steps
+        observation, steps = self.observation, self.steps
         self.env.data = copy.copy(self.env.data)
         for c in range(len(out)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it asks for more than the hand can do
-                out[c] = np.clip(self._expert.get_action(self.seen), -1, 1)
+                out[c] = np.clip(self._expert.get_action(self.observation), -1, 1)
             if c + 1 < len(out) and self.act(out[c])[0] and end_on_success:
                 break
         attributes.update(before)
-        self.seen, self.steps = seen, steps
+        self.observation, self.steps = observation, steps

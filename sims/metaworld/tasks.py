@@ -1,4 +1,4 @@
-"""What Meta-World's fifty tasks are called in words; it ships no instructions."""
+"""Instructions of Meta-World's fifty tasks, which ships none."""
 
 INSTRUCTIONS = {
     "assembly-v3": "pick up the nut and place it onto the peg",

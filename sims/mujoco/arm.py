@@ -1,7 +1,7 @@
-"""The arm: five joints and a parallel gripper that always points down, moved by the place of its fingertips.
+"""The arm: five joints and a parallel gripper that always points down, moved by the position of its fingertips.
 
 Joints: base yaw, shoulder, elbow, wrist pitch, wrist yaw. Because the hand hangs down and its fingers keep the table's
-axes, the place of the fingertips fixes all five in closed form: two links in a vertical plane.
+axes, the position of the fingertips fixes all five in closed form: two links in a vertical plane.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOME = np.array([0.36, 0.0, 0.18])
 
 
 def inverse_kinematics(tip: Sequence[float] | NDArray) -> list[float]:
-    """The five joint angles in radians that put the fingertips at `tip` [3]; elbow up.
+    """Returns the five joint angles in radians that put the fingertips at `tip` [3]; elbow up.
 
     Exact inside the box LOW..HIGH, which lies within reach.
     """

@@ -1,4 +1,4 @@
-"""Off-screen rendering: which OpenGL works here, and a small renderer that one thread owns."""
+"""Off-screen rendering: the choice of an OpenGL backend, and a renderer that one thread owns."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_GEOMS = 200
 
 @cache
 def choose_backend() -> str:
-    """The first of `BACKENDS` that makes a context, also set as MUJOCO_GL; what MUJOCO_GL names, if it is set.
+    """Returns the first of `BACKENDS` that makes a context and sets MUJOCO_GL to it; where MUJOCO_GL is set, only that.
 
-    A backend that was tried in vain cannot be replaced within a process, so each is tried in one of its own. Raises
+    A backend that failed cannot be replaced within a process, so each is tried in one of its own. Raises
     UserError naming the packages to install where none works.
     """
     wanted = os.environ.get("MUJOCO_GL", "").lower()
@@ -54,7 +54,8 @@ def choose_backend() -> str:
 
 @cache
 def _close_at_exit() -> weakref.WeakSet[Renderer]:
-    """Renderers still open. First asked for when OpenGL is up, so that they are closed before OpenGL is."""
+    """Returns the open renderers. First called when OpenGL is loaded, so that at exit they are closed before OpenGL
+    is."""
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 
     def close() -> None:
@@ -66,8 +67,8 @@ def _close_at_exit() -> weakref.WeakSet[Renderer]:
 
 
 class Renderer:
-    """Images of any model that has the same meshes and textures as `model`. To be used by one thread only, the one
-    that makes it; `close` too."""
+    """Renders any model that has the same meshes and textures as `model`. Only the thread that makes it may use it and
+    close it."""
 
     def __init__(self, model: mujoco.MjModel, backend: str, size: int, max_geoms: int = MAX_GEOMS):
         self._gl = importlib.import_module(f"mujoco.{backend}").GLContext(size, size)
@@ -81,7 +82,7 @@ class Renderer:
         self._view, self._pixels = mujoco.MjrRect(0, 0, size, size), np.empty((size, size, 3), np.uint8)
 
     def render(self, model: mujoco.MjModel, data: mujoco.MjData, out: NDArray[np.uint8], camera: int = 0) -> None:
-        """Writes what the camera with that id sees into `out` [size, size, 3]; mj_forward must have been called."""
+        """Writes the image of the camera with that id into `out` [size, size, 3]; mj_forward must have been called."""
         self._camera.fixedcamid, everything = camera, mujoco.mjtCatBit.mjCAT_ALL.value
         mujoco.mjv_updateScene(model, data, self.option, None, self._camera, everything, self._scene)
         mujoco.mjr_render(self._view, self._scene, self._context)

@@ -1,4 +1,4 @@
-"""The tabletop as MJCF: the arm, cubes that move freely, flat pads that only mark a place, one camera."""
+"""The tabletop as MJCF: the arm, cubes that move freely, flat pads that only mark a position, one camera."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMESTEP = 0.005  # seconds
 SUBSTEPS = 10  # physics steps in one control step: 20 control steps a second
 JOINTS = 5
 STIFFNESS = 1500.0
-SMOOTHING = 0.02  # seconds, of what the arm is told, so that it does not jerk what it holds
+SMOOTHING = 0.02  # seconds; time constant of the arm's setpoint, so that it does not jerk what it holds
 
 _CUBE = """
     <body name="cube{i}" pos="{x} 0.9 {half}">
@@ -31,7 +31,7 @@ _FINGER = """
 
 
 def compile_model(cubes: int, image_size: int) -> mujoco.MjModel:
-    """The model with `cubes` cubes; colours, pads and the camera are set for each episode."""
+    """Compiles the model with `cubes` cubes; colours, pads and the camera are set for each episode."""
     half = {"half": CUBE}
     finger = {"length": HAND_LENGTH, "travel": FINGER_TRAVEL}
     spread = 0.006

@@ -30,12 +30,12 @@ UNSTABLE = [
     int(kind)
     for kind in (mujoco.mjtWarning.mjWARN_BADQPOS, mujoco.mjtWarning.mjWARN_BADQVEL, mujoco.mjtWarning.mjWARN_BADQACC)
 ]
-LOOK_AT = np.array([0.405, 0.0, 0.05])
-CAMERA_AT = np.array([0.95, 0.0, 0.8])
+CAMERA_TARGET = np.array([0.405, 0.0, 0.05])
+CAMERA_POSITION = np.array([0.95, 0.0, 0.8])
 
 
 class TabletopRow:
-    """One row: a model of its own (colours, pads and camera belong to the model), its state and its episode."""
+    """A row of the tabletop: its model (with colours, pads and camera), its state and its episode."""
 
     def __init__(self, model: mujoco.MjModel, colours: list[str], control: str, shaped: bool, end_on_success: bool):
         self.model, self.data = copy.copy(model), mujoco.MjData(model)
@@ -89,18 +89,18 @@ class TabletopRow:
         self.model.geom_rgba[table, :3] = 0.5 + rng.uniform(-0.06, 0.06) + rng.uniform(-0.02, 0.02, 3)
 
     def _place_camera(self, rng: np.random.Generator) -> None:
-        at, look = CAMERA_AT + rng.uniform(-0.015, 0.015, 3), LOOK_AT + rng.uniform(-0.01, 0.01, 3)
-        back = (at - look) / np.linalg.norm(at - look)
+        position, target = CAMERA_POSITION + rng.uniform(-0.015, 0.015, 3), CAMERA_TARGET + rng.uniform(-0.01, 0.01, 3)
+        back = (position - target) / np.linalg.norm(position - target)
         right = np.cross([0, 0, 1], back)
         right /= np.linalg.norm(right)
-        self.model.cam_pos[0] = at
+        self.model.cam_pos[0] = position
         mujoco.mju_mat2Quat(self.model.cam_quat[0], np.stack([right, np.cross(back, right), back], axis=1).ravel())
 
     def act(self, action: NDArray) -> None:
-        """One control step: the setpoint goes where `control` says; action[3] > 0 closes, < 0 opens, 0 changes
+        """Executes one control step with an action [4] of `control`; action[3] > 0 closes, < 0 opens, 0 changes
         nothing."""
         tip = self.data.site_xpos[self.tip]
-        wanted = self.control.wanted(self.setpoint, action, self.task.step)
+        wanted = self.control.setpoint_after(self.setpoint, action, self.task.step)
         self.setpoint = np.clip(np.clip(wanted, tip - LEASH, tip + LEASH), LOW, HIGH)
         self.closing = bool(action[3] > 0) if action[3] != 0 else self.closing
         self._control()
@@ -127,8 +127,8 @@ class TabletopRow:
         )
 
     def state(self) -> NDArray[np.float32]:
-        """[5]: the fingertips within their box, -1 to 1 (3); the gripper's opening, 0 to 1; 1 if told to close, else
-        -1."""
+        """Returns [5]: the fingertips within their box, -1 to 1 (3); the gripper's opening, 0 to 1; 1 if it is
+        commanded to close, else -1."""
         view = self.view()
         tip = 2 * (view.tip - LOW) / (HIGH - LOW) - 1
         return np.array([*tip, view.opening, 1.0 if view.closing else -1.0], dtype=np.float32)
@@ -151,8 +151,8 @@ class TabletopRow:
                 break
 
     def plan(self, length: int, spare: mujoco.MjData, out: NDArray) -> None:
-        """Writes the expert's next actions into `out` [length, 4] by playing them in a copy of the state."""
-        kept = mujoco.mj_copyData(spare, self.model, self.data), self.setpoint, self.closing, self.steps
+        """Writes the expert's next actions into `out` [length, 4]; executes them in a copy of the state."""
+        saved = mujoco.mj_copyData(spare, self.model, self.data), self.setpoint, self.closing, self.steps
         self.data, spare = spare, self.data
         try:
             for c in range(min(length, self.task.max_steps - self.steps)):
@@ -163,7 +163,7 @@ class TabletopRow:
                         break
         finally:
             self.data = spare
-            _, self.setpoint, self.closing, self.steps = kept
+            _, self.setpoint, self.closing, self.steps = saved
 
 
 def _cubes(model: mujoco.MjModel) -> int:
@@ -171,13 +171,13 @@ def _cubes(model: mujoco.MjModel) -> int:
 
 
 def privileged_state(view: TableView) -> NDArray[np.float32]:
-    """[10], see `Tabletop`."""
+    """Returns what no camera measures, [10], see `Tabletop`."""
     cube = view.cubes[0]
     return np.array([*(cube - view.tip), *(view.goal - cube), *cube, held(view) / 10], np.float32) * 10
 
 
 class RenderThread:
-    """A thread with a renderer of its own."""
+    """A thread with its own renderer."""
 
     def __init__(self, model: mujoco.MjModel, image_size: int):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tabletop")
@@ -197,20 +197,20 @@ class Tabletop:
 
     An action is [4]: three numbers for the fingertips, along x (away from the arm, towards the camera), y (to the right
     in the image) and z (up), and the gripper (above 0 closes, below opens, 0 leaves it). 20 actions make a second.
-    The state is [5], see `World.state`.
+    The state is [5], see `TabletopRow.state`.
 
     image_size: height and width of the images, in pixels.
     objects: cubes on the table, 2 to 4.
     colours: names from COLOURS, at least 2.
-    control: what the three numbers say: "delta", how far the fingertips shall move, -1 to 1 for up to 3 cm each;
-        "position", where they shall be, -1 to 1 from corner to corner of their box, to which they move 3 cm at most.
-        In place of 3 cm it is 1.6 when pushing.
+    control: meaning of the three numbers: "delta", the displacement of the fingertips, -1 to 1 for up to 3 cm each;
+        "position", their target, -1 to 1 from corner to corner of their box, to which they move 3 cm at most. In the
+        task push it is 1.6 cm instead of 3.
     reward: "sparse" gives 1 at every step that is solved; "shaped" adds the gain in progress (0 to 1) of that step.
     end_on_success: whether the first success ends the episode; otherwise it goes on until its time is up.
-    privileged: whether the state goes on with what no camera measures, [10]: the way from the fingertips to cube 0 (3),
-        from there to where it belongs (3) and its place (3), in decimetres, and whether it is held. It is meant for
-        critics alone: action.privileged=10.
-    threads: that step and render; the numbers do not depend on it. 0: one per processor.
+    privileged: whether [10] numbers follow in the state that no camera measures: the vector from the fingertips to
+        cube 0 (3), from there to its goal (3) and its position (3), in decimetres, and whether it is held. They are
+        meant for critics alone: action.privileged=10.
+    threads: number of threads that step and render, on which results do not depend. 0: one per processor.
     """
 
     action_dim = ACTION_DIM
@@ -239,8 +239,8 @@ class Tabletop:
             raise UserError(f"tabletop: reward must be 'sparse' or 'shaped', not {reward!r}")
         for colour in colours:
             if colour not in COLOURS:
-                known = ", ".join(COLOURS)
-                raise UserError(f"tabletop: unknown colour {colour!r}{nearest(colour, COLOURS)}; known: {known}")
+                names = ", ".join(COLOURS)
+                raise UserError(f"tabletop: unknown colour {colour!r}{nearest(colour, COLOURS)}; known: {names}")
         if len(set(colours)) < 2:
             raise UserError("tabletop: colours must name at least 2 different ones")
         if threads < 0:
@@ -298,7 +298,8 @@ class Tabletop:
         worker.renderer.render(world.model, world.data, out.images[i])
 
     def _each(self, function: Callable[[RenderThread, int], None], n: int) -> list[Exception | None]:
-        """Calls function(worker, i) for i < n, shared out to the workers; what each raised."""
+        """Calls function(worker, i) for i < n, distributed over the workers; returns the exception of each call, or
+        None. Raises UserError after `close`."""
         if not self._workers:
             raise UserError("this tabletop was closed")
         errors: list[Exception | None] = [None] * n

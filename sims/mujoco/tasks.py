@@ -1,8 +1,9 @@
-"""The tasks of the tabletop: how a scene is drawn, what is asked, when it is solved, how far it is, who shows it.
+"""The tasks of the tabletop: random scenes, instructions, success, progress for the shaped reward, scripted experts.
 
-Every instruction names a colour and a place, and every scene holds what the other words would have meant, so a policy
-that does not read cannot know what to do. All functions of a `TableView` depend on nothing else: an expert can be asked
-in any state, its own or a policy's.
+Every instruction names a colour and a position, and every scene holds objects that other instructions would mean, so
+that a policy that does not read the instruction cannot know what to do. All functions of a `TableView` depend on
+nothing
+else: an expert can act in any state, its own or a policy's.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ AREA_LOW, AREA_HIGH = LOW[:2] + MARGIN, HIGH[:2] - MARGIN
 
 @dataclass(frozen=True)
 class TabletopScene:
-    """Where an episode starts. Cube 0 is the one the instruction is about."""
+    """The start of an episode. Cube 0 is the one of the instruction."""
 
     cubes: NDArray  # [cubes, 2]
     cube_colours: list[str]
@@ -54,20 +55,20 @@ class TabletopScene:
 
 @dataclass(frozen=True)
 class TableView:
-    """What success, progress and experts look at; metres, seconds, and the axes of the table."""
+    """The state that success, progress and experts read, in metres, seconds, and the axes of the table."""
 
     tip: NDArray  # [3] between the fingertips
     opening: float  # of the gripper, 0 closed to 1 open
-    closing: bool  # what the gripper is told
+    closing: bool  # the command of the gripper
     cubes: NDArray  # [cubes, 3] centres
     speed: float  # of cube 0
-    goal: NDArray  # [3] where cube 0 belongs, if anywhere
+    goal: NDArray  # [3] goal of cube 0, if it has one
 
 
 @dataclass(frozen=True)
 class TabletopTask:
     max_steps: int
-    draw: Callable[[Generator, int, list[str]], TabletopScene | None]  # None: this draw does not do, draw again
+    draw: Callable[[Generator, int, list[str]], TabletopScene | None]  # None: this draw is rejected, draw again
     success: Callable[[TableView], bool]
     progress: Callable[[TableView], float]  # 0 to 1, for the shaped reward
     expert: Callable[[TableView], NDArray]  # an aim [4], see `mmrl.sims.mujoco.control`
@@ -77,35 +78,37 @@ class TabletopTask:
 def scatter(
     rng: Generator, count: int, start: Sequence[NDArray] = (), free: Callable[[NDArray], bool] = lambda point: True
 ) -> NDArray | None:
-    """`start` and further places that are `free`, `count` [count, 2] in all, each far enough from the others."""
-    places = list(start)
+    """Draws positions that are `free` after those of `start`, [count, 2] in all, at least APART from one another; None
+    after TRIES draws."""
+    positions = list(start)
     for _ in range(TRIES):
-        if len(places) == count:
-            return np.array(places)
+        if len(positions) == count:
+            return np.array(positions)
         point = rng.uniform(AREA_LOW, AREA_HIGH)
-        if free(point) and all(np.linalg.norm(point - place) >= APART for place in places):
-            places.append(point)
+        if free(point) and all(np.linalg.norm(point - position) >= APART for position in positions):
+            positions.append(point)
     return None
 
 
 def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
-    """All different as long as there are colours enough."""
+    """Returns `count` random colours, all different as long as there are enough."""
     order = [str(colour) for colour in rng.permutation(colours)]
     return [order[i % len(order)] for i in range(count)]
 
 
 def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Cubes 0 and 1 have the same colour, one left and one right in the image; the others differ from them."""
+    """Returns a draw in which cubes 0 and 1 have the same colour, one left and one right in the image; the others
+    differ from them."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
-        places = scatter(rng, cubes)
-        if places is None or abs(places[0, 1] - places[1, 1]) < 0.08:
+        positions = scatter(rng, cubes)
+        if positions is None or abs(positions[0, 1] - positions[1, 1]) < 0.08:
             return None
         colour, *others = pick_colours(rng, colours, len(colours))
         rest = pick_colours(rng, others, cubes - 2)
-        side = "left" if places[0, 1] < places[1, 1] else "right"
+        side = "left" if positions[0, 1] < positions[1, 1] else "right"
         return TabletopScene(
-            places, [colour, colour, *rest], np.empty((0, 2)), [], f"{verb} the {colour} cube on the {side}"
+            positions, [colour, colour, *rest], np.empty((0, 2)), [], f"{verb} the {colour} cube on the {side}"
         )
 
     return draw
@@ -114,24 +117,25 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | No
 def onto_pad(
     verb: str, preposition: str, straight: bool = False
 ) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Cubes and pads of different colours, as far as there are so many; with `straight`, one push along an axis of the
-    table takes cube 0 to pad 0, and nothing is in the way."""
+    """Returns a draw of cubes and pads of different colours, as far as there are so many; with `straight`, one push
+    along an axis of the table takes cube 0 to pad 0, and nothing is in between."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
-        places = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
-        if places is None:
+        positions = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
+        if positions is None:
             return None
-        at, pads = np.delete(places, slice(1, 1 + PADS), axis=0), places[1 : 1 + PADS]
+        cube_positions, pads = np.delete(positions, slice(1, 1 + PADS), axis=0), positions[1 : 1 + PADS]
         names = pick_colours(rng, colours, cubes + PADS)
         cube_colours, pad_colours = names[:cubes], names[cubes:]
         instruction = f"{verb} the {cube_colours[0]} cube {preposition} the {pad_colours[0]} pad"
-        return TabletopScene(at, cube_colours, pads, pad_colours, instruction)
+        return TabletopScene(cube_positions, cube_colours, pads, pad_colours, instruction)
 
     return draw
 
 
 def push_line(rng: Generator, count: int) -> NDArray | None:
-    """Places of which the first can be pushed to the second, the others beside the way."""
+    """Draws positions [count, 2] of which the first can be pushed to the second, with the others off that line; None
+    where the draw is rejected."""
     way = rng.choice([-1.0, 1.0]) * np.array([rng.uniform(APART, LONGEST_PUSH), 0.0])
     way[1] = rng.uniform(-SLANT, SLANT)
     main = int(rng.integers(2))
@@ -144,12 +148,12 @@ def push_line(rng: Generator, count: int) -> NDArray | None:
 
 
 def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
-    """Cube 0 belongs on cube 1."""
-    places = scatter(rng, cubes)
-    if places is None:
+    """Draws a scene in which cube 0 has to be put on cube 1."""
+    positions = scatter(rng, cubes)
+    if positions is None:
         return None
     names = pick_colours(rng, colours, cubes)
-    return TabletopScene(places, names, np.empty((0, 2)), [], f"stack the {names[0]} cube on the {names[1]} cube")
+    return TabletopScene(positions, names, np.empty((0, 2)), [], f"stack the {names[0]} cube on the {names[1]} cube")
 
 
 def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
@@ -161,12 +165,12 @@ def distance_to_segment(point: NDArray, a: NDArray, b: NDArray) -> float:
 
 
 def reached(view: TableView) -> bool:
-    """The fingertips are over the cube, no more than 3 cm above its top."""
+    """Returns whether the fingertips are over the cube, no more than 3 cm above its top."""
     return flat(view.tip, view.cubes[0]) < 0.02 and view.tip[2] < 2 * CUBE + 0.03
 
 
 def pushed(view: TableView) -> bool:
-    """The centre of the cube is over the pad and the cube stands on the table."""
+    """Returns whether the centre of the cube is over the pad and the cube stands on the table."""
     return bool((np.abs(view.cubes[0] - view.goal)[:2] < PAD - 0.008).all()) and view.cubes[0][2] < CUBE + 0.005
 
 
@@ -175,12 +179,12 @@ def lifted(view: TableView) -> bool:
 
 
 def placed(view: TableView) -> bool:
-    """On the pad, at rest and let go."""
+    """Returns whether the cube is on the pad, at rest and released."""
     return pushed(view) and let_go(view)
 
 
 def stacked(view: TableView) -> bool:
-    """On top of the other cube, at rest and let go."""
+    """Returns whether the cube is on top of the other cube, at rest and released."""
     error = view.cubes[0] - view.goal
     return bool(np.linalg.norm(error[:2]) < 0.9 * CUBE and abs(error[2]) < 0.006) and let_go(view)
 
@@ -201,7 +205,8 @@ def reach_progress(view: TableView) -> float:
 
 
 def push_progress(view: TableView) -> float:
-    """The fingertips belong behind cube 0: in front of it they are as near, but of no use."""
+    """Returns the progress of a push, 0 to 1. The fingertips have to be behind cube 0: in front of it they are as near,
+    but can not push."""
     behind = over(view.cubes[0][:2] - push_axis(view) * BEHIND, PUSH_DEPTH)
     return 0.3 * near(float(np.linalg.norm(view.tip - behind))) + 0.7 * near(flat(view.cubes[0], view.goal))
 
@@ -214,25 +219,26 @@ def lift_progress(view: TableView) -> float:
 
 def place_progress(view: TableView) -> float:
     reach = near(float(np.linalg.norm(view.tip - view.cubes[0])))
-    there = near(float(np.linalg.norm(view.cubes[0] - view.goal)))
-    return 0.3 * reach + 0.2 * held(view) + 0.5 * there
+    near_goal = near(float(np.linalg.norm(view.cubes[0] - view.goal)))
+    return 0.3 * reach + 0.2 * held(view) + 0.5 * near_goal
 
 
 # Experts
 
 
 def flat(a: NDArray, b: NDArray) -> float:
-    """The distance over the table."""
+    """Returns the horizontal distance of two points."""
     return float(np.hypot(a[0] - b[0], a[1] - b[1]))
 
 
 def held(view: TableView) -> bool:
-    """Told to close, stopped by something, and that is cube 0."""
+    """Returns whether the gripper holds cube 0: it is commanded to close and blocked, with the cube between its
+    fingers."""
     return view.closing and 0.45 < view.opening < 0.65 and float(np.linalg.norm(view.tip - view.cubes[0])) < 0.025
 
 
 def aim(goal: NDArray, gripper: float) -> NDArray:
-    """At `goal`, as far as the fingertips may go."""
+    """Returns the aim [4] at `goal`, clipped to the box of the fingertips."""
     return np.append(np.clip(goal, LOW, HIGH), gripper)
 
 
@@ -241,7 +247,7 @@ def over(point: NDArray, height: float) -> NDArray:
 
 
 def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
-    """To `goal` from above: up if low and aside, over it, then down."""
+    """Returns the aim [4] that leads to `goal` from above: up if low and aside, over it, then down."""
     aside = flat(view.tip, goal)
     if aside < 0.008:
         return aim(goal, gripper)
@@ -251,14 +257,15 @@ def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDA
 
 
 def funnel(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
-    """To `goal` from above, the lower the nearer: a height that follows from the distance over the table can be learned
-    where that distance is known to a centimetre only, other than one that jumps."""
+    """Returns the aim [4] that leads to `goal` from above, the lower the nearer. A height that is continuous in the
+    horizontal distance can be learned by a policy that knows this distance to a centimetre only; one that jumps can
+    not."""
     share = np.clip((flat(view.tip, goal) - SURE) / 0.02, 0, 1)
     return aim(over(goal, goal[2] + share * (hover - goal[2])), gripper)
 
 
 def grasp(view: TableView) -> NDArray:
-    """Until cube 0 is held."""
+    """Returns the aim [4] that grasps cube 0."""
     cube = view.cubes[0]
     around = flat(view.tip, cube) < SURE and view.tip[2] < cube[2] + 0.02
     if around and (not view.closing or view.opening > 0.65):
@@ -277,10 +284,10 @@ def lift_expert(view: TableView) -> NDArray:
 
 
 def place_expert(view: TableView) -> NDArray:
-    """Picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
+    """Returns the aim [4] that picks cube 0 up, carries it over its goal, sets it down, opens and withdraws."""
     off = view.cubes[0] - view.goal
-    there = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
-    if there:
+    at_goal = bool(np.linalg.norm(off[:2]) < 0.01 and abs(off[2]) < 0.006)
+    if at_goal:
         return aim(over(view.tip, view.goal[2] if view.opening < 0.9 else CARRY), -1.0)
     if held(view):
         return funnel(view, view.goal + view.tip - view.cubes[0], CARRY, 1.0)
@@ -288,9 +295,9 @@ def place_expert(view: TableView) -> NDArray:
 
 
 def push_expert(view: TableView) -> NDArray:
-    """Goes behind cube 0 with closed fingers and pushes against the middle of a face, along the axis of the table on
-    which the cube is further from its goal. While it pushes it names one place, before the pad: an aim a step ahead of
-    the fingers would be no further off than what a policy errs by."""
+    """Returns the aim [4] that goes behind cube 0 with closed fingers and pushes against the middle of a face, along
+    the axis of the table on which the cube is further from its goal. While it pushes, the aim is one position before
+    the pad: one a step ahead of the fingers would be no further off than a policy's error."""
     cube, ahead = view.cubes[0][:2], push_axis(view)
     from_cube = view.tip[:2] - cube
     along = float(from_cube @ ahead)
@@ -301,7 +308,7 @@ def push_expert(view: TableView) -> NDArray:
 
 
 def push_axis(view: TableView) -> NDArray:
-    """[2]: along the axis of the table on which cube 0 is further from its goal, towards it."""
+    """Returns the unit vector [2] towards the goal, along the axis of the table on which cube 0 is further from it."""
     way = (view.goal - view.cubes[0])[:2]
     return np.where(np.abs(way) == np.abs(way).max(), np.sign(way), 0.0)
 

@@ -1,1 +1,1 @@
-"""Environments of turns: worlds and tools that answer what a policy says."""
+"""Environments of turns: games and tools that answer a policy's responses."""

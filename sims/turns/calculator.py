@@ -1,4 +1,4 @@
-"""Arithmetic of numbers that somebody else wrote: no names but a few functions, nothing that grows without bound."""
+"""A safe evaluator of arithmetic: no names but a few functions, and bounded numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from mmrl.sims.turns.tools import Tool, ToolError
 
 LONGEST = 200  # characters
-LARGEST = 1e15  # of any number on the way
+LARGEST = 1e15  # of any intermediate number
 BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {"sqrt": math.sqrt, "abs": abs, "ro
 
 
 def value(expression: str) -> float:
-    """Raises ToolError for what is no arithmetic of small numbers."""
+    """Evaluates an expression. Raises ToolError for anything but arithmetic of numbers up to LARGEST."""
     if len(expression) > LONGEST:
         raise ToolError(f"an expression has at most {LONGEST} characters")
     try:
@@ -36,24 +36,24 @@ def value(expression: str) -> float:
 
 def _value(node: ast.expr) -> float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found: Any = node.value
+        number: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        found = BINARY[type(node.op)](_value(node.left), _value(node.right))
+        number = BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        found = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+        number = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
-        found = FUNCTIONS[node.func.id](*map(_value, node.args))
+        number = FUNCTIONS[node.func.id](*map(_value, node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and " + ", ".join(FUNCTIONS))
-    if not abs(found) <= LARGEST:
+    if not abs(number) <= LARGEST:
         raise ToolError(f"a number above {LARGEST:g}")
-    return found
+    return number
 
 
 def calculator() -> Tool:
     def compute(expression: Annotated[str, "such as (2 + 3) * 4"]) -> str:
         """Computes an arithmetic expression."""
-        found = value(expression)
-        return f"{found:.12g}"
+        number = value(expression)
+        return f"{number:.12g}"
 
     return Tool.of(compute, "calculator")

@@ -14,19 +14,19 @@ from mmrl.sims.turns.environment import Environment, Reply
 SIDE = 8  # of a card, in pixels
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}
 COUNTS = ("one", "two", "three", "four")
-PLACES = ((1, 1), (1, 5), (5, 1), (5, 5))  # of spots on a card, from the top left corner
+SPOTS = ((1, 1), (1, 5), (5, 1), (5, 5))  # of spots on a card, from the top left corner
 
 
 @dataclass(frozen=True)
 class Deal:
-    """One round: the card that is to be matched, cards to choose from, and the place of the one that does."""
+    """A round: the card that is to be matched, the cards to choose from, and the index of the one that matches."""
 
     wanted: tuple[int, str]  # count and colour
     choices: tuple[tuple[int, str], ...]
     right: int
 
     def expert(self, rule: Literal["count", "colour"]) -> str:
-        """What has to match, and where it does, from 1: `blue 3`."""
+        """Returns the right response: the property to match and the number of the card, from 1, such as `blue 3`."""
         count, colour = self.wanted
         return f"{COUNTS[count - 1] if rule == 'count' else colour} {self.right + 1}"
 
@@ -35,24 +35,24 @@ class Deal:
 
 
 def deal(seed: int, number: int, rule: Literal["count", "colour"], choices: int) -> Deal:
-    """Round `number` of a game. Exactly one choice matches by the rule; by the other one any may."""
+    """Draws round `number` of a game. Exactly one choice matches by the rule; by the other one any may."""
     rng = np.random.default_rng([seed, number])
-    counts, colours = rng.permutation(len(PLACES)) + 1, rng.permutation(list(COLOURS))
+    counts, colours = rng.permutation(len(SPOTS)) + 1, rng.permutation(list(COLOURS))
     wanted, right = (int(counts[0]), str(colours[0])), int(rng.integers(choices))
     cards = []
-    for place in range(choices):
-        other = place + 1 - (place > right) if place != right else 0
+    for index in range(choices):
+        other = index + 1 - (index > right) if index != right else 0
         if rule == "count":
             cards.append((int(counts[other]), str(rng.choice(list(COLOURS)))))
         else:
-            cards.append((int(rng.integers(len(PLACES))) + 1, str(colours[other])))
+            cards.append((int(rng.integers(len(SPOTS))) + 1, str(colours[other])))
     return Deal(wanted, tuple(cards), right)
 
 
 def card(count: int, colour: str) -> np.ndarray:
-    """[side, side, 3] uint8: spots of 2 x 2 pixels on grey."""
+    """Returns the image of a card, [side, side, 3] uint8: spots of 2 x 2 pixels on grey."""
     drawn = np.full((SIDE, SIDE, 3), 30, np.uint8)
-    for top, left in PLACES[:count]:
+    for top, left in SPOTS[:count]:
         drawn[top : top + 2, left : left + 2] = COLOURS[colour]
     return drawn
 
@@ -67,13 +67,14 @@ class CardGame(Environment):
         return [self._shown(self.text)]
 
     def step(self, response: str) -> Reply:
-        """The last word of the response is the number of a card, from 1. Else the round is lost, with an error."""
+        """Plays a round. The last word of the response is the number of a card, from 1; else the round is lost, with an
+        error."""
         right = deal(self.seed, self.number, self.rule, self.choices).right
-        said = (response.split() or [""])[-1]
-        known = said.isascii() and said.isdigit() and 1 <= int(said) <= self.choices
-        won = known and int(said) == right + 1
+        word = (response.split() or [""])[-1]
+        valid = word.isascii() and word.isdigit() and 1 <= int(word) <= self.choices
+        won = valid and int(word) == right + 1
         self.won, self.number = self.won + won, self.number + 1
-        error = None if known else f"say the number of a card, 1 to {self.choices}"
+        error = None if valid else f"say the number of a card, 1 to {self.choices}"
         facts = {"success": float(self.won == self.rounds)}
         if self.number == self.rounds:
             return Reply(end=True, reward=won / self.rounds, error=error, facts=facts)

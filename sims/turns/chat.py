@@ -1,4 +1,4 @@
-"""Chat messages as other packages write them, as ours."""
+"""Conversion of chat messages in the OpenAI format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Part = str | Image.Image
 
 
 def message(written: Mapping[str, Any]) -> Message:
-    """Of {"role", "content"}, where content is text or a list of parts {"type": "text", "text": ...} and {"type":
-    "image_url", "image_url": {"url": "data:image/..."}}. Raises ValueError for other parts."""
+    """Converts {"role", "content"} to a Message. content is text or a list of parts {"type": "text", "text": ...} and
+    {"type": "image_url", "image_url": {"url": "data:image/..."}}. Raises ValueError for other parts."""
     content = written.get("content")
     parts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
     return Message(str(written["role"]), tuple(part for part in parts if part != "") or (" ",))
@@ -34,7 +34,7 @@ def _part(part: Mapping[str, Any]) -> Part:
 
 
 def read_image(written: Any) -> Image.Image:
-    """An image that is a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
+    """Reads an image: a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
     width, 3] from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):
         return as_shown(written)
@@ -54,9 +54,9 @@ def read_image(written: Any) -> Image.Image:
 
 
 def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Texts that follow one another on lines of their own."""
-    found: list[Part] = []
+    """Joins texts that follow one another by line breaks."""
+    merged: list[Part] = []
     for part in parts:
-        before = found.pop() if isinstance(part, str) and found and isinstance(found[-1], str) else None
-        found.append(part if before is None else f"{before}\n{part}")
-    return tuple(found)
+        before = merged.pop() if isinstance(part, str) and merged and isinstance(merged[-1], str) else None
+        merged.append(part if before is None else f"{before}\n{part}")
+    return tuple(merged)

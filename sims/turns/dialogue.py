@@ -1,4 +1,4 @@
-"""One conversation as the environment's side keeps it: its turns, and the limits it has to stay within."""
+"""The environment's side of a conversation: its turns, and the checks of its limits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Fault(Exception):
-    """An environment did what loses it its rollout; the message says what."""
+    """Raised for a fault of an environment that loses the rollout; the message names it."""
 
 
 class Dialogue:
-    """Asks an environment and looks at what it answers. An environment that raises, that answers what is no reply, or
-    more than the limits allow, is asked no further: the conversation is lost.
+    """Runs an environment and checks its replies. Where it raises, or gives an invalid reply or one that exceeds the
+    limits, the conversation is lost and ends.
 
-    prompt: with the messages that the conversation begins with. end: None while it goes on.
+    prompt: with the first messages of the conversation. end: None while it goes on.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:
@@ -42,7 +42,7 @@ class Dialogue:
             self._lose(str(error) if isinstance(error, Fault) else told(error))
 
     def answer(self, response: str) -> tuple[Message, ...]:
-        """What the policy reads after a response; nothing where the conversation is over."""
+        """Returns the observation after a response; nothing where the conversation has ended."""
         assert self.end is None
         try:
             reply = self._environment.step(response)
@@ -61,7 +61,7 @@ class Dialogue:
         return shown
 
     def cut(self, response: str) -> None:
-        """The last response reached the length limit; the environment does not hear of it."""
+        """Ends the conversation at a response that reached the length limit, which the environment does not get."""
         self.turns.append(Turn(response))
         self.finish("length")
 
@@ -73,7 +73,7 @@ class Dialogue:
             self.problem = self.problem or told(error)
 
     def join(self, first: Prompt) -> None:
-        """The beginning of another rollout of the group takes the place of this one's, which must say the same."""
+        """Shares the first messages with another rollout of the group. The conversation is lost where they differ."""
         if first is not self.prompt and not _alike(first.messages, self.prompt.messages):
             self._lose("the environment began another conversation for the same prompt; it must follow from the prompt")
         self.prompt = first
@@ -88,7 +88,7 @@ class Dialogue:
         self.finish("lost")
 
     def _inspected(self, reply: Reply) -> tuple[Message, ...]:
-        """Raises Fault."""
+        """Returns the messages of a valid reply. Raises Fault for another one."""
         if not isinstance(reply, Reply):
             raise Fault(f"the environment answered {type(reply).__name__}, not a Reply")
         if (
@@ -107,9 +107,10 @@ class Dialogue:
 
 
 def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pixels: int = 0) -> None:
-    """Raises Fault, naming the limit, for an observation that is too much after so many images and pixels."""
+    """Raises Fault, naming the limit, for an observation that exceeds it. images, pixels: those of earlier
+    observations."""
     if any(message.videos for message in messages):
-        raise Fault("a clip in an observation, which holds texts and images; its frames can be shown as images")
+        raise Fault("a video in an observation, which holds texts and images; its frames can be shown as images")
     text = sum(len(message.text) for message in messages)
     added = [image for message in messages for image in message.images]
     images, pixels = images + len(added), pixels + sum(image.width * image.height for image in added)
@@ -122,13 +123,13 @@ def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pix
 
 
 def _checked(messages: object) -> tuple[Message, ...]:
-    """Raises Fault for what are no messages."""
-    found = tuple(messages) if isinstance(messages, list | tuple) else ()
-    if not found or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in found):
+    """Returns messages as a tuple. Raises Fault for anything else."""
+    sequence = tuple(messages) if isinstance(messages, list | tuple) else ()
+    if not sequence or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in sequence):
         raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
-    if not all(map(_is_part, (part for message in found for part in message.parts))):
-        raise Fault("the environment gave a message with a part that is no text, no image and no clip")
-    return found
+    if not all(map(_is_part, (part for message in sequence for part in message.parts))):
+        raise Fault("the environment gave a message with a part that is no text, no image and no video")
+    return sequence
 
 
 def _is_part(part: object) -> bool:

@@ -1,4 +1,4 @@
-"""What an environment of turns is. One of one's own inherits from `Environment`; its settings, which make it, from
+"""The interface of environments of turns. One's own inherits from `Environment`; its settings, which make it, from
 `mmrl.sims.turns.settings:EnvironmentSettings`."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from mmrl.rollouts import Message, Prompt
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment answers to a response: messages, to which the policy responds next, or its end.
+    """An environment's reply to a response: messages, to which the policy responds next, or the end.
 
-    reward: of this turn. tool: that the response called. error: why what the response asked for could not be done; the
-    messages should say so too. facts: for rewards, metrics and tables; numbers, text, lists and dicts.
+    reward: of this turn. tool: name of the tool that the response called. error: why the response could not be carried
+    out; the messages should say so too. facts: for rewards, metrics and tables; numbers, text, lists and dicts.
     """
 
     messages: Sequence[Message] = ()
@@ -28,19 +28,19 @@ class Reply:
 
 
 class Environment(ABC):
-    """The other side of one conversation. What it does must follow from the prompt and the responses alone, so that
-    the same rollout comes again: what it draws by chance, it draws from a seed in the prompt."""
+    """The environment of one conversation. It must be a function of the prompt and the responses alone, so that
+    rollouts are reproducible: random numbers come from a seed in the prompt."""
 
     @abstractmethod
     def start(self, prompt: Prompt) -> Sequence[Message]:
-        """What the policy reads first."""
+        """Returns the first messages of the conversation."""
 
     @abstractmethod
     def step(self, response: str) -> Reply: ...
 
     def tools(self) -> Sequence[dict[str, Any]]:
-        """JSON schemas of functions that the chat template shows the policy."""
+        """Returns the JSON schemas of functions that the chat template shows the policy."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Called once, when the conversation is over."""
+        """Frees what the environment holds. Called once, when the conversation has ended."""

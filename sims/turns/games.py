@@ -1,4 +1,4 @@
-"""Settings of worlds that are played by seed: card games, and Gymnasium environments seen as images."""
+"""Settings of games that start from a seed: card games, and Gymnasium environments with images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Game(EnvironmentSettings):
-    """A world that begins as a seed in the prompt's metadata says."""
+    """A game that starts from a seed in the prompt's metadata."""
 
     title: ClassVar[str] = "game"
     kinds: ClassVar[dict[str, str]] = {
@@ -33,10 +33,10 @@ class Game(EnvironmentSettings):
 
     @abstractmethod
     def prompt(self, seed: int) -> Prompt:
-        """Where a game begins; `seed` in its metadata, and `kind` where games come in kinds."""
+        """Returns the prompt of a game, with `seed` in its metadata, and `kind` where there are several kinds."""
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        """What an expert says, response by response. Raises ValueError for a game that has none."""
+        """Returns the responses of an expert. Raises ValueError for a game that has none."""
         raise ValueError(f"task.game.type={self.type} has no expert; set model.path to a model that can play a little")
 
 
@@ -101,7 +101,7 @@ class Gymnasium(NamedActions):
     )
 
     def check(self) -> None:
-        """One game is begun here, so that what can not be shown is known before a model is loaded."""
+        """Starts one game, so that an environment without images is reported before a model is loaded."""
         if self.isolated is None:  # else it is not trusted in this process
             load_attribute("mmrl.sims.turns.gymnasium:try_out")(self)
         if self.expert is not None:

@@ -1,4 +1,4 @@
-"""Gymnasium environments as environments of turns: images out, words in."""
+"""Gymnasium environments as environments of turns, with images as observations and names of actions as responses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
 from mmrl.sims.turns.tools import fitted
 
 RENDER = "render"  # the image is what render() shows
-Act = Callable[[Any, Any], int | str]  # the right action, of an environment and its observation
+Act = Callable[[Any, Any], int | str]  # an expert: environment, observation -> the right action
 
 
-def made(settings: NamedActions, *, rendered: bool = True) -> Any:
-    """Raises UserError where there is no such environment, or where it can not be made."""
+def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
+    """Makes the environment. Raises UserError where it does not exist or can not be made."""
     if isinstance(settings, BabyAIGame):
         try:
             import minigrid  # noqa: F401 - registers the levels
@@ -38,28 +38,28 @@ def made(settings: NamedActions, *, rendered: bool = True) -> Any:
 
 
 def is_image(space: Any) -> bool:
-    """Whether what a space holds is numbers of 8 bits, [height, width, 3]."""
+    """Returns whether a space holds images, uint8 [height, width, 3]."""
     return isinstance(space, gymnasium.spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
 
 
 @cache
-def observed(env: str, kwargs: str) -> bool:
-    """Whether the observations of an environment with these arguments, as JSON, are images."""
-    one = made(Gymnasium(env=env, kwargs=json.loads(kwargs)), rendered=False)
-    found = is_image(one.observation_space)
-    one.close()
-    return found
+def observes_images(env: str, kwargs: str) -> bool:
+    """Returns whether the observations of an environment are images. kwargs: its arguments as JSON."""
+    env_instance = make_env(Gymnasium(env=env, kwargs=json.loads(kwargs)), rendered=False)
+    images = is_image(env_instance.observation_space)
+    env_instance.close()
+    return images
 
 
 class GymnasiumWorld(Environment):
-    """A response names one action, as its last word."""
+    """A Gymnasium environment whose action is the last word of a response."""
 
     def __init__(self, settings: NamedActions) -> None:
         self.settings, self.image = settings, settings.image
-        if self.image is None and not observed(settings.env, json.dumps(settings.kwargs)):
+        if self.image is None and not observes_images(settings.env, json.dumps(settings.kwargs)):
             self.image = RENDER
         drawn = self.image == RENDER or isinstance(settings, BabyAIGame)
-        self.env = made(settings, rendered=drawn)
+        self.env = make_env(settings, rendered=drawn)
         spaces = self.env.observation_space
         keys = spaces.spaces if isinstance(spaces, gymnasium.spaces.Dict) else {}
         if not drawn and self.image is not None and self.image not in keys:
@@ -75,8 +75,8 @@ class GymnasiumWorld(Environment):
     def start(self, prompt: Prompt) -> list[Message]:
         observation, _ = self.env.reset(seed=prompt.metadata["seed"])
         mission = observation.get("mission", "") if isinstance(observation, dict) else ""
-        words = prompt.text or str(mission)
-        return [Message("user", (self._image(observation), words) if words else (self._image(observation),))]
+        text = prompt.text or str(mission)
+        return [Message("user", (self._image(observation), text) if text else (self._image(observation),))]
 
     def step(self, response: str) -> Reply:
         word = (response.split() or [""])[-1].strip(".").lower()
@@ -105,7 +105,7 @@ class GymnasiumWorld(Environment):
 
 
 def try_out(settings: Gymnasium) -> None:
-    """Begins a game. Raises UserError in one line for whatever an environment of the user's own raises."""
+    """Starts a game. Raises UserError in one line for any exception of the environment."""
     world = GymnasiumWorld(settings)
     try:
         world.start(settings.prompt(0))
@@ -118,40 +118,40 @@ def try_out(settings: Gymnasium) -> None:
 
 
 def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
-    """What an expert does from a seed on, in words, to the end of the game or as long as a conversation may be.
+    """Returns the names of an expert's actions from a seed to the end of the game, at most `limits.max_turns`.
 
     Raises UserError for an action that is none of the game's.
     """
     world = GymnasiumWorld(settings)
-    words = {number: word for word, number in world.actions.items()}
+    names = {number: word for word, number in world.actions.items()}
     observation, _ = world.env.reset(seed=seed)
-    said: list[str] = []
+    responses: list[str] = []
     over = False
-    while not over and len(said) < settings.limits.max_turns:
+    while not over and len(responses) < settings.limits.max_turns:
         chosen = act(world.env.unwrapped, observation)
-        word = chosen if isinstance(chosen, str) else words.get(int(chosen), str(chosen))
+        word = chosen if isinstance(chosen, str) else names.get(int(chosen), str(chosen))
         if word not in world.actions:
             raise UserError(
                 f"task.game.expert={settings.expert} gave {word}, which is none of {', '.join(world.actions)}"
             )
-        said.append(word)
+        responses.append(word)
         observation, _, terminated, truncated, _ = world.env.step(world.actions[word])
         over = bool(terminated or truncated)
     world.close()
-    return said
+    return responses
 
 
 def bot(settings: BabyAIGame, seed: int) -> list[str]:
-    """The actions of BabyAI's own expert, in words."""
+    """Returns the names of the actions of BabyAI's own expert."""
     from minigrid.utils.baby_ai_bot import BabyAIBot
 
-    env, words = made(settings), {number: word for word, number in settings.actions.items()}
+    env, names = make_env(settings), {number: word for word, number in settings.actions.items()}
     env.reset(seed=seed)
-    expert, said, over, action = BabyAIBot(env), [], False, None
+    expert, responses, over, action = BabyAIBot(env), [], False, None
     while not over:
         action = expert.replan(action)
-        said.append(words[int(action)])
+        responses.append(names[int(action)])
         _, _, terminated, truncated, _ = env.step(action)
         over = terminated or truncated
     env.close()
-    return said
+    return responses

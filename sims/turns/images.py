@@ -1,4 +1,4 @@
-"""Tools that look at an image in another way, or read it. Images are counted from 0 in the order in which the policy
+"""Tools that crop, transform, annotate or read an image. Images are counted from 0 in the order in which the policy
 saw them; coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Number = Annotated[int, "which image, counted from 0"]
 
 
 def zoom(pixels: int, *, related: bool = True) -> Tool:
-    """A crop of at most so many pixels. related: it is where it was asked for, else as large and elsewhere."""
+    """Returns a tool that crops an image, to at most `pixels` pixels. related: whether the crop is the requested box,
+    else one of the same size elsewhere."""
 
     def crop(
         scene: Scene,
@@ -29,8 +30,8 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
         whole = scene.image(image)
         box = _box(scene, left, top, right, bottom, image)
         scene.facts |= {"box": list(box), "image": image}
-        seen = box if related else _elsewhere(box, whole)
-        part = _part(whole, seen)
+        shown_box = box if related else _elsewhere(box, whole)
+        part = _part(whole, shown_box)
         return scene.show(part, fitted(part, pixels))
 
     return Tool.of(crop, "zoom")
@@ -39,7 +40,7 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
 def _box(
     scene: Scene, left: float, top: float, right: float, bottom: float, image: int
 ) -> tuple[float, float, float, float]:
-    """As shares of the image, inside it. Raises ToolError for one that is empty."""
+    """Returns a box in shares of the image, clipped to it. Raises ToolError for one that is empty."""
     x0, y0 = scene.unit(left, top, image)
     x1, y1 = scene.unit(right, bottom, image)
     x0, y0, x1, y1 = (min(1.0, max(0.0, value)) for value in (x0, y0, x1, y1))
@@ -49,18 +50,19 @@ def _box(
 
 
 def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tuple[float, float, float, float]:
-    """A box of the same size that does not touch it where there is room; by chance that follows from both."""
+    """Returns a random box of the same size, without overlap where there is room, seeded by the image and the box."""
     width, height = box[2] - box[0], box[3] - box[1]
     digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
     columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
-    places = [(c * width, r * height) for c in range(columns) for r in range(rows)]
-    apart = [(x, y) for x, y in places if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
-    x, y = (apart or places)[int.from_bytes(digest[:4], "big") % len(apart or places)]
+    corners = [(c * width, r * height) for c in range(columns) for r in range(rows)]
+    apart = [(x, y) for x, y in corners if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
+    x, y = (apart or corners)[int.from_bytes(digest[:4], "big") % len(apart or corners)]
     return x, y, x + width, y + height
 
 
 def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
-    """Reads at most so many pixels, and tells at most so many characters of what it read."""
+    """Returns a tool that reads the text of an image of at most `pixels` pixels, and returns at most `characters`
+    characters."""
 
     def text(
         scene: Scene,
@@ -78,16 +80,16 @@ def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
         elif (left, top, right, bottom) != (None, None, None, None):
             raise ToolError("a box has left, top, right and bottom; without any of them the whole image is read")
         scene.facts |= {"box": list(box), "image": image}
-        found = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
-        if len(found) > characters:
-            found = f"{found[:characters]}... ({len(found) - characters} characters more: read a part of it)"
-        return found or "(no text)"
+        content = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
+        if len(content) > characters:
+            content = f"{content[:characters]}... ({len(content) - characters} characters more: read a part of it)"
+        return content or "(no text)"
 
     return Tool.of(text, "ocr")
 
 
 def _part(whole: Image.Image, box: tuple[float, float, float, float]) -> Image.Image:
-    """What lies in a box of shares, to the next pixel. Raises ToolError for less than a pixel."""
+    """Returns the crop of a box in shares, rounded to pixels. Raises ToolError for less than a pixel."""
     width, height = whole.size
     x0, x1 = (min(width, max(0, round(share * width))) for share in (box[0], box[2]))
     y0, y1 = (min(height, max(0, round(share * height))) for share in (box[1], box[3]))
@@ -113,8 +115,8 @@ def flip() -> Tool:
         image: Number = 0,
     ) -> Image.Image:
         """Shows an image mirrored."""
-        way = Image.Transpose.FLIP_LEFT_RIGHT if axis == "horizontal" else Image.Transpose.FLIP_TOP_BOTTOM
-        return _alike(scene, image, lambda one: one.transpose(way))
+        method = Image.Transpose.FLIP_LEFT_RIGHT if axis == "horizontal" else Image.Transpose.FLIP_TOP_BOTTOM
+        return _alike(scene, image, lambda one: one.transpose(method))
 
     return Tool.of(mirror, "flip")
 
@@ -138,7 +140,7 @@ def mark() -> Tool:
 
 
 def framed(image: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
-    """A copy with a frame around a box, which is in shares of its width and height."""
+    """Returns a copy with a frame around a box, which is in shares of its width and height."""
     drawn = image.convert("RGB")
     width, height = drawn.size
     x0, x1 = (min(width - 1, max(0, round(share * width))) for share in (box[0], box[2]))
@@ -148,6 +150,6 @@ def framed(image: Image.Image, box: tuple[float, float, float, float], colour: s
 
 
 def _alike(scene: Scene, number: int, change) -> Image.Image:  # type: ignore[no-untyped-def]
-    """The image changed, both as it is and as it is shown."""
+    """Applies `change` to an image and to its shown version; returns the shown one."""
     whole = scene.image(number)
     return scene.show(change(whole), change(scene.shown[number]))

@@ -13,11 +13,12 @@ from mmrl.sims.turns.chat import Part, joined, read_image
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import OpenEnv
 
-OURS = ("done", "reward", "metadata")  # of an observation, and not for the policy to read
+OURS = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
-def made(settings: OpenEnv) -> Any:
-    """An environment, or a client of one: `reset(seed=...)` and `step(action)`."""
+def make_env(settings: OpenEnv) -> Any:
+    """Returns an environment, or a client of one, with `reset(seed=...)` and `step(action)`. Raises UserError where the
+    server can not be reached."""
     if settings.target is not None:
         return locate(settings.target, "task.game.target")()
     try:
@@ -33,12 +34,12 @@ def made(settings: OpenEnv) -> Any:
 
 class OpenEnvWorld(Environment):
     def __init__(self, settings: OpenEnv) -> None:
-        self.settings, self.env, self.earned = settings, made(settings), 0.0
+        self.settings, self.env, self.earned = settings, make_env(settings), 0.0
         self.action = None if settings.action is None else locate(settings.action, "task.game.action")
 
     def start(self, prompt: Prompt) -> list[Message]:
-        seen, _, _ = self._outcome(self.env.reset(seed=prompt.metadata["seed"]))
-        return [Message("user", joined([*self._shown(seen), *filter(None, [prompt.text])]))]
+        observation, _, _ = self._outcome(self.env.reset(seed=prompt.metadata["seed"]))
+        return [Message("user", joined([*self._shown(observation), *filter(None, [prompt.text])]))]
 
     def step(self, response: str) -> Reply:
         try:
@@ -46,33 +47,33 @@ class OpenEnvWorld(Environment):
         except ValueError as error:
             why = f"no action ({' '.join(str(error).split())[:200]})"
             return Reply([Message("user", (f"error: {why}",))], error=why)
-        seen, reward, done = self._outcome(self.env.step(action))
+        observation, reward, done = self._outcome(self.env.step(action))
         self.earned += reward
         facts = {"success": float(done and self.earned >= self.settings.won)}
-        return Reply([] if done else [Message("user", self._shown(seen))], end=done, reward=reward, facts=facts)
+        return Reply([] if done else [Message("user", self._shown(observation))], end=done, reward=reward, facts=facts)
 
     def close(self) -> None:
         self.env.close()
 
     def _outcome(self, result: Any) -> tuple[dict[str, Any], float, bool]:
-        """What is seen, its reward and whether it is the end. A client's result holds an observation that is a mapping;
-        an environment's own is one, with reward and end in it."""
-        seen = result.observation if self.settings.target is None else result.model_dump()
-        return dict(seen), float(result.reward or 0.0), bool(result.done)
+        """Returns observation, reward and whether the game has ended. A client's result holds the observation as a
+        mapping; that of an environment itself is a model with reward and done among its fields."""
+        observation = result.observation if self.settings.target is None else result.model_dump()
+        return dict(observation), float(result.reward or 0.0), bool(result.done)
 
     def _action(self, response: str) -> Any:
-        """Raises ValueError."""
+        """Parses a response. Raises ValueError for one that is no action."""
         field = self.settings.action_field
-        given = json.loads(response) if field is None else {field: response.strip()}
-        if not isinstance(given, dict):
+        fields = json.loads(response) if field is None else {field: response.strip()}
+        if not isinstance(fields, dict):
             raise ValueError("an action is a JSON object")
-        return given if self.action is None else self.action(**given)
+        return fields if self.action is None else self.action(**fields)
 
-    def _shown(self, seen: Mapping[str, Any]) -> tuple[Part, ...]:
+    def _shown(self, observation: Mapping[str, Any]) -> tuple[Part, ...]:
         settings = self.settings
-        images = [] if settings.image is None else [read_image(seen[settings.image])]
-        names = settings.text or [name for name in seen if name not in (*OURS, settings.image)]
+        images = [] if settings.image is None else [read_image(observation[settings.image])]
+        names = settings.text or [name for name in observation if name not in (*OURS, settings.image)]
         if settings.text is not None and len(names) == 1:
-            return joined([*images, str(seen[names[0]])])
-        told = {name: seen[name] for name in names}
-        return joined([*images, json.dumps(told, default=str)] if told else images)
+            return joined([*images, str(observation[names[0]])])
+        fields = {name: observation[name] for name in names}
+        return joined([*images, json.dumps(fields, default=str)] if fields else images)

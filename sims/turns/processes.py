@@ -1,8 +1,8 @@
 """Environments in processes of their own, which are killed at a deadline: one that hangs, ends its process or uses up
 the machine's memory costs its own rollout.
 
-They are forked as those of isolated rewards are (`mmrl.children.fork_server`); each plays one conversation at a time,
-and nothing that comes from one is trusted.
+They are forked like those of isolated rewards (`mmrl.children.fork_server`); each plays one conversation at a time, and
+its answers are not trusted.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ SPARE = 1 << 20  # bytes of an answer beside text and images
 
 
 class Processes:
-    """Workers for the environments of `settings`; they start when they are needed, stay for the next conversation, and
+    """Worker processes for the environments of `settings`; they start on demand, are reused by later conversations, and
     end with this process. Raises UserError where the environment can not be made in a process of its own."""
 
     def __init__(self, settings: EnvironmentSettings, isolation: Isolation) -> None:
         self.deadline_s = isolation.deadline_s
-        self.most = 8 * settings.limits.max_text + 4 * settings.limits.max_pixels + SPARE  # bytes of an answer
-        self._nursery = ForkServer(SERVICE, (settings,), isolation.limits or Limits(), (Message, Video))
+        self.max_bytes = 8 * settings.limits.max_text + 4 * settings.limits.max_pixels + SPARE  # bytes of an answer
+        self._fork_server = ForkServer(SERVICE, (settings,), isolation.limits or Limits(), (Message, Video))
 
     def make(self) -> Environment:
         return RemoteEnvironment(self)
 
     def hire(self) -> ForkedProcess:
-        """Raises ConnectionError, UserError."""
+        """Returns an idle worker or a new one. Raises ConnectionError, UserError."""
         try:
-            return self._nursery.hire()
+            return self._fork_server.hire()
         except UserError as error:
             raise UserError(f"task.environment: {error}") from None
 
     def close(self) -> None:
-        self._nursery.close()
+        self._fork_server.close()
 
 
 class RemoteEnvironment(Environment):
-    """One that lives in a worker. Whatever goes wrong there is a Fault."""
+    """An environment in a worker process, whose errors are Faults."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -59,13 +59,13 @@ class RemoteEnvironment(Environment):
         self._tools: Sequence[dict[str, Any]] = ()
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
-        answer = self._asked(("start", prompt))
+        answer = self._call(("start", prompt))
         tools = _plain(answer.get("tools"))
         self._tools = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
         return answer.get("messages", ())
 
     def step(self, response: str) -> Reply:
-        answer = self._asked(("step", response))
+        answer = self._call(("step", response))
         reward, facts = answer.get("reward"), _plain(answer.get("facts"))
         if not isinstance(reward, int | float) or not isinstance(facts, dict):
             raise Fault("the environment answered nonsense")
@@ -80,11 +80,11 @@ class RemoteEnvironment(Environment):
         if worker is not None:
             worker.release()
 
-    def _asked(self, request: tuple[str, Any]) -> dict[str, Any]:
+    def _call(self, request: tuple[str, Any]) -> dict[str, Any]:
         deadline = self._processes.deadline_s
         try:
             self._worker = self._worker or self._processes.hire()
-            answer = self._worker.call(request, deadline, self._processes.most)
+            answer = self._worker.call(request, deadline, self._processes.max_bytes)
         except (TimeoutError, ConnectionError) as error:
             self._worker = None
             late = f"no answer in {deadline:g} s; task.environment.isolated.deadline_s"
@@ -95,7 +95,7 @@ class RemoteEnvironment(Environment):
 
 
 def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str, Any]]:
-    """The service of a worker: one environment after the other, each from its start on."""
+    """Returns the service of a worker, which plays one conversation after the other."""
     playing: list[Environment] = []
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
@@ -120,12 +120,12 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
         except BaseException as error:  # any fault of an environment costs its conversation only
             return {"raised": told(error)}
 
-    settings.make()  # what can not be made is said before a run begins
+    settings.make()  # reports before a run begins what can not be made
     return answer
 
 
 def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> list[Message]:
-    """With images of one mode. Raises Fault for what the limits do not allow: it would be long on its way."""
+    """Returns messages with RGB images. Raises Fault for messages that exceed the limits, before they are sent."""
     if limits is not None:
         within(messages, limits)
     return [replace(message, parts=tuple(map(_packed, message.parts))) for message in messages]
@@ -138,7 +138,7 @@ def _packed(part: str | Image.Image | Video) -> Any:
 
 
 def _plain(text: Any) -> Any:
-    """Raises Fault for what is no JSON."""
+    """Parses JSON. Raises Fault for anything else."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

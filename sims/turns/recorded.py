@@ -1,4 +1,4 @@
-"""Conversations that were held before: what the policy says, its prompt's recorded observations come back."""
+"""Replay of recorded conversations: whatever the policy responds, the prompt's recorded observations follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mmrl.sims.turns.environment import Environment, Reply
 
 
 class RecordedEnvironment(Environment):
-    """Answers response by response with `observations` of the prompt's metadata, and ends after the last of them."""
+    """Replies to each response with the next of `observations` in the prompt's metadata, and ends after the last
+    one."""
 
     def start(self, prompt: Prompt) -> Sequence[Message]:
         self._left = list(prompt.metadata.get("observations", ()))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TurnLimits(Section):
-    """How far a conversation may go. Where the policy reaches a limit the conversation ends there; an environment that
+    """Limits of a conversation. Where the policy reaches a limit the conversation ends there; an environment that
     exceeds one loses its rollout, which then counts for nothing."""
 
     max_turns: int = option(8, "responses of a conversation", ge=1)
@@ -36,7 +36,7 @@ class Isolation(Section):
 
 
 class EnvironmentSettings(Choice):
-    """What answers the policy's responses."""
+    """An environment that replies to the policy's responses."""
 
     title: ClassVar[str] = "environment"
     kinds: ClassVar[dict[str, str]] = {
@@ -52,11 +52,11 @@ class EnvironmentSettings(Choice):
     )
 
     def check(self) -> None:  # noqa: B027 - most need nothing
-        """Called once, before a model is loaded. Raises ValueError for what is not installed here."""
+        """Raises ValueError for packages that are not installed. Called once, before a model is loaded."""
 
     @abstractmethod
     def make(self) -> Environment:
-        """An environment for one conversation."""
+        """Returns an environment for one conversation."""
 
 
 class ToolSettings(Choice):
@@ -77,13 +77,13 @@ class ToolSettings(Choice):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """`package.module:function` is a tool of one's own."""
+        """Expands `package.module:function` to the settings of a tool of one's own."""
         if isinstance(value, str) and ":" in value:
             return {"type": "function", "target": value}
         return super().expand(value)
 
     def check(self) -> None:  # noqa: B027 - most need nothing
-        """Raises ValueError for what is not installed here."""
+        """Raises ValueError for packages that are not installed."""
 
     @abstractmethod
     def make(self) -> Tool: ...
@@ -153,7 +153,7 @@ class Ocr(ToolSettings):
     pixels: int = option(
         500_000, "what is read is averaged down to this; half a million takes some seconds", unit="pixels", ge=1
     )
-    characters: int = option(1000, "of the text that is told", unit="characters", ge=1)
+    characters: int = option(1000, "of the text that is returned", unit="characters", ge=1)
     threads: int = option(1, "threads of the CPU that read", ge=1)
 
     def check(self) -> None:
@@ -183,7 +183,7 @@ class Function(ToolSettings):
 
     type: str = "function"
     target: str = option(description="package.module:function")
-    name: str | None = option(None, "as which it is called; default: its own name")
+    name: str | None = option(None, "name of the tool; default: the function's")
 
     def make(self) -> Tool:
         from mmrl.sims.turns.tools import Tool
@@ -222,7 +222,7 @@ class ToolsSettings(EnvironmentSettings):
         from mmrl.sims.turns.tools import ToolEnvironment
 
         return ToolEnvironment(
-            [made(tool) for tool in self.tools],
+            [shared_tool(tool) for tool in self.tools],
             calls=self.calls,
             described=self.described,
             coordinates=self.coordinates,
@@ -231,8 +231,8 @@ class ToolsSettings(EnvironmentSettings):
 
 
 class RecordedSettings(EnvironmentSettings):
-    """What was said between the responses of conversations in files comes back, whatever the policy says.
-    Demonstrations are learned from with it; in an evaluation the last response counts."""
+    """Recorded observations of conversations in files follow the responses, whatever the policy says. For learning from
+    demonstrations; in an evaluation the last response counts."""
 
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
     type: str = "recorded"
@@ -248,6 +248,6 @@ class RecordedSettings(EnvironmentSettings):
 
 
 @lru_cache
-def made(settings: ToolSettings) -> Tool:
-    """A tool remembers nothing, so that all environments may share it."""
+def shared_tool(settings: ToolSettings) -> Tool:
+    """Returns the tool, which has no state, so that all environments share it."""
     return settings.make()

@@ -29,32 +29,32 @@ HOW = {
 
 
 class ToolError(ValueError):
-    """A call that can not be carried out; the message is for the policy to read."""
+    """Raised for a call that can not be carried out; the policy reads the message."""
 
 
 @dataclass
 class Scene:
-    """The images of a conversation, which tools see and add to. `whole` are as large as they came, `shown` as the
-    policy sees them; both are in the order in which it saw them."""
+    """The images of a conversation, which tools read and add to: `whole` in their original size, `shown` as the policy
+    sees them; both are in the order in which it saw them."""
 
     whole: list[Image.Image] = field(default_factory=list)
     shown: list[Image.Image] = field(default_factory=list)
-    coordinates: float | None = None  # what a side of an image is long; None: its pixels as shown
+    coordinates: float | None = None  # length of a side of an image; None: its pixels as shown
     facts: dict[str, Any] = field(default_factory=dict)  # of the present call
 
     def image(self, number: int) -> Image.Image:
-        """Counted from 0. Raises ToolError."""
+        """Returns an image in its original size; `number` counts from 0. Raises ToolError."""
         if not 0 <= number < len(self.whole):
             raise ToolError(f"there is no image {number}; there are {len(self.whole)}, counted from 0")
         return self.whole[number]
 
     def unit(self, x: float, y: float, number: int) -> tuple[float, float]:
-        """A point of an image as shares of its width and its height."""
+        """Returns a point of an image in shares of its width and height."""
         width, height = self.shown[number].size if self.coordinates is None else (self.coordinates, self.coordinates)
         return x / width, y / height
 
     def show(self, whole: Image.Image, shown: Image.Image | None = None) -> Image.Image:
-        """Adds an image; returns it as the policy sees it."""
+        """Adds an image; returns the version that the policy sees."""
         self.whole.append(whole)
         self.shown.append(whole if shown is None else shown)
         return self.shown[-1]
@@ -62,18 +62,18 @@ class Scene:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function by name. Its parameters are typed; one of type `Scene` is not the policy's to give. It returns text,
-    an image, a number, or a list of these; what it raises is told the policy."""
+    """A function that the policy may call. Its parameters are typed; one of type `Scene` is passed by the environment.
+    It returns text, an image, a number, or a list of these; the policy reads what it raises."""
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
-    parameters: dict[str, tuple[Any, bool]]  # the policy's: their types and whether they must be given
-    scenes: list[str]  # those that get the images
+    parameters: dict[str, tuple[Any, bool]]  # of the policy: their types and whether they are required
+    scenes: list[str]  # parameters that get the images
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """Raises ValueError for a parameter without a type that JSON knows."""
+        """Builds a tool from a function. Raises ValueError for a parameter without a type that JSON has."""
         name = name or function.__name__
         described = inspect.getdoc(function) or ""
         hints = typing.get_type_hints(function, include_extras=True)
@@ -90,16 +90,16 @@ class Tool:
         return cls(name, function, {"type": "function", "function": schema}, parameters, scenes)
 
     def __call__(self, scene: Scene, positional: Sequence[Any], named: dict[str, Any]) -> tuple[str | Image.Image, ...]:
-        """Raises ToolError for arguments that do not fit, and whatever the function raises."""
+        """Calls the function. Raises ToolError for arguments that do not fit, and whatever the function raises."""
         parameters = self.parameters
-        given = dict(zip(parameters, positional, strict=False))
-        if len(positional) > len(parameters) or given.keys() & named.keys() or named.keys() - parameters.keys():
+        arguments = dict(zip(parameters, positional, strict=False))
+        if len(positional) > len(parameters) or arguments.keys() & named.keys() or named.keys() - parameters.keys():
             raise ToolError(f"{self.name} takes {', '.join(parameters) or 'nothing'}")
-        given |= named
-        if missing := [key for key, (_, needed) in parameters.items() if needed and key not in given]:
+        arguments |= named
+        if missing := [key for key, (_, needed) in parameters.items() if needed and key not in arguments]:
             raise ToolError(f"{self.name} needs {', '.join(missing)}")
-        given = {key: _converted(self.name, key, parameters[key][0], value) for key, value in given.items()}
-        return _parts(self.function(**given, **dict.fromkeys(self.scenes, scene)))
+        arguments = {key: _converted(self.name, key, parameters[key][0], value) for key, value in arguments.items()}
+        return _parts(self.function(**arguments, **dict.fromkeys(self.scenes, scene)))
 
 
 def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
 
 
 def _converted(tool: str, key: str, kind: Any, value: Any) -> Any:
-    """Raises ToolError for a value of another type."""
+    """Converts an argument to its type. Raises ToolError for a value of another type."""
     if typing.get_origin(kind) is Annotated:
         return _converted(tool, key, typing.get_args(kind)[0], value)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -153,12 +153,13 @@ class ToolCall:
 
 
 def json_call(response: str) -> ToolCall | None:
-    """The last call in it; None where there is none. Raises ToolError for one that can not be read."""
-    found = _JSON_CALL.findall(response)
-    if not found:
+    """Returns the last JSON call in a response, None where there is none. Raises ToolError for one that can not be
+    read."""
+    matches = _JSON_CALL.findall(response)
+    if not matches:
         return None
     try:
-        call = json.loads(found[-1])
+        call = json.loads(matches[-1])
     except (ValueError, RecursionError):
         raise ToolError("the call is not JSON") from None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -170,15 +171,16 @@ def json_call(response: str) -> ToolCall | None:
 
 
 def python_call(response: str) -> ToolCall | None:
-    """The call at its end; None where there is none. Raises ToolError for one whose arguments are no literals."""
-    found = _PYTHON_CALL.search(response)
-    if found is None:
+    """Returns the call at the end of a response, None where there is none. Raises ToolError for one whose arguments are
+    no literals."""
+    match = _PYTHON_CALL.search(response)
+    if match is None:
         return None
     try:
-        call = ast.parse(found.group().strip(), mode="eval").body
+        call = ast.parse(match.group().strip(), mode="eval").body
         assert isinstance(call, ast.Call)
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return ToolCall(found.group(1), [ast.literal_eval(value) for value in call.args], named)
+        return ToolCall(match.group(1), [ast.literal_eval(value) for value in call.args], named)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ToolError("the arguments of the call can not be read") from None
 
@@ -187,8 +189,8 @@ READERS: dict[str, Callable[[str], ToolCall | None]] = {"json": json_call, "pyth
 
 
 class ToolEnvironment(Environment):
-    """Carries out calls of tools. A response without a call is the answer. What goes wrong in a call is an observation,
-    and an error of its turn."""
+    """An environment that carries out calls of tools. A response without a call is the answer. An error in a call is an
+    observation, and the error of its turn."""
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class ToolEnvironment(Environment):
             parts = tool(self._scene, call.positional, call.named)
         except ToolError as error:
             return self._failed(tool.name, str(error))
-        except Exception as error:  # a tool is anybody's code: its fault is told the policy
+        except Exception as error:  # a tool is anybody's code: the policy reads its error
             return self._failed(tool.name, told(error))
         return Reply((Message("user", parts),), tool=tool.name, facts=self._scene.facts)
 
@@ -248,7 +250,7 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def fitted(image: Image.Image, pixels: int) -> Image.Image:
-    """The image, averaged down where it has more pixels than that; its sides keep their ratio."""
+    """Returns the image, averaged down to at most `pixels` pixels; its sides keep their ratio."""
     width, height = image.size
     if width * height <= pixels:
         return image

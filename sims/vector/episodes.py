@@ -1,4 +1,4 @@
-"""Whole episodes of a policy in a simulator, whose rows move all at once or in turns."""
+"""Whole episodes of a policy in a simulator, whose rows step all at once or in shares."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ def play(
     act: Callable[[Observation, NDArray[np.int64]], tuple[Sequence[ArrayLike], Any]],
     tell: Callable[[NDArray[np.int64], list[Step], Any], None],
     *,
-    most_looks: int | None = None,
+    max_chunks: int | None = None,
 ) -> None:
-    """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `most_looks` chunks is
+    """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `max_chunks` chunks is
     dropped.
 
     act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
-    those that are running and whose turn it is), and something to remember; tell(rows, steps, remembered) hears what
-    became of each chunk. With several shares (`sims.build(turns=...)`) one share moves in a thread of its own while
-    `act` is asked for another; `act` and `tell` are called in the thread that calls `play`. Raises UserError where
-    episodes restart by themselves.
+    the running rows of a share), and any context; tell(rows, steps, context) gets the steps of the chunks. With several
+    shares (`sims.build(turns=...)`) one share steps in a thread of its own while `act` is called for another; `act` and
+    `tell` are called in the thread that calls `play`. Raises UserError where episodes restart by themselves.
     """
     if sim.end_of_episode != "freeze":
         raise UserError("whole episodes are played with end_of_episode='freeze'")
-    looks = np.zeros(len(sim), np.int64)
+    chunk_counts = np.zeros(len(sim), np.int64)
     moving: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
     with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
 
@@ -41,26 +40,26 @@ def play(
             if not len(rows):
                 return
             chunks, remembered = act(observation, rows)
-            looks[rows] += 1
+            chunk_counts[rows] += 1
             active = np.zeros(len(sim), bool)
             active[rows] = True
 
             def move() -> list[Step]:
                 return [sim.step(chunk, active) for chunk in chunks]
 
-            # Alone it stays in this thread, to which the graphics of a simulator in this process may belong.
-            moved = pool.submit(move).result if len(sim.shares) > 1 else move
-            moving.append((share, rows, remembered, moved))
+            # One share stays in this thread, to which the graphics context of a simulator in this process may belong.
+            result = pool.submit(move).result if len(sim.shares) > 1 else move
+            moving.append((share, rows, remembered, result))
 
         start = sim.observation()
         for share in sim.shares:
             begin(share, start)
         while moving:
-            share, rows, remembered, moved = moving.popleft()
-            steps = moved()
-            endless = rows[sim.running[rows] & (looks[rows] >= (most_looks or np.inf))]
+            share, rows, remembered, result = moving.popleft()
+            steps = result()
+            endless = rows[sim.running[rows] & (chunk_counts[rows] >= (max_chunks or np.inf))]
             if len(endless):
-                sim.drop(endless, f"no end after {most_looks} chunks; is action.horizon too short for the simulator?")
+                sim.drop(endless, f"no end after {max_chunks} chunks; is action.horizon too short for the simulator?")
                 steps[-1].dropped[endless] = True
             tell(rows, steps, remembered)
             begin(share, steps[-1].observation)

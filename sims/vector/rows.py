@@ -1,4 +1,4 @@
-"""What plays in the rows of a simulator whose environments are stepped one after the other."""
+"""The environments in the rows of a simulator that steps them one after the other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class EnvironmentRows(Generic[T]):
-    """An environment or nothing in each of `count` rows. One that fails is put out of its row: what state it is in,
-    nobody knows."""
+    """An environment or nothing in each of `count` rows. One that fails is removed from its row, for its state is
+    undefined."""
 
     def __init__(self, count: int) -> None:
         self._playing: list[T | None] = [None] * count
 
     def __getitem__(self, row: int) -> T:
-        """Raises RuntimeError where nothing plays."""
+        """Returns the environment of a row. Raises RuntimeError where there is none."""
         playing = self._playing[row]
         if playing is None:
             raise RuntimeError(f"row {row} has no episode")
@@ -31,7 +31,7 @@ class EnvironmentRows(Generic[T]):
         return self._playing[row]
 
     def each(self, rows: Sequence[int], out: Transition, act: Callable[[int, int], None]) -> Transition:
-        """act(i, row) for the rows in turn; what one of them raises is its error in `out`, which is returned."""
+        """Calls act(i, row) for each row and returns `out`; an exception of a row becomes its error there."""
         for i, row in enumerate(rows):
             try:
                 act(i, row)

@@ -1,7 +1,7 @@
 """One vector interface for every simulator: seeds and tasks in; images, state and instructions out.
 
-A simulator says how rows of episodes start and move (`Simulator`); `VectorSim` adds what must be the same for all of
-them: what happens at the end of an episode, which rows cost anything, checked actions, counted losses.
+A simulator implements how rows of episodes start and step (`Simulator`); `VectorSim` adds what is the same for all of
+them: the end of an episode, inactive rows, checks of actions, counts of lost episodes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 from mmrl.errors import UserError, told
 from mmrl.sims.vector.checks import (
     SimulatorFault,
-    all_lost,
     check_facts,
     checked_actions,
-    mark_what_is_not_finite,
+    lost_transition,
+    mark_nonfinite,
     misfit,
 )
 from mmrl.sims.vector.transitions import Simulator, Transition, cameras_of
@@ -39,7 +39,7 @@ EndOfEpisode = Literal["freeze", "auto_reset"]
 
 @dataclass
 class Observation:
-    """What B environments show; the arrays belong to the caller."""
+    """The observations of B environments; the arrays belong to the caller."""
 
     images: NDArray[np.uint8]  # [B, height, width, 3], RGB
     state: NDArray[np.float32]  # [B, S] proprioception
@@ -47,7 +47,7 @@ class Observation:
     cameras: tuple[str, ...] = ("camera",)  # whose images stand side by side in `images`, from the left
 
     def image(self, camera: str) -> NDArray[np.uint8]:
-        """What one camera shows, [B, height, width / cameras, 3]. Raises UserError for one that there is not."""
+        """Returns the images of one camera, [B, height, width / cameras, 3]. Raises UserError for an unknown one."""
         if camera not in self.cameras:
             raise UserError(f"no camera {camera!r}{nearest(camera, self.cameras)}; there are {', '.join(self.cameras)}")
         width = self.images.shape[2] // len(self.cameras)
@@ -58,28 +58,28 @@ class Observation:
         return len(self.instructions)
 
     def select(self, rows: Sequence[int] | NDArray) -> Observation:
-        """The rows at `rows` (indices, or [B] bool), in that order."""
+        """Returns the observation of `rows` (indices, or [B] bool), in that order."""
         index = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, dtype=np.int64)
         return Observation(self.images[index], self.state[index], [self.instructions[i] for i in index], self.cameras)
 
 
 @dataclass
 class Step:
-    """What `VectorSim.step` returns. `reward` to `valid` are [B, C] as in `Transition`; a row that was not active has
+    """The result of `VectorSim.step`. `reward` to `valid` are [B, C] as in `Transition`; a row that was not active has
     valid False and 0 everywhere."""
 
     observation: Observation  # with auto_reset: of the new episode where one ended
-    final_observation: Observation  # of the episode that was stepped; what a truncated return is bootstrapped from
+    final_observation: Observation  # of the episode that was stepped; a truncated return is bootstrapped from it
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     success: NDArray[np.bool_]
     valid: NDArray[np.bool_]
-    dropped: NDArray[np.bool_]  # [B], the simulator raised: all of this episode is to be discarded
+    dropped: NDArray[np.bool_]  # [B], whether the simulator raised: the whole episode is to be discarded
 
     @property
     def ended(self) -> NDArray[np.bool_]:
-        """[B], whether an episode ended in this step, dropped ones included."""
+        """Mask [B] of the environments whose episode ended in this step, dropped ones included."""
         return self.terminated.any(1) | self.truncated.any(1) | self.dropped
 
 
@@ -95,8 +95,8 @@ class VectorSim:
 
     An episode is dropped where the simulator reports or raises an error, gives a state or reward that is not finite,
     executes nothing of two chunks in a row without an end, or comes to no end in LONGEST actions. What the simulator
-    gives must have the shapes and kinds of `Transition`: the first time that it has not is a UserError, for then it
-    never will; later ones cost the episodes.
+    gives must have the shapes and kinds of `Transition`: a first transition without them is a
+    UserError, later ones cost the episodes.
 
     Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
     state, so their first observations are equal bit for bit.
@@ -112,8 +112,8 @@ class VectorSim:
         name: str | None = None,
         patience_s: float | None = None,
     ):
-        """name: by which messages call the simulator; None: its class. patience_s: seconds that a reset or a step may
-        take before a warning; None: somebody else looks after that."""
+        """name: name of the simulator in messages; None: its class. patience_s: seconds that a reset or a step may take
+        before a warning; None: no warning, for simulators that have deadlines of their own."""
         if end_of_episode not in ("freeze", "auto_reset"):
             raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
         self.name = name or type(simulator).__name__
@@ -128,17 +128,17 @@ class VectorSim:
         self._idle = np.zeros(simulator.count, np.int64)  # chunks in a row of which nothing was executed
         self._actions_taken = np.zeros(simulator.count, np.int64)  # in the running episode
         self._watch = CallWatch(self.name, patience_s)
-        self._fitted: set[str] = set()  # what has given what it should: "reset", "step"
+        self._fitted: set[str] = set()  # "reset" or "step", of which a first transition was valid
         self._begun = False  # whether any episode ever started
         self._observation: Observation | None = None
-        self._books = threading.Lock()  # on all that the shares have in common
+        self._lock = threading.Lock()  # guards what the shares have in common
 
     def __len__(self) -> int:
         return self.simulator.count
 
     @property
     def running(self) -> NDArray[np.bool_]:
-        """[B], which environments are inside an episode."""
+        """Mask [B] of the environments that are inside an episode."""
         return self._running.copy()
 
     def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
@@ -153,8 +153,8 @@ class VectorSim:
             )
         for task in tasks:
             if task not in self.simulator.tasks:
-                known = ", ".join(self.simulator.tasks)
-                raise UserError(f"unknown task {task!r}{nearest(task, self.simulator.tasks)}; known: {known}")
+                names = ", ".join(self.simulator.tasks)
+                raise UserError(f"unknown task {task!r}{nearest(task, self.simulator.tasks)}; known: {names}")
         if any(seed < 0 for seed in seeds):
             raise UserError(f"seeds must not be negative, but one is {min(seeds)}")
         self.seeds, self.tasks = [int(seed) for seed in seeds], list(tasks)
@@ -185,14 +185,14 @@ class VectorSim:
         bad = ~np.isfinite(chunk[rows])
         out = Transition.empty(len(self), chunk.shape[1], self.simulator.image_shape, self.simulator.state_dim)
         dropped = np.zeros(len(self), bool)
-        moved = self._step(rows, np.where(bad, 0.0, chunk[rows])) if len(rows) else None
-        with self._books:
+        transition = self._step(rows, np.where(bad, 0.0, chunk[rows])) if len(rows) else None
+        with self._lock:
             self.counters["nan_actions"] += int(bad.sum())
-            if moved is not None:
-                dropped[rows] = lost = self._count_lost(rows, moved)
+            if transition is not None:
+                dropped[rows] = lost = self._count_lost(rows, transition)
                 for name in ("reward", "terminated", "truncated", "success", "valid"):
-                    getattr(out, name)[rows[~lost]] = getattr(moved, name)[~lost]
-                shown.images[rows[~lost]], shown.state[rows[~lost]] = moved.images[~lost], moved.state[~lost]
+                    getattr(out, name)[rows[~lost]] = getattr(transition, name)[~lost]
+                shown.images[rows[~lost]], shown.state[rows[~lost]] = transition.images[~lost], transition.state[~lost]
             self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
             final = self.observation()
             if self.end_of_episode == "auto_reset" and not self._running.all():
@@ -204,8 +204,8 @@ class VectorSim:
             return Step(self.observation(), final, *flags)
 
     def expert(self, active: ArrayLike | None = None, *, length: int = 1) -> NDArray[np.float32]:
-        """The next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and after
-        the end of an episode. Raises UserError where the simulator has no expert."""
+        """Returns the next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and
+        after the end of an episode. Raises UserError where the simulator has no expert."""
         self._checked(active)
         actions = np.zeros((len(self), length, self.simulator.action_dim), np.float32)
         rows = self._rows(active)
@@ -220,14 +220,14 @@ class VectorSim:
         return actions
 
     def drop(self, rows: NDArray[np.int64], why: str) -> None:
-        """Gives up the running episodes of `rows`, which are counted."""
-        with self._books:
+        """Drops the running episodes of `rows` and counts them."""
+        with self._lock:
             for row in rows:
-                self._tell_of_loss(int(row), SimulatorFault(why))
+                self._report_loss(int(row), SimulatorFault(why))
             self._running[rows] = False
 
     def observation(self) -> Observation:
-        """A copy of what all environments show now; ended ones show their last image."""
+        """Returns a copy of the present observations of all environments; ended ones keep their last image."""
         now = self._checked(None)
         return Observation(now.images.copy(), now.state.copy(), list(now.instructions), self.cameras)
 
@@ -244,7 +244,7 @@ class VectorSim:
 
     def _checked(self, active: ArrayLike | None) -> Observation:
         if self._observation is None:
-            raise UserError("reset(seeds, tasks) must come before anything else is asked of a simulator")
+            raise UserError("reset(seeds, tasks) must be called before any other method of a simulator")
         if active is not None and (np.shape(active) != (len(self),) or np.asarray(active).dtype != bool):
             raise UserError(f"active must be bool of shape ({len(self)},), not {np.shape(active)}")
         return self._observation
@@ -263,10 +263,12 @@ class VectorSim:
         return chunk
 
     def _start(self, rows: NDArray[np.int64]) -> list[Exception | None]:
-        """Starts episodes in `rows` from self.seeds and self.tasks; returns what went wrong in each."""
+        """Starts episodes in `rows` from self.seeds and self.tasks; returns the exception of each row, or None."""
         assert self._observation is not None
         seeds, tasks = [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
-        started = self._asked("reset", len(rows), None, lambda: self.simulator.reset(rows.tolist(), seeds, tasks))
+        started = self._call_simulator(
+            "reset", len(rows), None, lambda: self.simulator.reset(rows.tolist(), seeds, tasks)
+        )
         lost = self._count_lost(rows, started)
         self._running[rows], self._idle[rows], self._actions_taken[rows] = ~lost, 0, 0
         self._observation.images[rows], self._observation.state[rows] = started.images, started.state
@@ -275,50 +277,51 @@ class VectorSim:
         return started.errors
 
     def _instruction(self, row: int) -> str:
-        words = self.simulator.instruction(row)
-        if not isinstance(words, str):
-            raise UserError(f"simulator {self.name!r}: instruction must give text, not {type(words).__name__}")
-        return words
+        text = self.simulator.instruction(row)
+        if not isinstance(text, str):
+            raise UserError(f"simulator {self.name!r}: instruction must give text, not {type(text).__name__}")
+        return text
 
     def _step(self, rows: NDArray[np.int64], chunk: NDArray[np.float64]) -> Transition:
         length = chunk.shape[1]
-        moved = self._asked("step", len(rows), length, lambda: self.simulator.step(rows.tolist(), chunk))
-        ended: NDArray[np.bool_] = np.any(moved.terminated | moved.truncated, axis=1)
-        self._idle[rows] = np.where(moved.valid.any(1) | ended, 0, self._idle[rows] + 1)
-        self._actions_taken[rows] += moved.valid.sum(1)
+        transition = self._call_simulator("step", len(rows), length, lambda: self.simulator.step(rows.tolist(), chunk))
+        ended: NDArray[np.bool_] = np.any(transition.terminated | transition.truncated, axis=1)
+        self._idle[rows] = np.where(transition.valid.any(1) | ended, 0, self._idle[rows] + 1)
+        self._actions_taken[rows] += transition.valid.sum(1)
         for i, row in enumerate(rows):
-            if moved.errors[i] is None and self._idle[row] >= MOST_IDLE:
-                moved.errors[i] = SimulatorFault(f"it executed nothing of {MOST_IDLE} chunks in a row")
-            elif moved.errors[i] is None and not ended[i] and self._actions_taken[row] > LONGEST:
-                moved.errors[i] = SimulatorFault(f"no end after {self._actions_taken[row]} actions")
-        return moved
+            if transition.errors[i] is None and self._idle[row] >= MOST_IDLE:
+                transition.errors[i] = SimulatorFault(f"it executed nothing of {MOST_IDLE} chunks in a row")
+            elif transition.errors[i] is None and not ended[i] and self._actions_taken[row] > LONGEST:
+                transition.errors[i] = SimulatorFault(f"no end after {self._actions_taken[row]} actions")
+        return transition
 
-    def _asked(self, what: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:
-        """What the simulator says of a reset or a step, if it can be used; else every row has an error."""
+    def _call_simulator(self, call: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:
+        """Runs `ask`, a reset or step of the simulator. Returns its transition if that is valid, else one in which
+        every row has an error. Raises UserError for an invalid first transition."""
         try:
-            with self._watch.over(what):
-                moved = ask()
+            with self._watch.over(call):
+                transition = ask()
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             fault = error if isinstance(error, Exception) else SimulatorFault(told(error))
-            return all_lost(rows, length or 0, self.simulator, fault)
-        if (wrong := misfit(moved, rows, length, self.simulator)) is None:
-            self._fitted.add(what)
-            mark_what_is_not_finite(moved)
-            return moved
-        if what not in self._fitted:
-            raise UserError(f"simulator {self.name!r}: {what} {wrong}")
-        return all_lost(rows, length or 0, self.simulator, SimulatorFault(f"{what} {wrong}"))
+            return lost_transition(rows, length or 0, self.simulator, fault)
+        if (problem := misfit(transition, rows, length, self.simulator)) is None:
+            self._fitted.add(call)
+            mark_nonfinite(transition)
+            return transition
+        if call not in self._fitted:
+            raise UserError(f"simulator {self.name!r}: {call} {problem}")
+        return lost_transition(rows, length or 0, self.simulator, SimulatorFault(f"{call} {problem}"))
 
-    def _count_lost(self, rows: NDArray[np.int64], moved: Transition) -> NDArray[np.bool_]:
-        self.counters["restarts"] += moved.restarts
-        for row, error in zip(rows, moved.errors, strict=True):
+    def _count_lost(self, rows: NDArray[np.int64], transition: Transition) -> NDArray[np.bool_]:
+        self.counters["restarts"] += transition.restarts
+        for row, error in zip(rows, transition.errors, strict=True):
             if error is not None:
-                self._tell_of_loss(int(row), error)
-        return np.array([error is not None for error in moved.errors], dtype=bool)
+                self._report_loss(int(row), error)
+        return np.array([error is not None for error in transition.errors], dtype=bool)
 
-    def _tell_of_loss(self, row: int, error: Exception) -> None:
+    def _report_loss(self, row: int, error: Exception) -> None:
         self.counters["dropped_episodes"] += 1
         warnings.warn(
             f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) of simulator {self.name} lost its "
@@ -328,6 +331,6 @@ class VectorSim:
         )
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

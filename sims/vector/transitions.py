@@ -1,4 +1,4 @@
-"""What a simulator has to offer, and the record in which it tells what became of its rows."""
+"""The interface of a simulator, and the record of its transitions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ARRAYS = ("images", "state", "reward", "terminated", "truncated", "success", "va
 
 @dataclass
 class Transition:
-    """What became of n rows of a simulator; C actions each. A row whose simulator raised has its exception in `errors`
-    and arbitrary values elsewhere."""
+    """The outcome of C actions in each of n rows of a simulator. A row whose simulator raised has its exception in
+    `errors` and arbitrary values elsewhere."""
 
     images: NDArray[np.uint8]  # [n, height, width, 3], after the last executed action
     state: NDArray[np.float32]  # [n, S]
@@ -43,18 +43,19 @@ class Transition:
 
 @runtime_checkable
 class NamedCameras(Protocol):
-    """A simulator that says whose images stand side by side in its images, all of one width, from the left."""
+    """A simulator that names the cameras whose images stand side by side in its images, all of one width, from the
+    left."""
 
     cameras: tuple[str, ...]
 
 
 def cameras_of(simulator: object) -> tuple[str, ...]:
-    """The names of a simulator's cameras; ("camera",) of one that does not name them."""
+    """Returns the names of a simulator's cameras; ("camera",) for one that does not name them."""
     return tuple(simulator.cameras) if isinstance(simulator, NamedCameras) else ("camera",)
 
 
 class Simulator(Protocol):
-    """What a simulator must be able to do to sit behind `VectorSim`; made by `Class(count, **options)`.
+    """The interface of a simulator behind `VectorSim`; made by `Class(count, **options)`.
 
     Rows are numbered 0 to count - 1 and live until `close`. The same seed and task must give the same episode bit for
     bit, whatever happened in the row before. A row that fails is reported in `errors`; the other rows go on.
@@ -77,8 +78,8 @@ class Simulator(Protocol):
     def instruction(self, row: int) -> str: ...
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        """The next actions [n, length, A] of a scripted expert, 0 after the episode's end; UserError if there is
-        none."""
+        """Returns the next actions [n, length, A] of a scripted expert, 0 after the episode's end. Raises UserError if
+        there is none."""
         ...
 
     def close(self) -> None: ...

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class SimulatorError(RuntimeError):
-    """What went wrong in a row, told by its worker; or why its worker had to be replaced."""
+    """Raised for an error of a row in its worker, or where the worker was replaced."""
 
 
 class Workers:
@@ -83,7 +83,7 @@ class Workers:
         launch = launched(name, python, ray)
         self._workers = [SimulatorWorker(recipe | {"count": len(share)}, deadline_s, launch) for share in shares]
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="simulator")
-        self._told, self._telling = 0, threading.Lock()  # restarts that transitions have told of
+        self._reported_restarts, self._lock = 0, threading.Lock()  # restarts that transitions have reported
         try:
             first, *_ = self._pool.map(SimulatorWorker.ready, self._workers)
         except UserError:
@@ -106,16 +106,18 @@ class Workers:
         return [worker.child.process.pid for worker in self._workers]
 
     def shares(self, count: int) -> list[NDArray[np.int64]]:
-        """`count` sets of rows, each those of some workers, which may be asked things at once by several threads."""
+        """Returns `count` sets of rows, each of some workers, which different threads may step at once."""
         home = np.array([worker for worker, _ in self._home])
-        return [np.flatnonzero(np.isin(home, own)) for own in np.array_split(np.arange(len(self._workers)), count)]
+        return [
+            np.flatnonzero(np.isin(home, workers)) for workers in np.array_split(np.arange(len(self._workers)), count)
+        ]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         def start(worker: SimulatorWorker, picked: list[int], local: list[int]) -> dict[str, Any]:
-            own = {"seeds": [int(seeds[i]) for i in picked], "tasks": [tasks[i] for i in picked]}
-            begun = worker.ask("reset", rows=local, **own)
-            worker.instructions |= dict(zip(local, begun["instructions"], strict=True))
-            return begun
+            fields = {"seeds": [int(seeds[i]) for i in picked], "tasks": [tasks[i] for i in picked]}
+            reply = worker.ask("reset", rows=local, **fields)
+            worker.instructions |= dict(zip(local, reply["instructions"], strict=True))
+            return reply
 
         return self._moved(rows, 0, {}, start)
 
@@ -124,7 +126,7 @@ class Workers:
             return worker.ask("step", rows=local, actions=actions[picked])
 
         homes = [self._home_of(row) for row in rows]
-        lost = {i: worker.fault for i, (worker, own) in enumerate(homes) if own not in worker.instructions}
+        lost = {i: worker.fault for i, (worker, local) in enumerate(homes) if local not in worker.instructions}
         errors = {i: SimulatorError(f"its worker was replaced: {fault}") for i, fault in lost.items()}
         return self._moved(rows, actions.shape[1], errors, move)
 
@@ -133,7 +135,7 @@ class Workers:
         return worker.instructions[local]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        """As `Simulator.expert`; 0 for rows whose worker fails, whose loss the next step reports."""
+        """Returns actions as `Simulator.expert`; 0 for rows whose worker fails, whose loss the next step reports."""
         actions = np.zeros((len(rows), length, self.action_dim), np.float32)
 
         def plan(worker: SimulatorWorker, picked: list[int], local: list[int]) -> None:
@@ -159,8 +161,8 @@ class Workers:
         lost: Mapping[int, SimulatorError],
         ask: Callable[[SimulatorWorker, list[int], list[int]], Mapping[str, Any]],
     ) -> Transition:
-        """Puts together what workers say of their rows. lost: errors of rows, by their places, that nobody is asked
-        of."""
+        """Merges the transitions of the workers' rows. lost: errors of rows that are not stepped, by index in
+        `rows`."""
         out = Transition.empty(len(rows), length, self.image_shape, self.state_dim)
         out.errors = [lost.get(i) for i in range(len(rows))]
 
@@ -172,13 +174,13 @@ class Workers:
                     out.errors[i] = error
 
         self._each([i for i in range(len(rows)) if i not in lost], rows, merge)
-        with self._telling:
+        with self._lock:
             now = self.restarts
-            out.restarts, self._told = now - self._told, now
+            out.restarts, self._reported_restarts = now - self._reported_restarts, now
         return out
 
     def _home_of(self, row: int) -> tuple[SimulatorWorker, int]:
-        """The worker that has the row, and the number it has there."""
+        """Returns the worker of a row, and the number of the row in that worker."""
         if not self._workers:
             raise UserError("these simulator workers were closed")
         worker, local = self._home[row]
@@ -186,25 +188,25 @@ class Workers:
 
     def _each(
         self,
-        places: Sequence[int],
+        indices: Sequence[int],
         rows: Sequence[int],
         function: Callable[[SimulatorWorker, list[int], list[int]], None],
     ) -> None:
-        """Calls function(worker, places in `rows`, the worker's own rows) for all workers at once that own any of the
-        rows at `places`."""
+        """Calls function(worker, indices in `rows`, numbers of the rows in the worker) for all workers at once that
+        have rows at `indices`."""
         shares: dict[SimulatorWorker, tuple[list[int], list[int]]] = {}
-        for i in places:
+        for i in indices:
             worker, local = self._home_of(rows[i])
-            picked, own = shares.setdefault(worker, ([], []))
+            picked, local_rows = shares.setdefault(worker, ([], []))
             picked.append(i)
-            own.append(local)
+            local_rows.append(local)
         waiting = [self._pool.submit(function, worker, *share) for worker, share in shares.items()]
         for future in waiting:
             future.result()
 
 
 class SimulatorWorker:
-    """One process and the rows that play in it. Started at once, awaited when it is first asked something.
+    """A worker process with its rows. It is started at once and awaited at the first request.
 
     instructions: of the rows that have begun an episode in this process. fault: why the last one was replaced.
     """
@@ -224,14 +226,14 @@ class SimulatorWorker:
         self.child.start()
 
     def ready(self) -> dict[str, Any]:
-        """What the simulator says of itself, once it is made."""
+        """Awaits the simulator; returns its attributes."""
         if self._facts is None:
             self._facts = self._exchange(self.recipe, START_S, START_S)  # it is silent until Python is up
         return self._facts
 
     def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """The reply to a request. Raises SimulatorError if there is none, and has begun to replace the worker then;
-        UserError if the simulator refuses the request."""
+        """Returns the reply to a request. Raises SimulatorError if there is none, after starting another worker in its
+        place; UserError if the simulator refuses the request."""
         if (code := self.child.process.poll()) is not None:  # whoever starts an episode loses nothing
             self._replace(f"its process ended with {code}")
             if kind != "reset":
@@ -259,7 +261,7 @@ class SimulatorWorker:
 
 
 def launched(name: str, python: str | None, ray: str | None) -> Launch:
-    """Says how each worker is started; see `Workers`."""
+    """Returns the launcher of each worker; see `Workers`."""
     if ray is None:
         return OnThisHost(python, devices.of_children())
     return OnCluster(Cluster(ray, f"simulator {name!r}: ray"), python=python)
@@ -268,9 +270,9 @@ def launched(name: str, python: str | None, ray: str | None) -> Launch:
 def _merge(reply: Mapping[str, Any], out: Transition, picked: Sequence[int]) -> None:
     """Raises SimulatorError for a worker whose simulator has other dimensions than the first one's."""
     for name in ARRAYS:
-        place, array = vars(out)[name], reply[name]
-        if array.shape != (len(picked), *place.shape[1:]):
-            raise SimulatorError(f"{name} of shape {array.shape}, where another worker has {place.shape[1:]} a row")
-        place[picked] = array
+        target, array = vars(out)[name], reply[name]
+        if array.shape != (len(picked), *target.shape[1:]):
+            raise SimulatorError(f"{name} of shape {array.shape}, where another worker has {target.shape[1:]} a row")
+        target[picked] = array
     for i, text in zip(picked, reply["errors"], strict=True):
         out.errors[i] = None if text is None else SimulatorError(text)

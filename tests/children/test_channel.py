@@ -88,9 +88,9 @@ def test_an_answer_of_too_many_bytes_is_refused_before_it_is_read(ends):
     ours, theirs = ends
     theirs.socket.sendall((1 << 40).to_bytes(8, "big"))
     with pytest.raises(ValueError, match="an answer of 1099511627776 bytes"):
-        ours.receive(Patience(20), most=100)
+        ours.receive(Patience(20), max_bytes=100)
     theirs.send(b"x" * 100)
-    assert len(ours.receive(Patience(20), most=100)) == 100
+    assert len(ours.receive(Patience(20), max_bytes=100)) == 100
 
 
 def test_an_end_is_noticed_and_so_is_what_looking_finds(ends):
@@ -104,7 +104,7 @@ def test_an_end_is_noticed_and_so_is_what_looking_finds(ends):
 
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="its process ended"):
-        ours.receive(Patience(20, look=look))
+        ours.receive(Patience(20, poll=look))
     assert 1.0 <= time.monotonic() - began < 5
     theirs.close()
     with pytest.raises(ConnectionError, match="the other side ended"):

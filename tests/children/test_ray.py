@@ -137,12 +137,12 @@ def script(words):
 
 def test_a_process_is_looked_after_from_here(nodes, tmp_path):
     cluster, log = Cluster("auto", "ray"), tmp_path / "log"
-    placed = cluster.place(log=log)
+    placed = cluster.allocate(log=log)
     placed.run(script("print('this', os.environ['WORD']); sys.exit(3)"), {"WORD": "and that"})
     host, port = placed.room(SOON)
     socket.create_server((host, port)).close()
     assert placed.wait(SOON) == placed.poll() == placed.returncode == 3 and log.read_text() == "this and that\n"
-    placed = cluster.place(log=log)
+    placed = cluster.allocate(log=log)
     placed.run([], {}, "/nowhere/python")
     assert placed.wait(SOON) == 127 and "/nowhere/python" in log.read_text()
 
@@ -151,7 +151,7 @@ def test_what_a_process_started_ends_with_it(nodes, tmp_path):
     cluster = Cluster("auto", "ray")
     child = "import subprocess; p = subprocess.Popen(['sleep', '1000'])\nopen(sys.argv[1], 'w').write(str(p.pid))\n"
     for end, words in ((True, "time.sleep(1000)"), (False, "")):
-        placed, file = cluster.place(), tmp_path / f"pid{end}"
+        placed, file = cluster.allocate(), tmp_path / f"pid{end}"
         placed.run([*script(child + words), str(file)], {})
         while not file.exists() or not file.read_text():
             time.sleep(0.05)
@@ -163,7 +163,7 @@ def test_what_a_process_started_ends_with_it(nodes, tmp_path):
 
 @pytest.mark.parametrize("what", ["actor", pytest.param("node", marks=pytest.mark.slow)])
 def test_a_lost_actor_ends_its_process_and_what_that_started(nodes, what, tmp_path):
-    placed, file = Cluster("auto", "ray").place(), tmp_path / "pid"
+    placed, file = Cluster("auto", "ray").allocate(), tmp_path / "pid"
     words = "threading.Thread(target=end_with_parent, daemon=True).start()\nimport subprocess\n"
     words += "child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, file=open(sys.argv[1], 'w'), flush=True)\n"
     placed.run([*script(words + "time.sleep(1000)"), str(file)], {})
@@ -181,7 +181,7 @@ def test_a_lost_actor_ends_its_process_and_what_that_started(nodes, what, tmp_pa
 
 def test_no_room_is_one_line(nodes, monkeypatch, caplog):
     monkeypatch.setattr(placement, "NOTICE_S", 0.2)
-    placed = Cluster("auto", "rollout.generator.ray").place(gpus=2)
+    placed = Cluster("auto", "rollout.generator.ray").allocate(gpus=2)
     wanted = (
         r"rollout.generator.ray=auto: no host .* given room for 1 CPU and 2 GPUs; "
         r"free on all together are 4 CPUs and 0 GPUs"

@@ -9,7 +9,7 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.sims import Transition, build, play
 from mmrl.sims.vector import simulator
-from mmrl.sims.vector.checks import mark_what_is_not_finite
+from mmrl.sims.vector.checks import mark_nonfinite
 from mmrl.sims.vector.watch import CallWatch
 from tests.sims.hostile import SHAPES
 
@@ -115,7 +115,7 @@ def test_a_reward_where_nothing_was_executed_may_be_anything():
     moved = Transition.empty(2, 3, (2, 2, 3), 1)
     moved.valid[:] = [[True, True, False], [True, True, True]]
     moved.reward[:, 2] = np.nan
-    mark_what_is_not_finite(moved)
+    mark_nonfinite(moved)
     assert moved.errors[0] is None and "reward is not finite" in str(moved.errors[1])
 
 
@@ -149,14 +149,14 @@ def test_an_episode_that_never_ends_is_dropped():
     told = []
     sim = begun(kind="never ends", only_row=1)
     with pytest.warns(RuntimeWarning, match="environment 1 .* no end after 7 chunks; is action.horizon"):
-        play(sim, act, lambda rows, steps, _: told.append(steps[-1].dropped.copy()), most_looks=7)
+        play(sim, act, lambda rows, steps, _: told.append(steps[-1].dropped.copy()), max_chunks=7)
     assert len(asked) == 7 and [bool(d[1]) for d in told] == [False] * 6 + [True] and not told[-1][[0, 2]].any()
     assert sim.counters["dropped_episodes"] == 1 and not sim.running.any()
 
 
 def test_one_that_ends_with_its_last_look_is_kept():
     sim = begun()
-    play(sim, lambda observation, rows: ([chunk()], None), lambda *_: None, most_looks=3)  # six steps
+    play(sim, lambda observation, rows: ([chunk()], None), lambda *_: None, max_chunks=3)  # six steps
     assert sim.counters["dropped_episodes"] == 0
 
 

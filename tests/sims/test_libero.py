@@ -123,8 +123,10 @@ def test_images_instructions_and_time(sim):
     ]
     simulator = sim.simulator
     assert simulator.tasks == tuple(f"libero_spatial/{i}" for i in range(10))
-    assert {task.max_steps for task in simulator._known.values()} == {220}
-    assert {task.max_steps for task in Libero(1, step_limit="rlinf", suites=["libero_10"])._known.values()} == {512}
+    assert {task.max_steps for task in simulator._tasks_by_name.values()} == {220}
+    assert {task.max_steps for task in Libero(1, step_limit="rlinf", suites=["libero_10"])._tasks_by_name.values()} == {
+        512
+    }
     assert len(Libero(1, suites=["libero_90", "libero_goal"]).tasks) == 100
     for row in simulator._rows:
         row.steps = 218

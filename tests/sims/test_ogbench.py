@@ -98,7 +98,7 @@ def test_success_ends_an_episode_and_time_cuts_it(row):
     played = []
     while not solved:
         assert row.info[f"privileged/button_{number}_state"] != wanted
-        played.append(row.wanted())
+        played.append(row.expert_action())
         solved = row.act(played[-1])
     assert row.info[f"privileged/button_{number}_state"] == wanted
     with build("ogbench", 1, {}) as sim:
@@ -109,11 +109,11 @@ def test_success_ends_an_episode_and_time_cuts_it(row):
 
 def test_an_expert_serves_one_episode(row):
     row.start("button", 3)
-    row.wanted()
+    row.expert_action()
     row.start("drawer", 3)
     fresh = OGBenchRow()
     fresh.start("drawer", 3)
-    assert np.array_equal(row.wanted(), fresh.wanted())
+    assert np.array_equal(row.expert_action(), fresh.expert_action())
 
 
 def test_images_are_seen_from_the_front():
@@ -153,7 +153,7 @@ def test_the_shaped_reward_is_the_way_that_was_shortened_and_success():
         sim.reset([7] * 4, TASKS)
         plain.reset([7] * 4, TASKS)
         worlds = sim.simulator
-        before = np.array([worlds._rows[i].way for i in range(4)])
+        before = np.array([worlds._rows[i].path_length for i in range(4)])
         for i, task in enumerate(TASKS):
             told = worlds._rows[i].info
             if task == "cube":
@@ -164,7 +164,7 @@ def test_the_shaped_reward_is_the_way_that_was_shortened_and_success():
             wanted = sim.expert(active)
             earned += sim.step(wanted).reward.sum(1)
             sparse += plain.step(wanted).reward.sum(1)
-        after = np.array([worlds._rows[i].way for i in range(4)])
+        after = np.array([worlds._rows[i].path_length for i in range(4)])
         assert sparse.tolist() == [1.0] * 4
         np.testing.assert_allclose(earned, sparse + 10 * (before - after), atol=1e-5)
         assert (before - after > 0.03).all() and (after[1:] < before[1:] / 2).all()
@@ -174,7 +174,7 @@ def test_each_action_of_a_chunk_earns_what_it_alone_has_shortened():
     with build("ogbench", 1, {"reward": "shaped"}) as sim:
         sim.reset([3], ["button"])
         world = sim.simulator._rows[0]
-        before = world.way
+        before = world.path_length
         moved = sim.step(np.tile([0.2, 0, -0.5, 0, 0], (1, 4, 1)))
-        assert not moved.success.any() and abs(before - world.way) > 0.02
-        assert moved.reward.sum() == pytest.approx(10 * (before - world.way), abs=1e-5)
+        assert not moved.success.any() and abs(before - world.path_length) > 0.02
+        assert moved.reward.sum() == pytest.approx(10 * (before - world.path_length), abs=1e-5)

@@ -113,18 +113,18 @@ def test_controls():
     """The box of the fingertips is 0.32 wide, 0.48 deep and 0.246 high; a step is 0.03."""
     delta, position = CONTROLS["delta"], CONTROLS["position"]
     start, right = np.array([0.35, 0.0, 0.1]), np.array([0.0, 0.5, 0.0, 1.0])
-    np.testing.assert_allclose(delta.wanted(start, right, 0.03), [0.35, 0.015, 0.1])
-    np.testing.assert_allclose(delta.wanted(start, right, 0.02), [0.35, 0.01, 0.1])
-    np.testing.assert_allclose(delta.wanted(start, right * -4, 0.03), [0.35, -0.03, 0.1])  # clipped to 1
+    np.testing.assert_allclose(delta.setpoint_after(start, right, 0.03), [0.35, 0.015, 0.1])
+    np.testing.assert_allclose(delta.setpoint_after(start, right, 0.02), [0.35, 0.01, 0.1])
+    np.testing.assert_allclose(delta.setpoint_after(start, right * -4, 0.03), [0.35, -0.03, 0.1])  # clipped to 1
     # Corners and middle of the box: x 0.25 to 0.57, y -0.24 to 0.24, z 0.014 to 0.26.
     middle = np.array([0.41, 0.0, 0.137])
-    np.testing.assert_allclose(position.wanted(middle, np.zeros(4), 0.03), middle)
+    np.testing.assert_allclose(position.setpoint_after(middle, np.zeros(4), 0.03), middle)
     beside, at_edge = np.array([0.41, 0.22, 0.137]), np.array([0, 1, 0, 1])
-    np.testing.assert_allclose(position.wanted(beside, at_edge, 0.03), [0.41, 0.24, 0.137])
-    np.testing.assert_allclose(position.wanted(middle, -at_edge, 0.03), [0.41, -0.03, 0.137])
-    np.testing.assert_allclose(position.wanted(middle, -at_edge, 0.02), [0.41, -0.02, 0.137])
+    np.testing.assert_allclose(position.setpoint_after(beside, at_edge, 0.03), [0.41, 0.24, 0.137])
+    np.testing.assert_allclose(position.setpoint_after(middle, -at_edge, 0.03), [0.41, -0.03, 0.137])
+    np.testing.assert_allclose(position.setpoint_after(middle, -at_edge, 0.02), [0.41, -0.02, 0.137])
     # A place beyond the box is its corner, 0.16 and 0.24 away: 0.2884 in all.
-    found = position.wanted(middle, np.array([4, 1, 0, 1]), 0.03)
+    found = position.setpoint_after(middle, np.array([4, 1, 0, 1]), 0.03)
     np.testing.assert_allclose(found, [0.41 + 0.03 * 0.16 / 0.28844, 0.03 * 0.24 / 0.28844, 0.137], atol=1e-6)
     # An aim 0.05 away, 3-4-5: a full step towards it; an aim 0.015 away is reached.
     far, near = np.array([0.38, 0.04, 0.1, -1]), np.array([0.359, 0.012, 0.1, 1])
@@ -134,8 +134,8 @@ def test_controls():
     corner = np.array([0.25, 0.24, 0.137, 1])
     np.testing.assert_allclose(position.action(start, corner, 0.03), [-1, 1, 0, 1], atol=1e-12)
     for aim, step in itertools.product((far, near), (0.03, 0.01)):  # both lead to the same setpoint
-        moved = delta.wanted(start, delta.action(start, aim, step), step)
-        np.testing.assert_allclose(moved, position.wanted(start, position.action(start, aim, step), step))
+        moved = delta.setpoint_after(start, delta.action(start, aim, step), step)
+        np.testing.assert_allclose(moved, position.setpoint_after(start, position.action(start, aim, step), step))
 
 
 def test_a_push_goes_slower(tabletop):

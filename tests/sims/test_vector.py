@@ -114,7 +114,7 @@ def test_an_episode_that_cannot_start_is_dropped_and_auto_reset_goes_on():
 
 def test_bad_resets_are_refused():
     sim = build(LINE, 2)
-    with pytest.raises(UserError, match="reset.* must come before"):
+    with pytest.raises(UserError, match="reset.* must be called before"):
         sim.step(same(0.0, 2))
     with pytest.raises(UserError, match="unknown task 'sty' .did you mean 'stay'..; known: go, stay"):
         sim.reset([0, 1], ["go", "sty"])

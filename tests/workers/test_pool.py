@@ -193,7 +193,7 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
     parameter.requires_grad_(False)
     if not changed:
         assert trainer.generator.synchronise()["time/synchronise"] > 0
-        assert name in trainer.generator.frozen and name not in trainer.generator.current.given
+        assert name in trainer.generator.frozen and name not in trainer.generator.current.checksums
     else:
         parameter.data.add_(1e-3)
         with pytest.raises(UserError, match=rf"rollout worker 0 has built {name} otherwise .* model.build"):

@@ -93,7 +93,7 @@ class PlacedProcess(Process):
     def start(self, model: Path) -> None:
         """Raises UserError if there is no room, ConnectionError if the host is lost."""
         gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
-        self.running = placed = self.cluster.place(gpus=gpus, log=self.log)
+        self.running = placed = self.cluster.allocate(gpus=gpus, log=self.log)
         host, port = placed.room(self.patience)
         self.address = f"http://{host}:{port}"
         self.tell(self.address)

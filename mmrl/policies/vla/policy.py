@@ -423,7 +423,7 @@ class VisionLanguageActionPolicy:
                     records[row].values.append(value)
                 self._value_ends(steps[-1], rows, records)
 
-        play(sim, act, tell, most_looks=self.action.horizon)
+        play(sim, act, tell, max_chunks=self.action.horizon)
         return records
 
     def _value_ends(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
