@@ -12,9 +12,9 @@ ACTS = (HALF + "it_acts_as_lerobots_code_with_transformers_in_bf16_and_the_rest_
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lerobot: adapters where nothing is trained", L, "isinstance(m, nn.Linear) and m.weight.requires_grad]",
      "isinstance(m, nn.Linear)]", (LORA + "frozen_parts_have_no_adapters_and_are_read_once",)),
-    ("lerobot: targets are not looked at", L, "if told.target_modules is not None:", "if False:",
+    ("lerobot: targets are not looked at", L, "if lora_config.target_modules is not None:", "if False:",
      (LORA + "frozen_parts_have_no_adapters_and_are_read_once",)),
-    ("lerobot: config.json tells of no adapter", L, '{**told, "use_peft": True}', "told", SAVED),
+    ("lerobot: config.json tells of no adapter", L, '{**config, "use_peft": True}', "config", SAVED),
     ("lerobot: a saved adapter trains in frozen parts", L, "kind.freeze(policy, model.freeze)  # adapters too", "pass",
      SAVED),
     ("lerobot: a saved adapter does not train", L, "is_trainable=True", "is_trainable=False", SAVED),

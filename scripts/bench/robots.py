@@ -162,7 +162,7 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
                 active = np.flatnonzero(running if arm == "running only" else np.ones(rows, bool)).tolist()
                 shown = observation.select(active)
                 with torch.no_grad():
-                    reading = policy.module.read(policy._collate(policy._look(shown)))
+                    reading = policy.module.read(policy._collate(policy._prepare(shown)))
                     state = torch.from_numpy(shown.state)
                     drawn = ActionSampling([look * rows + row for row in active])
                     chosen = policy.module.head.act(reading, state, drawn)
@@ -188,7 +188,7 @@ def replay(rounds: int) -> dict[str, Any]:
     frozen = Model(freeze=["vision", "connector", "language"])
     policies = {"kept": policy_of(tiny_model.build, sim, head, frozen)}
     policies["read again"] = policy_of(tiny_model.build, sim, head, frozen)
-    policies["read again"].keeps_readings = False
+    policies["read again"].caches_readings = False
     starts = [Prompt(str(i), "", metadata={"task": "reach", "seed": i}) for i in range(32)]
     played = {arm: policy.rollout(starts, 1, list(range(32))) for arm, policy in policies.items()}
     taken: dict[str, list[float]] = {arm: [] for arm in policies}

@@ -417,7 +417,7 @@ def simulators(sizes: Sequence[int], steps: int) -> Costs:
                 def tell(rows: Any, moved: list[Any], kept: Any, records: list[EpisodeRecord] = records) -> None:
                     for step in moved:
                         for row in rows:
-                            records[row].moved(step, row, film=False)
+                            records[row].add_step(step, row, film=False)
 
                 sim.reset(list(range(count)), ["pretend"] * count)
                 begun, spent = time.perf_counter(), time.process_time()

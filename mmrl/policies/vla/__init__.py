@@ -1,1 +1,1 @@
-"""Vision-language-action policies: what an image, an instruction and a robot's state lead to, and how likely."""
+"""Vision-language-action policies: chunks of actions from images, instructions and robot states, with likelihoods."""

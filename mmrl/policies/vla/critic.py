@@ -14,17 +14,17 @@ from mmrl.protocols.critic import CriticSettings, SeparateCritic, SharedCritic
 
 
 class Critic(nn.Module):
-    """The value of an observation. `reads`: whether it needs what the backbone made of it."""
+    """Estimates the value of an observation. `reads`: whether it needs the backbone's reading."""
 
     reads: bool
 
     @abstractmethod
     def forward(self, reading: Reading | None, state: Tensor) -> Tensor:
-        """[n] float32. reading: None where the critic does not read; state: [n, state]."""
+        """Returns values [n] float32. reading: None where the critic does not read it; state: [n, state]."""
 
 
 class Shared(Critic):
-    """Of the prompt's last token and the robot's state."""
+    """A critic of the prompt's last token and the robot's state."""
 
     reads = True
 
@@ -46,7 +46,7 @@ class Shared(Critic):
 
 
 class Separate(Critic):
-    """Of the robot's state alone."""
+    """A critic of the robot's state alone."""
 
     reads = False
 
@@ -59,8 +59,8 @@ class Separate(Critic):
 
 
 def build(settings: CriticSettings, width: int, state_dim: int) -> Critic:
-    """width: of the backbone. Raises UserError for a kind that these policies do not have, and where there is nothing
-    that the critic could read."""
+    """Builds a critic. width: of the backbone. Raises UserError for a kind that these policies do not have, and where
+    the critic has no input."""
     if isinstance(settings, SharedCritic):
         return Shared(settings, width, state_dim)
     if not isinstance(settings, SeparateCritic):

@@ -46,8 +46,8 @@ SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights
 
 
 def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPolicy:
-    """The policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as `open_policy`, and
-    for a task without a simulator."""
+    """Loads the policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as
+    `open_policy`, and for a task without a simulator."""
     model: VisionLanguageActionModel = config.model
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
@@ -57,7 +57,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         )
     at_once = plain(rollout).get("micro_batch") or config.rollouts_per_step
     if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:
-        at_once = 1  # workers play the episodes; only its facts are asked for here, or random states of all its rows
+        at_once = 1  # workers play the episodes; here only attributes of the simulator are needed
     return open_policy(
         path,
         model,
@@ -91,9 +91,9 @@ def open_policy(
     log: Log | None = None,
     watched: bool = False,
 ) -> VisionLanguageActionPolicy:
-    """A policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
+    """Loads a policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
-    Raises UserError for a folder whose head is another one than `action` asks for.
+    Raises UserError for a folder whose head is another one than that of `action`.
     """
     check_cameras(action, sim)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
@@ -136,7 +136,8 @@ def open_policy(
 
 
 def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
-    """What actions are scaled by, where there are statistics. Raises UserError where they do not fit the robot."""
+    """Loads the statistics that scale actions, None where there are none. Raises UserError where they do not fit the
+    robot."""
     if action.statistics is not None:
         return load_statistics(action.statistics, action.statistics_key, action_dim, bounded=action.head.core.bounded)
     if action.statistics_key is not None:
@@ -149,8 +150,8 @@ def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
 def load_backbone(
     path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> Backbone:
-    """By what the folder holds; else a transformers image-text model. sizes: numbers of an action, and of the state
-    that the policy may read."""
+    """Loads the backbone whose files are at `path`, by default a transformers image-text model. sizes: numbers of an
+    action, and of the state that the policy may read."""
     if (Path(path) / states_only.CONFIG).is_file():
         check_small(path, model)
         _check_no_features(path, action)
@@ -160,17 +161,19 @@ def load_backbone(
         _check_no_features(path, action)
         check_small(path, model)
         return small.load(Path(path))
-    from mmrl.policies.vla.backbones import transformers  # it takes seconds, which the small ones above do without
+    from mmrl.policies.vla.backbones import (
+        transformers,  # its import takes seconds, which the small backbones above do not need
+    )
 
-    told = transformers.told(path)
-    if told.get("model_type") == "openvla":
+    checkpoint_config = transformers.read_config(path)
+    if checkpoint_config.get("model_type") == "openvla":
         try:
             from mmrl.policies.vla.backbones import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
         _check_no_features(path, action)
         return openvla.load(path, model, action, max_prompt_length, sizes)
-    if lerobot_type := told.get("type") if "output_features" in told else None:
+    if lerobot_type := checkpoint_config.get("type") if "output_features" in checkpoint_config else None:
         _check_not_openvla(path, action)
         return _load_lerobot(path, lerobot_type, model, action)
     _check_not_openvla(path, action)
@@ -187,13 +190,13 @@ def _check_not_openvla(path: str, action: Actions) -> None:
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
         )
     if action.head.together:
-        core, where = action.head.core, _where(action.head)
+        core, head_key = action.head.core, _head_key(action.head)
         key = "decoding=bidirectional" if isinstance(core, TokenActions) else f"type={core.type}"
-        raise UserError(f"{where}.{key} is for OpenVLA-OFT, which model.path={path} is not")
+        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not")
 
 
-def _where(head: ActionHead) -> str:
-    """The key of the head that a checkpoint brings."""
+def _head_key(head: ActionHead) -> str:
+    """Returns the configuration key of the head that a checkpoint brings."""
     return "action.head" if head.core is head else "action.head.base"
 
 
@@ -207,9 +210,9 @@ def _check_base_is_known(folder: Path, head: ActionHead) -> None:
 
 
 def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
-    """Raises UserError for a base with weights that were drawn just now; how wide it draws does not matter."""
-    known = (*base.new_parts, "log_std", "log_scale")
-    if any(not name.startswith(known) for name, _ in base.named_parameters()):
+    """Raises UserError for a base with newly drawn weights, apart from its standard deviation or scale."""
+    new = (*base.new_parts, "log_std", "log_scale")
+    if any(not name.startswith(new) for name, _ in base.named_parameters()):
         raise UserError(_no_base(path, action.head))
 
 
@@ -235,10 +238,10 @@ def check_small(path: str, model: VisionLanguageActionModel) -> None:
 
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
-    """Raises UserError where a policy without a backbone would be left with nothing to read."""
+    """Raises UserError where a policy without a backbone would have no input."""
     if not action.head.core.states_suffice:
         raise UserError(
-            f"{_where(action.head)}.type={action.head.core.type} reads what a backbone made of images and words, but "
+            f"{_head_key(action.head)}.type={action.head.core.type} reads the output of a backbone, but "
             f"model.path={path} reads only the robot's state; use action.head.type=gaussian, horizons, invertible or "
             "latent"
         )
@@ -259,8 +262,8 @@ def check_cameras(action: Actions, sim: VectorSim) -> None:
 
 def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
     if kind not in LEROBOT:
-        known = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
-        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {known} are known")
+        names = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
+        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {names} are known")
     try:
         from mmrl.policies.vla.backbones import lerobot
     except ModuleNotFoundError as error:
@@ -271,7 +274,7 @@ def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action
 
 
 def _check_own_head(path: str, action: Actions) -> None:
-    """Raises UserError for what a policy with an action expert and statistics of its own does not take."""
+    """Raises UserError for options that do not apply to a policy with an action expert and statistics of its own."""
     if not isinstance(action.head, ActionFlow):
         raise UserError(
             f"action.head.type={action.head.type}, but model.path={path} has a flow head of its own; use "
@@ -283,57 +286,59 @@ def _check_own_head(path: str, action: Actions) -> None:
 
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
-    """Head and critic, and what states are standardised by; a critic that is not there starts anew, and so do
-    `Head.new_parts`. A head around another one begins with the one in `folder` as its base, or goes on."""
-    then = described(folder)
-    becomes_base = network.head.base is not None and then["head"]["type"] != action.head.type
+    """Loads head and critic, and returns the statistics that standardise states. A missing critic is initialised anew,
+    and so are `Head.new_parts`. A head around another one takes the head in `folder` as its base, or continues."""
+    saved = described(folder)
+    becomes_base = network.head.base is not None and saved["head"]["type"] != action.head.type
     if network.backbone.units is None:
-        _check_shape(folder, then, action, becomes_base)
-    found = load_file(folder / WEIGHTS)
-    wanted = {n for n in network.state_dict() if not n.startswith("backbone.")}
+        _check_shape(folder, saved, action, becomes_base)
+    weights = load_file(folder / WEIGHTS)
+    expected = {n for n in network.state_dict() if not n.startswith("backbone.")}
     if becomes_base:
-        found = {n.replace("head.", "head.base.", 1) if n.startswith("head.") else n: v for n, v in found.items()}
+        weights = {n.replace("head.", "head.base.", 1) if n.startswith("head.") else n: v for n, v in weights.items()}
     anew = ("critic.", *(f"head.{part}" for part in network.head.new_parts))
-    missing = [n for n in sorted(wanted - set(found)) if not n.startswith(anew)]
-    if becomes_base:  # all else that the head has begins now
+    missing = [n for n in sorted(expected - set(weights)) if not n.startswith(anew)]
+    if becomes_base:  # the rest of the head is initialised anew
         missing = [n for n in missing if n.startswith("head.base.")]
     if missing:
         raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
     shapes = {n: value.shape for n, value in network.state_dict().items()}
-    for name in sorted(wanted & set(found)):
-        if name.startswith("critic.") and found[name].shape != shapes[name]:
+    for name in sorted(expected & set(weights)):
+        if name.startswith("critic.") and weights[name].shape != shapes[name]:
             raise UserError(
                 f"algorithm.critic makes {name} {list(shapes[name])}, but in {folder / WEIGHTS} it is "
-                f"{list(found[name].shape)}; ask for the critic that it was trained with"
+                f"{list(weights[name].shape)}; set the critic that it was trained with"
             )
-    network.load_state_dict({n: value for n, value in found.items() if n in wanted}, strict=False)
-    known = then.get("states")  # absent before there were any
-    if action.standardise != (known is not None):
-        raise UserError(f"action.standardise={action.standardise}, but {folder} was trained with {known is not None}")
-    return None if known is None else StateStatistics.from_json(known, state_dim)
+    network.load_state_dict({n: value for n, value in weights.items() if n in expected}, strict=False)
+    statistics = saved.get("states")  # absent in folders of older versions
+    if action.standardise != (statistics is not None):
+        raise UserError(
+            f"action.standardise={action.standardise}, but {folder} was trained with {statistics is not None}"
+        )
+    return None if statistics is None else StateStatistics.from_json(statistics, state_dim)
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The `action` section that a folder was trained with. In folders from before heads had sections of their own, a
-    head's options lie beside its name."""
-    then: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
-    return then | {"head": {**then, "type": then["head"]}} if isinstance(then["head"], str) else then
+    """Returns the `action` section that a folder was trained with. In folders of older versions the head's options lie
+    beside its name, not in a section of their own."""
+    saved: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+    return saved | {"head": {**saved, "type": saved["head"]}} if isinstance(saved["head"], str) else saved
 
 
-def _check_shape(folder: Path, then: dict[str, Any], action: Actions, becomes_base: bool) -> None:
-    """Raises UserError for the first key that the weights depend on and that is another one now. becomes_base: the head
-    in `folder` is the base of what `action` asks for."""
-    pairs = [(f"action.{name}", then[name], vars(action)[name]) for name in SHAPING]
+def _check_shape(folder: Path, saved: dict[str, Any], action: Actions, becomes_base: bool) -> None:
+    """Raises UserError for the first key that the weights depend on and whose value differs. becomes_base: the head in
+    `folder` becomes the base of the head of `action`."""
+    pairs = [(f"action.{name}", saved[name], vars(action)[name]) for name in SHAPING]
     if becomes_base:
-        pairs += _shapes("action.head.base", then["head"], action.head.core)
+        pairs += _shapes("action.head.base", saved["head"], action.head.core)
     else:
-        pairs += _shapes("action.head", then["head"], action.head)
+        pairs += _shapes("action.head", saved["head"], action.head)
     for key, before, value in pairs:
         if before != value:
             raise UserError(f"{key}={value}, but {folder} was trained with {before}")
 
 
-def _shapes(key: str, then: dict[str, Any], now: ActionHead) -> list[tuple[str, Any, Any]]:
-    """Keys that a head's weights depend on, with their values then and now; those of its base behind them."""
-    found = [(f"{key}.{name}", then.get(name), plain(now)[name]) for name in ("type", *now.shaping)]
-    return found if now.core is now else [*found, *_shapes(f"{key}.base", then.get("base", {}), now.core)]
+def _shapes(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
+    """Returns the keys that a head's weights depend on, with their saved and present values; those of its base last."""
+    pairs = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.shaping)]
+    return pairs if head.core is head else [*pairs, *_shapes(f"{key}.base", saved.get("base", {}), head.core)]

@@ -1,4 +1,4 @@
-"""Vision-language-action models on the meta device: what the looks of a micro-batch of episodes take."""
+"""Memory estimates of vision-language-action models on the meta device, for the policy steps of a micro-batch."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ GEMMA_300M = {
     "num_key_value_heads": 1,
     "head_dim": 256,
 }
-# LeRobot's policies by their published sizes: weights of all (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
-# heads for words that nothing reads), what reads images and words as (layers, width of keys and values, tokens), the
-# expert's transformer, how many of its norms a noise level modulates, and what it denoises. SmolVLA: arXiv 2506.01844,
+# LeRobot's policies by their published sizes: all weights (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
+# unused language model heads), the prefix as (layers, width of keys and values, tokens), the expert's transformer, how
+# many of its norms a noise level modulates, and the length of the chunk that it denoises. SmolVLA: arXiv 2506.01844,
 # pi0: 2410.24164, pi0.5: 2504.16054.
 LEROBOT: dict[str, dict[str, Any]] = {
     "lerobot/smolvla_base": {
@@ -91,17 +91,18 @@ LEROBOT: dict[str, dict[str, Any]] = {
 
 
 def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
-    """Of a job; None for our own small networks. Raises UserError where the model can not be described."""
+    """Builds the memory estimate of a job, None for mmrl's small networks. Raises UserError where the sizes of the
+    model are not known."""
     if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
         return None
     if path in LEROBOT:
         return lerobot(settings, config, path)
     if path in vlm.PUBLISHED:
         return with_head(settings, config, path)
-    told = OPENVLA if path == "openvla/openvla-7b" else _told(path)
-    if told is OPENVLA or told.get("model_type") == "openvla":
-        return openvla(settings, config, told)
-    if "output_features" in told:
+    checkpoint_config = OPENVLA if path == "openvla/openvla-7b" else _read_config(path)
+    if checkpoint_config is OPENVLA or checkpoint_config.get("model_type") == "openvla":
+        return openvla(settings, config, checkpoint_config)
+    if "output_features" in checkpoint_config:
         raise UserError(
             f"model.path={path}: of LeRobot's policies the sizes of {', '.join(LEROBOT)} are known; give one of "
             "these names to estimate its memory"
@@ -109,87 +110,91 @@ def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: s
     return with_head(settings, config, path)
 
 
-def _told(path: str) -> dict[str, Any]:
+def _read_config(path: str) -> dict[str, Any]:
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={path}: {str(error).strip().splitlines()[0]}") from None
 
 
-def looks_of(config: JobConfig) -> tuple[int, int]:
-    """The looks of an episode, and how many of a micro-batch's are computed at once."""
+def policy_steps_of(config: JobConfig) -> tuple[int, int]:
+    """Returns the policy steps of an episode, and how many of a micro-batch are computed at once."""
     action: Actions = config.section("action")
-    looks = math.ceil(action.horizon / action.chunk)
-    return looks, config.engine.steps_at_once or looks * config.engine.micro_batch
+    steps = math.ceil(action.horizon / action.chunk)
+    return steps, config.engine.steps_at_once or steps * config.engine.micro_batch
 
 
 def in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
-    """`score(looks)` of the looks of so many episodes, as the policy's network computes parts of them."""
-    looks, at_once = looks_of(config)
-    every = looks * rows
-    if every <= at_once:
-        return score(every)
-    # The second part stands for all others: of each the network keeps nothing but what goes in.
+    """Computes `score(steps)` for the policy steps of `rows` episodes, in parts as the policy's network does."""
+    steps, at_once = policy_steps_of(config)
+    total = steps * rows
+    if total <= at_once:
+        return score(total)
+    # The second part stands for all others: of each the network keeps only its inputs.
     return [checkpoint(score, at_once, use_reentrant=False, preserve_rng_state=False) for _ in range(2)]
 
 
-def said(config: JobConfig) -> list[str]:
-    looks, at_once = looks_of(config)
+def notes_of(config: JobConfig) -> list[str]:
+    steps, at_once = policy_steps_of(config)
     return [
-        f"a micro-batch is {config.engine.micro_batch} episodes of up to {looks} looks, {at_once} of them computed at "
-        "once"
+        f"a micro-batch is {config.engine.micro_batch} episodes of up to {steps} policy steps, {at_once} of them "
+        "computed at once"
     ]
 
 
-def openvla(settings: VisionLanguageActionModel, config: JobConfig, told: dict[str, Any]) -> MemoryModel:
+def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_config: dict[str, Any]) -> MemoryModel:
     try:
         from mmrl.policies.vla.backbones import oft
         from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction
     except ModuleNotFoundError as error:
         raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
-    made: Any = OpenVLAConfig(**told)
-    made._attn_implementation = "sdpa"
+    openvla_config: Any = OpenVLAConfig(**checkpoint_config)
+    openvla_config._attn_implementation = "sdpa"
     kind: Any = OpenVLAForActionPrediction
     with on_meta(settings.dtype):
-        core = kind(made)
+        core = kind(openvla_config)
         model: Any = loading.adapt(core, "", freeze=settings.freeze, lora=settings.lora)
     model.to(getattr(torch, settings.dtype))
-    action, width, dtype = config.section("action"), made.text_config.hidden_size, getattr(torch, settings.dtype)
-    size = made.image_sizes[0]
-    module, own = nn.ModuleDict({"model": model}), isinstance(action.head.core, L1Actions)
+    action, width, dtype = (
+        config.section("action"),
+        openvla_config.text_config.hidden_size,
+        getattr(torch, settings.dtype),
+    )
+    size = openvla_config.image_sizes[0]
+    module, l1_head = nn.ModuleDict({"model": model}), isinstance(action.head.core, L1Actions)
     with on_meta(settings.dtype):
-        if own:
+        if l1_head:
             module["head"] = oft.ActionNetwork(width, ACTION)
-        if own and action.proprioception:
+        if l1_head and action.proprioception:
             module["proprio"] = oft.ProprioProjector(width, STATE)
     if action.head.core is not action.head:  # it holds still what it is built around
         module.requires_grad_(False)
 
-    def score(looks: int) -> Tensor:
-        ids = torch.zeros(looks, WORDS, dtype=torch.long, device="meta")
-        shown = torch.empty(looks, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
-        given = core.embed(ids, torch.ones_like(ids), [shown] * len(made.timm_model_ids))
-        tokens = torch.empty(looks, action.chunk * ACTION, width, device="meta", dtype=dtype)
+    def score(steps: int) -> Tensor:
+        ids = torch.zeros(steps, WORDS, dtype=torch.long, device="meta")
+        pixels = torch.empty(steps, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
+        inputs = core.embed(ids, torch.ones_like(ids), [pixels] * len(openvla_config.timm_model_ids))
+        tokens = torch.empty(steps, action.chunk * ACTION, width, device="meta", dtype=dtype)
         if action.head.together:
             end = torch.empty(1, width, device="meta", dtype=dtype)
-            read = BidirectionalPrefix(core.language_model, given, end).together(tokens)
-            return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if own else read
-        behind = torch.cat([given["inputs_embeds"], tokens], 1)
-        mask = everything_seen(looks, behind.shape[1])
-        found = core.language_model.base_model(inputs_embeds=behind, attention_mask=mask, use_cache=False)
-        out: Tensor = found.last_hidden_state
+            read = BidirectionalPrefix(core.language_model, inputs, end).together(tokens)
+            return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if l1_head else read
+        embeddings = torch.cat([inputs["inputs_embeds"], tokens], 1)
+        mask = everything_seen(steps, embeddings.shape[1])
+        output = core.language_model.base_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False)
+        out: Tensor = output.last_hidden_state
         return out
 
     return MemoryModel(
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: score(_played(config)),
-        words=said(config),
+        words=notes_of(config),
     )
 
 
 def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
-    """A vision-language model with a head of ours. Of a frozen one the head alone computes."""
+    """Builds the estimate of a vision-language model with one of mmrl's heads. Of a frozen model only the head runs."""
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
     model = vlm.network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
@@ -199,47 +204,47 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
         model.requires_grad_(False)
     frozen = not any(p.requires_grad for p in model.parameters())
     module = nn.ModuleDict({"backbone": model})
-    words = [*said(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]
+    notes = [*notes_of(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]
     if isinstance(action.head, FlowActions):
-        head = ExpertHead(action.head, action, ACTION, STATE, width)  # its noise levels are looked at
+        head = ExpertHead(action.head, action, ACTION, STATE, width)  # it reads its noise levels
         module["head"] = head.to("meta", dtype)
     else:
-        words.append("the head's own weights, which are small beside the model's, are not counted")
+        notes.append("the head's own weights, which are small beside the model's, are not counted")
 
-    def score(looks: int) -> Tensor:
+    def score(steps: int) -> Tensor:
         if frozen:
-            hidden = torch.empty(looks, length, width, device="meta", dtype=dtype)
+            hidden = torch.empty(steps, length, width, device="meta", dtype=dtype)
         else:
-            hidden = vlm.read(model, looks, length + action.chunk * ACTION, given=True)[:, :length]
+            hidden = vlm.read(model, steps, length + action.chunk * ACTION, given=True)[:, :length]
         if not isinstance(action.head, FlowActions):
             return hidden
-        reading = CachedReading(hidden, torch.ones(looks, length, dtype=torch.bool, device="meta"))
-        rows = torch.arange(looks, device="meta").repeat_interleave(head.decisions)
+        reading = CachedReading(hidden, torch.ones(steps, length, dtype=torch.bool, device="meta"))
+        rows = torch.arange(steps, device="meta").repeat_interleave(head.decisions)
         noisy = torch.empty(len(rows), action.chunk, ACTION, device="meta", dtype=dtype)
-        levels, state = torch.empty(len(rows), device="meta"), torch.empty(looks, head.state_dim, device="meta")
+        levels, state = torch.empty(len(rows), device="meta"), torch.empty(steps, head.state_dim, device="meta")
         return head.velocity(reading, state.to(dtype), noisy, levels.to(dtype), rows)
 
     return MemoryModel(
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: vlm.read(model, _played(config), length, given=False),
-        words=words,
+        words=notes,
     )
 
 
 def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
-    """The action expert as a transformer of its size, behind keys and values of what it was shown; what reads images
-    and words is frozen, and counted by its weights."""
+    """Builds the estimate of a LeRobot policy: the action expert as a transformer of its size, with keys and values of
+    the prefix; the frozen rest is counted by its weights."""
     if set(settings.freeze) != {"vision", "connector", "language"}:
         raise UserError("memory of a LeRobot policy is known with model.freeze=[vision, connector, language]")
-    told = LEROBOT[path]
-    layers, keys, tokens = told["keys"]
-    width, dtype = told["expert"]["hidden_size"], getattr(torch, settings.dtype)
+    sizes = LEROBOT[path]
+    layers, keys, tokens = sizes["keys"]
+    width, dtype = sizes["expert"]["hidden_size"], getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
-        expert: Any = LlamaModel(LlamaConfig(**told["expert"], vocab_size=3))
-        modulation = nn.Linear(width, 3 * width * told["modulated"]) if told["modulated"] else nn.Identity()
-        own = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
-        rest = nn.Linear(int(told["weights"]) - own, 1, bias=False)
+        expert: Any = LlamaModel(LlamaConfig(**sizes["expert"], vocab_size=3))
+        modulation = nn.Linear(width, 3 * width * sizes["modulated"]) if sizes["modulated"] else nn.Identity()
+        counted = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
+        rest = nn.Linear(int(sizes["weights"]) - counted, 1, bias=False)
         modulation.requires_grad_(settings.lora is None)
         expert = loading.adapt(expert, "", freeze=(), lora=settings.lora)
     rest.requires_grad_(False)
@@ -247,25 +252,25 @@ def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -
     action = config.section("action")
     points = 1 if not isinstance(action.head, FlowActions) else _points(action.head)
 
-    def score(looks: int) -> Tensor:
-        rows = looks * points
-        kept = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
-        noisy = torch.empty(rows, told["chunk"], width, device="meta", dtype=dtype)
+    def score(steps: int) -> Tensor:
+        rows = steps * points
+        cache = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
+        noisy = torch.empty(rows, sizes["chunk"], width, device="meta", dtype=dtype)
         noisy.requires_grad_(True)
-        mask = everything_seen(rows, told["chunk"])
+        mask = everything_seen(rows, sizes["chunk"])
         out: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state
-        return out + 0 * kept[:, :1, :1]
+        return out + 0 * cache[:, :1, :1]
 
-    words = [*said(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
-    return MemoryModel(module, lambda rows: in_parts(score, rows, config), words=words)
+    notes = [*notes_of(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
+    return MemoryModel(module, lambda rows: in_parts(score, rows, config), words=notes)
 
 
 def _points(head: FlowActions) -> int:
-    """Denoising steps of a chunk that are scored."""
+    """Returns the number of denoising steps of a chunk that are scored."""
     window = plain(head.likelihood.window) if isinstance(head.likelihood, ActionChain) else {}
     return int(window.get("size") or head.steps)
 
 
 def _played(config: JobConfig) -> int:
-    """Looks that are acted on at once: of the rows of the simulator."""
+    """Returns the number of observations that are acted on at once, the rows of the simulator."""
     return int(vars(config.task).get("rows") or 1)

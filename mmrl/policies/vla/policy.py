@@ -1,4 +1,4 @@
-"""Vision-language-action models as policies: start states to episodes, episodes to likelihoods."""
+"""Vision-language-action models as policies: they play episodes from start states and score them."""
 
 from __future__ import annotations
 
@@ -40,43 +40,45 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """One look of one episode: what was seen, what was chosen, and which actions of the chunk were executed."""
+    """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed."""
 
-    seen: Any  # of the backbone's `prepare`; or, from a frozen one, its last layer [token, width]
+    observation: Any  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
     state: Tensor  # [state], the numbers for the critic alone included
     chosen: Chosen  # without the leading dimension
     valid: Tensor  # [chunk] bool
 
 
 class Episodes(list[list[PolicyStep]]):
-    """Looks by rollout, with what `replay` makes of them stacked, which is the same each time that a minibatch is
-    learned from; what was seen is collated again, for it may be large."""
+    """Policy steps by rollout, with the stacked tensors that `replay` needs, which are the same each time that a
+    minibatch is learned from. Observations are collated again each time, for they may be large."""
 
     def __init__(self, episodes: list[list[PolicyStep]], device: torch.device) -> None:
-        """There is at least one look."""
+        """episodes: with at least one policy step in all."""
         super().__init__(episodes)
-        self.flat = [look for episode in episodes for look in episode]
-        places = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
-        self.row, self.step = torch.tensor(places, device=device).unbind(1)
-        self.state = torch.stack([look.state for look in self.flat]).to(device)
-        self.valid = torch.stack([look.valid for look in self.flat]).to(device)
-        self.chosen = {name: values.to(device) for name, values in chosen_of(self.flat).items()}
+        self.flat = [policy_step for episode in episodes for policy_step in episode]
+        indices = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
+        self.row, self.step = torch.tensor(indices, device=device).unbind(1)
+        self.state = torch.stack([policy_step.state for policy_step in self.flat]).to(device)
+        self.valid = torch.stack([policy_step.valid for policy_step in self.flat]).to(device)
+        self.chosen = {name: values.to(device) for name, values in stacked_choices(self.flat).items()}
 
 
-def chosen_of(looks: Sequence[PolicyStep]) -> Chosen:
-    """What was chosen in at least one look, stacked."""
-    return {name: torch.stack([look.chosen[name] for look in looks]) for name in looks[0].chosen}
+def stacked_choices(policy_steps: Sequence[PolicyStep]) -> Chosen:
+    """Stacks the choices of at least one policy step, [step, ...] each."""
+    return {
+        name: torch.stack([policy_step.chosen[name] for policy_step in policy_steps]) for name in policy_steps[0].chosen
+    }
 
 
 @dataclass(frozen=True)
 class PolicyStepBatch:
-    """Looks as the network takes them. inputs: of the backbone, of as many looks as `valid` has rows; old, reference:
-    other policies' predictions, where there are any."""
+    """A batch of policy steps for the network. inputs: of the backbone; old, reference: predictions of the old and the
+    reference policy, where there are any."""
 
     inputs: dict[str, Tensor]
-    state: Tensor  # [look, state]
+    state: Tensor  # [step, state]
     chosen: Chosen
-    valid: Tensor  # [look, chunk] bool
+    valid: Tensor  # [step, chunk] bool
     old: Tensor | None
     reference: Tensor | None
 
@@ -89,41 +91,44 @@ class Network(nn.Module):
         super().__init__()
         self.backbone, self.head, self.critic, self.privileged = backbone, head, critic, privileged
 
-    def own(self, state: Numbers) -> Numbers:
-        """What the policy itself may read of states [n, state]."""
+    def policy_state(self, state: Numbers) -> Numbers:
+        """Returns the part of states [n, state] that the policy itself may read."""
         return state[:, : state.shape[1] - self.privileged]
 
     def forward(self, parts: Sequence[PolicyStepBatch]) -> dict[str, Tensor]:
-        """What `Head.score` says of all looks, and "value" [look] where there is a critic; a part at a time."""
+        """Returns the fields of `Head.score` of all policy steps, and "value" [step] where there is a critic, computed
+        a part at a time."""
         scored = by_parts(self.score, parts)
         return {name: torch.cat([one[name] for one in scored]) for name in scored[0]}
 
-    def score(self, looks: PolicyStepBatch) -> dict[str, Tensor]:
-        reading = self.read(looks.inputs)
-        scored = self.head.score(reading, self.own(looks.state), looks.chosen, looks.valid, looks.old, looks.reference)
-        return scored if self.critic is None else {**scored, "value": self.critic(reading, looks.state)}
+    def score(self, batch: PolicyStepBatch) -> dict[str, Tensor]:
+        reading = self.read(batch.inputs)
+        scored = self.head.score(
+            reading, self.policy_state(batch.state), batch.chosen, batch.valid, batch.old, batch.reference
+        )
+        return scored if self.critic is None else {**scored, "value": self.critic(reading, batch.state)}
 
     def read(self, inputs: dict[str, Tensor]) -> Reading:
         if "hidden" in inputs:
-            return self.backbone.recall(inputs)
+            return self.backbone.cached_reading(inputs)
         return self.backbone.read(inputs, every_layer=self.head.every_layer)
 
 
 class EpisodeRecord:
-    """An episode, filled in while it is played."""
+    """The record of an episode while it is played."""
 
     def __init__(self, prompt: Prompt, instruction: str, lost: bool, *, reasons: bool) -> None:
         """reasons: whether the head draws latents before a chunk."""
         self.prompt, self.instruction, self.lost, self.reasons = prompt, instruction, lost, reasons
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
-        self.looks: list[PolicyStep] = []
-        self.values: list[float] = []  # by look
-        self.reasoning: list[int] = []  # by look, how many latents were drawn
+        self.policy_steps: list[PolicyStep] = []
+        self.values: list[float] = []  # by policy step
+        self.reasoning: list[int] = []  # number of latents by policy step
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
 
-    def moved(self, step: Step, row: int, film: bool) -> None:
+    def add_step(self, step: Step, row: int, film: bool) -> None:
         valid = step.valid[row]
         self.lost |= bool(step.dropped[row])
         if valid.any():
@@ -156,9 +161,9 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """How episodes are played. training: whether looks are recorded, to be scored. film: of how many episodes images
-    are kept, the first ones: of every action, but while training of every look, so that the simulator moves as it
-    otherwise does. step: finished training steps."""
+    """Options of playing episodes. training: whether policy steps are recorded, to be scored. film: number of episodes,
+    the first ones, whose images are kept: of every action, but in training of every policy step, so that the simulator
+    steps whole chunks. step: finished training steps."""
 
     temperature: float
     training: bool
@@ -167,11 +172,11 @@ class PlayOptions:
 
 
 class VisionLanguageActionPolicy:
-    """Plays episodes in a simulator and says how likely its actions were.
+    """Plays episodes in a simulator and scores their actions.
 
     A prompt is a start state: metadata["seed"] and metadata["task"]. The rollouts of a group have equal seeds, so their
-    first observations are equal; what differs is each rollout's own noise. Every look at the scene decides on a chunk
-    of actions, and once the episode is over nothing counts any more.
+    first observations are equal; what differs is each rollout's own noise. Every policy step decides on a
+    chunk of actions; steps after the end of an episode are masked.
     """
 
     def __init__(
@@ -188,9 +193,10 @@ class VisionLanguageActionPolicy:
         log: Log | None = None,
         watched: bool = False,
     ) -> None:
-        """temperature: of rollouts, as it is when they are made; heads that have none do not look at it. steps_at_once:
-        see `replay`. log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: all
-        episodes are filmed, for the task looks at them."""
+        """temperature: of rollouts, at the time that they are played; some heads have none. steps_at_once: see
+        `replay`.
+        log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: whether all
+        episodes are filmed, because the task needs the images."""
         self.module, self.action, self.sim = network, action, sim
         self.watched = watched
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
@@ -198,7 +204,7 @@ class VisionLanguageActionPolicy:
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
-        self.keeps_readings = network.backbone.frozen and network.head.context_only
+        self.caches_readings = network.backbone.frozen and network.head.context_only
 
     @property
     def device(self) -> torch.device:
@@ -211,98 +217,101 @@ class VisionLanguageActionPolicy:
     # --- start states to episodes ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Play `group_size` episodes a prompt. seeds: one a rollout, prompt by prompt. What a group shares, such as the
-        window of its chains, comes from its first seed and training step `step`."""
+        """Plays `group_size` episodes a prompt. seeds: one a rollout, prompt by prompt. What a group shares, such as
+        the window of its chains, comes from its first seed and training step `step`."""
         starts = [p for p in prompts for _ in range(group_size)]
         groups = [seed for seed in seeds[::group_size] for _ in range(group_size)]
         film = len(starts) if self.watched else self._filmed(step, group_size)
-        how = PlayOptions(self.temperature.value, training=True, film=film, step=step)
-        records = self._play(starts, seeds, groups, how)
-        made = self._rollouts([r.sample for r in records], [r.looks for r in records])
-        made.mask &= ~torch.tensor([r.lost for r in records])[:, None]
-        made.group = torch.arange(len(prompts)).repeat_interleave(group_size)
+        options = PlayOptions(self.temperature.value, training=True, film=film, step=step)
+        records = self._play(starts, seeds, groups, options)
+        rollouts = self._rollouts([r.sample for r in records], [r.policy_steps for r in records])
+        rollouts.mask &= ~torch.tensor([r.lost for r in records])[:, None]
+        rollouts.group = torch.arange(len(prompts)).repeat_interleave(group_size)
         if self.module.critic is not None:
-            made.extras["steps"] = steps_of(records)
-        return made
+            rollouts.extras["steps"] = steps_of(records)
+        return rollouts
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One episode a prompt at the temperature of evaluation."""
+        """Plays one episode a prompt at the temperature of evaluation."""
         film = len(prompts) if self.action.film or self.watched else 0
-        how = PlayOptions(self.evaluation_temperature, training=False, film=film)
-        return [record.sample for record in self._play(prompts, seeds, seeds, how)]
+        options = PlayOptions(self.evaluation_temperature, training=False, film=film)
+        return [record.sample for record in self._play(prompts, seeds, seeds, options)]
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """Raises UserError: what an episode was shown came from the simulator, not from its prompt."""
-        raise UserError("views of prompts are not for model.type=vision_language_action; remove what asks for them")
+        """Raises UserError: observations of an episode come from the simulator, not from its prompt."""
+        raise UserError(
+            "views of prompts are not for model.type=vision_language_action; remove the options that need them"
+        )
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """Single looks with the chunk that an expert then executed, from metadata: "observation", an `Observation` of
-        one row, and "actions" [up to chunk, action] in the robot's units."""
+        """Returns single policy steps with the chunk that an expert executed, from metadata: "observation", an
+        `Observation` of one row, and "actions" [up to chunk, action] in the robot's units. Raises UserError for prompts
+        without actions, and for actions out of range."""
         missing = next((p.id for p in prompts if "actions" not in p.metadata), None)
         if missing is not None:
             raise UserError(
                 f"prompt {missing} shows no actions to learn from: algorithm.type=supervised needs task.demonstrations"
             )
-        seen = [p.metadata["observation"] for p in prompts]
-        together = Observation(
-            np.concatenate([o.images for o in seen]),
-            np.concatenate([o.state for o in seen]),
-            [o.instructions[0] for o in seen],
-            seen[0].cameras,
+        observations = [p.metadata["observation"] for p in prompts]
+        batch = Observation(
+            np.concatenate([o.images for o in observations]),
+            np.concatenate([o.state for o in observations]),
+            [o.instructions[0] for o in observations],
+            observations[0].cameras,
         )
         chunk, size = self.action.chunk, self.sim.simulator.action_dim
         actions = np.zeros((len(prompts), chunk, size), np.float32)
         valid = torch.zeros(len(prompts), chunk, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
-            shown = prompt.metadata["actions"][:chunk]
-            actions[i, : len(shown)], valid[i, : len(shown)] = shown, True
+            demonstrated = prompt.metadata["actions"][:chunk]
+            actions[i, : len(demonstrated)], valid[i, : len(demonstrated)] = demonstrated, True
         if self.statistics is not None:
             actions = self.statistics.from_robot(actions).astype(np.float32)
-        elif (most := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
+        elif (largest := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
             raise UserError(
-                f"the actions of prompt {prompts[int(most.argmax())].id} reach {most.max():.4g}: without "
+                f"the actions of prompt {prompts[int(largest.argmax())].id} reach {largest.max():.4g}: without "
                 "action.statistics they must lie in [-1, 1]"
             )
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
-        inputs, state = self._look(together), self._state(together)
-        looks = [
+        inputs, state = self._prepare(batch), self._state(batch)
+        policy_steps = [
             [PolicyStep(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])]
             for i in range(len(prompts))
         ]
-        return self._rollouts([Sample(prompt) for prompt in prompts], looks)
+        return self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
 
     def trained_by(self, engine: TrainingEngine) -> None:
-        """It has nothing to keep step with."""
+        """Does nothing: no part of the policy follows the engine's steps."""
 
     def counts(self) -> dict[str, float]:
-        """What went wrong in the simulator since this was last asked: action numbers that were not finite, episodes
-        dropped, workers restarted."""
+        """Returns counts of the simulator since the last call: action numbers that were not finite, dropped episodes,
+        restarted workers."""
         new = {name: total - self._counted[name] for name, total in self.sim.counters.items()}
         self._counted = Counter(self.sim.counters)
         return {f"simulator/{name.removesuffix('_episodes')}": float(count) for name, count in new.items()}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Backbone in its library's own format, head and critic beside it as `vla.safetensors`, with the
-        settings in `vla.json`."""
+        """Saves the backbone in its library's own format, head and critic as `vla.safetensors`, and the settings as
+        `vla.json`."""
         save(folder, self.module, self.action, state, self.states)
 
     # --- episodes to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
-        """What `model` (`self.module` or the engine around it) says of every decision. What does not count holds 0.
+        """Scores every decision with `model` (`self.module` or the engine around it); masked decisions hold 0.
 
-        Takes the looks of all episodes in one batch, or `steps_at_once` of them at a time, which a backward pass then
-        computes again. Where the simulator lost all of them before their first look, a blank image is scored in their
-        place: what is said of them then has the fields and shapes that other batches have."""
+        Runs the policy steps of all episodes in one batch, or `steps_at_once` of them at a time, which a backward pass
+        then computes again. Where the simulator lost all episodes before their first step, a black image is scored in
+        their place, so that fields and shapes are those of other batches."""
         if not any(rollouts.inputs):
-            episodes = Episodes([[self._blank_look()], *([] for _ in rollouts.inputs[1:])], self.device)
+            episodes = Episodes([[self._blank_step()], *([] for _ in rollouts.inputs[1:])], self.device)
         elif isinstance(rollouts.inputs, Episodes):
             episodes = rollouts.inputs
         else:
             episodes = rollouts.inputs = Episodes(rollouts.inputs, self.device)
         decisions = self.module.head.decisions
         shape = (len(episodes), rollouts.mask.shape[1] // decisions)
-        # No look is missing, as where each is a rollout of its own.
+        # Whether no policy step is missing, as where each is a rollout of its own.
         dense = len(episodes.flat) == len(rollouts) * shape[1]
 
         def spread(values: Tensor) -> Tensor:
@@ -311,73 +320,75 @@ class VisionLanguageActionPolicy:
             blank = values.new_zeros(*shape, *values.shape[1:])
             return blank.index_put((episodes.row, episodes.step), values)[: len(rollouts)]
 
-        def at_looks(values: Tensor | None) -> Tensor | None:
+        def at_policy_steps(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
-            by_look = rearrange(values.to(self.device), "b (s d) ... -> b s d ...", d=decisions)
-            return by_look.flatten(0, 1) if dense else by_look[episodes.row, episodes.step]
+            by_policy_step = rearrange(values.to(self.device), "b (s d) ... -> b s d ...", d=decisions)
+            return by_policy_step.flatten(0, 1) if dense else by_policy_step[episodes.row, episodes.step]
 
-        # The reference is asked for itself; what the old policy predicted may be known of some of the rollouts only.
-        old = None if reference else at_looks(rollouts.old_prediction)
-        before = at_looks(rollouts.ref_prediction)
+        # The reference needs no old prediction; the old policy's may exist for some of the rollouts only.
+        old = None if reference else at_policy_steps(rollouts.old_prediction)
+        before = at_policy_steps(rollouts.ref_prediction)
         size = self.steps_at_once or len(episodes.flat)
         parts = []
         for first in range(0, len(episodes.flat), size):
             rows = slice(first, first + size)
-            own = {name: values[rows] for name, values in episodes.chosen.items()}
+            chosen = {name: values[rows] for name, values in episodes.chosen.items()}
             others = [None if values is None else values[rows] for values in (old, before)]
-            inputs = self._collate([look.seen for look in episodes.flat[rows]])
-            parts.append(PolicyStepBatch(inputs, episodes.state[rows], own, episodes.valid[rows], *others))
+            inputs = self._collate([policy_step.observation for policy_step in episodes.flat[rows]])
+            parts.append(PolicyStepBatch(inputs, episodes.state[rows], chosen, episodes.valid[rows], *others))
         scored = dict(model(parts))
         value = scored.pop("value", None)
         fields: dict[str, Any] = {n: rearrange(spread(v), "b s d ... -> b (s d) ...") for n, v in scored.items()}
         if "noisy" in fields:
             fields[MATCHING.name] = matching_of(fields)
         if "std" in fields:
-            fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of looks that do not exist
+            fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of policy steps that do not exist
         numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
-        columns = {name.removeprefix(EXTRA): known for name, known in fields.items()}
+        columns = {name.removeprefix(EXTRA): field for name, field in fields.items()}
         return Replay.of({**columns, LOOKS.name: numbers, "value": None if value is None else spread(value)})
 
     def actions(self, rollouts: Rollouts) -> Tensor:
-        """[look, chunk, action], what the head would choose now at every look, at temperature 0, with its gradient."""
-        looks = [look for episode in rollouts.inputs for look in episode]
-        state = torch.stack([look.state for look in looks]).to(self.device)
-        reading = self.module.read(self._collate([look.seen for look in looks]))
-        how = ActionSampling([0] * len(looks), temperature=0.0, training=False)
-        return self.module.head.act(reading, self.module.own(state), how)["actions"]
+        """Returns the head's present actions at every policy step at temperature 0, [step, chunk, action], with
+        gradient."""
+        policy_steps = [policy_step for episode in rollouts.inputs for policy_step in episode]
+        state = torch.stack([policy_step.state for policy_step in policy_steps]).to(self.device)
+        reading = self.module.read(self._collate([policy_step.observation for policy_step in policy_steps]))
+        sampling = ActionSampling([0] * len(policy_steps), temperature=0.0, training=False)
+        return self.module.head.act(reading, self.module.policy_state(state), sampling)["actions"]
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] int64: looks."""
-        return torch.tensor([len(looks) for looks in rollouts.inputs])
+        """Returns the number of policy steps of each rollout, [rollout] int64."""
+        return torch.tensor([len(episode) for episode in rollouts.inputs])
 
     def by_step(self, rollouts: Rollouts) -> Rollouts:
-        """Every look as a rollout of its own, episode by episode."""
-        return rollouts.by_step([[[look] for look in episode] for episode in rollouts.inputs])
+        """Returns every policy step as a rollout of its own, episode by episode."""
+        return rollouts.by_step([[[policy_step] for policy_step in episode] for episode in rollouts.inputs])
 
     # --- details ---
 
     @torch.no_grad()
     def _play(
-        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], how: PlayOptions
+        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
         records = []
         for i in range(0, len(starts), len(self.sim)):
             part = slice(i, i + len(self.sim))
-            options = replace(how, film=max(0, how.film - i))
-            records += self._play_at_once(starts[part], seeds[part], groups[part], options)
+            part_options = replace(options, film=max(0, options.film - i))
+            records += self._play_at_once(starts[part], seeds[part], groups[part], part_options)
         return records
 
     def _filmed(self, step: int, group_size: int) -> int:
-        """Of how many rollouts the table shows that is due when step `step` + 1 has finished."""
+        """Returns the number of rollouts to film in step `step`, for the table that is due when it has finished; 0: no
+        table."""
         if not self.action.film or not self.log.samples_every or (step + 1) % self.log.samples_every:
             return 0
         return -(-self.log.samples // group_size) * group_size
 
     def _play_at_once(
-        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], how: PlayOptions
+        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
-        """At most as many episodes as the simulator has rows. Only those that are still on are looked at."""
+        """Plays at most as many episodes as the simulator has rows. The network runs for running episodes only."""
         sim, head, critic = self.sim, self.module.head, self.module.critic
         observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
         running = sim.running
@@ -385,121 +396,135 @@ class VisionLanguageActionPolicy:
             EpisodeRecord(p, observation.instructions[i], not running[i], reasons=head.reasons)
             for i, p in enumerate(starts)
         ]
-        for i, record in enumerate(records[: how.film]):
+        for i, record in enumerate(records[: options.film]):
             record.frames.append(observation.images[i])
-        looks = Counter[int]()
+        step_counts = Counter[int]()
 
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
             shown = observation.select(rows)
-            seen, state = self._look(shown), self._state(shown).to(self.device)
-            reading = self.module.read(self._collate(seen))
-            own = [mixed(seeds[row], looks[row]) for row in rows]  # each look of an episode has noise of its own
-            looks.update(rows.tolist())
-            shared = [groups[row] for row in rows]
+            prepared, state = self._prepare(shown), self._state(shown).to(self.device)
+            reading = self.module.read(self._collate(prepared))
+            step_seeds = [
+                mixed(seeds[row], step_counts[row]) for row in rows
+            ]  # each policy step of an episode has noise of its own
+            step_counts.update(rows.tolist())
+            group_seeds = [groups[row] for row in rows]
             chosen = head.act(
-                reading, self.module.own(state), ActionSampling(own, how.temperature, how.training, shared, how.step)
+                reading,
+                self.module.policy_state(state),
+                ActionSampling(step_seeds, options.temperature, options.training, group_seeds, options.step),
             )
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
-            by_action = how.film and not how.training
+            by_action = options.film and not options.training
             parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
-            return parts, (seen, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
+            return parts, (prepared, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
 
-        def tell(rows: NDArray[np.int64], steps: list[Step], kept: Any) -> None:
+        def tell(rows: NDArray[np.int64], steps: list[Step], context: Any) -> None:
             for step in steps:
                 for row in rows:
-                    records[row].moved(step, row, row < how.film)
-            seen, state, chosen, values = kept
+                    records[row].add_step(step, row, row < options.film)
+            prepared, state, chosen, values = context
             if head.reasons:
                 for row, count in zip(rows, head.reasoning_steps(chosen).tolist(), strict=True):
                     records[row].reasoning.append(count)
-            if how.training:
+            if options.training:
                 valid = torch.from_numpy(steps[-1].valid[rows])
                 picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
-                looks_now = zip(rows, seen, state.unbind(), picked, valid.unbind(), values, strict=True)
-                for row, saw, numbers, choice, executed, value in looks_now:
-                    look = PolicyStep(saw, numbers, dict(zip(chosen, choice, strict=True)), executed)
-                    records[row].looks.append(look)
+                columns = zip(rows, prepared, state.unbind(), picked, valid.unbind(), values, strict=True)
+                for row, prepared_row, numbers, choice, executed, value in columns:
+                    policy_step = PolicyStep(prepared_row, numbers, dict(zip(chosen, choice, strict=True)), executed)
+                    records[row].policy_steps.append(policy_step)
                     records[row].values.append(value)
                 self._value_ends(steps[-1], rows, records)
 
         play(sim, act, tell, max_chunks=self.action.horizon)
         return records
 
-    def _value_ends(self, moved: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
-        """What the critic expects behind the ends of episodes that have just ended, or that the time limit has cut."""
-        ended = [row for row in rows if moved.ended[row] and not moved.dropped[row]]
+    def _value_ends(self, step: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
+        """Sets the critic's value of the final observations of episodes that ended or were truncated in this step."""
+        ended = [row for row in rows if step.ended[row] and not step.dropped[row]]
         if self.module.critic is None or not ended:
             return
-        shown = moved.final_observation.select(ended)
-        reading = self.module.read(self._collate(self._look(shown))) if self.module.critic.reads else None
+        shown = step.final_observation.select(ended)
+        reading = self.module.read(self._collate(self._prepare(shown))) if self.module.critic.reads else None
         values = self.module.critic(reading, self._state(shown).to(self.device))
         for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
 
     @torch.no_grad()
-    def _blank_look(self) -> PolicyStep:
-        """A look at a black image, of which nothing counts."""
+    def _blank_step(self) -> PolicyStep:
+        """Returns a policy step with a black image and no executed action."""
         simulator = self.sim.simulator
         images = np.zeros((1, *simulator.image_shape), np.uint8)
         state = np.zeros((1, simulator.state_dim), np.float32)
         shown = Observation(images, state, ["nothing"], self.sim.cameras)
-        seen, numbers = self._look(shown), self._state(shown).to(self.device)
-        how = ActionSampling([0], self.temperature.value, groups=[0])
-        chosen = self.module.head.act(self.module.read(self._collate(seen)), self.module.own(numbers), how)
+        prepared, numbers = self._prepare(shown), self._state(shown).to(self.device)
+        sampling = ActionSampling([0], self.temperature.value, groups=[0])
+        chosen = self.module.head.act(
+            self.module.read(self._collate(prepared)), self.module.policy_state(numbers), sampling
+        )
         executed = torch.zeros(self.action.chunk, dtype=torch.bool)
-        return PolicyStep(seen[0], numbers[0].cpu(), {name: value[0].cpu() for name, value in chosen.items()}, executed)
+        return PolicyStep(
+            prepared[0], numbers[0].cpu(), {name: value[0].cpu() for name, value in chosen.items()}, executed
+        )
 
     def _state(self, observation: Observation) -> Tensor:
-        """[row, state], standardised where the policy does that."""
+        """Returns states [row, state], standardised where the policy has statistics."""
         state = observation.state
         return torch.from_numpy(state if self.states is None else self.states.standardised(state))
 
     def _robot_actions(self, actions: Tensor, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[rows, chunk, action] in the units of `statistics`, or in [-1, 1] -> [environments, chunk, action] in the
-        robot's."""
+        """Converts actions [rows, chunk, action], in the units of `statistics` or in [-1, 1], to [environments, chunk,
+        action] in the robot's units, 0 for other environments."""
         numbers = actions.float().cpu().numpy().astype(np.float64)
         numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
         numbers = numbers.clip(-1, 1) if self.statistics is None else self.statistics.to_robot(numbers)
-        everyone = np.zeros((len(self.sim), *numbers.shape[1:]))
-        everyone[rows] = numbers
-        return everyone
+        padded = np.zeros((len(self.sim), *numbers.shape[1:]))
+        padded[rows] = numbers
+        return padded
 
-    def _look(self, observation: Observation) -> list[Any]:
-        """What is kept of each row: the prompt as the model takes it, or what a frozen backbone says of it."""
-        backbone, own = self.module.backbone, self.action.prompt
-        texts = [backbone.ask(i) if own is None else own.format(instruction=i) for i in observation.instructions]
+    def _prepare(self, observation: Observation) -> list[Any]:
+        """Returns for each row what its policy step keeps: the prepared prompt, or the reading of a frozen backbone."""
+        backbone, template = self.module.backbone, self.action.prompt
+        texts = [
+            backbone.ask(i) if template is None else template.format(instruction=i) for i in observation.instructions
+        ]
         named = self.action.cameras
         images = [observation.images] if named is None else [observation.image(camera) for camera in named]
-        seen = backbone.prepare(images, texts, self.module.own(observation.state))
-        if not self.keeps_readings:
-            return seen
+        prepared = backbone.prepare(images, texts, self.module.policy_state(observation.state))
+        if not self.caches_readings:
+            return prepared
         with torch.no_grad():
-            return backbone.keep(backbone.read(backbone.collate(seen, self.device), every_layer=False))
+            return backbone.cache_rows(backbone.read(backbone.collate(prepared, self.device), every_layer=False))
 
-    def _collate(self, seen: list[Any]) -> dict[str, Tensor]:
+    def _collate(self, prepared: list[Any]) -> dict[str, Tensor]:
         backbone = self.module.backbone
-        collate = backbone.collate_kept if self.keeps_readings else backbone.collate
-        return collate(seen, self.device)
+        collate = backbone.collate_cached if self.caches_readings else backbone.collate
+        return collate(prepared, self.device)
 
-    def _rollouts(self, samples: list[Sample], looks: list[list[PolicyStep]]) -> Rollouts:
+    def _rollouts(self, samples: list[Sample], policy_steps: list[list[PolicyStep]]) -> Rollouts:
         head = self.module.head
-        most = max(1, *map(len, looks))
-        mask = torch.zeros(len(looks), most, head.decisions, dtype=torch.bool)
-        for b, episode in enumerate(looks):
-            if not episode:  # lost at once: a look of zeros, of which nothing counts
+        longest = max(1, *map(len, policy_steps))
+        mask = torch.zeros(len(policy_steps), longest, head.decisions, dtype=torch.bool)
+        for b, episode in enumerate(policy_steps):
+            if not episode:  # lost at once: its mask stays False
                 continue
-            counted = head.decided(torch.stack([look.valid for look in episode]), chosen_of(episode))
+            counted = head.decided(
+                torch.stack([policy_step.valid for policy_step in episode]), stacked_choices(episode)
+            )
             mask[b, : len(episode)] = counted
-        return Rollouts(samples=samples, inputs=looks, group=torch.arange(len(looks)), mask=mask.flatten(1))
+        return Rollouts(
+            samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
+        )
 
 
 def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
-    """What returns are computed from, by look."""
-    blank = torch.zeros(len(records), max(1, *(len(record.looks) for record in records)))
+    """Collects rewards, values and ends by policy step, from which returns are computed."""
+    blank = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
     steps = Steps(blank.bool(), blank.clone(), blank.clone(), blank.bool(), blank.clone())
     for b, record in enumerate(records):
-        n = len(record.looks)
+        n = len(record.policy_steps)
         steps.mask[b, :n] = not record.lost
         steps.rewards[b, :n] = torch.tensor(record.rewards)
         steps.values[b, :n] = torch.tensor(record.values)
@@ -510,7 +535,8 @@ def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
 
 
 def matching_of(fields: dict[str, Tensor]) -> MatchingTargets:
-    """What `FlowHead` says of noisy chunks, which leaves `fields`. Looks that do not exist have errors of 0."""
+    """Moves the fields of noisy chunks from `FlowHead` out of `fields` into matching targets; policy steps that do not
+    exist have errors of 0."""
     sigma = fields.pop("sigma")
     noisy, v, old, data = (fields.pop(name) for name in ("noisy", "velocity", "old_velocity", "data"))
     return MatchingTargets(
@@ -521,14 +547,14 @@ def matching_of(fields: dict[str, Tensor]) -> MatchingTargets:
 def save(
     folder: Path, network: Network, action: Actions, state: dict[str, Tensor], states: StateStatistics | None
 ) -> None:
-    """state: of `network`."""
-    own = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
+    """Saves a network as `VisionLanguageActionPolicy.save`. state: state dict of `network`."""
+    weights = {name: value.contiguous() for name, value in state.items() if not name.startswith("backbone.")}
     network.backbone.save(folder, below("backbone.", state))
-    rest = network.head.save(folder, below("head.", own))
-    others = {name: value for name, value in own.items() if not name.startswith("head.")}
-    save_file({**others, **{f"head.{name}": value for name, value in rest.items()}}, folder / WEIGHTS)
-    told = plain(action) | ({} if states is None else {"states": states.to_json()})
-    (folder / DESCRIPTION).write_text(json.dumps(told, indent=2))
+    rest = network.head.save(folder, below("head.", weights))
+    critic_weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
+    save_file({**critic_weights, **{f"head.{name}": value for name, value in rest.items()}}, folder / WEIGHTS)
+    description = plain(action) | ({} if states is None else {"states": states.to_json()})
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2))
     share(folder)
 
 

@@ -29,7 +29,7 @@ PROMPT = "What action should the robot take to {}?"
 
 
 class HeadBackbone(Protocol):
-    """What a head asks of the backbone that it is built for."""
+    """The interface of a backbone for building heads."""
 
     @property
     def width(self) -> int: ...
@@ -44,7 +44,7 @@ class HeadBackbone(Protocol):
 
 
 class ActionHead(Choice):
-    """What turns the backbone's reading into a chunk of actions, and says how likely a chunk is."""
+    """A head that turns the backbone's reading into a chunk of actions, and scores chunks."""
 
     title: ClassVar[str] = "action head"
     kinds: ClassVar[dict[str, str]] = {
@@ -63,32 +63,32 @@ class ActionHead(Choice):
     type: str = "token"
     has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
     shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
-    states_suffice: ClassVar[bool] = False  # whether it needs no backbone, for it may read the robot's state alone
-    bounded: ClassVar[bool] = True  # whether what it makes is clipped to [-1, 1] before it is scaled for the robot
+    states_suffice: ClassVar[bool] = False  # whether it can read the robot's state alone, without a backbone
+    bounded: ClassVar[bool] = True  # whether its actions are clipped to [-1, 1] before they are scaled for the robot
 
     @property
     def together(self) -> bool:
-        """Whether it reads a prompt at once with what follows it, which OpenVLA-OFT alone can."""
+        """True where the head reads prompt and queries in one bidirectional pass, which only OpenVLA-OFT can."""
         return False
 
     @property
     def core(self) -> ActionHead:
-        """The head that a checkpoint brings: of one that is built around another, the other."""
+        """The head of the checkpoint: of a head that is built around another one, that other one."""
         return self
 
     def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads make any)
-        """Raises ValueError in one line for a chunk that it can not make."""
+        """Raises ValueError in one line for a chunk length that the head does not support."""
 
     @abstractmethod
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        """The head's network. Raises UserError where it does not fit the backbone.
+        """Builds the head's network. Raises UserError where it does not fit the backbone.
 
         action_dim, state_dim: numbers of an action and of the robot's state."""
 
     @property
     @abstractmethod
     def offers(self) -> frozenset[Offer]:
-        """What its decisions support; see `mmrl.protocols.offers`."""
+        """The abilities of its decisions; see `mmrl.protocols.offers`."""
 
 
 Level = Literal["token", "action", "chunk"]
@@ -121,7 +121,7 @@ class TokenActions(ActionHead):
 
 
 class ActionLikelihood(Likelihood):
-    """What a decision of a flow over actions is."""
+    """A definition of the decisions of a flow over actions."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {
@@ -134,7 +134,7 @@ class ActionLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[Offer]:
-        """What its decisions support; see `mmrl.protocols.offers`."""
+        """The abilities of its decisions; see `mmrl.protocols.offers`."""
 
 
 class ActionChain(ChainLikelihood, ActionLikelihood):
@@ -170,7 +170,7 @@ class ActionContrast(Draws, ActionLikelihood):
 
 
 class LearnedNoise(ActionLikelihood):
-    """A network says how wide each step is, and all steps of the chain together are one decision (ReinFlow)."""
+    """A network predicts the standard deviation of each step, and the whole chain is one decision (ReinFlow)."""
 
     source: ClassVar[str] = "ReinFlow, arXiv 2505.22094"
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
@@ -201,7 +201,7 @@ class ActionFlow(ActionHead):
 
 
 class FlowActions(ActionFlow):
-    """An expert denoises the chunk, and a decision is what `likelihood` says."""
+    """An expert denoises the chunk; `likelihood` defines its decisions."""
 
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
     likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
@@ -399,14 +399,14 @@ class LatentActions(NormalActions):
 
 
 class Actions(Section):
-    """How actions are made."""
+    """Options of actions."""
 
-    head: ActionHead = option(TokenActions(), "what makes them")
-    chunk: int = option(5, "actions executed before the policy looks again", unit="actions", ge=1)
+    head: ActionHead = option(TokenActions(), "head that predicts them")
+    chunk: int = option(5, "actions executed before the next observation", unit="actions", ge=1)
     proprioception: bool = option(True, "the robot's state is an input")
     privileged: int = option(
         0,
-        "how many of the last numbers of the simulator's state are for a critic alone, such as where objects are "
+        "how many of the last numbers of the simulator's state are for a critic alone, such as positions of objects "
         "(task.options.privileged of the tabletop)",
         ge=0,
     )
@@ -443,7 +443,7 @@ class Actions(Section):
     )
     film: bool = option(
         False,
-        "keep an image of every action in evaluation, and of every look in the rollouts that tables of training show",
+        "keep an image of every action in evaluation, and of every policy step of rollouts that training tables show",
     )
 
     @model_validator(mode="after")
@@ -459,43 +459,45 @@ class Actions(Section):
 
 
 class TaughtActions(Actions):
-    """How actions are learned from demonstrations."""
+    """Options of actions that are learned from demonstrations."""
 
     head: ActionHead = option(
-        TokenActions(), "what makes them", kinds={**ActionHead.kinds, "flow": "mmrl.policies.vla.settings:TaughtFlow"}
+        TokenActions(),
+        "head that predicts them",
+        kinds={**ActionHead.kinds, "flow": "mmrl.policies.vla.settings:TaughtFlow"},
     )
 
 
 class EpisodePrompts(Section):
-    """What a start state becomes for the model."""
+    """Options of prompts."""
 
     max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
 
 
 class EpisodeRollouts(WorkerSampling, EpisodePrompts):
-    """How episodes are played."""
+    """Options of episodes."""
 
 
 class EpisodeSampling(EpisodeRollouts):
-    """How actions are sampled."""
+    """Options of sampling actions."""
 
     temperature: Schedule = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
 
 
 class EpisodeEngine(UnevenEngine):
-    """How episodes are replayed."""
+    """Options of replaying episodes."""
 
     steps_at_once: int | None = option(
         None,
-        "of a micro-batch's episodes; where they have more, each part is computed a second time in the backward pass: "
-        "less memory, more time; default: all",
-        unit="looks",
+        "policy steps of a micro-batch that are computed at once; where it has more, each part is computed again "
+        "in the backward pass: less memory, more time; default: all",
+        unit="policy steps",
         ge=1,
     )
 
 
 class EpisodeEvaluation(Section):
-    """How actions are sampled in evaluation."""
+    """Options of sampling actions in evaluation."""
 
     temperature: float = option(0.0, "0: the likeliest actions", ge=0)
     decoding: Literal["both", "greedy", "sampled"] = option(
@@ -518,16 +520,16 @@ class VisionLanguageActionModel(ModelSettings):
         action = tree.get("action")
         tree_of_head = action.get("head", {}) if isinstance(action, Mapping) else {}
         head = kind_of(ActionHead, tree_of_head, ("action", "head"))  # type: ignore[type-abstract]
-        found: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
+        sections: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
         if collects == "demonstrations":
-            found["action"] = TaughtActions
+            sections["action"] = TaughtActions
         else:
-            found["rollout"] = EpisodeRollouts
+            sections["rollout"] = EpisodeRollouts
         if head.has_temperature:
-            found["evaluation"] = EpisodeEvaluation
+            sections["evaluation"] = EpisodeEvaluation
             if collects != "demonstrations":
-                found["rollout"] = EpisodeSampling
-        return found
+                sections["rollout"] = EpisodeSampling
+        return sections
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")

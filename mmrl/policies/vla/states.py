@@ -1,4 +1,4 @@
-"""The robot's state in numbers of about one size."""
+"""Standardisation of the robot's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmrl.sims import VectorSim
 
 EPISODES = 32
 FIRST_SEED = 1 << 31  # neither trained on nor held out
-LEAST = 0.01  # m or rad or per second: what hardly moves is not blown up
+LEAST = 0.01  # m or rad or per second: lower bound of std, so that what hardly moves is not amplified
 MOST = 10.0
 
 
@@ -26,30 +26,30 @@ class StateStatistics:
     std: NDArray[np.float32]
 
     def standardised(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[..., state]: (state - mean) / std, no std below `LEAST`, within +-`MOST`."""
+        """Returns (state - mean) / std [..., state], with std at least `LEAST`, clipped to +-`MOST`."""
         return ((state - self.mean) / self.std.clip(LEAST)).clip(-MOST, MOST)
 
     def to_json(self) -> dict[str, list[float]]:
         return {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     @staticmethod
-    def from_json(told: dict[str, Any], state_dim: int) -> StateStatistics:
-        """Raises UserError for another length than `state_dim`."""
-        if len(told["mean"]) != state_dim:
-            raise UserError(f"the model knows a state of {len(told['mean'])} numbers, the simulator has {state_dim}")
-        return StateStatistics(np.array(told["mean"], np.float32), np.array(told["std"], np.float32))
+    def from_json(tree: dict[str, Any], state_dim: int) -> StateStatistics:
+        """Reads statistics. Raises UserError for another length than `state_dim`."""
+        if len(tree["mean"]) != state_dim:
+            raise UserError(f"the model knows a state of {len(tree['mean'])} numbers, the simulator has {state_dim}")
+        return StateStatistics(np.array(tree["mean"], np.float32), np.array(tree["std"], np.float32))
 
 
 def measure(sim: VectorSim, actions: Units | None, episodes: int = EPISODES) -> StateStatistics:
-    """Of the states that random actions lead to, the simulator's tasks in turn: the same for the same simulator."""
-    rng, seen = np.random.default_rng(0), []
+    """Measures the states of episodes with random actions, over the simulator's tasks in turn; deterministic."""
+    rng, observed = np.random.default_rng(0), []
     for first in range(0, episodes, len(sim)):
         numbers = range(first, min(first + len(sim), episodes))
         tasks = [sim.simulator.tasks[i % len(sim.simulator.tasks)] for i in numbers]
         observation = sim.reset([FIRST_SEED + i for i in numbers], tasks)
         while (running := sim.running).any():
-            seen.append(observation.state[running])
+            observed.append(observation.state[running])
             drawn = rng.uniform(-1, 1, (len(sim), 1, sim.simulator.action_dim))
             observation = sim.step(drawn if actions is None else actions.to_robot(drawn)).observation
-    states = np.concatenate(seen)
+    states = np.concatenate(observed)
     return StateStatistics(states.mean(0, np.float64).astype(np.float32), states.std(0, np.float64).astype(np.float32))

@@ -72,7 +72,7 @@ def test_names_must_fit_the_image(simulator):
 class TestPolicies:
     def seen(self, make, backbone, cameras):
         policy = make("regression", backbone, sim=two(), cameras=cameras)
-        return policy, policy._look(policy.sim.reset([0], ["go"]))[0]
+        return policy, policy._prepare(policy.sim.reset([0], ["go"]))[0]
 
     @pytest.mark.parametrize(
         ("cameras", "colours"),
@@ -117,4 +117,4 @@ class TestPolicies:
         policy = make("regression", sim=two(), supervised=True, cameras=["wrist"])
         prompt = replace(prompt, metadata={**prompt.metadata, "actions": prompt.metadata["actions"][:1]})
         look = policy.demonstrate([prompt], [0]).inputs[0][0]
-        assert look.seen.image.shape == (3, 8, 8) and (look.seen.image == 200).all()
+        assert look.observation.image.shape == (3, 8, 8) and (look.observation.image == 200).all()

@@ -150,7 +150,7 @@ class TestAPolicyOfStates:
             (
                 "regression",
                 {},
-                "type=regression reads what a backbone made .* use action.head.type=gaussian",
+                "type=regression reads the output of a backbone.* use action.head.type=gaussian",
             ),
             ("gaussian", {"proprioception": False}, "reads only the robot's state, but action.proprioception=False"),
             ("gaussian", {"freeze": ["vision"]}, "model.freeze is not for the small network"),
@@ -164,7 +164,7 @@ class TestAPolicyOfStates:
         backbone = states_only.StateBackbone()
         nothing = np.zeros((2, 0, 0, 3), np.uint8), np.zeros((2, 1), np.float32)
         assert backbone.prepare([nothing[0]], ["push", "push"], nothing[1]) == [None, None]
-        with pytest.raises(UserError, match="says both 'push' and 'lift'"):
+        with pytest.raises(UserError, match="instructions are 'push' and 'lift'"):
             backbone.prepare([nothing[0]], ["push", "lift"], nothing[1])
 
 

@@ -69,7 +69,7 @@ def test_two_looks_of_an_episode_have_noise_of_their_own(make):
             scale = head.log_scale.detach().exp()
             noises = []
             for look in (first, second):
-                reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+                reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
                 with torch.no_grad():
                     noises.append((look.chosen["actions"] - head.median(reading, look.state[None])[0]) / scale)
         else:
@@ -93,7 +93,9 @@ class TestTemperature:
             gradients.append(gradient.flatten() / 64)
         looks = [episode[0] for episode in first.inputs]
         assert all(look.chosen["temperature"] == temperature for look in looks)
-        reading = policy.module.read(policy.module.backbone.collate([look.seen for look in looks], policy.device))
+        reading = policy.module.read(
+            policy.module.backbone.collate([look.observation for look in looks], policy.device)
+        )
         state = torch.stack([look.state for look in looks])
         with torch.no_grad():
             median = head.median(reading, state).double()
@@ -111,7 +113,7 @@ class TestTemperature:
         policy = stir(make(kind, rows=64, temperature=0.5))
         rollouts = policy.rollout(starts(0), 1, [3])
         look, head = rollouts.inputs[0][0], policy.module.head
-        reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
         with torch.no_grad():
             logits = head._logits(head._read(reading, look.state[None], look.chosen["columns"][None]))[0]
             found = policy.replay(rollouts, policy.module)
@@ -260,7 +262,7 @@ class TestAHeadOfOnesOwn:
         assert rollouts.mask.any() and rollouts.extras["steps"].values.shape == rollouts.mask.shape
         row = next(b for b, episode in enumerate(rollouts.inputs) if any(one is look for one in episode))
         place = next(s for s, one in enumerate(rollouts.inputs[row]) if one is look)
-        reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
         with torch.no_grad():
             mean = policy.module.head._mean(reading)[0]
         known = Normal(mean.double(), 0.3).log_prob(look.chosen["actions"].double())[look.valid].sum()

@@ -122,7 +122,7 @@ def test_exchanged_cameras_act_otherwise(checkpoints):
 def test_two_cameras_have_a_ratio_of_exactly_one(checkpoints):
     policy = load(checkpoints[1] / "two", simulator=SIM, action={"cameras": ["front", "wrist"]})
     rollouts = policy.rollout(STARTS, 2, SEEDS)
-    assert np.unique(rollouts.inputs[0][0].seen.images).tolist() == [FRONT, WRIST]
+    assert np.unique(rollouts.inputs[0][0].observation.images).tolist() == [FRONT, WRIST]
     with torch.no_grad():
         old = policy.replay(rollouts, policy.module)
     rollouts.old_logp, rollouts.old_prediction = old.logp, old.prediction
@@ -136,7 +136,7 @@ def test_two_cameras_have_a_ratio_of_exactly_one(checkpoints):
     ("action", "message"),
     [
         ({}, "trained on 2 cameras .observation.images.top, observation.images.side., but action.cameras shows it 1"),
-        ({"cameras": ["front"]}, "shows it 1; name as many, or say in action.camera_features"),
+        ({"cameras": ["front"]}, "shows it 1; name as many, or set action.camera_features"),
         ({"cameras": ["front", "wrist", "front"]}, "trained on 2 cameras .*shows it 3"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP]}, "must be 2 different names"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP, TOP]}, "must be 2 different names"),

@@ -222,7 +222,7 @@ def test_the_prefix_is_read_once(checkpoint, monkeypatch):
 @lerobot
 def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
     whole, kept = load(checkpoint), load(checkpoint, freeze=["vision", "connector", "language"])
-    assert kept.keeps_readings and not whole.keeps_readings
+    assert kept.caches_readings and not whole.caches_readings
     expected, found = (p.rollout(STARTS, 2, SEEDS) for p in (whole, kept))
     monkeypatch.setattr(kept.module.backbone, "read", None)
     one, other = (p.replay(r, p.module) for p, r in ((whole, expected), (kept, found)))
@@ -247,7 +247,7 @@ def test_a_prefix_is_the_same_alone_padded_and_kept(checkpoint):
     x, sigma = torch.randn(2, *load(checkpoint).module.head.latent, generator=generator), torch.tensor([0.9, 0.4])
     with torch.no_grad():
         both = backbone.read(backbone.collate(rows, cpu), every_layer=False)
-        again = backbone.recall(backbone.collate_kept(backbone.keep(both), cpu))
+        again = backbone.cached_reading(backbone.collate_cached(backbone.cache_rows(both), cpu))
         alone = backbone.read(backbone.collate(rows[1:], cpu), every_layer=False)
         expected = backbone.velocity(both, x, sigma)
         torch.testing.assert_close(backbone.velocity(again, x, sigma), expected, rtol=1e-4, atol=1e-5)

@@ -219,7 +219,7 @@ def mean(policy, seen):
     """[row, chunk, action]"""
     module = policy.module
     with torch.no_grad():
-        reading = module.read(policy._collate(policy._look(seen)))
+        reading = module.read(policy._collate(policy._prepare(seen)))
         chosen = module.head.act(reading, torch.zeros(len(seen), 0), ActionSampling([0] * len(seen), 0.0, False))
     return chosen["actions"]
 
@@ -230,7 +230,7 @@ def test_prompts_of_two_lengths_are_read_as_alone(oft, checkpoints):
     both = mean(policy, seen)
     for row in range(2):
         torch.testing.assert_close(mean(policy, seen.select(np.array([row])))[0], both[row], rtol=1e-4, atol=1e-5)
-    assert len({len(look.ids) for look in policy._look(seen)}) == 2
+    assert len({len(look.ids) for look in policy._prepare(seen)}) == 2
 
 
 def test_states_are_scaled_by_hand(checkpoints):
@@ -255,7 +255,8 @@ def test_tokens_read_a_state_through_the_projector_too(oft, checkpoints, tmp_pat
     seen = policy.sim.reset([0], ["go"])
     with torch.no_grad():
         reading, other = (
-            policy.module.read(policy._collate(policy._look(s))) for s in (seen, replace(seen, state=seen.state + 0.1))
+            policy.module.read(policy._collate(policy._prepare(s)))
+            for s in (seen, replace(seen, state=seen.state + 0.1))
         )
         assert not torch.equal(reading.last, other.last)
 

@@ -204,7 +204,7 @@ def test_laplace_is_torchs(played):
     with torch.no_grad():
         replay = policy.replay(rollouts, policy.module)
         look = rollouts.inputs[1][0]
-        reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
         median = head.median(reading, look.state[None])[0]
     expected = Laplace(median.double(), head.log_scale.detach().double().exp())
     known = expected.log_prob(look.chosen["actions"].double()).flatten()
@@ -221,7 +221,7 @@ def test_laplace_noise_has_the_scale_it_is_scored_with(make):
 
 
 def velocity(policy, look, x, sigma):
-    reading = policy.module.read(policy.module.backbone.collate([look.seen], policy.device))
+    reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
     with torch.no_grad():
         return policy.module.head.expert(x[None], torch.tensor([sigma]), look.state[None], reading.hidden, reading.mask)
 
@@ -274,8 +274,8 @@ def test_a_frozen_backbone_is_read_once(make, played, kind):
     policy = stir(make(kind, "qwen", freeze=["vision", "connector", "language"]))
     other, rollouts = played(kind, "qwen")
     kept = policy.rollout(STARTS, 2, SEEDS)
-    assert policy.keeps_readings and not other.keeps_readings
-    assert kept.inputs[0][0].seen.dim() == 2  # the last layer, in place of images and words
+    assert policy.caches_readings and not other.caches_readings
+    assert kept.inputs[0][0].observation.dim() == 2  # the last layer, in place of images and words
     with torch.no_grad():
         a, b = policy.replay(kept, policy.module).logp, other.replay(rollouts, other.module).logp
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -406,7 +406,7 @@ def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        reading = policy.module.read(policy._collate(policy._look(seen)))
+        reading = policy.module.read(policy._collate(policy._prepare(seen)))
         made = policy.module.head.act(reading, torch.zeros(1, 1), ActionSampling([0], 0.0, False))["actions"][0]
         assert (made - torch.from_numpy(shown)).abs().max() < 0.2, kind
 
@@ -493,7 +493,7 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
     policy = stir(make("flow, learned", rows=64))
     drawn = [policy.rollout(starts(0), 64, list(range(64 * part, 64 * part + 64))) for part in range(4)]
     looks = [episode[0] for part in drawn for episode in part.inputs]
-    reading = policy.module.read(policy.module.backbone.collate([look.seen for look in looks], policy.device))
+    reading = policy.module.read(policy.module.backbone.collate([look.observation for look in looks], policy.device))
     chain, state = torch.stack([look.chosen["chain"] for look in looks]), torch.stack([look.state for look in looks])
     for k in range(4):
         with torch.no_grad():

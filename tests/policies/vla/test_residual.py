@@ -169,7 +169,7 @@ def test_the_first_policy_does_what_its_base_does(make, tmp_path, kind):
 
 
 def head_does(policy, seen):
-    reading = policy.module.read(policy._collate(policy._look(seen)))
+    reading = policy.module.read(policy._collate(policy._prepare(seen)))
     with torch.no_grad():
         how = ActionSampling([3, 4, 5, 6], 0.0, training=False)
         return policy.module.head.act(reading, policy._state(seen), how)["actions"]
@@ -316,7 +316,7 @@ class TestRefusals:
             validate(tree, "test")
 
     def test_a_base_that_reads_images_needs_some(self, make, blind):
-        said = "action.head.base.type=token reads what a backbone made"
+        said = "action.head.base.type=token reads the output of a backbone"
         with pytest.raises(UserError, match=said):
             make({"type": "residual"}, marked(blind), sim=quiet())
 

@@ -107,7 +107,7 @@ def test_what_earlier_versions_wrote_is_read_or_named(tmp_path, seen):
     description.write_text(text.replace('"squares": 0', '"squares": 0, "pixels": 8'))
     assert torch.equal(read(small.load(tmp_path), seen), before)
     description.write_text(text.replace('"squares": 0', '"squares": 3, "pixels": 8'))
-    with pytest.raises(UserError, match="squares of a drawn image are gone; make the base again"):
+    with pytest.raises(UserError, match="squares of a drawn image were removed; make the base again"):
         small.load(tmp_path)
 
 

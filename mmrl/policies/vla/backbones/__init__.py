@@ -1,1 +1,1 @@
-"""Networks that read observations."""
+"""Backbones: networks that read observations."""

@@ -1,5 +1,5 @@
-"""What reads the image and the instruction, seen from the action head. It imports no transformers, which policies of
-states do without."""
+"""The interface of backbones, which read images and instructions. It does not import transformers, which policies of
+states do not need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, L1Actions, 
 
 
 class CachedReading:
-    """The last layer of prompts that a frozen backbone has read before."""
+    """A reading from the cached last layer of a frozen backbone."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -29,13 +29,14 @@ class CachedReading:
         self.last = hidden[torch.arange(len(hidden), device=hidden.device), end]
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("only the prompt was kept")
+        raise NotImplementedError("only the prompt was cached")
 
 
 class Backbone(nn.Module):
-    """Reads observations. `width` of its hidden states; `vocabulary`: ids below it may be action tokens; `units` of the
-    actions that its own action head makes, if it has one; `reads_state`: whether it takes the robot's state itself, so
-    that a head of ours need not."""
+    """A network that reads observations. `width`: of its hidden states; `vocabulary`: ids below it may be action
+    tokens;
+    `units`: of the actions of its own action head, if it has one; `reads_state`: whether it reads the robot's state
+    itself, so that the head need not."""
 
     width: int
     vocabulary: int
@@ -44,7 +45,7 @@ class Backbone(nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Whether training changes nothing of what `read` makes."""
+        """True where no parameter is trained, so that readings can be cached."""
         return not any(p.requires_grad for p in self.parameters())
 
     @property
@@ -53,18 +54,18 @@ class Backbone(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """[id, width]"""
+        """Weight of the language model head [id, width]."""
         raise NotImplementedError
 
     def ask(self, instruction: str) -> str:
-        """The prompt it is used to; OpenVLA has its own."""
+        """Returns the prompt with an instruction; OpenVLA has its own."""
         return PROMPT.format(instruction)
 
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
-        """images: of each camera [n, height, width, 3] RGB, n prompts and the robot's state [n, state], which heads
-        of our own read instead -> what is kept of each, and what `collate` takes."""
+        """Prepares n observations for `collate`. images: of each camera [n, height, width, 3] RGB; texts: n prompts;
+        state: the robot's state [n, state], which most backbones leave to the head."""
         raise NotImplementedError
 
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
@@ -73,29 +74,30 @@ class Backbone(nn.Module):
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         raise NotImplementedError
 
-    def keep(self, reading: Reading) -> list[Any]:
-        """What is kept of each row of a reading that is not to be made again."""
+    def cache_rows(self, reading: Reading) -> list[Any]:
+        """Returns for each row of a reading what `collate_cached` needs to restore it."""
         lengths = reading.mask.sum(1).tolist()
         return [hidden[:length].cpu() for hidden, length in zip(reading.hidden, lengths, strict=True)]
 
-    def collate_kept(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
-        """What `recall` takes; "hidden" among it."""
+    def collate_cached(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
+        """Collates cached rows to the inputs of `cached_reading`, with the key "hidden"."""
         mask = nn.utils.rnn.pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
         return {"hidden": nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device), "mask": mask.to(device)}
 
-    def recall(self, inputs: dict[str, Tensor]) -> Reading:
+    def cached_reading(self, inputs: dict[str, Tensor]) -> Reading:
         return CachedReading(inputs["hidden"], inputs["mask"])
 
     def flow_head(
         self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
-        """Raises UserError for a window that can not be, and where the backbone's own expert does not fit."""
+        """Builds a flow head. Raises UserError for an impossible window, and where the backbone's own expert does not
+        fit."""
         return ExpertHead(settings, action, action_dim, state_dim, self.width)
 
     def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
-        """OpenVLA-OFT's, with its weights; no other backbone has one."""
+        """Builds OpenVLA-OFT's L1 head with its weights; no other backbone has one."""
         raise NotImplementedError
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Into `folder`, in the format it was loaded from. state: of this module."""
+        """Saves into `folder`, in the format it was loaded from. state: state dict of this module."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 folders that LeRobot writes.
 
 Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
-velocity is noise - actions. What is read once is the prefix (images, words and SmolVLA's state): keys and values of
+velocity is noise - actions. The prefix (images, words and SmolVLA's state) is read once: keys and values of
 every layer, to which the action expert attends at each denoising step.
 """
 
@@ -46,15 +46,15 @@ from mmrl.sims.vector.simulator import nearest
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
-BESIDE = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # what a saved policy takes along as it was
-EMPTY = ".empty_camera_"  # LeRobot's name for a place that it fills itself
+EXTRA_FILES = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # files that a saved policy copies unchanged
+EMPTY = ".empty_camera_"  # LeRobot's name for an image that it fills itself
 UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot keeps it
 
 
 @dataclass(frozen=True)
 class LeRobotObservation:
-    """One observation, as it is kept."""
+    """A prepared observation."""
 
     images: Tensor  # [camera, 3, height, width] uint8
     state: Tensor  # [state], in the robot's units
@@ -62,7 +62,7 @@ class LeRobotObservation:
 
 
 class ExpertPrefix:
-    """What the action expert sees of n observations; a `Reading` of which only `last` is known."""
+    """The prefix of n observations to which the action expert attends; a `Reading` that only has `last`."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor, last: Tensor) -> None:
         """layers: keys and values [n, head, token, size] of each; mask [n, token] bool; state [n, largest state],
@@ -76,7 +76,7 @@ class ExpertPrefix:
         return ExpertPrefix(layers, self.mask[rows], self.state[rows], self.last[rows])
 
     def cache(self) -> DynamicCache:
-        """A new one: LeRobot appends to it."""
+        """Returns a new cache, because LeRobot appends to it."""
         return DynamicCache(tuple((keys, values) for keys, values in self.keys_and_values))
 
 
@@ -91,20 +91,20 @@ class LeRobotUnits:
         return self.postprocessor(torch.from_numpy(actions.astype(np.float32))).double().numpy()
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        given = {TransitionKey.ACTION: torch.from_numpy(actions.astype(np.float32))}
-        return self.normalise(given)[TransitionKey.ACTION].double().numpy()
+        transition = {TransitionKey.ACTION: torch.from_numpy(actions.astype(np.float32))}
+        return self.normalise(transition)[TransitionKey.ACTION].double().numpy()
 
 
 class LeRobotBackbone(Backbone):
-    """A whole LeRobot policy, its action expert too. What is not the expert's makes the prefix."""
+    """A whole LeRobot policy, with its action expert. All other parts compute the prefix."""
 
     def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
-        """policy: LeRobot's, or peft's model around it. features: which of the checkpoint's images are shown, one for
-        each of the policy's cameras."""
+        """policy: LeRobot's, or peft's model around it. features: names of the checkpoint's images, one for each of the
+        policy's cameras."""
         super().__init__()
         self.policy = policy
         config = self.core.config
-        self.beside = {file.name: file.read_bytes() for name in BESIDE for file in sorted(folder.glob(name))}
+        self.extra_files = {file.name: file.read_bytes() for name in EXTRA_FILES for file in sorted(folder.glob(name))}
         overrides = {"device_processor": {"device": "cpu"}}
         self.preprocessor, postprocessor = make_pre_post_processors(
             config, str(folder), preprocessor_overrides=overrides
@@ -125,42 +125,42 @@ class LeRobotBackbone(Backbone):
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[LeRobotObservation]:
         pixels = torch.from_numpy(rearrange(list(images), "camera n h w c -> n camera c h w").copy())
-        given = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
-        return [LeRobotObservation(views, numbers, text) for views, numbers, text in given]
+        observations = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
+        return [LeRobotObservation(views, numbers, text) for views, numbers, text in observations]
 
     def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
         images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
-        shown: dict[str, Any] = {
+        observation: dict[str, Any] = {
             **dict(zip(self.features, images, strict=True)),
             OBS_STATE: torch.stack([row.state for row in rows]),
             "task": [row.text for row in rows],
         }
-        made = self.preprocessor(shown)
+        batch = self.preprocessor(observation)
         names = (*self.features, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
-        return {name: made[name].to(device) for name in names}
+        return {name: batch[name].to(device) for name in names}
 
-    def keep(self, reading: Reading) -> list[dict[str, Tensor]]:
+    def cache_rows(self, reading: Reading) -> list[dict[str, Tensor]]:
         prefix = cast(ExpertPrefix, reading)
-        there = prefix.mask
+        mask = prefix.mask
         layers = torch.stack([torch.stack(pair) for pair in prefix.keys_and_values])
         layers = rearrange(layers, "l two n h t d -> n t l two h d")  # tokens first, for padding
         return [
-            {"hidden": prefix.last[i].cpu(), "state": prefix.state[i].cpu(), "layers": layers[i][there[i]].cpu()}
-            for i in range(len(there))
+            {"hidden": prefix.last[i].cpu(), "state": prefix.state[i].cpu(), "layers": layers[i][mask[i]].cpu()}
+            for i in range(len(mask))
         ]
 
-    def collate_kept(self, rows: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
+    def collate_cached(self, rows: Sequence[dict[str, Tensor]], device: torch.device) -> dict[str, Tensor]:
         layers = [row["layers"] for row in rows]
         mask = [torch.ones(len(row), dtype=torch.bool) for row in layers]
-        found = {
+        batch = {
             "hidden": torch.stack([row["hidden"] for row in rows]),
             "state": torch.stack([row["state"] for row in rows]),
             "layers": nn.utils.rnn.pad_sequence(layers, batch_first=True),
             "mask": nn.utils.rnn.pad_sequence(mask, batch_first=True),
         }
-        return {name: value.to(device) for name, value in found.items()}
+        return {name: value.to(device) for name, value in batch.items()}
 
-    def recall(self, inputs: dict[str, Tensor]) -> Reading:
+    def cached_reading(self, inputs: dict[str, Tensor]) -> Reading:
         layers = rearrange(inputs["layers"], "n t l two h d -> l two n h t d")
         pairs = [(keys, values) for keys, values in layers]
         return cast(Reading, ExpertPrefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
@@ -169,35 +169,38 @@ class LeRobotBackbone(Backbone):
         self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
         config = self.core.config
-        for name, own, robot in (("action", self.action_dim, action_dim), ("state", self.state_dim, state_dim)):
-            if own != robot:
-                raise UserError(f"the LeRobot policy's {name} has {own} numbers, the simulator's {robot}")
+        for name, policy_size, robot_size in (
+            ("action", self.action_dim, action_dim),
+            ("state", self.state_dim, state_dim),
+        ):
+            if policy_size != robot_size:
+                raise UserError(f"the LeRobot policy's {name} has {policy_size} numbers, the simulator's {robot_size}")
         if action.chunk > config.chunk_size:
             raise UserError(f"action.chunk={action.chunk}, but the LeRobot policy plans {config.chunk_size} actions")
         latent = (config.chunk_size, config.max_action_dim)
         return LeRobotHead(settings, action, action_dim, state_dim, latent, self)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """A whole policy, or a LoRA as LeRobot keeps one: peft's files beside a config.json that says so."""
+        """Saves the whole policy, or its LoRA in LeRobot's format: peft's files and a config.json with use_peft."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.beside.items():
+        for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
         weights: dict[str, Tensor] = {}
-        places: set[int] = set()
+        addresses: set[int] = set()
         for name, value in state.items():
-            again = value.data_ptr() in places  # tied; a file holds no memory twice
-            weights[name.removeprefix("policy.")] = value.clone() if again else value.contiguous()
-            places.add(value.data_ptr())
+            tied = value.data_ptr() in addresses  # a file must not hold the same memory twice
+            weights[name.removeprefix("policy.")] = value.clone() if tied else value.contiguous()
+            addresses.add(value.data_ptr())
         if self.policy is self.core:
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
             return
-        told = json.loads(self.beside[CONFIG])
-        (folder / CONFIG).write_text(json.dumps({**told, "use_peft": True}, indent=4))
+        config = json.loads(self.extra_files[CONFIG])
+        (folder / CONFIG).write_text(json.dumps({**config, "use_peft": True}, indent=4))
         self.policy.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
 
     @classmethod
     def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
-        """Vision, connector (of images and of the state) and language; never the action expert."""
+        """Freezes vision, connector (of images and of the state) or language; never the action expert."""
         for name, parameter in policy.named_parameters():
             if cls._part(name) in parts:
                 parameter.requires_grad_(False)
@@ -207,12 +210,12 @@ class LeRobotBackbone(Backbone):
         return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        """x [n, latent chunk, latent action], sigma [n] -> like x"""
+        """Returns the velocity of x [n, latent chunk, latent action] at noise levels sigma [n], like x."""
         raise NotImplementedError
 
     @classmethod
     def _part(cls, name: str) -> str:
-        """Of a parameter: vision, connector, language or expert."""
+        """Returns the part that a parameter belongs to: vision, connector, language or expert."""
         raise NotImplementedError
 
 
@@ -223,17 +226,17 @@ class SmolVLABackbone(LeRobotBackbone):
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         model = self.core.model
-        images, there = self.core.prepare_images(inputs)
+        images, image_masks = self.core.prepare_images(inputs)
         state = self.core.prepare_state(inputs)
-        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
-        embeddings, mask, blocks = model.embed_prefix(images, there, *words, state=state)
+        tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens, state=state)
         (hidden, _), cache = model.vlm_with_expert(
             attention_mask=make_att_2d_masks(mask, blocks),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return made_prefix(cache, mask, state, hidden)
+        return expert_prefix(cache, mask, state, hidden)
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
         model = self.core.model
@@ -249,26 +252,26 @@ class SmolVLABackbone(LeRobotBackbone):
 class Pi0Backbone(LeRobotBackbone):
     def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
         super().__init__(policy, folder, features)
-        _tell_nothing_that_transformers_dropped()
+        _drop_cache_position()
         self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         model = self.core.model
-        both = model.paligemma_with_expert
-        images, there = self.core._preprocess_images(inputs)
-        words = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
-        embeddings, mask, blocks = model.embed_prefix(images, there, *words)
-        both.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
-        (hidden, _), cache = both(
+        expert_pair = model.paligemma_with_expert
+        images, image_masks = self.core._preprocess_images(inputs)
+        tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
+        embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens)
+        expert_pair.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
+        (hidden, _), cache = expert_pair(
             attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, blocks)),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return made_prefix(cache, mask, self._state(inputs), hidden)
+        return expert_prefix(cache, mask, self._state(inputs), hidden)
 
     def _state(self, inputs: dict[str, Tensor]) -> Tensor:
-        """What the expert is told of the state, normalised: [n, largest state]."""
+        """Returns the normalised state for the expert, [n, largest state]."""
         state: Tensor = self.core.prepare_state(inputs)
         return state
 
@@ -282,7 +285,7 @@ class Pi0Backbone(LeRobotBackbone):
 
 
 class Pi05Backbone(Pi0Backbone):
-    """It reads the state among its words, as LeRobot's own processor writes it there."""
+    """pi0.5, which reads the state as part of the text, where LeRobot's own processor writes it."""
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
         model = self.core.model
@@ -315,35 +318,35 @@ class LeRobotHead(FlowHead):
 BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
 
 
-def made_prefix(cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
+def expert_prefix(cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
     end = mask.long().cumsum(1).argmax(1)
     last = hidden[torch.arange(len(mask), device=mask.device), end]
     layers = [(keys, values) for keys, values, *_ in cache]
     return cast(Reading, ExpertPrefix(layers, mask.bool(), state, last))
 
 
-def _tell_nothing_that_transformers_dropped() -> None:
-    """LeRobot 0.6 gives `create_causal_mask` the cache's position, which transformers 5.16 does not take any more; pi0
-    and pi0.5 bring masks of their own, for which it never mattered."""
-    usual = masking_utils.create_causal_mask
-    if "cache_position" in inspect.signature(usual).parameters:
+def _drop_cache_position() -> None:
+    """Makes LeRobot 0.6's `create_causal_mask` ignore `cache_position`, which transformers 5.16 no longer accepts; pi0
+    and pi0.5 pass masks of their own, which do not depend on it."""
+    original = masking_utils.create_causal_mask
+    if "cache_position" in inspect.signature(original).parameters:
         return
 
     def create_causal_mask(*, cache_position: Tensor, **options: Any) -> Any:
-        return usual(**options)
+        return original(**options)
 
     pi_gemma.create_causal_mask = create_causal_mask
 
 
 def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
-    """Which of the checkpoint's images `names` the policy's cameras stand for, in the order of `action.cameras`.
-    Without that option there is one image. Raises UserError where a camera would have no place, or a place none."""
+    """Returns the checkpoint's images, of `names`, for the policy's cameras, in the order of `action.cameras`. Without
+    that option there is one image. Raises UserError where cameras and images do not match."""
     count = len(action.cameras or ("all",))
     if action.camera_features is None:
         if count != len(names):
             raise UserError(
                 f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras shows "
-                f"it {count}; name as many, or say in action.camera_features which of them are shown"
+                f"it {count}; name as many, or set action.camera_features to those that are shown"
             )
         return list(names)
     chosen = action.camera_features
@@ -359,18 +362,18 @@ def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str
 
 
 def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
-    """From a folder or a hub name, with its LoRA if it is one or a new one if `model` asks for one. Raises UserError
-    naming the file, tensor or option that does not fit."""
+    """Loads a policy from a folder or a hub name, with its LoRA if it is one or a new one if `model.lora` is set.
+    Raises UserError naming the file, tensor or option that does not fit."""
     if model.processor:
         raise UserError("model.processor is not for LeRobot policies; remove it")
     folder = _folder(path)
     adapted = (folder / ADAPTERS[0]).is_file()
     base = loading.base_of(str(folder)) if adapted else path
-    told = json.loads(_existing(path, folder / CONFIG).read_text())
+    saved_config = json.loads(_existing(path, folder / CONFIG).read_text())
     for option in UNFIT:
-        if told.get(option):
+        if saved_config.get(option):
             raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
-    if told.get("use_peft") and not adapted:
+    if saved_config.get("use_peft") and not adapted:
         raise UserError(f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing")
     weights = _existing(path, (_folder(base) if adapted else folder) / WEIGHTS)
     for name in (PREPROCESSOR, POSTPROCESSOR):
@@ -378,10 +381,10 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     config = PreTrainedConfig.from_pretrained(folder)
     features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
-    if told["type"] == "smolvla":
+    if saved_config["type"] == "smolvla":
         config.load_vlm_weights = False  # they are in the checkpoint
-    made: Any = get_policy_class(told["type"])
-    kind, policy = BACKBONES[told["type"]], made(config).float()
+    policy_class: Any = get_policy_class(saved_config["type"])
+    kind, policy = BACKBONES[saved_config["type"]], policy_class(config).float()
     _fill(policy, load_file(weights), str(weights.parent))
     freeze_unread(policy)
     kind.freeze(policy, model.freeze)
@@ -398,16 +401,16 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
 
 
 def freeze_unread(policy: nn.Module) -> None:
-    """Heads for words, which no action depends on; but not where they are the embeddings of words too."""
+    """Freezes language model heads, on which no action depends; not where they are tied to the input embeddings."""
     named = list(policy.named_parameters(remove_duplicate=False))
-    places = Counter(id(parameter) for _, parameter in named)
+    counts = Counter(id(parameter) for _, parameter in named)
     for name, parameter in named:
-        if "lm_head." in name and places[id(parameter)] == 1:
+        if "lm_head." in name and counts[id(parameter)] == 1:
             parameter.requires_grad_(False)
 
 
 class PreciseLinear(nn.Linear):
-    """A linear layer that computes in fp32, whatever its weights are."""
+    """A linear layer that computes in fp32, whatever the dtype of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -415,38 +418,38 @@ class PreciseLinear(nn.Linear):
 
 
 def compute_precisely(policy: PreTrainedPolicy) -> None:
-    """Has layers that take in states, noisy actions and noise levels, and the one that gives velocities, compute in
-    fp32: eight bits of an action are coarser than what a step of the chain changes. LeRobot keeps these layers in fp32;
+    """Makes the projections of states, noisy actions, noise levels and velocities compute in fp32: the eight bits of
+    bfloat16 are coarser than the change of a step of the chain. LeRobot keeps these layers in fp32;
     attention, norms and rotary embeddings compute in fp32 by its own code."""
     parts = [policy.model, *(module for module in policy.modules() if isinstance(module, pi_gemma.PiGemmaRMSNorm))]
     for part in parts:
         for name, linear in list(part.named_children()):
             if isinstance(linear, nn.Linear):
-                made = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-                made.weight, made.bias = linear.weight, linear.bias
-                setattr(part, name, made)
+                precise = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                precise.weight, precise.bias = linear.weight, linear.bias
+                setattr(part, name, precise)
 
 
 def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel:
-    """`policy`, whose files are at `base`, with adapters for linear layers that would be trained otherwise. Raises
-    UserError where there are none."""
-    told = peft.LoraConfig(
+    """Adds adapters to the trainable linear layers of `policy`, whose files are at `base`. Raises UserError where there
+    are none."""
+    lora_config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         init_lora_weights=lora.peft_init,
     )
-    told.target_modules = None if lora.targets == "all-linear" else lora.targets
+    lora_config.target_modules = None if lora.targets == "all-linear" else lora.targets
     names = [n for n, m in policy.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-    if told.target_modules is not None:
-        names = [n for n in names if check_target_module_exists(told, n)]
+    if lora_config.target_modules is not None:
+        names = [n for n in names if check_target_module_exists(lora_config, n)]
     if not names:
         raise UserError(
             f"model.lora.targets={lora.targets} names no linear layer that would be trained: see model.freeze and "
             f"{base}'s {CONFIG}"
         )
-    told.target_modules = set(names)  # type: ignore[assignment]  # as peft itself makes of a list
-    policy.name_or_path = base  # which peft writes down
-    return peft.get_peft_model(policy, told)
+    lora_config.target_modules = set(names)  # type: ignore[assignment]  # as peft converts a list
+    policy.name_or_path = base  # which peft saves
+    return peft.get_peft_model(policy, lora_config)
 
 
 def _existing(path: str, file: Path) -> Path:
@@ -456,21 +459,22 @@ def _existing(path: str, file: Path) -> Path:
 
 
 def _folder(path: str) -> Path:
-    """The folder itself, or that into which the hub's files were fetched."""
+    """Returns the folder itself, or that of the files downloaded from the hub."""
     if Path(path).is_dir():
         return Path(path)
-    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *BESIDE, *ADAPTERS]))
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *EXTRA_FILES, *ADAPTERS]))
 
 
-def _fill(policy: nn.Module, found: dict[str, Tensor], path: str) -> None:
-    """Every tensor, which LeRobot's own loading does not insist on. One of two that are tied is enough."""
-    named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in found.items()}
-    own = policy.state_dict()
-    there = {own[name].data_ptr() for name in named if name in own}
-    missing = sorted(name for name in own if name not in named and own[name].data_ptr() not in there)
-    unexpected = sorted(set(named) - set(own))
-    other = sorted(name for name in named if name in own and own[name].shape != named[name].shape)
-    for kind, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", other)):
+def _fill(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
+    """Loads all tensors. Raises UserError for missing, unexpected or mismatched ones, which LeRobot's own loading
+    accepts; one of two tied tensors is enough."""
+    named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in tensors.items()}
+    state = policy.state_dict()
+    addresses = {state[name].data_ptr() for name in named if name in state}
+    missing = sorted(name for name in state if name not in named and state[name].data_ptr() not in addresses)
+    unexpected = sorted(set(named) - set(state))
+    mismatched = sorted(name for name in named if name in state and state[name].shape != named[name].shape)
+    for kind, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched)):
         if names:
             raise UserError(f"model.path={path}: its weights do not fit its config.json: {kind} {names[0]}")
     policy.load_state_dict(named, strict=False)

@@ -1,8 +1,8 @@
-"""What OpenVLA-OFT (arXiv 2502.19645) keeps beside its model: the L1 regression head, and what takes the robot's state.
+"""OpenVLA-OFT's (arXiv 2502.19645) separate parts: the L1 regression head and the projector of the robot's state.
 
 They are published as pickles of tensors, `action_head--STEP_checkpoint.pt` and `proprio_projector--STEP_checkpoint.pt`.
-What is read here are the same tensors as safetensors, which `mmrl.policies.vla.backbones.checkpoint_conversion` makes
-of them once. Names of parameters are those of the published files.
+The same tensors are read here as safetensors, to which `mmrl.policies.vla.backbones.checkpoint_conversion` converts
+them. Names of parameters are those of the published files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmrl.policies.vla.heads.head import JointReading, Reading
 from mmrl.policies.vla.settings import Actions, L1Actions
 
 Kind = Literal["action_head", "proprio_projector"]
-# Without the word "checkpoint": OpenVLA-OFT takes whatever file has that and the part's name in its own.
+# Without the word "checkpoint": OpenVLA-OFT loads any file with that word and the part's name in its own name.
 FILES: dict[Kind, str] = {kind: f"{kind}.safetensors" for kind in ("action_head", "proprio_projector")}
 PUBLISHED: dict[Kind, str] = {kind: f"{kind}--*.pt" for kind in FILES}
 SAVED: dict[Kind, str] = {kind: f"{kind}--latest_checkpoint.pt" for kind in FILES}
@@ -48,7 +48,7 @@ class ResidualBlock(nn.Module):
 
 
 class ActionNetwork(nn.Module):
-    """The hidden states of an action's places side by side [..., action x width] -> the action [..., action]."""
+    """Predicts an action [..., action] from the concatenated hidden states of its positions [..., action x width]."""
 
     def __init__(self, width: int, action_dim: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ActionNetwork(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """The robot's state [n, state] as a token [n, 1, width] behind the patches of the images."""
+    """Projects the robot's state [n, state] to a token [n, 1, width] behind the patches of the images."""
 
     def __init__(self, width: int, state_dim: int) -> None:
         super().__init__()
@@ -78,19 +78,19 @@ class ProprioProjector(nn.Module):
 
 
 class L1Head(NormalHead):
-    """The mean is what the published head says of the places of a chunk's numbers, all read at once."""
+    """A Gaussian head whose mean is the published head's prediction, from hidden states of all positions of a chunk."""
 
-    new_parts = ("model.",)  # they lie in a file of their own
+    new_parts = ("model.",)  # saved in a file of their own
 
     def __init__(self, settings: L1Actions, action: Actions, action_dim: int, width: int) -> None:
-        """width: of the backbone. The network is drawn anew."""
+        """width: of the backbone. The network is initialised at random."""
         super().__init__(settings, action, action_dim, 0)
         self.model, self.width = ActionNetwork(width, action_dim), width
 
     def mean(self, reading: Reading, state: Tensor) -> Tensor:
         chunk, size = self.shape
         empty = torch.zeros(len(state), chunk * size, self.width, device=state.device)
-        before = cast(JointReading, reading).together(empty)[:, :-1]  # what stands before each place
+        before = cast(JointReading, reading).together(empty)[:, :-1]  # the token before each position
         return self.model(rearrange(before, "n (c a) w -> n c (a w)", c=chunk)).float()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,34 +113,37 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def check_shapes(file: Path, found: Shapes, wanted: Shapes) -> None:
+def check_shapes(file: Path, actual: Shapes, expected: Shapes) -> None:
     """Raises UserError for the first tensor that is missing, unknown or of another shape."""
-    for kind, names in (("lacks", wanted.keys() - found.keys()), ("has an unknown", found.keys() - wanted.keys())):
+    for kind, names in (
+        ("lacks", expected.keys() - actual.keys()),
+        ("has an unknown", actual.keys() - expected.keys()),
+    ):
         if names:
-            raise UserError(f"{file} {kind} {min(names)}; it is no part of OpenVLA-OFT as it is known here")
-    for name in sorted(wanted):
-        if found[name] != wanted[name]:
-            raise UserError(f"{file}: {name} must be {list(wanted[name])}, it is {list(found[name])}")
+            raise UserError(f"{file} {kind} {min(names)}; it is no part of a supported OpenVLA-OFT")
+    for name in sorted(expected):
+        if actual[name] != expected[name]:
+            raise UserError(f"{file}: {name} must be {list(expected[name])}, it is {list(actual[name])}")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Files with what lies beside a model, None where there is none."""
+    """Files of the separate parts of a model, None where there is none."""
 
     head: Path | None
     projector: Path | None
 
     def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
-        """Raises UserError where these are not the parts that `action` asks for. Reads no weights. path: of the model;
+        """Raises UserError where these are not the parts that `action` needs. Reads no weights. path: of the model;
         sizes: the model's width, the numbers of an action, and of the robot's state that the policy may read."""
         width, action_dim, state_dim = sizes
-        own = isinstance(action.head.core, L1Actions)
-        if own and self.head is None:
+        l1_head = isinstance(action.head.core, L1Actions)
+        if l1_head and self.head is None:
             raise UserError(
                 f"action.head.type=l1, but model.path={path} holds no {FILES['action_head']}, which mmrl convert makes "
                 "of a published action_head--STEP_checkpoint.pt; for actions as tokens use action.head.type=token"
             )
-        if not own and self.head is not None:
+        if not l1_head and self.head is not None:
             raise UserError(
                 f"model.path={path} holds {self.head.name}, which its actions come from, not from "
                 f"action.head.type={action.head.type}; use action.head.type=l1, or remove the file to train a new head"
@@ -153,7 +156,7 @@ class Parts:
                 "them; set it to the folder with dataset_statistics.json"
             )
         if self.projector is None:
-            if own and action.proprioception:
+            if l1_head and action.proprioception:
                 raise UserError(
                     f"action.proprioception=true, but model.path={path} holds no {FILES['proprio_projector']}, through "
                     "which it would read the robot's state; copy it there, or set action.proprioception=false"
@@ -162,15 +165,15 @@ class Parts:
         self._check_projector(self.projector, path, action, width, state_dim)
 
     def _check_head(self, file: Path, chunk: int, width: int, action_dim: int) -> None:
-        found, told = header(file)
-        known = found.get("model.fc2.bias", torch.Size([action_dim]))[0]
-        if known != action_dim:
-            raise UserError(f"{file} makes actions of {known} numbers, the simulator takes {action_dim}")
-        check_shapes(file, found, head_shapes(width, action_dim))
-        if "chunk" not in told:
+        shapes, metadata = header(file)
+        size = shapes.get("model.fc2.bias", torch.Size([action_dim]))[0]
+        if size != action_dim:
+            raise UserError(f"{file} makes actions of {size} numbers, the simulator takes {action_dim}")
+        check_shapes(file, shapes, head_shapes(width, action_dim))
+        if "chunk" not in metadata:
             raise UserError(f"{file} does not say how many actions a chunk has; let mmrl convert write it")
-        if int(told["chunk"]) != chunk:
-            raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {told['chunk']}")
+        if int(metadata["chunk"]) != chunk:
+            raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}")
 
     def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
         if not action.proprioception:
@@ -178,25 +181,25 @@ class Parts:
                 f"action.proprioception=false, but model.path={path} reads the robot's state through {file.name}; set "
                 "action.proprioception=true, or remove the file"
             )
-        found, _ = header(file)
-        known = found.get("fc1.weight", torch.Size([width, state_dim]))[-1]
-        if known != state_dim:
-            raise UserError(f"{file} takes a state of {known} numbers, the simulator's has {state_dim}")
-        check_shapes(file, found, projector_shapes(width, state_dim))
+        shapes, _ = header(file)
+        size = shapes.get("fc1.weight", torch.Size([width, state_dim]))[-1]
+        if size != state_dim:
+            raise UserError(f"{file} takes a state of {size} numbers, the simulator's has {state_dim}")
+        check_shapes(file, shapes, projector_shapes(width, state_dim))
         if action.standardise:
             raise UserError(
                 "action.standardise=true, but OpenVLA-OFT scales the state by its own statistics; remove it"
             )
 
 
-def find(places: Sequence[Path]) -> Parts:
-    """The files of the first folder that has them: of an adapter, then of what it adapts."""
-    found = {kind: next((p / name for p in places if (p / name).is_file()), None) for kind, name in FILES.items()}
-    return Parts(found["action_head"], found["proprio_projector"])
+def find(folders: Sequence[Path]) -> Parts:
+    """Finds each file in the first folder that has it: that of an adapter, then that of its base."""
+    paths = {kind: next((p / name for p in folders if (p / name).is_file()), None) for kind, name in FILES.items()}
+    return Parts(paths["action_head"], paths["proprio_projector"])
 
 
 def check_readable(path: str, names: Sequence[str]) -> None:
-    """Raises UserError for parts that are not known here, or that are still pickles. names: of all files at `path`."""
+    """Raises UserError for parts that are not supported, or that are still pickles. names: of all files at `path`."""
     for pattern, why in UNKNOWN.items():
         for name in fnmatch.filter(names, pattern):
             raise UserError(f"model.path={path} holds {name}: {why}, which is not known here")
@@ -210,7 +213,8 @@ def check_readable(path: str, names: Sequence[str]) -> None:
 
 
 def header(file: Path) -> tuple[Shapes, dict[str, str]]:
-    """Shapes by name, and what is told beside them; no weight is read. Raises UserError for another kind of file."""
+    """Returns shapes by name and the metadata of a file, without reading weights. Raises UserError for another kind of
+    file."""
     try:
         with safe_open(file, "pt") as opened:
             shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -220,19 +224,19 @@ def header(file: Path) -> tuple[Shapes, dict[str, str]]:
 
 
 def read_into(module: nn.Module, file: Path) -> None:
-    """The weights of a file whose shapes are known to fit."""
+    """Loads the weights of a file whose shapes fit."""
     module.load_state_dict(safetensors.load_file(file), strict=False)
 
 
-def write(kind: Kind, folder: Path, state: Mapping[str, Tensor], told: Mapping[str, str]) -> None:
-    """A part as it is read here, and as OpenVLA-OFT reads it."""
+def write(kind: Kind, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a part as safetensors, and as the pickle that OpenVLA-OFT reads."""
     tensors = {name: value.contiguous() for name, value in state.items()}
-    write_tensors(folder / FILES[kind], tensors, told)
+    write_tensors(folder / FILES[kind], tensors, metadata)
     torch.save({DISTRIBUTED + name: value for name, value in tensors.items()}, folder / SAVED[kind])
 
 
-def write_tensors(file: Path, tensors: dict[str, Tensor], told: Mapping[str, str]) -> None:
-    """The whole file or nothing."""
-    beginning = file.with_suffix(".new")
-    beginning.write_bytes(safetensors.save(tensors, {"format": "pt", **told}))
-    os.replace(beginning, file)
+def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a file atomically."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_bytes(safetensors.save(tensors, {"format": "pt", **metadata}))
+    os.replace(unfinished, file)

@@ -1,8 +1,8 @@
 """OpenVLA (arXiv 2406.09246) and OpenVLA-OFT (arXiv 2502.19645), from folders or hub names as they are published.
 
-Files and names of parameters are those of the published checkpoints, so what is saved here can be read there. No code
-of a checkpoint is run, and nothing is unpickled: see `mmrl.policies.vla.backbones.checkpoint_conversion` for what is
-published as pickles.
+Files and names of parameters are those of the published checkpoints, so that saved models can be read by OpenVLA's
+code. No code of a checkpoint is run, and nothing is unpickled: `mmrl.policies.vla.backbones.checkpoint_conversion`
+converts parts that are published as pickles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mmrl.policies.vlm import policy as vlm
 
 WEIGHTS = "*.safetensors"
 PREPROCESSOR, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
-BESIDE = (  # files that a saved model takes along
+EXTRA_FILES = (  # files that a saved model copies
     *(PREPROCESSOR, TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "dataset_statistics.json"),
 )
@@ -50,7 +50,7 @@ BEFORE_ACTIONS = 29871  # Llama's token of a lone space, which follows the promp
 
 
 class OpenVLAConfig(PreTrainedConfig):
-    """config.json; what is not named here (norm_stats among it) is kept as it is."""
+    """config.json; other keys, such as norm_stats, are kept as they are."""
 
     model_type = "openvla"
     sub_configs = {"text_config": LlamaConfig}
@@ -61,7 +61,7 @@ class OpenVLAConfig(PreTrainedConfig):
     image_sizes: list[int] | None = None
     use_fused_vision_backbone: bool = True
     pad_token_id: int = 32000
-    pad_to_multiple_of: int = 64  # rows of the vocabulary that stand for no token
+    pad_to_multiple_of: int = 64  # rows of the embeddings without a token
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -70,7 +70,7 @@ class OpenVLAConfig(PreTrainedConfig):
 
 
 class OpenVLALayerScale(nn.Module):
-    """timm's LayerScale, with its parameter under the name it has in OpenVLA's files."""
+    """timm's LayerScale, with its parameter named as in OpenVLA's files."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class OpenVLALayerScale(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One or two vision transformers of timm; a patch is what the blocks before the last made of it, side by side."""
+    """One or two vision transformers of timm; a patch is the concatenation of their next-to-last layers."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class VisionBackbone(nn.Module):
                 for child, scale in module.named_children():
                     if isinstance(scale, LayerScale):
                         module.add_module(child, OpenVLALayerScale(len(scale.gamma)))
-            # As its forward, so that what acts around the call of a module (ZeRO-3) does so around this one.
+            # Set as its forward, so that hooks of the module's call (ZeRO-3) run.
             vit.forward = functools.partial(
                 vit.forward_intermediates,
                 indices=[len(vit.blocks) - 2],
@@ -112,8 +112,8 @@ class VisionBackbone(nn.Module):
             self.width += vit.embed_dim
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Of each transformer its images [n, camera, 3, size, size] -> [n, camera x patch, width], camera by camera,
-        as OpenVLA-OFT takes several."""
+        """Returns patches [n, camera x patch, width], camera by camera as in OpenVLA-OFT. images: for each transformer
+        [n, camera, 3, size, size]."""
         shown = zip(self.names, images, strict=True)
         patches = torch.cat([self.get_submodule(name)(p.flatten(0, 1))[0] for name, p in shown], 2)
         return rearrange(patches, "(n c) p w -> n (c p) w", c=images[0].shape[1])
@@ -133,7 +133,7 @@ class Projector(nn.Module):
 
 
 class OpenVLAForActionPrediction(PreTrainedModel):
-    """Images as tokens of a Llama, behind the first token of the prompt."""
+    """A Llama that reads images as tokens behind the first token of the prompt."""
 
     config_class = OpenVLAConfig
     config: OpenVLAConfig
@@ -158,32 +158,33 @@ class OpenVLAForActionPrediction(PreTrainedModel):
     def embed(
         self, ids: Tensor, mask: Tensor, images: Sequence[Tensor], state: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """ids and mask [n, token], images as `VisionBackbone` takes them, state [n, 1, width] behind the patches ->
-        what the Llama reads."""
+        """Returns the Llama's "inputs_embeds" and "attention_mask". ids, mask: [n, token]; images: as for
+        `VisionBackbone`;
+        state: [n, 1, width], put behind the patches."""
         patches = self.projector(self.vision_backbone(images))
         patches = patches if state is None else torch.cat([patches, state.to(patches.dtype)], 1)
-        words = self.get_input_embeddings()(ids)
-        there = mask.new_ones(patches.shape[:2])
+        tokens = self.get_input_embeddings()(ids)
+        patch_mask = mask.new_ones(patches.shape[:2])
         return {
-            "inputs_embeds": torch.cat([words[:, :1], patches, words[:, 1:]], 1),
-            "attention_mask": torch.cat([mask[:, :1], there, mask[:, 1:]], 1),
+            "inputs_embeds": torch.cat([tokens[:, :1], patches, tokens[:, 1:]], 1),
+            "attention_mask": torch.cat([mask[:, :1], patch_mask, mask[:, 1:]], 1),
         }
 
 
 @dataclass(frozen=True)
 class OpenVLAObservation:
-    """One observation, as it is kept."""
+    """A prepared observation."""
 
     images: Tensor  # [camera, 3, size, size] uint8
     ids: Tensor  # [token] int64
-    state: Tensor  # [state] as the projector takes it; [0] where there is none
+    state: Tensor  # [state], scaled for the projector; [0] where there is none
 
 
 @dataclass(frozen=True)
 class ObservationPreprocessing:
-    """How observations are read. together: as OpenVLA-OFT, see `BidirectionalPrefix`. crop: area of images that is
-    kept. jpeg: they come to their size by `as_in_training`. states: what the robot's state is scaled by, where it is
-    read."""
+    """Options of reading observations. together: in one bidirectional pass as OpenVLA-OFT, see `BidirectionalPrefix`.
+    crop: share of the area of images that is kept. jpeg: whether images are resized by `as_in_training`. states:
+    quantiles that scale the robot's state, where it is read."""
 
     together: bool
     crop: float = 1.0
@@ -192,7 +193,7 @@ class ObservationPreprocessing:
 
 
 class OpenVLABackbone(Backbone):
-    """Reads as OpenVLA or OpenVLA-OFT does."""
+    """The backbone of OpenVLA and OpenVLA-OFT."""
 
     mean: Tensor
     std: Tensor
@@ -201,35 +202,39 @@ class OpenVLABackbone(Backbone):
         self,
         model: nn.Module,
         tokenizer: Tokenizer,
-        beside: dict[str, bytes],
+        extra_files: dict[str, bytes],
         max_prompt_length: int,
-        manner: ObservationPreprocessing,
+        preprocessing: ObservationPreprocessing,
         parts: oft.Parts,
     ) -> None:
-        """parts: whose shapes fit; the projector is read at once."""
+        """parts: files whose shapes fit; the projector is loaded here."""
         super().__init__()
-        self.model, self.tokenizer, self.beside = model, tokenizer, beside
-        self.max_prompt_length, self.manner, self.head_file = max_prompt_length, manner, parts.head
+        self.model, self.tokenizer, self.extra_files = model, tokenizer, extra_files
+        self.max_prompt_length, self.preprocessing, self.head_file = max_prompt_length, preprocessing, parts.head
         config = self.core.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
         self.vocabulary: int = config.text_config.vocab_size - config.pad_to_multiple_of
         self.pad, self.end = config.pad_token_id, config.text_config.eos_token_id
-        told = json.loads(beside[PREPROCESSOR])
-        if told["image_resize_strategy"] != "resize-naive" or len(set(told["interpolations"])) > 1:
+        image_config = json.loads(extra_files[PREPROCESSOR])
+        if image_config["image_resize_strategy"] != "resize-naive" or len(set(image_config["interpolations"])) > 1:
             raise UserError(
-                f"{PREPROCESSOR} asks for image_resize_strategy={told['image_resize_strategy']} and interpolations="
-                f"{told['interpolations']}; only resize-naive in one way for all is known"
+                f"{PREPROCESSOR} asks for image_resize_strategy={image_config['image_resize_strategy']} and "
+                f"interpolations={image_config['interpolations']}; only resize-naive with one interpolation for all is "
+                "supported"
             )
-        if len({tuple(size) for size in told["input_sizes"]}) > 1:
-            raise UserError(f"{PREPROCESSOR} asks for images of several sizes: {told['input_sizes']}")
-        self.size, self.resampling = told["input_sizes"][0][1:], Image.Resampling[told["interpolations"][0].upper()]
+        if len({tuple(size) for size in image_config["input_sizes"]}) > 1:
+            raise UserError(f"{PREPROCESSOR} asks for images of several sizes: {image_config['input_sizes']}")
+        self.size, self.resampling = (
+            image_config["input_sizes"][0][1:],
+            Image.Resampling[image_config["interpolations"][0].upper()],
+        )
         for name in ("mean", "std"):  # [transformer, 3]
-            self.register_buffer(name, torch.tensor(told[name + "s"], dtype=torch.float32), persistent=False)
+            self.register_buffer(name, torch.tensor(image_config[name + "s"], dtype=torch.float32), persistent=False)
         self.proprio: oft.ProprioProjector | None = None
         if parts.projector is not None:
-            assert manner.states is not None
-            self.proprio = oft.ProprioProjector(self.width, len(manner.states.q01))
+            assert preprocessing.states is not None
+            self.proprio = oft.ProprioProjector(self.width, len(preprocessing.states.q01))
             oft.read_into(self.proprio, parts.projector)
         self.reads_state = self.proprio is not None
 
@@ -253,35 +258,35 @@ class OpenVLABackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[OpenVLAObservation]:
-        """Raises UserError for a prompt that is too long."""
-        scales = self.manner.states
+        """Prepares observations. Raises UserError for a prompt that is too long."""
+        scales = self.preprocessing.states
         numbers = torch.from_numpy(state[:, :0].copy() if scales is None else scales.scaled(state))
         return [
-            OpenVLAObservation(torch.stack([self._fit(image) for image in shown]), self._ids(text, len(shown)), own)
-            for *shown, text, own in zip(*images, texts, numbers, strict=True)
+            OpenVLAObservation(torch.stack([self._fit(image) for image in views]), self._ids(text, len(views)), row)
+            for *views, text, row in zip(*images, texts, numbers, strict=True)
         ]
 
     def collate(self, rows: Sequence[OpenVLAObservation], device: torch.device) -> dict[str, Tensor]:
         ids = [row.ids for row in rows]
-        given = {
+        batch = {
             "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=self.pad),
             "mask": nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True),
             "images": torch.stack([row.images for row in rows]),
             "state": torch.stack([row.state for row in rows]),
         }
-        return {name: value.to(device) for name, value in given.items()}
+        return {name: value.to(device) for name, value in batch.items()}
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
         core = self.core
-        seen = inputs["images"].float() / 255
+        pixels = inputs["images"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
-        images = ((seen - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
+        images = ((pixels - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
         state = None if self.proprio is None else self.proprio(inputs["state"])
-        given = core.embed(inputs["ids"], inputs["mask"], images, state)
-        if self.manner.together:
+        embedded = core.embed(inputs["ids"], inputs["mask"], images, state)
+        if self.preprocessing.together:
             end = self.input_embeddings(torch.tensor([self.end], device=core.device))
-            return cast(Reading, BidirectionalPrefix(core.language_model, given, end))
-        return Prefix(core.language_model, given, every_layer=every_layer)
+            return cast(Reading, BidirectionalPrefix(core.language_model, embedded, end))
+        return Prefix(core.language_model, embedded, every_layer=every_layer)
 
     def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
         assert self.head_file is not None
@@ -291,18 +296,18 @@ class OpenVLABackbone(Backbone):
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         write_model(self.model, folder, state)
-        for name, content in self.beside.items():
+        for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
         if projector := {n.removeprefix("proprio."): t for n, t in state.items() if n.startswith("proprio.")}:
             oft.write("proprio_projector", folder, projector, {})
 
     def _fit(self, image: NDArray[np.uint8]) -> Tensor:
         height, width = self.size
-        if self.manner.jpeg:
+        if self.preprocessing.jpeg:
             fitted = as_in_training(image, height, width)
         else:
             fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
-        return torch.from_numpy(middle(fitted, self.manner.crop).transpose(2, 0, 1).copy())
+        return torch.from_numpy(middle(fitted, self.preprocessing.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str, cameras: int) -> Tensor:
         ids = self.tokenizer.encode(text).ids
@@ -318,8 +323,8 @@ class OpenVLABackbone(Backbone):
 
 
 class BidirectionalPrefix:
-    """Prompts that are read at once with what follows them, every token seeing every other, as OpenVLA-OFT was trained:
-    so nothing can be kept of a prompt. `hidden` and `last` are what it is without anything behind it."""
+    """Prompts that are read in one bidirectional pass with the tokens that follow, as OpenVLA-OFT was trained, so that
+    no cache is possible. `hidden` and `last` are those of the prompt alone."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -328,26 +333,28 @@ class BidirectionalPrefix:
         end token's embedding [1, width]."""
         self.model, self.inputs, self.end = model, inputs, end
         self.mask = inputs["attention_mask"]
-        places = positions(model, inputs)
-        self.places, self.length = places, self.mask.sum(1)
+        position_ids = positions(model, inputs)
+        self.position_ids, self.length = position_ids, self.mask.sum(1)
 
     @functools.cached_property
     def hidden(self) -> Tensor:
-        return self._forward(self.inputs["inputs_embeds"], self.mask, self.places)
+        return self._forward(self.inputs["inputs_embeds"], self.mask, self.position_ids)
 
     @functools.cached_property
     def last(self) -> Tensor:
         return self._last(self.hidden)
 
     def together(self, tokens: Tensor) -> Tensor:
-        """tokens [n, t, width] behind the prompts, and an end token behind them -> the last layer [n, 1 + t, width], of
+        """Reads `tokens` [n, t, width] and an end token behind the prompts; returns the last layer [n, 1 + t, width] of
         each prompt's last token and of `tokens`."""
         n, t = tokens.shape[:2]
         prompt = self.inputs["inputs_embeds"]
         behind = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
         mask = torch.cat([self.mask, self.mask.new_ones(n, t + 1)], 1)
-        places = torch.cat([self.places, self.length[:, None] + torch.arange(t + 1, device=tokens.device)], 1)
-        hidden = self._forward(torch.cat([prompt, behind], 1), mask, places)
+        position_ids = torch.cat(
+            [self.position_ids, self.length[:, None] + torch.arange(t + 1, device=tokens.device)], 1
+        )
+        hidden = self._forward(torch.cat([prompt, behind], 1), mask, position_ids)
         return torch.cat([self._last(hidden)[:, None], hidden[:, prompt.shape[1] : -1]], 1)
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -356,12 +363,12 @@ class BidirectionalPrefix:
     def _last(self, hidden: Tensor) -> Tensor:
         return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
 
-    def _forward(self, embeddings: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    def _forward(self, embeddings: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         hidden_from_all = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
         output = self.model.base_model(
             inputs_embeds=embeddings,
             attention_mask=hidden_from_all.expand(-1, 1, embeddings.shape[1], -1),
-            position_ids=places,
+            position_ids=position_ids,
             use_cache=False,
         )
         return output.last_hidden_state
@@ -370,17 +377,17 @@ class BidirectionalPrefix:
 def load(
     path: str, settings: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> OpenVLABackbone:
-    """From a folder or a hub name, with its LoRA if it is one. sizes: numbers of an action, and of the state that the
-    policy may read. Raises UserError naming the file, tensor or option that does not fit, before weights are read where
-    that can be known."""
+    """Loads a backbone from a folder or a hub name, with its LoRA if it is one. sizes: numbers of an action, and of the
+    state that the policy may read. Raises UserError naming the file, tensor or option that does not fit, before weights
+    are read where possible."""
     if settings.processor:
         raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
     if action.head.together and settings.attention == "flash_attention_2":
         key = "type=l1" if isinstance(action.head.core, L1Actions) else "decoding=bidirectional"
         raise UserError(f"action.head.{key} needs model.attention=sdpa or eager")
     folder = _folder(loading.base_of(path))
-    beside = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
-    missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in beside), None)
+    extra_files = {name: (folder / name).read_bytes() for name in EXTRA_FILES if (folder / name).is_file()}
+    missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in extra_files), None)
     if missing is not None:
         raise UserError(f"model.path={path}: {folder / missing} is missing")
     parts = oft.find([Path(path), folder])
@@ -390,29 +397,31 @@ def load(
     if parts.projector is not None:
         assert action.statistics is not None
         states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1])
-    manner = ObservationPreprocessing(action.head.together, action.center_crop, action.resize == "openvla", states)
+    preprocessing = ObservationPreprocessing(
+        action.head.together, action.center_crop, action.resize == "openvla", states
+    )
     model: Any = _model(folder, settings.dtype, settings.attention)
     model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
-    tokenizer = Tokenizer.from_str(beside[TOKENIZER].decode())
-    made = OpenVLABackbone(model, tokenizer, beside, max_prompt_length, manner, parts)
-    if made.proprio is not None and "connector" in settings.freeze:
-        made.proprio.requires_grad_(False)
-    return made
+    tokenizer = Tokenizer.from_str(extra_files[TOKENIZER].decode())
+    backbone = OpenVLABackbone(model, tokenizer, extra_files, max_prompt_length, preprocessing, parts)
+    if backbone.proprio is not None and "connector" in settings.freeze:
+        backbone.proprio.requires_grad_(False)
+    return backbone
 
 
 def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """An image [h, w, 3] as OpenVLA's data of LIBERO and its own evaluations have it at another size: through JPEG
+    """Resizes an image [h, w, 3] as OpenVLA's data of LIBERO and its own evaluations do: through JPEG
     (TensorFlow's encode_jpeg: quality 95, colours at half the size), then TensorFlow's antialiased lanczos3, rounded
     once at the end."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
-    seen = np.asarray(Image.open(file)).astype(np.float32)
-    channels = [Image.fromarray(seen[..., c]).resize((width, height), Image.Resampling.LANCZOS) for c in range(3)]
+    decoded = np.asarray(Image.open(file)).astype(np.float32)
+    channels = [Image.fromarray(decoded[..., c]).resize((width, height), Image.Resampling.LANCZOS) for c in range(3)]
     return np.stack([np.asarray(channel) for channel in channels], -1).round().clip(0, 255).astype(np.uint8)
 
 
 def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
-    """The middle of an image [height, width, 3] with `area` of its area, at its full size again, as OpenVLA evaluates:
+    """Crops the centre of an image [height, width, 3] to `area` of its area and resizes it back, as OpenVLA evaluates:
     TensorFlow's crop_and_resize (linear, the crop's corners on the image's) and conversion to bytes."""
     if area == 1:
         return image
@@ -431,12 +440,13 @@ def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
 
 
 def _folder(path: str) -> Path:
-    """The folder itself, or that into which the hub's files were fetched."""
+    """Returns the folder itself, or that of the files downloaded from the hub. Raises UserError for one without
+    weights."""
     if Path(path).is_dir():
         folder, names = Path(path), [file.name for file in Path(path).iterdir()]
     else:
         names = huggingface_hub.list_repo_files(path)
-        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *BESIDE]))
+        folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *EXTRA_FILES]))
     oft.check_readable(path, names)
     if not set(fnmatch.filter(names, WEIGHTS)) - set(oft.FILES.values()):
         raise UserError(f"model.path={path} holds no {WEIGHTS}; convert its weights, pickles are never opened")
@@ -444,8 +454,8 @@ def _folder(path: str) -> Path:
 
 
 def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
-    made: Any = OpenVLAForActionPrediction
-    model, report = made.from_pretrained(
+    model_class: Any = OpenVLAForActionPrediction
+    model, report = model_class.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=attention,
@@ -454,6 +464,6 @@ def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPredicti
         output_loading_info=True,
     )
     for kind in ("missing", "unexpected", "mismatched"):
-        if found := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
-            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {found[0]}")
+        if keys := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
+            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {keys[0]}")
     return model

@@ -20,7 +20,7 @@ CONFIG = "states_only.json"
 
 
 class NothingRead:
-    """A reading of no width; see `mmrl.policies.vla.heads.head.Reading`."""
+    """An empty reading, of width 0; see `mmrl.policies.vla.heads.head.Reading`."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -30,11 +30,11 @@ class NothingRead:
         self.last = torch.zeros(rows, 0, device=device)
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("nothing was read that tokens could go on from")
+        raise NotImplementedError("an empty reading can not be extended")
 
 
 class StateBackbone(Backbone):
-    """It reads neither images nor words, and so serves simulators with one instruction."""
+    """A backbone that reads neither images nor words, for simulators with one instruction."""
 
     width, vocabulary = 0, 0
 
@@ -44,7 +44,7 @@ class StateBackbone(Backbone):
 
     @property
     def frozen(self) -> bool:
-        """There is nothing to keep of what it read."""
+        """False: there is no reading to cache."""
         return False
 
     def ask(self, instruction: str) -> str:
@@ -53,13 +53,13 @@ class StateBackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
-        """Raises UserError for a second instruction."""
+        """Prepares nothing. Raises UserError for a second instruction."""
         for text in texts:
             if self.instruction is None:
                 self.instruction = text
             if text != self.instruction:
                 raise UserError(
-                    f"this policy reads the robot's state and no words, but the simulator says both "
+                    f"this policy reads the robot's state and no words, but the simulator's instructions are "
                     f"{self.instruction!r} and {text!r}; give it one task, or use a backbone that reads"
                 )
         return [None] * len(texts)

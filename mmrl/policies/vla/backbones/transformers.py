@@ -27,7 +27,7 @@ from mmrl.rollouts import Prompt
 
 
 class VisionLanguageBackbone(Backbone):
-    """A model of the foundation's families (`mmrl.policies.vlm`), its prompt read once and continued by embeddings."""
+    """A vision-language model of `mmrl.policies.vlm`, whose prompt is read once and continued by embeddings."""
 
     def __init__(self, model: nn.Module, processor: Processor, max_prompt_length: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class VisionLanguageBackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[RolloutTokens]:
-        """Raises UserError for a prompt that is too long."""
+        """Tokenizes observations. Raises UserError for a prompt that is too long."""
         prompts = [
             Prompt(str(i), text, tuple(Image.fromarray(image) for image in shown))
             for i, (text, *shown) in enumerate(zip(texts, *images, strict=True))
@@ -75,8 +75,8 @@ def load(path: str, model: VisionLanguageActionModel, max_prompt_length: int) ->
     return VisionLanguageBackbone(network, processor, max_prompt_length)
 
 
-def told(path: str) -> dict[str, Any]:
-    """The config.json of `path`, or of what it is a LoRA of; nothing if there is none, of which `load` complains."""
+def read_config(path: str) -> dict[str, Any]:
+    """Returns the config.json of `path`, or of the base of a LoRA; {} if there is none, for which `load` raises."""
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError):

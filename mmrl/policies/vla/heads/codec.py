@@ -1,4 +1,4 @@
-"""Actions as tokens, and as numbers of a robot: bins at the end of the vocabulary, statistics of a data set."""
+"""Conversion of actions to tokens (bins at the end of the vocabulary) and to a robot's units (data set statistics)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ActionCodec:
 
     @property
     def first(self) -> int:
-        """The lowest id, whose column is 0."""
+        """The lowest action id, whose column is 0."""
         return self.vocabulary - self.bins
 
     def encode(self, actions: Tensor) -> Tensor:
-        """[...] in any range, clamped to [-1, 1] -> columns [...] int64. Raises ValueError for NaN."""
+        """Returns the columns [...] int64 of actions [...], which are clamped to [-1, 1]. Raises ValueError for NaN."""
         if bool(actions.isnan().any()):
             raise ValueError("actions hold NaN")
         edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64)
@@ -41,7 +41,7 @@ class ActionCodec:
         return (self.bins - number).to(actions.device)
 
     def decode(self, columns: Tensor) -> Tensor:
-        """Columns [...] -> actions [...] fp32, the middles of their intervals."""
+        """Returns the actions [...] fp32 of columns [...], the middles of their intervals."""
         edges = torch.linspace(-1, 1, self.bins, dtype=torch.float64, device=columns.device)
         centres = ((edges[1:] + edges[:-1]) / 2).float()
         return centres[(self.bins - columns - 1).clamp(0, self.bins - 2)]
@@ -51,7 +51,7 @@ class ActionCodec:
 
 
 class Units(Protocol):
-    """How a policy's numbers and a robot's translate, [..., chunk, action] each."""
+    """A conversion between a policy's actions and a robot's units, [..., chunk, action] each."""
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]: ...
 
@@ -60,8 +60,8 @@ class Units(Protocol):
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """The 1 % and 99 % quantiles of a data set's actions, [action] each; where `mask` is False a number passes as it
-    is (grippers). bounded: what a policy makes is clamped to [-1, 1]."""
+    """The 1 % and 99 % quantiles of a data set's actions, [action] each; where `mask` is False a number is not
+    scaled (grippers). bounded: whether a policy's actions are clamped to [-1, 1]."""
 
     q01: NDArray[np.float64]
     q99: NDArray[np.float64]
@@ -69,12 +69,12 @@ class ActionStatistics:
     bounded: bool = True
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        """[..., action] -> the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
+        """Converts actions a [..., action] to the robot's units: (a + 1) / 2 (q99 - q01) + q01."""
         actions = actions.clip(-1, 1) if self.bounded else actions
         return np.where(self.mask, 0.5 * (actions + 1) * (self.q99 - self.q01) + self.q01, actions)
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        """The inverse, clamped to [-1, 1]; 0 where the data never moved."""
+        """Computes the inverse of `to_robot`, clamped to [-1, 1]; 0 where q01 = q99."""
         span = self.q99 - self.q01
         scaled = 2 * (actions - self.q01) / np.where(span == 0, 1, span) - 1
         return np.where(self.mask, np.where(span == 0, 0, scaled).clip(-1, 1), actions)
@@ -89,14 +89,14 @@ class StateQuantiles:
     mask: NDArray[np.bool_]
 
     def scaled(self, state: NDArray) -> NDArray[np.float32]:
-        """[..., state] -> within [-1, 1]; one that never moved in the data is at an end."""
+        """Scales states [..., state] by the quantiles and clips them to [-1, 1]."""
         state = state.astype(np.float64)
         within = 2 * (state - self.q01) / (self.q99 - self.q01 + 1e-8) - 1
         return np.where(self.mask, within, state).clip(-1, 1).astype(np.float32)
 
 
 def load_statistics(path: str, key: str | None, action_dim: int, *, bounded: bool = True) -> ActionStatistics:
-    """Read OpenVLA's statistics: {data set: {"action": {"q01": [...], "q99": [...], "mask": [...]}}}, as a file of its
+    """Reads OpenVLA's statistics: {data set: {"action": {"q01": [...], "q99": [...], "mask": [...]}}}, as a file of its
     own or under "norm_stats" of a model's config.json. Without a mask every number is scaled.
 
     Raises UserError naming the file and the key that is missing, unknown or of another length than `action_dim`.
@@ -105,25 +105,26 @@ def load_statistics(path: str, key: str | None, action_dim: int, *, bounded: boo
 
 
 def load_state_quantiles(path: str, key: str | None, state_dim: int) -> StateQuantiles:
-    """Of the same file, beside "action": "proprio". Raises UserError as `load_statistics`."""
+    """Reads the entry "proprio" of the same file. Raises UserError as `load_statistics`."""
     return StateQuantiles(*_quantiles(path, key, "proprio", state_dim, "the simulator's state has"))
 
 
 def _quantiles(
     path: str, key: str | None, kind: str, size: int, whose: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Of one kind of number, [size] each: 1 %, 99 %, and which are scaled by them."""
-    key, held = _data_set(path, key)
-    told = held.get(kind, {})
+    """Reads the 1 % and 99 % quantiles of `kind` and the mask of scaled numbers, [size] each. Raises UserError as
+    `load_statistics`."""
+    key, statistics = _data_set(path, key)
+    quantiles = statistics.get(kind, {})
     for needed in ("q01", "q99"):
-        if needed not in told:
+        if needed not in quantiles:
             raise UserError(f"action.statistics={path}: {key}.{kind}.{needed} is missing")
-    mask = told.get("mask", [True] * len(told["q01"]))
-    for name, values in (("q01", told["q01"]), ("q99", told["q99"]), ("mask", mask)):
+    mask = quantiles.get("mask", [True] * len(quantiles["q01"]))
+    for name, values in (("q01", quantiles["q01"]), ("q99", quantiles["q99"]), ("mask", mask)):
         if len(values) != size:
             raise UserError(f"action.statistics={path}: {key}.{kind}.{name} has {len(values)} numbers, {whose} {size}")
     try:
-        low, high = np.array(told["q01"], float), np.array(told["q99"], float)
+        low, high = np.array(quantiles["q01"], float), np.array(quantiles["q99"], float)
     except (TypeError, ValueError) as error:
         raise UserError(f"action.statistics={path}: {key}.{kind} must hold numbers: {error}") from None
     scaled = np.array(mask, bool)
@@ -135,21 +136,25 @@ def _quantiles(
 
 
 def _data_set(path: str, key: str | None) -> tuple[str, dict[str, Any]]:
-    """Which data set's statistics are meant, and these."""
+    """Returns the name of the data set and its statistics. Raises UserError for an unknown or ambiguous one."""
     file = Path(path)
     if file.is_dir():
         file = next((file / n for n in ("dataset_statistics.json", "config.json") if (file / n).is_file()), file)
     try:
-        found: Any = json.loads(file.read_text())
+        data_sets: Any = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"action.statistics={path}: {error}") from None
-    found = found.get("norm_stats", found) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not found or not all(isinstance(held, dict) for held in found.values()):
+    data_sets = data_sets.get("norm_stats", data_sets) if isinstance(data_sets, dict) else None
+    if (
+        not isinstance(data_sets, dict)
+        or not data_sets
+        or not all(isinstance(statistics, dict) for statistics in data_sets.values())
+    ):
         raise UserError(f"action.statistics={path}: expected a mapping from data sets to statistics")
-    names = ", ".join(found)
-    if key is None and len(found) != 1:
+    names = ", ".join(data_sets)
+    if key is None and len(data_sets) != 1:
         raise UserError(f"action.statistics={path} holds {names}; choose one with action.statistics_key")
-    key = key or next(iter(found))
-    if key not in found:
+    key = key or next(iter(data_sets))
+    if key not in data_sets:
         raise UserError(f"action.statistics_key={key} is not in {path}; it holds {names}")
-    return key, found[key]
+    return key, data_sets[key]

@@ -32,14 +32,14 @@ from mmrl.samplers.windows import window_steps
 
 
 class FlowHead(Head):
-    """A head that denoises. `latent` is what is denoised, [chunk, action] or more on either side.
+    """A head that denoises. `latent`: shape that is denoised, [chunk, action] or larger in either dimension.
 
     With an `ActionChain` a decision is a step of the sampler inside the window, one Gaussian of the whole chunk. With
     an `ActionMatching` the chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv
     2507.21053). With an `ActionContrast` every noise level is a decision, for errors of implicit policies
     (DiffusionNFT, arXiv 2509.16117). Only the chunk's own actions are executed, and only they count. Where an episode
-    ended inside a chunk, the executed actions are scored as if the others had not moved them; that holds for a window
-    of one step and is an approximation for more.
+    ended inside a chunk, the executed actions are scored as if they did not depend on the others, which is exact for a
+    window of one step and an approximation for more.
     """
 
     context_only = True
@@ -52,12 +52,12 @@ class FlowHead(Head):
         state_dim: int,
         latent: tuple[int, int] | None = None,
     ) -> None:
-        """Raises UserError for a window that can not be, and a likelihood or transition that is not for this head."""
+        """Raises UserError for an impossible window, and a likelihood or transition that this head does not support."""
         super().__init__(action, action_dim, state_dim)
         self.likelihood: ActionLikelihood = settings.likelihood
         self.latent = latent or self.shape
         chain = self.likelihood if isinstance(self.likelihood, ActionChain) else None
-        if not isinstance(self.likelihood, self.known_likelihoods()):
+        if not isinstance(self.likelihood, self.supported_likelihoods()):
             raise UserError(
                 f"action.head.likelihood.type={self.likelihood.type} is not for this policy; use chain, matching or "
                 "contrast"
@@ -78,34 +78,35 @@ class FlowHead(Head):
             raise UserError(f"action.head.likelihood: {error}") from None
 
     @classmethod
-    def known_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
+    def supported_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
         return ActionChain, ActionMatching, ActionContrast
 
     def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """Of noisy chunks x [m, *latent] at noise levels sigma [m], each for the observation in `rows` [m]; like x."""
+        """Returns the velocity of noisy chunks x [m, *latent] at noise levels sigma [m], each for the observation in
+        `rows` [m]; like x."""
         raise NotImplementedError
 
     @property
     def decisions(self) -> int:
         return self._decisions
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
         likelihood = self.likelihood
-        drawn = isinstance(likelihood, ActionChain) and how.training
-        windows = self._windows(how) if drawn else [[]] * len(how.seeds)
-        x = gaussian(list(how.seeds), INITIAL, self.latent).to(state.device)
-        sampler = self.sampler if how.training else self.evaluation_sampler
+        drawn = isinstance(likelihood, ActionChain) and sampling.training
+        windows = self._windows(sampling) if drawn else [[]] * len(sampling.seeds)
+        x = gaussian(list(sampling.seeds), INITIAL, self.latent).to(state.device)
+        sampler = self.sampler if sampling.training else self.evaluation_sampler
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             return self.velocity(reading, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
-            return gaussian([how.seeds[i] for i in rows.tolist()], step, self.latent)
+            return gaussian([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
 
         chain = run(predict, x, sampler, windows, noise)
         chosen = {"actions": self._executed(chain.final)}
         if isinstance(likelihood, Draws):
-            return {**chosen, "data": chain.final, **self._levels(likelihood, how.seeds)}
+            return {**chosen, "data": chain.final, **self._draw_levels(likelihood, sampling.seeds)}
         if drawn:
             chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
         return chosen
@@ -126,10 +127,10 @@ class FlowHead(Head):
         assert isinstance(self.likelihood, ActionMatching)
         return self._score_matching(self.likelihood, reading, state, chosen, valid, old, reference)
 
-    def _windows(self, how: ActionSampling) -> list[list[int]]:
-        """The same for all looks of a group in a training step."""
+    def _windows(self, sampling: ActionSampling) -> list[list[int]]:
+        """Returns the scored steps of each chunk, the same for all policy steps of a group in a training step."""
         assert isinstance(self.likelihood, ActionChain)
-        return [window_steps(self.likelihood.window, self.sampler.std, how.step, seed) for seed in how.groups]
+        return [window_steps(self.likelihood.window, self.sampler.std, sampling.step, seed) for seed in sampling.groups]
 
     def _score_chain(
         self,
@@ -141,10 +142,10 @@ class FlowHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """All steps of the window in one pass of the expert."""
+        """Scores all steps of the window in one pass of the expert."""
         points = chosen["points"].cpu()
         v = self._velocity(reading, state, chosen["x"], self.sampler.grid.sigmas[points])
-        found = score.chain_likelihood(
+        scores = score.chain_likelihood(
             self._executed(v),
             self._executed(chosen["x"]),
             self._executed(chosen["x_next"]),
@@ -155,7 +156,7 @@ class FlowHead(Head):
             reduction=likelihood.reduction,
         )
         weights = score.step_weights(likelihood.step_weight, self.sampler, likelihood.window)
-        return found.columns | ({} if weights is None else {"weight": weights[points].to(v.device)})
+        return scores.columns | ({} if weights is None else {"weight": weights[points].to(v.device)})
 
     def _score_matching(
         self,
@@ -167,10 +168,10 @@ class FlowHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """The mean over all draws is one decision, so "prediction" is [n, 1, draw, chunk, action]."""
+        """Scores the chunk as one decision, the mean over all draws; "prediction" is [n, 1, draw, chunk, action]."""
         sigma = chosen["sigma"]
         x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
-        found = score.matching_likelihood(
+        scores = score.matching_likelihood(
             self._executed(self._velocity(reading, state, x, sigma)),
             self._executed(target),
             old=None if old is None else old[:, 0],
@@ -178,8 +179,8 @@ class FlowHead(Head):
             counted=valid[:, None, :, None],
             reduction=likelihood.reduction,
         ).columns
-        prediction = found.pop("prediction")[:, None]
-        return {"prediction": prediction, **{name: value.mean(1, keepdim=True) for name, value in found.items()}}
+        prediction = scores.pop("prediction")[:, None]
+        return {"prediction": prediction, **{name: value.mean(1, keepdim=True) for name, value in scores.items()}}
 
     def _score_contrast(
         self,
@@ -191,11 +192,12 @@ class FlowHead(Head):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """What `rollouts.Matching` holds besides, 0 where an action was not executed, so that its error is 0 too."""
+        """Adds the fields of `rollouts.MatchingTargets`, 0 where an action was not executed, so that its error is 0
+        too."""
         sigma, counted = chosen["sigma"], valid[:, None, :, None]
         x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
         v = self._executed(self._velocity(reading, state, x, sigma))
-        found = score.matching_likelihood(
+        scores = score.matching_likelihood(
             v, self._executed(target), old=old, reference=reference, counted=counted, reduction=likelihood.reduction
         ).columns
         matched = {
@@ -204,39 +206,40 @@ class FlowHead(Head):
             "old_velocity": v.detach() if old is None else old.to(v),
             "data": self._executed(chosen["data"])[:, None].expand_as(v),
         }
-        return {**found, "sigma": sigma.float(), **{name: part.where(counted, 0) for name, part in matched.items()}}
+        return {**scores, "sigma": sigma.float(), **{name: part.where(counted, 0) for name, part in matched.items()}}
 
     def _velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Of the noisy chunks x [n, k, *latent] of n observations, at noise levels sigma [n, k], in one pass."""
+        """Returns the velocity of noisy chunks x [n, k, *latent] of n observations, at noise levels sigma [n, k], in
+        one pass."""
         n, k = sigma.shape
         rows = torch.arange(n, device=x.device).repeat_interleave(k)
         return self.velocity(reading, state, x.flatten(0, 1), sigma.flatten().to(x.device), rows).view_as(x)
 
     def _executed(self, latent: Tensor) -> Tensor:
-        """[..., *latent] -> [..., chunk, action]"""
+        """Returns the executed part [..., chunk, action] of latents [..., *latent]."""
         return latent[..., : self.shape[0], : self.shape[1]].contiguous()
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """What the chunk does not say of a latent: further actions like the last, no further numbers."""
+        """Pads demonstrated chunks to latents: further actions repeat the last one, further numbers are 0."""
         assert isinstance(self.likelihood, ActionMatching)
         longer, wider = (inner - outer for inner, outer in zip(self.latent, self.shape, strict=True))
         data = torch.cat([actions, actions[:, -1:].expand(-1, longer, -1)], 1)
-        return {"actions": actions, "data": F.pad(data, (0, wider)), **self._levels(self.likelihood, seeds)}
+        return {"actions": actions, "data": F.pad(data, (0, wider)), **self._draw_levels(self.likelihood, seeds)}
 
-    def _levels(self, likelihood: Draws, seeds: Sequence[int]) -> Chosen:
-        """Noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1), as pi0 draws them:
-        more of them where noise prevails."""
+    def _draw_levels(self, likelihood: Draws, seeds: Sequence[int]) -> Chosen:
+        """Draws noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1) as in pi0, with
+        more of them at high noise."""
         uniform = torch.stack([score.stratified(seed, likelihood.draws) for seed in seeds])
         noise = score.draw_noises(seeds, likelihood.draws, self.latent)
         return {"sigma": 0.001 + 0.999 * uniform ** (2 / 3), "noise": noise}
 
 
 class ExpertHead(FlowHead):
-    """A flow head with an expert of its own, which looks at the prompt's last layer (as pi0, arXiv 2410.24164). With
-    `LearnedNoise` a network says how wide each step is, and all steps together are one decision (ReinFlow, arXiv
-    2505.22094)."""
+    """A flow head with an expert of its own, which attends to the prompt's last layer (as pi0, arXiv 2410.24164). With
+    `LearnedNoise` a network predicts the standard deviation of each step, and the whole chain is one decision
+    (ReinFlow, arXiv 2505.22094)."""
 
-    new_parts = ("expert.spread.",)  # a flow is taught without it
+    new_parts = ("expert.spread.",)  # absent in flows that learned from demonstrations
 
     def __init__(
         self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int, width: int
@@ -247,16 +250,16 @@ class ExpertHead(FlowHead):
         self.expert = Expert(*self.shape, self.state_dim, width, settings.width, settings.depth, learned)
 
     @classmethod
-    def known_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
-        return *super().known_likelihoods(), LearnedNoise
+    def supported_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
+        return *super().supported_likelihoods(), LearnedNoise
 
     def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        return self._ask(reading, state, x, sigma, rows)[0].float()
+        return self._run_expert(reading, state, x, sigma, rows)[0].float()
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        if isinstance(self.likelihood, LearnedNoise) and how.training:
-            return self._act_learned(self.likelihood, reading, state, how.seeds)
-        return super().act(reading, state, how)
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+        if isinstance(self.likelihood, LearnedNoise) and sampling.training:
+            return self._act_learned(self.likelihood, reading, state, sampling.seeds)
+        return super().act(reading, state, sampling)
 
     def score(
         self,
@@ -271,7 +274,7 @@ class ExpertHead(FlowHead):
             return self._score_learned(self.likelihood, reading, state, chosen, valid)
         return super().score(reading, state, chosen, valid, old, reference)
 
-    def _ask(
+    def _run_expert(
         self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())
@@ -289,9 +292,9 @@ class ExpertHead(FlowHead):
     def _learned_step(
         self, likelihood: LearnedNoise, reading: Reading, state: Tensor, x: Tensor, point: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
+        """Returns mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
         sigmas = self.sampler.grid.sigmas
-        v, wide = self._ask(reading, state, x, sigmas[point].to(x.device), rows)
+        v, wide = self._run_expert(reading, state, x, sigmas[point].to(x.device), rows)
         assert wide is not None
         dt = (sigmas[point + 1] - sigmas[point]).to(x.device)[:, None, None]
         low, high = (math.log(bound) for bound in likelihood.range)
@@ -310,11 +313,11 @@ class ExpertHead(FlowHead):
         logp = -((x_next - mean) / std).square() / 2 - std.log() - 0.5 * math.log(2 * math.pi)
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
 
-        def together(values: Tensor) -> Tensor:
+        def reduce_chain(values: Tensor) -> Tensor:
             rows = reduce_elements(values.where(executed, 0), likelihood.reduction).view(n, k)
             return (rows.mean(1) if likelihood.reduction == "mean" else rows.sum(1))[:, None]
 
-        return {"logp": together(logp), "entropy": together(entropy)}
+        return {"logp": reduce_chain(logp), "entropy": reduce_chain(entropy)}
 
 
 def grid(steps: int) -> Grid:

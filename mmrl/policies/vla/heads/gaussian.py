@@ -1,4 +1,4 @@
-"""Heads whose actions are Gaussian, with a spread that is one number for each number of a chunk."""
+"""Heads with Gaussian actions, whose standard deviation is a parameter for each number of a chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
 
 
 class SpreadHead(LevelledHead):
-    """The spread of actions is one number for each number of the chunk, learned or fixed, which the temperature
+    """A head with one standard deviation for each number of the chunk, learned or fixed, which the temperature
     multiplies."""
 
     def __init__(self, settings: NormalActions, action: Actions, action_dim: int, state_dim: int) -> None:
@@ -23,25 +23,25 @@ class SpreadHead(LevelledHead):
         self.least = math.log(settings.least_std) if settings.least_std else -math.inf
 
     def spread(self) -> Tensor:
-        """Logarithm of the standard deviation, [chunk, action] fp32."""
+        """Returns the logarithm of the standard deviation, [chunk, action] fp32."""
         return self.log_std.float().clamp(min=self.least)
 
 
 class NormalHead(SpreadHead):
-    """Actions around a mean that follows from what was read."""
+    """A head with Gaussian actions around a mean that a network predicts."""
 
     def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        """[n, chunk, action] fp32"""
+        """Returns the mean [n, chunk, action] fp32."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        return self.drawn(self.mean(reading, state), how)
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+        return self.drawn(self.mean(reading, state), sampling)
 
-    def drawn(self, mean: Tensor, how: ActionSampling) -> Chosen:
-        own = torch.Generator()
-        noise = torch.stack([torch.randn(self.shape, generator=own.manual_seed(seed)) for seed in how.seeds])
-        actions = mean + how.temperature * self.spread().exp() * noise.to(mean.device)
-        return {"actions": actions, "temperature": self._temperature(how)}
+    def drawn(self, mean: Tensor, sampling: ActionSampling) -> Chosen:
+        generator = torch.Generator()
+        noise = torch.stack([torch.randn(self.shape, generator=generator.manual_seed(seed)) for seed in sampling.seeds])
+        actions = mean + sampling.temperature * self.spread().exp() * noise.to(mean.device)
+        return {"actions": actions, "temperature": self._temperature(sampling)}
 
     def score(
         self,
@@ -57,24 +57,24 @@ class NormalHead(SpreadHead):
     def scored(
         self, mean: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """As `score`, around `mean` [n, chunk, action]."""
+        """Returns the fields of `score`, given `mean` [n, chunk, action]."""
         log_std = self.spread() + chosen["temperature"].log().float()[:, None, None]
         logp = gaussian_logp(chosen["actions"], mean, log_std)
         entropy = gaussian_entropy(log_std).expand_as(logp)
         now = torch.stack([mean, log_std.expand_as(mean)], -1)
-        found = {
+        fields = {
             "logp": self._by_level(logp, valid),
             "entropy": self._by_level(entropy, valid),
             "prediction": now.detach().view(len(mean), self.decisions, -1, 2),
         }
         for name, other in (("divergence", old), ("reference_kl", reference)):
             if other is not None:
-                found[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
-        return found
+                fields[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
+        return fields
 
 
 class GaussianHead(NormalHead):
-    """A perceptron makes the mean of the prompt's last token and the robot's state."""
+    """A Gaussian head whose mean is a perceptron of the prompt's last token and the robot's state."""
 
     context_only = True
 
@@ -85,12 +85,12 @@ class GaussianHead(NormalHead):
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
 
     def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
-        return self.layers(given).float().view(-1, *self.shape)
+        features = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+        return self.layers(features).float().view(-1, *self.shape)
 
 
 def gaussian_logp(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Of every number, [...]."""
+    """Returns the log-density of every number, [...]."""
     return -0.5 * ((x - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
 
 
@@ -99,7 +99,7 @@ def gaussian_entropy(log_std: Tensor) -> Tensor:
 
 
 def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of Gaussians given by mean and log standard deviation in the last dimension, [...]."""
+    """Returns KL(a || b) of Gaussians given by mean and log standard deviation in the last dimension, [...]."""
     (mean, log_std), (other, log_other) = a.unbind(-1), b.unbind(-1)
     apart = (mean - other).square() / log_other.exp().square()
     return log_other - log_std + 0.5 * ((2 * (log_std - log_other)).exp() + apart - 1)

@@ -1,8 +1,8 @@
-"""From what the backbone read to a chunk of actions, and back to how likely that chunk was.
+"""Action heads, which map a backbone's reading to a chunk of actions, and score chunks.
 
-A head is asked for three things: `act` draws a chunk, `score` says how likely a given one is (the same code path, so
-that the ratio is exactly 1 before the first update), `teach` makes of demonstrated actions what `score` takes.
-What was chosen is a dictionary of tensors [n, ...] of fixed shapes, "actions" [n, chunk, action] among them.
+A head has three methods: `act` draws a chunk, `score` returns the likelihood of a chunk (by the same code path, so that
+the ratio is exactly 1 before the first update), `teach` converts demonstrated actions to the inputs of `score`. A
+choice is a dictionary of tensors [n, ...] of fixed shapes, with "actions" [n, chunk, action].
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from mmrl.policies.vla.settings import Actions, BridgeActions, LaplaceActions, L
 
 Chosen = dict[str, Tensor]
 CLIP = 1e-6
-EXTRA = "extras."  # begins the names of what only some heads know of decisions; see `Replay.extras`
+EXTRA = "extras."  # prefix of fields that only some heads have; see `Replay.extras`
 
 
 class Reading(Protocol):
-    """What a backbone made of n prompts."""
+    """A backbone's reading of n prompts."""
 
     hidden: Tensor  # [n, token, width], the last layer
     mask: Tensor  # [n, token], 1 where there is a token
     last: Tensor  # [n, width], of each prompt's last token
-    layers: tuple[Tensor, ...]  # of every layer [n, token, width], of what was read last
+    layers: tuple[Tensor, ...]  # of every layer [n, token, width], of the tokens that were read last
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor: ...
 
 
 class JointReading(Reading, Protocol):
-    """A reading that does not end where the prompt ends; see
+    """A reading of prompt and further tokens in one bidirectional pass; see
     `mmrl.policies.vla.backbones.openvla.BidirectionalPrefix`."""
 
     def together(self, tokens: Tensor) -> Tensor: ...
 
 
 class TokenBackbone(Protocol):
-    """What a head with tokens needs of a backbone, see `mmrl.policies.vla.backbones.backbone.Backbone`."""
+    """The interface of a backbone for heads with tokens, see `mmrl.policies.vla.backbones.backbone.Backbone`."""
 
     width: int
     vocabulary: int
@@ -63,23 +63,23 @@ class TokenBackbone(Protocol):
 
 @dataclass(frozen=True)
 class ActionSampling:
-    """How the chunks of n observations are drawn."""
+    """Options of drawing the chunks of n observations."""
 
-    seeds: Sequence[int]  # n, each of one chunk's own randomness
+    seeds: Sequence[int]  # n, one for each chunk
     temperature: float = 1.0  # 0: the likeliest actions
-    training: bool = True  # False leaves out what only serves to be scored, and may take more care
-    groups: Sequence[int] = ()  # n, the seed of the group that each belongs to; for what a whole group shares
+    training: bool = True  # False omits tensors that only `score` needs, and may use more denoising steps
+    groups: Sequence[int] = ()  # n, the seed of each one's group, for what a group shares
     step: int = 0  # finished training steps
 
 
 class Head(nn.Module):
     """Turns readings into chunks of `shape` [chunk, action].
 
-    `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs nothing but the
-    prompt's last layer, so that a frozen backbone is asked once for an observation. `reasons`: whether it draws latents
-    before a chunk, which `reasoning_steps` counts. `new_parts`: beginnings of names of parameters that a saved head may
-    lack, because training goes on with more than it began with, or because they lie in files of their own. `base`: the
-    head that it is built around and that is not trained, if it is one.
+    `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs only the
+    prompt's last layer, so that readings of a frozen backbone can be cached. `reasons`: whether it draws latents before
+    a chunk, which `reasoning_steps` counts. `new_parts`: prefixes of names of parameters that a saved head may lack,
+    because training adds them, or because they have files of their own. `base`: the frozen head that it is built
+    around, if there is one.
     """
 
     every_layer = False
@@ -96,11 +96,11 @@ class Head(nn.Module):
 
     @property
     def decisions(self) -> int:
-        """In a chunk."""
+        """Number of decisions in a chunk."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        """Draw n chunks for states [n, state]."""
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+        """Draws n chunks for states [n, state]."""
         raise NotImplementedError
 
     def score(
@@ -112,25 +112,26 @@ class Head(nn.Module):
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Fields of `mmrl.rollouts.Replay`, each [n, decisions, ...], and those of its extras behind EXTRA. valid
-        [n, chunk] bool: which actions were executed; the others count for nothing. old, reference: what "prediction"
-        was under the policy that made the rollouts, and under the reference policy."""
+        """Returns fields of `mmrl.rollouts.Replay`, each [n, decisions, ...], and its extras with the prefix EXTRA.
+        valid: [n, chunk] bool, which actions were executed; the others do not count. old, reference: "prediction" under
+        the policy that generated the rollouts, and under the reference policy."""
         raise NotImplementedError
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """actions [n, chunk, action] in [-1, 1]; what is random in learning them comes from each one's seed."""
+        """Converts demonstrated actions [n, chunk, action] in [-1, 1] to inputs of `score`; random numbers come from
+        the seed of each."""
         return {"actions": actions}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Writes what has a file of its own in a published format, and returns the rest. state: of this module."""
+        """Writes parts with a file of their own in a published format, and returns the rest. state: of this module."""
         return state
 
     def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
-        """[n, decisions] bool: which decisions count. valid [n, chunk] bool: which actions were executed."""
+        """Returns which decisions count, [n, decisions] bool. valid: [n, chunk] bool, which actions were executed."""
         return repeat(valid.any(1), "n -> n d", d=self.decisions)
 
     def reasoning_steps(self, chosen: Chosen) -> Tensor:
-        """[n] int64: how many latents were drawn before each chunk, of heads that reason."""
+        """Returns the number of latents that were drawn before each chunk, [n] int64, for heads that reason."""
         raise NotImplementedError
 
 
@@ -155,19 +156,19 @@ class LevelledHead(Head):
             return valid.any(1, keepdim=True)
         return repeat(valid, "n c -> n (c k)", k=self.shape[1] if self.level == "token" else 1)
 
-    def _temperature(self, how: ActionSampling) -> Tensor:
-        """[n] float64. The likeliest actions are not drawn from any distribution; they are scored at 1."""
-        return torch.full((len(how.seeds),), how.temperature or 1.0, dtype=torch.float64)
+    def _temperature(self, sampling: ActionSampling) -> Tensor:
+        """Returns the temperature for scoring, [n] float64: 1 for actions at temperature 0, which have no density."""
+        return torch.full((len(sampling.seeds),), sampling.temperature or 1.0, dtype=torch.float64)
 
     def _by_level(self, values: Tensor, valid: Tensor) -> Tensor:
-        """[n, chunk, action] summed over what is one decision, and that is executed: [n, decisions]."""
+        """Sums values [n, chunk, action] of executed actions over each decision: [n, decisions]."""
         values = values.where(valid[..., None], 0)
         pattern = {"token": "n c a -> n (c a)", "action": "n c a -> n c", "chunk": "n c a -> n"}[self.level]
         return reduce(values, pattern, "sum").view(len(values), -1)
 
 
 class StateToken(nn.Module):
-    """The robot's state as one more token behind the prompt; none where there is no state."""
+    """Projects the robot's state to a token behind the prompt; to no token where there is no state."""
 
     def __init__(self, state_dim: int, width: int) -> None:
         super().__init__()
@@ -175,14 +176,14 @@ class StateToken(nn.Module):
         self.project = nn.Linear(state_dim, width) if state_dim else None
 
     def forward(self, state: Tensor) -> Tensor:
-        """[n, state] -> [n, 1 or 0, width]"""
+        """Returns tokens [n, 1 or 0, width] of states [n, state]."""
         if self.project is None:
             return state.new_zeros(len(state), 0, self.width)
         return rearrange(self.project(state), "n w -> n 1 w")
 
 
 class TokenHead(LevelledHead):
-    """Every number of every action is a token; logits are made for the action columns only."""
+    """A head with a token for every number of every action; logits are computed for the action columns only."""
 
     def __init__(
         self, settings: TokenActions, action: Actions, backbone: TokenBackbone, action_dim: int, state_dim: int
@@ -199,22 +200,22 @@ class TokenHead(LevelledHead):
         parallel = self.decoding == "parallel"
         self.queries = nn.Parameter(torch.randn(self.tokens, self.width) * 0.02) if parallel else None
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        generators = [torch.Generator(state.device).manual_seed(seed) for seed in how.seeds]
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+        generators = [torch.Generator(state.device).manual_seed(seed) for seed in sampling.seeds]
 
         def choose(logits: Tensor) -> Tensor:
-            return (logits if how.temperature == 0 else draw(logits / how.temperature, generators)).argmax(-1)
+            return (logits if sampling.temperature == 0 else draw(logits / sampling.temperature, generators)).argmax(-1)
 
         if self.decoding != "autoregressive":
             columns = choose(self._logits(self._read(reading, state, None)))
         else:
             hidden, taken = self._begin(reading, state), []
-            for place in range(self.tokens):
+            for index in range(self.tokens):
                 taken.append(choose(self._logits(hidden)))
-                if place + 1 < self.tokens:
+                if index + 1 < self.tokens:
                     hidden = extend(reading, self._embed(taken[-1][:, None]))[:, -1]
             columns = torch.stack(taken, 1)
-        return {"columns": columns, "actions": self._actions(columns), "temperature": self._temperature(how)}
+        return {"columns": columns, "actions": self._actions(columns), "temperature": self._temperature(sampling)}
 
     def score(
         self,
@@ -226,18 +227,18 @@ class TokenHead(LevelledHead):
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         columns = chosen["columns"]
-        temperatures, place = chosen["temperature"].unique(return_inverse=True)
-        order = place.argsort(stable=True)  # the rows of one temperature side by side
-        counts = place.bincount(minlength=len(temperatures)).tolist()
+        temperatures, groups = chosen["temperature"].unique(return_inverse=True)
+        order = groups.argsort(stable=True)  # groups rows of equal temperature
+        counts = groups.bincount(minlength=len(temperatures)).tolist()
         hidden = self._read(reading, state, columns)[order].split(counts)
         ids = self.codec.ids(columns)[order].split(counts)
-        found = [
+        scores = [
             hidden_logprob(h, self._weight, i, temperature=t, columns=(self.codec.first, self.codec.vocabulary))
             for h, i, t in zip(hidden, ids, temperatures.tolist(), strict=True)
         ]
         logp, entropy = (
             torch.cat(parts)[order.argsort()].view(-1, *self.shape)
-            for parts in ([f.logp for f in found], [f.entropy for f in found])
+            for parts in ([f.logp for f in scores], [f.entropy for f in scores])
         )
         return {"logp": self._by_level(logp, valid), "entropy": self._by_level(entropy, valid)}
 
@@ -245,21 +246,21 @@ class TokenHead(LevelledHead):
         return {**super().teach(actions, seeds), "columns": self.codec.encode(actions).flatten(1)}
 
     def _begin(self, reading: Reading, state: Tensor) -> Tensor:
-        """[n, width], from which the first token follows."""
+        """Returns hidden states [n, width] that predict the first token."""
         start = self.state(state)
         return reading.last if start.shape[1] == 0 else extend(reading, start)[:, -1]
 
     def _read(self, reading: Reading, state: Tensor, columns: Tensor | None) -> Tensor:
-        """[n, token, width], from each of which a token follows."""
+        """Returns hidden states [n, token, width], each of which predicts a token."""
         if self.queries is not None:
             start = self.state(state)
-            asked = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
-            return extend(reading, asked)[:, start.shape[1] :]
+            queries = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
+            return extend(reading, queries)[:, start.shape[1] :]
         if self.decoding == "bidirectional":
             start = self.state(state)
             empty = start.new_zeros(len(state), self.tokens, self.width)
-            found = cast(JointReading, reading).together(torch.cat([start, empty], 1))
-            return found[:, start.shape[1] : -1]  # what stands before each place
+            hidden = cast(JointReading, reading).together(torch.cat([start, empty], 1))
+            return hidden[:, start.shape[1] : -1]  # the token before each position
         assert columns is not None
         first = rearrange(self._begin(reading, state), "n w -> n 1 w")
         if self.tokens == 1:
@@ -281,25 +282,26 @@ class TokenHead(LevelledHead):
 
 
 class LaplaceHead(LevelledHead):
-    """Actions with a median and a learned scale, which the temperature multiplies (RIPT-VLA, arXiv 2505.17016)."""
+    """A head with Laplace-distributed actions: a median and a learned scale, which the temperature multiplies
+    (RIPT-VLA, arXiv 2505.17016)."""
 
     def __init__(self, settings: LaplaceActions, action: Actions, action_dim: int, state_dim: int) -> None:
         super().__init__(settings.level, action, action_dim, state_dim)
         self.log_scale = nn.Parameter(torch.full((action.chunk, action_dim), math.log(settings.scale)))
 
     def median(self, reading: Reading, state: Tensor) -> Tensor:
-        """[n, chunk, action]"""
+        """Returns the median [n, chunk, action]."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
         median = self.median(reading, state).float()
         uniform = torch.stack(
-            [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in how.seeds]
+            [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(median.device)
         centred = (uniform - 0.5).clamp(-0.5 + CLIP, 0.5 - CLIP)
         noise = -centred.sign() * torch.log1p(-2 * centred.abs())
-        actions = median + how.temperature * self.log_scale.float().exp() * noise
-        return {"actions": actions, "temperature": self._temperature(how)}
+        actions = median + sampling.temperature * self.log_scale.float().exp() * noise
+        return {"actions": actions, "temperature": self._temperature(sampling)}
 
     def score(
         self,
@@ -317,7 +319,8 @@ class LaplaceHead(LevelledHead):
 
 
 class RegressionHead(LaplaceHead):
-    """One query an action, read by an MLP (OpenVLA-OFT, arXiv 2502.19645, with one token an action)."""
+    """A Laplace head with one query an action, read by an MLP (OpenVLA-OFT, arXiv 2502.19645, with one token an
+    action)."""
 
     def __init__(
         self, settings: RegressionActions, action: Actions, action_dim: int, state_dim: int, width: int
@@ -330,24 +333,26 @@ class RegressionHead(LaplaceHead):
 
     def median(self, reading: Reading, state: Tensor) -> Tensor:
         start = self.state(state)
-        asked = torch.cat([start, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
-        return self.leave(extend(reading, asked)[:, start.shape[1] :])
+        queries = torch.cat([start, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
+        return self.leave(extend(reading, queries)[:, start.shape[1] :])
 
 
 class BridgeHead(LaplaceHead):
-    """Queries are read from every layer, and so is the prompt: see `BridgeBlock`."""
+    """A Laplace head that reads prompt and queries from every layer: see `BridgeBlock`."""
 
     every_layer = True
 
     def __init__(self, settings: BridgeActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
         """width: of the backbone."""
         super().__init__(settings, action, action_dim, state_dim)
-        own = settings.width
+        bridge_width = settings.width
         self.state = StateToken(self.state_dim, width)
         self.queries = nn.Parameter(torch.randn(settings.queries, width) * 0.02)
-        self.start = nn.Parameter(torch.randn(action.chunk, own) * 0.02)
-        self.blocks = nn.ModuleList(BridgeBlock(own, width, max(1, own // 32)) for _ in range(settings.depth))
-        self.leave = nn.Sequential(nn.LayerNorm(own), nn.Linear(own, action_dim))
+        self.start = nn.Parameter(torch.randn(action.chunk, bridge_width) * 0.02)
+        self.blocks = nn.ModuleList(
+            BridgeBlock(bridge_width, width, max(1, bridge_width // 32)) for _ in range(settings.depth)
+        )
+        self.leave = nn.Sequential(nn.LayerNorm(bridge_width), nn.Linear(bridge_width, action_dim))
 
     def median(self, reading: Reading, state: Tensor) -> Tensor:
         prompt, mask = reading.layers[-len(self.blocks) :], reading.mask.bool()

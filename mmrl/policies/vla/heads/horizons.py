@@ -1,4 +1,4 @@
-"""A chunk that is made at several horizons, fused action by action."""
+"""A head that predicts a chunk at several horizons and fuses them action by action."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mmrl.policies.vla.settings import Actions
 
 
 class HorizonHead(NormalHead):
-    """Actions around a mean that several horizons share (after MoH, arXiv 2511.19433). One perceptron, told which
-    horizon h it serves, makes that horizon's actions k < h and a score of each; the mean of action k is their sum over
-    all h > k, by a softmax of the scores:
+    """A Gaussian head whose mean is a mixture over horizons (after MoH, arXiv 2511.19433). One perceptron, with the
+    horizon h as an input, predicts that horizon's actions k < h and a score of each; the mean of action k is their sum
+    over all h > k, weighted by a softmax of the scores:
 
         mean_k = sum_{h > k} g_kh a_kh        g_k = softmax_{h > k}(s_kh)
 
@@ -50,22 +50,24 @@ class HorizonHead(NormalHead):
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         actions, gates = self.proposed(reading, state)
-        found = self.scored(torch.einsum("nhc,nhca->nca", gates, actions), chosen, valid, old, reference)
-        return {**found, EXTRA + "imbalance": repeat(self.imbalance(gates), "n -> n d", d=self.decisions)}
+        fields = self.scored(torch.einsum("nhc,nhca->nca", gates, actions), chosen, valid, old, reference)
+        return {**fields, EXTRA + "imbalance": repeat(self.imbalance(gates), "n -> n d", d=self.decisions)}
 
     def proposed(self, reading: Reading, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The actions of each horizon [n, horizon, chunk, action], and how much each counts [n, horizon, chunk]: 0
-        where it does not reach, 1 in sum over horizons."""
-        own = torch.eye(len(self.reached), device=state.device)
-        given = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
-        seen = torch.cat([repeat(given, "n w -> n h w", h=len(own)), repeat(own, "h o -> n h o", n=len(given))], 2)
-        made = rearrange(self.layers(seen.to(given)).float(), "n h (c a) -> n h c a", c=self.shape[0])
-        scores = made[..., -1].masked_fill(~self.reached, -torch.inf)
-        return made[..., :-1], scores.softmax(1)
+        """Returns the actions of each horizon [n, horizon, chunk, action], and their gates [n, horizon, chunk]: 0
+        beyond the horizon, 1 in sum over horizons."""
+        one_hot = torch.eye(len(self.reached), device=state.device)
+        features = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+        inputs = torch.cat(
+            [repeat(features, "n w -> n h w", h=len(one_hot)), repeat(one_hot, "h o -> n h o", n=len(features))], 2
+        )
+        outputs = rearrange(self.layers(inputs.to(features)).float(), "n h (c a) -> n h c a", c=self.shape[0])
+        scores = outputs[..., -1].masked_fill(~self.reached, -torch.inf)
+        return outputs[..., :-1], scores.softmax(1)
 
     def imbalance(self, gates: Tensor) -> Tensor:
-        """The mean over horizons of (load - 1)^2 [n], where the load of a horizon is the mean over its actions of its
-        gate times the number of horizons that reach the action: 1 for each where all count alike."""
+        """Returns the mean over horizons of (load - 1)^2 [n], where the load of a horizon is the mean over its actions
+        of its gate times the number of horizons that reach the action: 1 for each where all gates are equal."""
         shares = gates * self.reached.sum(0)
         load = (shares * self.reached).sum(2) / self.reached.sum(1)
         return (load - 1).square().mean(1)

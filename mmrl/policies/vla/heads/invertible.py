@@ -1,4 +1,4 @@
-"""A flow over actions that can be run backwards exactly, so that the likelihood of a chunk is exact too."""
+"""An exactly invertible flow over actions, so that the likelihood of a chunk is exact too."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class InvertibleHead(Head):
 
         x <- x + v(y, t) / T        y <- y + v(x, t) / T        x <- p x + (1 - p) y        y <- p y + (1 - p) x
 
-    What the robot does is their mean. The first two are shears, which keep volumes; the last two scale them by p each,
-    for each of D numbers. So log p(x, y) = log N(noise) - 2 T D log p, exactly, whatever v is (after GenPO, arXiv
+    The executed actions are their mean. The first two are shears, which keep volumes; the last two scale them by p
+    each, for each of D numbers. So log p(x, y) = log N(noise) - 2 T D log p, exactly, whatever v is (after GenPO, arXiv
     2505.18763). A chunk is one decision; actions that were not executed are part of it.
     """
 
@@ -39,15 +39,15 @@ class InvertibleHead(Head):
     def decisions(self) -> int:
         return 1
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
         noise = torch.stack(
-            [torch.randn(2, self.size, generator=torch.Generator().manual_seed(seed)) for seed in how.seeds]
+            [torch.randn(2, self.size, generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(state.device)
-        copies = self.forwards(how.temperature * self.scale * noise, self._context(reading, state))
+        copies = self.forwards(sampling.temperature * self.scale * noise, self._context(reading, state))
         return {
             "copies": copies,
             "actions": copies.mean(1).view(-1, *self.shape),
-            "temperature": torch.full((len(copies),), how.temperature or 1.0),
+            "temperature": torch.full((len(copies),), sampling.temperature or 1.0),
         }
 
     def score(
@@ -66,7 +66,7 @@ class InvertibleHead(Head):
         return {"logp": (logp.sum((1, 2)) - volume)[:, None]}
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Copies that lie `apart` from one another on both sides of what was shown: equal ones have no density."""
+        """Returns copies at a distance on both sides of the demonstrated chunk, for equal ones have no density."""
         flat = actions.flatten(1)
         drawn = torch.stack(
             [torch.randn(self.size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
@@ -77,7 +77,7 @@ class InvertibleHead(Head):
     # --- the flow ---
 
     def forwards(self, copies: Tensor, context: Tensor) -> Tensor:
-        """Noise [n, 2, chunk x action] to actions."""
+        """Maps noise [n, 2, chunk x action] to actions."""
         x, y = copies.unbind(1)
         for step in range(self.steps):
             x = x + self._velocity(y, context, step)
@@ -87,7 +87,7 @@ class InvertibleHead(Head):
         return torch.stack([x, y], 1)
 
     def backwards(self, copies: Tensor, context: Tensor) -> Tensor:
-        """Actions [n, 2, chunk x action] to noise: `forwards` undone, line by line."""
+        """Maps actions [n, 2, chunk x action] to noise: the inverse of `forwards`, line by line."""
         x, y = copies.unbind(1)
         for step in reversed(range(self.steps)):
             y = (y - (1 - self.mix) * x) / self.mix

@@ -1,4 +1,4 @@
-"""The small networks behind the action heads."""
+"""Networks of the action heads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [n, t, width], context [n, s, context width], mask [n, s] bool, True where the context counts."""
+        """Returns [n, t, width]. x: [n, t, width]; context: [n, s, context width]; mask: [n, s] bool, True where the
+        context is attended to."""
         q = rearrange(self.query(x), "n t (h d) -> n h t d", h=self.heads)
         k, v = rearrange(self.key_value(context), "n s (two h d) -> two n h s d", two=2, h=self.heads)
-        seen = None if mask is None else rearrange(mask, "n s -> n 1 1 s")
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        attention_mask = None if mask is None else rearrange(mask, "n s -> n 1 1 s")
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
         return self.out(rearrange(out, "n h t d -> n t (h d)"))
 
 
@@ -37,7 +38,7 @@ class Feedforward(nn.Sequential):
 
 
 class ExpertBlock(nn.Module):
-    """A transformer block that the noise level modulates (arXiv 2212.09748) and that looks at a context in between."""
+    """A transformer block that the noise level modulates (arXiv 2212.09748), with cross-attention to a context."""
 
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class ExpertBlock(nn.Module):
 
 
 class Expert(nn.Module):
-    """The velocity of a noisy chunk of actions, given what the backbone saw."""
+    """Predicts the velocity of a noisy chunk of actions, given the backbone's reading."""
 
     def __init__(
         self, chunk: int, action_dim: int, state_dim: int, context_width: int, width: int, depth: int, learned: bool
@@ -78,8 +79,8 @@ class Expert(nn.Module):
     def forward(
         self, x: Tensor, sigma: Tensor, state: Tensor, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """x [n, chunk, action], sigma [n], state [n, state], context [n, s, context width], mask [n, s] -> velocity
-        like x, and in (-1, 1) how wide a learned step is, like x (None without)."""
+        """Returns the velocity, like x, and the learned log standard deviation scaled to (-1, 1), like x (None
+        without). x: [n, chunk, action]; sigma: [n]; state: [n, state]; context: [n, s, context width]; mask: [n, s]."""
         h = self.actions(x) + self.places
         level = self.time(sinusoids(sigma, 64).to(h))
         if self.state is not None:
@@ -91,8 +92,8 @@ class Expert(nn.Module):
 
 
 class BridgeBlock(nn.Module):
-    """Bridge attention (VLA-Adapter, arXiv 2509.09372): one layer's image and words, gated by tanh(g) with g = 0 at
-    the start, its action queries, and the chunk itself, side by side."""
+    """Bridge attention (VLA-Adapter, arXiv 2509.09372): concatenates attention to one layer's image and words, gated by
+    tanh(g) with g = 0 at the start, to its action queries, and to the chunk itself."""
 
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
@@ -112,6 +113,6 @@ class BridgeBlock(nn.Module):
 
 
 def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    """Gates were saved without a dimension once, which DeepSpeed can not broadcast."""
+    """Adds a dimension to gates of older versions, which DeepSpeed can not broadcast without."""
     if (gate := state.get(f"{prefix}gate")) is not None:
         state[f"{prefix}gate"] = gate.reshape(1)

@@ -1,4 +1,4 @@
-"""Settings of heads that mix: several parts propose, and a gate says how much each of them counts."""
+"""Settings of mixture heads: a gate weights the proposals of several parts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class ResidualActions(NormalActions):
-    """The actions of the head that the checkpoint brings, which is held still with all that it reads, and a mixture of
-    small experts that learns what to add to them. The first policy's mean is exactly the base's likeliest chunk.
+    """The actions of the checkpoint's head, which is frozen with its backbone, and a mixture of small experts that
+    learns to add to them. The first policy's mean is exactly the base's likeliest chunk.
 
     The mixture is one of means, not of densities: so entropy and divergence are exact at every level, and of a chunk
-    that an episode cuts short the executed actions alone are scored. Of a base that is a flow, each look draws a chunk,
-    which is kept; of all others the likeliest is taken."""
+    that an episode cuts short only the executed actions are scored. A base that is a flow draws a chunk at each policy
+    step, which is stored; other bases give their likeliest chunk."""
 
     equation: ClassVar[str] = (
         "log p(a) = log N(a; base + reach sum_m g_m tanh(r_m), (temperature x std)^2), g = softmax(W z), "
@@ -38,11 +38,11 @@ class ResidualActions(NormalActions):
         "the head of the checkpoint that training starts from",
         kinds={name: where for name, where in ActionHead.kinds.items() if name != "residual"},
     )
-    experts: int = option(4, "M: how many add to the base's actions", ge=1)
-    code: int = option(4, "numbers that the gate is told of the prompt", ge=1)
+    experts: int = option(4, "M: experts that add to the base's actions", ge=1)
+    code: int = option(4, "numbers of the prompt's code that the gate reads", ge=1)
     noise: float = option(
         0.5,
-        "standard deviation of the code's noise: at most code / 2 x log(1 + 1 / noise^2) nats of the prompt pass it; "
+        "standard deviation of the code's noise: it passes at most code / 2 x log(1 + 1 / noise^2) nats of the prompt; "
         "0: none",
         ge=0,
     )
@@ -73,7 +73,7 @@ class ResidualActions(NormalActions):
         return super().offers | ({"information"} if self.noise else set())
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        backbone.requires_grad_(False)  # else what the base proposes would change
+        backbone.requires_grad_(False)  # else the base's proposals would change
         base = self.base.build(action, backbone, action_dim, state_dim)
         return load_attribute("mmrl.policies.vla.heads.residual:ResidualHead")(
             self, base, action, action_dim, state_dim, backbone.width
@@ -81,11 +81,11 @@ class ResidualActions(NormalActions):
 
 
 class HorizonActions(NormalActions):
-    """A chunk that is made at several horizons and fused action by action, by a light gate. As `gaussian` it may read
-    nothing but the robot's state.
+    """Chunks of several horizons, fused action by action by a small gate. As `gaussian` it may read the robot's state
+    alone.
 
-    The whole chunk is executed, also where horizons disagree: to cut it where they do would let the weights decide what
-    is executed without a likelihood of having done so."""
+    The whole chunk is executed, also where horizons disagree: cutting it there would be a decision of the weights
+    without a likelihood."""
 
     equation: ClassVar[str] = (
         "log p(a_k) = log N(a_k; sum_{h > k} g_kh a_kh, (temperature x std)^2), g_k = softmax_{h > k}(s_kh)"
@@ -113,7 +113,7 @@ class HorizonActions(NormalActions):
         return super().offers | {"imbalance"}
 
     def lengths(self, chunk: int) -> list[int]:
-        """The horizons of a chunk."""
+        """Returns the horizons of a chunk."""
         if self.horizons is not None:
             return self.horizons
         return [*(2**i for i in range(chunk.bit_length()) if 2**i < chunk), chunk]

@@ -1,4 +1,4 @@
-"""Perceptrons: of policies that read nothing but the robot's state, and of critics."""
+"""Perceptrons of heads and critics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "gelu": nn.GE
 def perceptron(
     sizes: Sequence[int], out: int, *, activation: Activation = "tanh", last_gain: float = 1.0
 ) -> nn.Sequential:
-    """Linear layers from sizes[0] inputs through sizes[1:] to `out` outputs. Weights are orthogonal with a gain of
-    sqrt(2), the last ones with `last_gain`, and biases 0, as in CleanRL's and ManiSkill's PPO."""
+    """Builds linear layers from sizes[0] inputs through sizes[1:] to `out` outputs. Weights are orthogonal with a gain
+    of sqrt(2), the last ones with `last_gain`, and biases 0, as in CleanRL's and ManiSkill's PPO."""
     layers: list[nn.Module] = []
     for a, b in zip(sizes[:-1], sizes[1:], strict=True):
         layers += [orthogonal(nn.Linear(a, b), math.sqrt(2)), ACTIVATIONS[activation]()]

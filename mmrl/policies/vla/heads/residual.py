@@ -1,4 +1,4 @@
-"""A head that is held still, and a mixture of small experts that adds to its actions."""
+"""A frozen head, and a mixture of small experts that adds to its actions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.chain import gaussian
 
-CODE = 1 << 20  # counter of the code's noise, far behind those of a base's chain
+CODE = 1 << 20  # counter of the code's noise, beyond those of a base's chain
 BASE = "base."
 
 
 class ResidualHead(NormalHead):
-    """Actions around base + reach x sum_m g_m tanh(r_m), with a spread of their own (after DyGRO-VLA).
+    """A Gaussian head with mean base + reach x sum_m g_m tanh(r_m) (after DyGRO-VLA).
 
-    The base proposes without gradient, and what it proposed is kept: a proposal's likelihood does not depend on what is
+    The base proposes without gradient, and its proposal is stored: a proposal's likelihood does not depend on what is
     trained, so ratios and gradients of p(action | proposal) are those of the whole. The same holds for the noise of the
-    code z, from which the gate g is read: its distribution is fixed, and it is kept beside the action. A code of k
+    code z, from which the gate g is read: its distribution is fixed, and it is stored with the action. A code of k
     numbers within (-1, 1) and noise s passes at most k / 2 x log(1 + 1 / s^2) nats, as any channel with that power.
 
-    Experts read the prompt's last token, the robot's state and the proposal; they end in zeros, and so add nothing at
-    first. The code reads the prompt's last token, or the state where nothing else is read.
+    Experts read the prompt's last token, the robot's state and the proposal; their last layers start at zero, so that
+    they add nothing at first. The code reads the prompt's last token, or the state where nothing else is read.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ResidualHead(NormalHead):
         sizes = [width + self.state_dim + size, *[settings.width] * settings.layers]
         self.experts = nn.ModuleList(perceptron(sizes, size, last_gain=0.0) for _ in range(settings.experts))
 
-    def act(self, reading: Reading, state: Tensor, how: ActionSampling) -> Chosen:
-        proposal = self.propose(reading, state, how.seeds)
-        disturbance = how.temperature * self._noises(how.seeds).to(state.device)
+    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+        proposal = self.propose(reading, state, sampling.seeds)
+        disturbance = sampling.temperature * self._noises(sampling.seeds).to(state.device)
         mean = self.around(proposal, self.code(reading, state) + disturbance, reading, state)
-        return {**self.drawn(mean, how), "proposal": proposal, "disturbance": disturbance}
+        return {**self.drawn(mean, sampling), "proposal": proposal, "disturbance": disturbance}
 
     def score(
         self,
@@ -65,51 +65,52 @@ class ResidualHead(NormalHead):
     ) -> dict[str, Tensor]:
         code = self.code(reading, state)
         proposal = chosen.get("proposal")
-        if proposal is None:  # of a demonstration there is none yet
+        if proposal is None:  # demonstrations have none yet
             proposal = self.propose(reading, state, chosen["seed"].tolist())
         mean = self.around(proposal, code + chosen["disturbance"], reading, state)
-        found = self.scored(mean, chosen, valid, old, reference)
+        fields = self.scored(mean, chosen, valid, old, reference)
         if self.noise:
-            found[EXTRA + "information"] = repeat(self.information(code), "n -> n d", d=self.decisions)
-        return found
+            fields[EXTRA + "information"] = repeat(self.information(code), "n -> n d", d=self.decisions)
+        return fields
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
         return {**super().teach(actions, seeds), "disturbance": self._noises(seeds), "seed": torch.tensor(list(seeds))}
 
     @torch.no_grad()
     def propose(self, reading: Reading, state: Tensor, seeds: Sequence[int]) -> Tensor:
-        """What the base does where it explores nothing [n, chunk, action]."""
+        """Returns the base's actions at temperature 0, [n, chunk, action]."""
         assert self.base is not None
         likeliest = ActionSampling(seeds, temperature=0.0, training=False)
         return self.base.act(reading, state, likeliest)["actions"].float()
 
     def code(self, reading: Reading, state: Tensor) -> Tensor:
-        """What the gate is told, without its noise [n, code]."""
-        seen = reading.last if reading.last.shape[1] else state
-        return self.encode(seen.to(self.encode.weight)).float().tanh()
+        """Returns the code that the gate reads, without its noise [n, code]."""
+        features = reading.last if reading.last.shape[1] else state
+        return self.encode(features.to(self.encode.weight)).float().tanh()
 
     def gates(self, code: Tensor) -> Tensor:
-        """[n, expert], whose sum is 1."""
+        """Returns the weights of the experts [n, expert], whose sum is 1."""
         return self.gate(code.to(self.gate.weight)).float().softmax(1)
 
     def around(self, proposal: Tensor, code: Tensor, reading: Reading, state: Tensor) -> Tensor:
-        """The mean of the actions [n, chunk, action]. code: with its noise."""
-        given = [reading.last, *([state] if self.state_dim else []), proposal.flatten(1)]
-        seen = torch.cat([part.to(self.gate.weight) for part in given], 1)
-        added = torch.stack([expert(seen).float().tanh() for expert in self.experts], 1)
+        """Returns the mean of the actions [n, chunk, action]. code: with its noise."""
+        parts = [reading.last, *([state] if self.state_dim else []), proposal.flatten(1)]
+        inputs = torch.cat([part.to(self.gate.weight) for part in parts], 1)
+        added = torch.stack([expert(inputs).float().tanh() for expert in self.experts], 1)
         return proposal + self.reach * torch.einsum("nm,nms->ns", self.gates(code), added).view_as(proposal)
 
     def information(self, code: Tensor) -> Tensor:
-        """KL(N(code, noise^2) || N(0, 1)), summed over the code's numbers [n]: what is told of the prompt, at most."""
+        """Returns KL(N(code, noise^2) || N(0, 1)), summed over the code's numbers [n]: an upper bound of the
+        information about the prompt."""
         return (0.5 * (code.square() + self.noise**2 - 1) - math.log(self.noise)).sum(1)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self.base is not None
-        held = {n.removeprefix(BASE): value for n, value in state.items() if n.startswith(BASE)}
-        rest = self.base.save(folder, held)
-        own = {n: value for n, value in state.items() if not n.startswith(BASE)}
-        return {**own, **{BASE + n: value for n, value in rest.items()}}
+        base_state = {n.removeprefix(BASE): value for n, value in state.items() if n.startswith(BASE)}
+        rest = self.base.save(folder, base_state)
+        weights = {n: value for n, value in state.items() if not n.startswith(BASE)}
+        return {**weights, **{BASE + n: value for n, value in rest.items()}}
 
     def _noises(self, seeds: Sequence[int]) -> Tensor:
-        """Of the code, at a temperature of 1 [n, code]."""
+        """Draws the noise of the code at a temperature of 1, [n, code]."""
         return self.noise * gaussian(list(seeds), CODE, (self.encode.out_features,))
