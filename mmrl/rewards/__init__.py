@@ -11,9 +11,9 @@ from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
     from mmrl.rewards.compose import RewardSet
+    from mmrl.rewards.parsing.responses import extract_answer
     from mmrl.rewards.registry import REWARDS, build
     from mmrl.rewards.types import BatchReward, Reward
-    from mmrl.rewards.verifiers import extract_answer
 
 __all__ = ["REWARDS", "BatchReward", "Reward", "RewardSet", "RewardSpec", "build", "extract_answer"]
 
@@ -25,6 +25,6 @@ __getattr__ = lazy_attributes.attributes(
         "Reward": "mmrl.rewards.types",
         "RewardSet": "mmrl.rewards.compose",
         "build": "mmrl.rewards.registry",
-        "extract_answer": "mmrl.rewards.verifiers",
+        "extract_answer": "mmrl.rewards.parsing.responses",
     },
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from mmrl.rewards.overlap import proper
+from mmrl.rewards.parsing.boxes import boxes_in
+from mmrl.rewards.parsing.choices import Letters
+from mmrl.rewards.parsing.responses import between, extract_answer, gold_text, golds, split_thoughts, stated
+from mmrl.rewards.parsing.typography import plain, spaced
+from mmrl.rewards.parsing.wording import wording
 from mmrl.rewards.types import Reward, Score
-from mmrl.rewards.verifiers import exact_match, extract_answer
-from mmrl.rewards.visual.coordinates import boxes_in
+from mmrl.rewards.verifiers import exact_match
 from mmrl.rollouts import Sample
 
 SILENCE = ("i don't know", "i do not know", "cannot be determined", "can not be determined", "not sure", "unanswerable")
@@ -25,14 +29,17 @@ def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> R
     """
     if credit not in ("subset", "jaccard", "f1", "exact"):
         raise ValueError(f"credit must be subset, jaccard, f1 or exact, not {credit!r}")
-    alone = re.compile(rf"(?<![A-Za-z])([{letters.upper()}])(?![A-Za-z'])")
+    reader = Letters(letters)
+
+    @lru_cache(maxsize=4096)
+    def gold_letters(gold: str) -> list[str]:
+        return reader.named(gold_text(gold))
 
     def reward(sample: Sample) -> float | None:
-        gold = sample.prompt.answer
-        right = set(alone.findall(gold if isinstance(gold, str) else " ".join(map(str, gold or ()))))
+        right = {letter for gold in golds(sample) for letter in gold_letters(str(gold))}
         if not right:
             return None
-        chosen = set(alone.findall(extract_answer(sample.response)))
+        chosen = set(reader.named(extract_answer(sample.response)))
         shared = len(chosen & right)
         if credit == "subset":
             return shared / len(right) if chosen <= right else 0.0
@@ -50,12 +57,12 @@ def abstention(
     that guessing does not pay. Raises ValueError unless wrong <= silent <= right."""
     if not wrong <= silent <= right:
         raise ValueError(f"wrong <= silent <= right must hold, got {wrong}, {silent}, {right}")
-    same, quiet = exact_match(), [phrase.lower() for phrase in phrases]
+    same, quiet = exact_match(), [spaced(phrase) for phrase in phrases]
 
     def reward(sample: Sample) -> float | None:
         if same(sample):
             return right
-        answer = extract_answer(sample.response).lower()
+        answer = spaced(extract_answer(sample.response))
         return silent if any(phrase in answer for phrase in quiet) else wrong
 
     return reward
@@ -63,7 +70,8 @@ def abstention(
 
 class Majority:
     """No label is needed: 1 where an answer is the one that most of its group gave, else 0; with graded=true the share
-    of the group that gave it. An answer that is empty has no vote. A tie has several majorities."""
+    of the group that gave it. Answers are the same as in `exact_match`. An answer that is empty has no vote. A tie has
+    several majorities."""
 
     def __init__(self, *, graded: bool = False) -> None:
         self.graded = graded
@@ -73,7 +81,7 @@ class Majority:
         return "group"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        answers = [" ".join(extract_answer(sample.response).lower().split()).rstrip(".") for sample in samples]
+        answers = [wording(extract_answer(sample.response)) for sample in samples]
         votes = Counter(answer for answer in answers if answer)
         most = max(votes.values(), default=0)
         if self.graded:
@@ -89,32 +97,31 @@ def tool_calls() -> Reward:
     number of the larger side. 0 where a call is no JSON; None where the gold answer is no such list."""
 
     def reward(sample: Sample) -> float | None:
-        golds = sample.prompt.answer
-        if not isinstance(golds, list) or not golds or not all(isinstance(g, dict) and "name" in g for g in golds):
+        wanted = _gold_calls(sample.prompt.answer)
+        if not wanted:
             return None
-        calls = [_parsed(text) for text in _between(sample.response, "<tool_call>", "</tool_call>")]
+        calls = [_parsed(text) for text in between(stated(sample.response), "<tool_call>", "</tool_call>")]
         if any(call is None for call in calls):
             return 0.0
         left, total = [call for call in calls if call is not None], 0.0
-        for gold in golds:
+        for gold in wanted:
             same = next((call for call in left if call["name"] == gold["name"]), None)
             if same is not None:
                 left.remove(same)
                 total += _call_score(same.get("arguments") or {}, gold.get("arguments") or {})
-        return total / max(len(calls), len(golds))
+        return total / max(len(calls), len(wanted))
 
     return reward
 
 
 def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
-    """1 where the reasoning, in <think>, holds at_least to at_most boxes [x1, y1, x2, y2] that all have an area, so
-    that what is said is tied to places; else 0."""
+    """1 where the reasoning, up to </think>, holds at_least to at_most boxes that all have an area, so that what is
+    said is tied to places; else 0. For the forms of boxes see `mmrl.rewards.parsing.boxes`."""
     if not 0 < at_least <= at_most:
         raise ValueError(f"0 < at_least <= at_most must hold, got {at_least} and {at_most}")
 
     def reward(sample: Sample) -> float:
-        thoughts = _between(sample.response, "<think>", "</think>")
-        boxes = boxes_in(thoughts[0]) if thoughts else []
+        boxes = boxes_in(split_thoughts(sample.response)[0])
         return float(at_least <= len(boxes) <= at_most and all(proper(box) for box in boxes))
 
     return reward
@@ -122,12 +129,15 @@ def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
 
 def sections(*, tags: Sequence[str]) -> Reward:
     """1 where the whole response is the sections of `tags` in their order, such as <info>...</info><think>...</think>
-    <answer>...</answer>, each tag once, none empty and nothing between them; else 0."""
+    <answer>...</answer>, each tag once, none empty and nothing between them; else 0. The opening tag of a first section
+    `think` may stand in the prompt, where the chat template puts it."""
     if not tags or len(set(tags)) != len(tags):
         raise ValueError(f"tags must be different names, at least one, got {list(tags)}")
 
     def reward(sample: Sample) -> float:
         left = sample.response.strip()
+        if tags[0] == "think" and "<think>" not in left:
+            left = f"<think>{left}"
         for tag in tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
             if not left.startswith(opening) or left.count(opening) != 1 or left.count(closing) != 1:
@@ -141,20 +151,26 @@ def sections(*, tags: Sequence[str]) -> Reward:
     return reward
 
 
-def _between(text: str, opening: str, closing: str) -> list[str]:
-    """What stands between the tags of each pair; in time that grows with the length alone."""
-    found, place = [], 0
-    while (begin := text.find(opening, place)) >= 0 and (end := text.find(closing, begin)) >= 0:
-        found.append(text[begin + len(opening) : end])
-        place = end + len(closing)
-    return found
+def _gold_calls(gold: Any) -> list[dict[str, Any]]:
+    """Gold calls of a list, of its JSON, or of a text with calls in tags as in a response; [] where it is none."""
+    if isinstance(gold, str):
+        calls = between(gold, "<tool_call>", "</tool_call>")
+        gold = [_parsed(text) for text in calls] if calls else _json(gold)
+    if isinstance(gold, dict):
+        gold = [gold]
+    is_list = isinstance(gold, list) and all(isinstance(call, dict) and "name" in call for call in gold)
+    return gold if is_list else []
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return None
+    call = _json(text)
     return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None
 
 
@@ -162,5 +178,17 @@ def _call_score(own: Any, gold: dict[str, Any]) -> float:
     own = own if isinstance(own, dict) else {}
     names = set(own) | set(gold)
     shared = len(set(own) & set(gold)) / len(names) if names else 1.0
-    values = sum(own.get(name) == value for name, value in gold.items()) / len(gold) if gold else 1.0
+    same = [name in own and _typographic(own[name]) == _typographic(value) for name, value in gold.items()]
+    values = sum(same) / len(same) if same else 1.0
     return (1 + shared + values) / 3
+
+
+def _typographic(value: Any) -> Any:
+    """A value whose texts have one typography."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, list):
+        return [_typographic(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _typographic(part) for name, part in value.items()}
+    return value

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.children.limits import Limits
 from mmrl.errors import told
-from mmrl.rewards import credit, guards, intervals, turns, twins, verifiers
+from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.judges import text, visual
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
@@ -19,13 +19,13 @@ from mmrl.rewards.visual import boxes, clip, findings, framewise, geneval, image
 
 REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "exact_match": verifiers.exact_match,
-    "math": verifiers.math,
+    "math": mathematics.math,
     "multiple_choice": verifiers.multiple_choice,
     "numeric": verifiers.numeric,
     "think_answer": verifiers.think_answer,
     "answer_tag": verifiers.answer_tag,
-    "box_iou": verifiers.box_iou,
-    "box_giou": verifiers.box_giou,
+    "box_iou": boxes.box_iou,
+    "box_giou": boxes.box_giou,
     "boxes_matched": boxes.boxes_matched,
     "labelled_boxes": boxes.labelled_boxes,
     "average_precision": boxes.average_precision,

@@ -7,172 +7,108 @@ with its length, never with the square of it: regular expressions that could try
 
 from __future__ import annotations
 
-import logging
 import random as _random
 import re
-import string
-from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
 
-from mmrl.errors import UserError
-from mmrl.rewards.overlap import Box, giou, iou, proper
+from mmrl.rewards.parsing.choices import Letters, options_of, without_lead_in
+from mmrl.rewards.parsing.quantities import Quantity, last_quantity
+from mmrl.rewards.parsing.responses import CLOSE, OPEN, extract_answer, gold_text, golds, last_tagged
+from mmrl.rewards.parsing.wording import wording
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
-_FORMAT = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_TAGS = ("<think>", "</think>", _OPEN, _CLOSE)
-_EXPONENT = r"(?:[eE][-+]?\d++)?+"
-_NUMBER = rf"[-+]?(?:\d[\d,]*+(?:\.\d*+)?+|\.\d++){_EXPONENT}"
-_SIDE = rf"\s*+([-+]?(?:\d++(?:\.\d*+)?+|\.\d++){_EXPONENT})\s*+"
-_BOX = re.compile(rf"\[{_SIDE},{_SIDE},{_SIDE},{_SIDE}\]")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def extract_answer(response: str) -> str:
-    """The last <answer>...</answer>, in it or else in the response the last \\boxed{...}, else all of it; stripped."""
-    tagged = _last_tagged(response)
-    text = response if tagged is None else tagged
-    boxed = _last_boxed(text)
-    return (text if boxed is None else boxed).strip()
-
-
-def _last_tagged(response: str) -> str | None:
-    """What stands between the tags of the last pair; a pair begins at the first opening tag after the one before."""
-    found, place = None, 0
-    while (begin := response.find(_OPEN, place)) >= 0 and (end := response.find(_CLOSE, begin)) >= 0:
-        found, place = response[begin + len(_OPEN) : end], end + len(_CLOSE)
-    return found
-
-
-def _last_boxed(text: str) -> str | None:
-    """Content of the last \\boxed{...} whose braces are balanced; a regular expression cannot count them."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin, depth = start + len("\\boxed{"), 1
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[begin:end]
-    return None
+_TAGS = ("<think>", "</think>", OPEN, CLOSE)
+_FORMAT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
 
 def exact_match(*, articles: bool = False, punctuation: bool = False) -> Reward:
-    """1 where the extracted answer equals the gold one, after lower case and single spaces; else 0.
+    """1 where the extracted answer equals the gold one in any typography and script of digits, case, white space and
+    the marks around words aside; else 0. See `mmrl.rewards.parsing.wording` for what is left out.
 
-    Unless kept by `punctuation=True`, marks are dropped, save the sign and the point of a number; `articles=True` keeps
-    a, an and the. A list of gold answers accepts any of them.
+    `punctuation=True` keeps marks, `articles=True` keeps a, an and the. A list of gold answers accepts any of them. An
+    empty answer is never right; None where all gold answers are empty.
     """
 
-    def reward(sample: Sample) -> float:
-        got = _normalise(extract_answer(sample.response), articles, punctuation)
-        return float(any(got == _normalise(str(gold), articles, punctuation) for gold in _golds(sample)))
-
-    return reward
-
-
-def _normalise(text: str, articles: bool, punctuation: bool) -> str:
-    words = [word if punctuation else _strip_marks(word) for word in text.lower().split()]
-    return " ".join(word for word in words if word and (articles or word not in ("a", "an", "the")))
-
-
-def _strip_marks(word: str) -> str:
-    number = re.fullmatch(rf"\W*?({_NUMBER})\W*+", word)
-    return number[1].replace(",", "").removesuffix(".") if number else word.translate(_PUNCTUATION)
-
-
-def _golds(sample: Sample) -> Sequence[Any]:
-    if sample.prompt.answer is None:
-        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with")
-    return sample.prompt.answer if isinstance(sample.prompt.answer, (list, tuple)) else [sample.prompt.answer]
-
-
-def math(*, precision: int = 6) -> Reward:
-    """1 where math-verify finds the response equal to the gold answer, 0 where not; None where the gold does not parse.
-
-    Build it through the registry, which runs it in a process with a deadline: symbolic simplification may take for
-    ever.
-    """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    for name in ("math_verify", "math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # it logs a traceback for each answer it cannot read
-    kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-    def parsed(text: str) -> list:
-        # its own timeouts use SIGALRM, which works in a main thread only; ours is the deadline of the process
-        return parse(text, kinds, parsing_timeout=None, raise_on_error=False)
+    @lru_cache(maxsize=4096)
+    def gold_wording(gold: str) -> str:
+        return wording(gold_text(gold), articles, punctuation)
 
     def reward(sample: Sample) -> float | None:
-        golds = [parsed(_delimited(str(gold))) for gold in _golds(sample)]
-        if not all(golds):
+        wanted = [words for gold in golds(sample) if (words := gold_wording(str(gold)))]
+        if not wanted:
             return None
-        answer = extract_answer(sample.response)
-        whole = answer == sample.response.strip()  # prose, perhaps, with the result somewhere in it
-        got = (whole and parsed(answer)) or parsed(_delimited(answer))
-        return float(any(verify(gold, got, float_rounding=precision, timeout_seconds=None) for gold in golds))
+        words = wording(extract_answer(sample.response), articles, punctuation)
+        return float(words != "" and words in wanted)
 
     return reward
-
-
-def _delimited(text: str) -> str:
-    """LaTeX is looked for between delimiters, and a gold answer seldom has any."""
-    return text if "$" in text or "\\boxed" in text else f"${text}$"
 
 
 def multiple_choice(*, letters: str = "ABCDEFGHIJ") -> Reward:
     """1 where the chosen letter is the gold one ('B', '(b)', 'B. a cat', 'The answer is B' and the like); else 0.
 
-    A response that names several letters, or none, gets 0: no guess is made for it.
+    Where the question lists its options ("A. a cat" on a line each), the text of one option stands for its letter, in
+    the response and in the gold answer. A response that names several letters, or none, gets 0: no guess is made for
+    it. None where the gold answer names no option.
     """
-    upper = letters.upper()
-    alone = re.compile(rf"(?<![A-Za-z])([{upper}])(?![A-Za-z'])")  # in capitals: "a cat" names no letter
-    leading = re.compile(rf"\W*([{upper}])(?:\W*$|\s*[).:])", re.IGNORECASE)
+    reader = Letters(letters)
 
-    def choice(text: str) -> str | None:
-        first = leading.match(text)
-        if first:
-            return first[1].upper()
-        found = set(alone.findall(text))
-        return found.pop() if len(found) == 1 else None
+    def choice(text: str, question: str) -> str | None:
+        named = reader.named(text)
+        if named:
+            return named[0] if len(named) == 1 else None
+        options = options_of(question)
+        if not options or not text:
+            return None
+        texts = {wording(text), wording(without_lead_in(text))}
+        same = [letter for letter, option in options.items() if option in texts]
+        return same[0] if len(same) == 1 else None
+
+    @lru_cache(maxsize=4096)
+    def gold_choice(gold: str, question: str) -> str | None:
+        return choice(gold_text(gold), question)
 
     def reward(sample: Sample) -> float | None:
-        golds = [letter for gold in _golds(sample) if (letter := choice(str(gold)))]
-        return float(choice(extract_answer(sample.response)) in golds) if golds else None
+        question = sample.prompt.text
+        wanted = [letter for gold in golds(sample) if (letter := gold_choice(str(gold), question))]
+        return float(choice(extract_answer(sample.response), question) in wanted) if wanted else None
 
     return reward
 
 
-def numeric(*, rtol: float = 0.0, atol: float = 1e-6) -> Reward:
-    """1 where the last number of the answer is within atol + rtol |gold| of the gold number; else 0.
+def numeric(*, rtol: float | None = None, atol: float | None = None) -> Reward:
+    """1 where the last number of the answer is within atol + rtol |gold| of the gold number; else 0. Without either,
+    whole numbers have to be equal and others lie within a millionth of the gold number.
 
-    A percent sign is not read as a factor. None where no gold answer holds a number.
+    Numbers have digits of any script, sign, thousands, fractions (1/2, 1 1/2), powers of ten and words of scale (2
+    million). Known units on both sides are converted, and have to measure the same thing; a unit on one side is not
+    looked at. A percent sign is a unit and no factor. None where no gold answer holds a number.
     """
-    if rtol < 0 or atol < 0:
+    if any(tolerance is not None and tolerance < 0 for tolerance in (rtol, atol)):
         raise ValueError(f"rtol and atol must not be negative, not {rtol} and {atol}")
 
-    def number(value: Any) -> float | None:
-        found = re.findall(_NUMBER, str(value))
-        return float(found[-1].replace(",", "")) if found else None
+    @lru_cache(maxsize=4096)
+    def gold_number(gold: str) -> Quantity | None:
+        return last_quantity(gold_text(gold))
 
     def reward(sample: Sample) -> float | None:
-        golds = [value for gold in _golds(sample) if (value := number(gold)) is not None]
-        if not golds:
+        wanted = [number for gold in golds(sample) if (number := gold_number(str(gold))) is not None]
+        if not wanted:
             return None
-        got = number(extract_answer(sample.response))
-        return float(got is not None and any(abs(got - gold) <= atol + rtol * abs(gold) for gold in golds))
+        number = last_quantity(extract_answer(sample.response))
+        return float(number is not None and any(number.is_near(gold, rtol, atol) for gold in wanted))
 
     return reward
 
 
 def think_answer() -> Reward:
-    """1 where the whole response is <think>...</think><answer>...</answer>, each tag once and neither empty; else 0."""
+    """1 where the whole response is <think>...</think><answer>...</answer>, each tag once and neither empty; else 0.
+    The opening <think> may stand in the prompt, where the chat template puts it."""
 
     def reward(sample: Sample) -> float:
-        once = all(sample.response.count(tag) == 1 for tag in _TAGS)
-        match = _FORMAT.fullmatch(sample.response) if once else None
-        return float(match is not None and all(part.strip() for part in match.groups()))
+        counts = [sample.response.count(tag) for tag in _TAGS]
+        match = _FORMAT.fullmatch(sample.response) if counts in ([1, 1, 1, 1], [0, 1, 1, 1]) else None
+        return float(match is not None and "<think>" not in match[1] and all(part.strip() for part in match.groups()))
 
     return reward
 
@@ -181,48 +117,10 @@ def answer_tag() -> Reward:
     """1 where the response holds exactly one <answer>...</answer>; else 0."""
 
     def reward(sample: Sample) -> float:
-        tags = [sample.response.count(tag) for tag in (_OPEN, _CLOSE)]
-        return float(tags == [1, 1] and _last_tagged(sample.response) is not None)
+        tags = [sample.response.count(tag) for tag in (OPEN, CLOSE)]
+        return float(tags == [1, 1] and last_tagged(sample.response) is not None)
 
     return reward
-
-
-def box_iou(*, threshold: float | None = None) -> Reward:
-    """Intersection over union, 0 to 1, of the last [x1, y1, x2, y2] of the answer and the best gold box.
-
-    With `threshold` the reward is 1 where it is reached and 0 elsewhere. No box, or a box with no area, gets 0. The
-    gold answer is one box or a list of them; None where it is not.
-    """
-    return _box_reward(iou, missing=0.0, threshold=threshold)
-
-
-def box_giou(*, threshold: float | None = None) -> Reward:
-    """As `box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box gets -1."""
-    return _box_reward(giou, missing=-1.0, threshold=threshold)
-
-
-def _box_reward(overlap: Callable[[Box, Box], float], missing: float, threshold: float | None) -> Reward:
-    def reward(sample: Sample) -> float | None:
-        golds = _gold_boxes(sample.prompt.answer)
-        if not golds:
-            return None
-        found = _BOX.findall(extract_answer(sample.response)) or _BOX.findall(sample.response)
-        box = proper(found[-1]) if found else None
-        value = missing if box is None else max(overlap(box, gold) for gold in golds)
-        return value if threshold is None else float(value >= threshold)
-
-    return reward
-
-
-def _gold_boxes(answer: Any) -> list[Box]:
-    if isinstance(answer, str):
-        rows: list[Any] = list(_BOX.findall(answer))
-    elif isinstance(answer, (list, tuple)) and answer:
-        rows = list(answer) if isinstance(answer[0], (list, tuple)) else [answer]
-    else:
-        rows = []
-    boxes = [proper(row) if len(row) == 4 else None for row in rows]
-    return [] if None in boxes else [box for box in boxes if box is not None]
 
 
 def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:

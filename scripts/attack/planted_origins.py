@@ -153,7 +153,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ("prompts/test_counterfactual_views.py",)),
     ("interval_iou: over the longer one", "mmrl/rewards/intervals.py", "+ gold[1] - gold[0] - shared", "", RULES),
     ("interval_iou: the first numbers", "mmrl/rewards/intervals.py", "[-2:]", "[:2]", RULES),
-    ("interval_iou: least is ignored", "mmrl/rewards/intervals.py", "if found >= least", "if found >= 0", RULES),
+    ("interval_iou: least is ignored", "mmrl/rewards/intervals.py", "if overlap >= least", "if overlap >= 0", RULES),
     ("segments of tokens: one longer", "mmrl/policies/vlm/responses/replay.py", "device=runner.device) // self.segment",
      "device=runner.device) // (self.segment + 1)", ("joints/test_tokens.py",)),
     ("milestones: a segment begins with its milestone", CT, "reached.cumsum(1) - reached.long()", "reached.cumsum(1)",

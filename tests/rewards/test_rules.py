@@ -66,7 +66,11 @@ def test_resized(width, height, options, expected):
 
 def test_coordinates_that_need_an_image():
     with pytest.raises(UserError, match="set the reward's coordinates to thousandths or unit"):
-        score("boxes_matched", "[0, 0, 1, 1]", HALF, size=None)
+        score("boxes_matched", "[0, 0, 1, 1]", HALF, size=None, coordinates="resized")
+
+
+def test_boxes_of_one_convention_need_no_image():
+    assert score("boxes_matched", "[0, 0, 50, 50]", HALF, size=None) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_sinkhorn_gives_something_for_a_box_between_two():
 
 def test_boxes_without_a_gold_one_are_not_scored():
     assert score("boxes_matched", "[0,0,1,1]", None) is None
-    assert score("boxes_matched", "[0,0,1,1]", "no boxes here") is None
+    assert score("boxes_matched", "[0,0,1,1]", "somewhere") is None
 
 
 CATS = [{"label": "cat", "bbox_2d": [0, 0, 10, 10]}, {"label": "dog", "bbox_2d": [0, 0, 10, 10]}]
@@ -417,7 +421,8 @@ def test_interval_iou(response, expected):
 def test_intervals_that_hardly_overlap_may_earn_nothing():
     assert score("interval_iou", "2 to 6", [3, 8], least=0.6) == 0.0
     assert score("interval_iou", "3 to 8", [3, 8], least=0.6) == 1.0
-    assert score("interval_iou", "2 to 6", "3 to 8") is None
+    assert score("interval_iou", "2 to 6", "3 to 8") == 0.5
+    assert score("interval_iou", "2 to 6", "soon") is None
     assert score("interval_iou", "2 to 6", [8, 3]) is None
     with pytest.raises(ValueError, match="least must lie in"):
         score("interval_iou", "2 to 6", [3, 8], least=1.0)

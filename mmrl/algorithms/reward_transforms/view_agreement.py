@@ -56,6 +56,6 @@ class ViewAgreement(Transform):
 
 def _plain(text: str, swaps: dict[str, str]) -> str:
     """The answer in lower case and single spaces, its words swapped."""
-    from mmrl.rewards.verifiers import extract_answer
+    from mmrl.rewards.parsing.responses import extract_answer
 
     return " ".join(swaps.get(word, word) for word in extract_answer(text).lower().split())

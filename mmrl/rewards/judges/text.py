@@ -10,8 +10,8 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.judges.visual import Judged, JudgeQuestion, VlmJudge
+from mmrl.rewards.parsing.responses import extract_answer
 from mmrl.rewards.types import Score, as_pil, image_of
-from mmrl.rewards.verifiers import extract_answer
 from mmrl.rollouts import Prompt, Sample
 
 YES_OR_NO = "Answer with one word, yes or no."

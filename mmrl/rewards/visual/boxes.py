@@ -1,21 +1,74 @@
-"""Several boxes: matched, labelled, ranked."""
+"""Boxes: the last one, several matched, labelled, ranked.
+
+`coordinates` and `answers` are the conventions of the response and of the gold boxes, see
+`mmrl.rewards.visual.coordinates`; `resize` is for those that are "resized". Boxes have the forms of
+`mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer of no box, [], is met by a response that says that
+there is nothing ("[]", "none", "There is no cat"), and by neither boxes nor silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmrl.rewards.matching import best_assignment, soft_assignment
-from mmrl.rewards.overlap import Box, iou, proper
+from mmrl.rewards.overlap import Box, giou, iou
+from mmrl.rewards.parsing.boxes import boxes_in, gold_boxes, labelled_in, objects_in, states_nothing
+from mmrl.rewards.parsing.responses import extract_answer, stated
 from mmrl.rewards.types import Reward
-from mmrl.rewards.verifiers import extract_answer
-from mmrl.rewards.visual.coordinates import Coordinates, boxes_in, objects_in
+from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
 
 Labelled = tuple[str, Box]
 THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
 MOST = 64  # boxes of a response that are matched; more of them only count as too many
-KEYS = ("bbox_2d", "bbox", "box")
+
+
+def box_iou(
+    *,
+    threshold: float | None = None,
+    coordinates: str = "pixels",
+    answers: str = "pixels",
+    resize: Mapping[str, int] | None = None,
+) -> Reward:
+    """Intersection over union, 0 to 1, of the last box of the answer and the best gold box.
+
+    With `threshold` the reward is 1 where it is reached and 0 elsewhere. No box, or a box with no area, gets 0. The
+    gold answer is one box or a list of them, [] where there is nothing to find; None where it is neither.
+    """
+    return _box_reward(iou, 0.0, threshold, CoordinatePair(coordinates, answers, resize))
+
+
+def box_giou(
+    *,
+    threshold: float | None = None,
+    coordinates: str = "pixels",
+    answers: str = "pixels",
+    resize: Mapping[str, int] | None = None,
+) -> Reward:
+    """`box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box gets -1."""
+    return _box_reward(giou, -1.0, threshold, CoordinatePair(coordinates, answers, resize))
+
+
+def _box_reward(
+    overlap: Callable[[Box, Box], float], missing: float, threshold: float | None, pair: CoordinatePair
+) -> Reward:
+    def value(sample: Sample) -> float | None:
+        golds = _gold(sample, pair)
+        if golds is None:
+            return None
+        answer = extract_answer(sample.response)
+        boxes = boxes_in(answer) or boxes_in(stated(sample.response))
+        if not golds:
+            return 1.0 if not boxes and states_nothing(answer) else missing
+        box = pair.response_box(boxes[-1], sample) if boxes else None
+        return missing if box is None else max(overlap(box, gold) for gold in golds)
+
+    def reward(sample: Sample) -> float | None:
+        overlapping = value(sample)
+        return overlapping if overlapping is None or threshold is None else float(overlapping >= threshold)
+
+    return reward
 
 
 def boxes_matched(
@@ -30,24 +83,25 @@ def boxes_matched(
     the other side; the sum over the number of the larger side, so that boxes too many and too few both cost.
 
     match: hungarian takes the best pairs, sinkhorn weighs all pairs (entropic optimal transport with `epsilon`), so
-    that a box that is near two gets something from both. coordinates, answers: of the response and of the gold boxes,
-    see `mmrl.rewards.visual.coordinates`. The gold answer is a list of boxes; None where it is not.
+    that a box that is near two gets something from both. The gold answer is a list of boxes, [] where there is nothing
+    to find; None where it is not.
     """
     if match not in ("hungarian", "sinkhorn"):
         raise ValueError(f"match must be hungarian or sinkhorn, not {match!r}")
     if epsilon <= 0:
         raise ValueError(f"epsilon must be positive, not {epsilon}")
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        golds = _gold(sample, given)
-        if not golds:
+        golds, answer = _gold(sample, pair), extract_answer(sample.response)
+        if golds is None:
             return None
-        found = [proper(spoken.unit(box, sample)) for box in boxes_in(extract_answer(sample.response))]
-        gains = [[0.0 if box is None else iou(box, gold) for gold in golds] for box in found[:MOST]]
-        if not gains:
-            return 0.0
-        size = max(len(found), len(golds))
+        numbers = boxes_in(answer)
+        if not golds or not numbers:
+            return float(not golds and not numbers and states_nothing(answer))
+        boxes = [pair.response_box(box, sample) for box in numbers[:MOST]]
+        gains = [[0.0 if box is None else iou(box, gold) for gold in golds] for box in boxes]
+        size = max(len(numbers), len(golds))
         if match == "hungarian":
             return sum(gains[r][c] for r, c in best_assignment(gains)) / size
         weights = soft_assignment(gains, epsilon)
@@ -69,16 +123,18 @@ def labelled_boxes(
 
     The response holds JSON objects such as {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, in its answer, or anywhere
     with whole_response, so that steps of the reasoning can be pairs of labels and boxes. The gold answer is a list of
-    such objects; None where it is not.
+    such objects, [] where there is nothing to find; None where it is not.
     """
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        golds = _labelled(sample.prompt.answer, given, sample)
-        if not golds:
+        golds = _gold_labelled(sample, pair)
+        if golds is None:
             return None
         text = sample.response if whole_response else extract_answer(sample.response)
-        found = _labelled(objects_in(text), spoken, sample) or []
+        found = _labelled(text, pair, sample)
+        if not golds:
+            return _nothing(text)
         gains = [[iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in found[:MOST]]
         matched = [gains[r][c] for r, c in best_assignment(gains)]
         if threshold is not None:
@@ -98,14 +154,15 @@ def average_precision(
     """Mean average precision, 0 to 1, over the labels and over `thresholds` of intersection over union, of labelled
     boxes as in `labelled_boxes`. They count in the order of their "score", highest first, or as they stand. A label
     that is not there has a precision of 0, so that naming all labels does not pay."""
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        golds = _labelled(sample.prompt.answer, given, sample)
-        if not golds:
+        golds, answer = _gold_labelled(sample, pair), extract_answer(sample.response)
+        if golds is None:
             return None
-        found = _labelled(_by_score(objects_in(extract_answer(sample.response))), spoken, sample) or []
-        found = found[:MOST]
+        if not golds:
+            return _nothing(answer)
+        found = _labelled(answer, pair, sample, ranked=True)[:MOST]
         labels = {label for label, _ in [*golds, *found]}
         values = [
             _precision([b for n, b in found if n == label], [b for n, b in golds if n == label], bar)
@@ -137,25 +194,36 @@ def _by_score(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(objects, key=lambda o: -o["score"]) if objects and all(scored) else objects
 
 
-def _gold(sample: Sample, given: Coordinates) -> list[Box]:
-    answer = sample.prompt.answer
-    rows = boxes_in(answer) if isinstance(answer, str) else answer
-    if not isinstance(rows, list | tuple) or not rows:
-        return []
-    rows = rows if isinstance(rows[0], list | tuple) else [rows]
-    boxes = [proper(given.unit(row, sample)) if len(row) == 4 else None for row in rows]
-    return [] if None in boxes else [box for box in boxes if box is not None]
+def _gold(sample: Sample, pair: CoordinatePair) -> list[Box] | None:
+    """The gold boxes; None where the gold answer is none or one of them has no area."""
+    numbers = gold_boxes(sample.prompt.answer)
+    boxes = [pair.gold_box(box, sample) if len(box) == 4 else None for box in numbers or []]
+    return None if numbers is None or None in boxes else [box for box in boxes if box is not None]
 
 
-def _labelled(objects: Any, coordinates: Coordinates, sample: Sample) -> list[Labelled]:
-    """Objects with a label and a box that has an area; others are left out."""
-    found: list[Labelled] = []
-    rows = objects_in(objects) if isinstance(objects, str) else objects
-    for row in rows if isinstance(rows, list | tuple) else []:
-        if isinstance(row, dict):
-            box = next((row[key] for key in KEYS if key in row), None)
-            numbers = isinstance(box, list | tuple) and len(box) == 4 and all(isinstance(n, int | float) for n in box)
-            kept = proper(coordinates.unit(box, sample)) if numbers and box is not None else None
-            if kept is not None and isinstance(row.get("label"), str):
-                found.append((row["label"].strip().lower(), kept))
-    return found
+def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | None:
+    """The gold objects; None where the gold answer holds none and does not say that there is nothing."""
+    gold = sample.prompt.answer
+    if isinstance(gold, str):
+        text = extract_answer(gold)
+        rows, nothing = objects_in(text), states_nothing(text)
+    else:
+        rows = [gold] if isinstance(gold, dict) else list(gold) if isinstance(gold, (list, tuple)) else []
+        nothing = isinstance(gold, (list, tuple)) and not gold
+    objects = [labelled_in(row) if isinstance(row, dict) else [] for row in rows]
+    boxes = [(label, pair.gold_box(box, sample)) for row in objects for label, box in row]
+    if any(not row for row in objects) or any(box is None for _, box in boxes) or (not boxes and not nothing):
+        return None
+    return [(label, box) for label, box in boxes if box is not None]
+
+
+def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = False) -> list[Labelled]:
+    """Objects of a response with a label and a box that has an area; others are left out."""
+    objects = _by_score(objects_in(text)) if ranked else objects_in(text)
+    boxes = [(label, pair.response_box(box, sample)) for row in objects for label, box in labelled_in(row)]
+    return [(label, box) for label, box in boxes if box is not None]
+
+
+def _nothing(text: str) -> float:
+    """What a text earns where there is nothing to find."""
+    return float(not boxes_in(text) and states_nothing(text))

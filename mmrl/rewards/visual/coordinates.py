@@ -1,4 +1,4 @@
-"""In which coordinates a response speaks of places in its image, and what it says of them.
+"""Conventions of coordinates in an image.
 
 convention
   pixels        of the image that the prompt holds
@@ -10,21 +10,15 @@ convention
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 from mmrl.errors import UserError
+from mmrl.rewards.overlap import Box, proper
 from mmrl.rollouts import Sample
 
 CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
-_NUMBER = r"[-+]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][-+]?\d++)?+"
-_BOX = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+[\])]")
-_POINT = re.compile(rf"[\[(]\s*+({_NUMBER})\s*+,\s*+({_NUMBER})\s*+[\])]")
-_OBJECT = re.compile(r"\{[^{}]*+\}")
 
 
 @dataclass(frozen=True)
@@ -48,17 +42,15 @@ class Resize:
 
 
 class Coordinates:
-    """Turns numbers of a convention into shares of the image's sides.
+    """Coordinates of a convention, turned into shares of the image's sides.
 
-    Raises ValueError for an unknown convention, or `resize` without the convention that it is for.
+    Raises ValueError for an unknown convention and for an unknown key of `resize`.
     """
 
     def __init__(self, convention: str, resize: Mapping[str, int] | None = None) -> None:
         if convention not in CONVENTIONS:
             raise ValueError(f"coordinates must be one of {', '.join(CONVENTIONS)}, not {convention!r}")
-        if resize is not None and convention != "resized":
-            raise ValueError(f"resize is for coordinates 'resized', not {convention!r}")
-        unknown = set(resize or {}) - set(vars(Resize()))
+        unknown = set(resize or {}) - {field.name for field in fields(Resize)}
         if unknown:
             raise ValueError(f"resize has no {', '.join(sorted(unknown))}; it has factor, min_pixels, max_pixels")
         self.convention, self.resize = convention, Resize(**(resize or {}))
@@ -84,23 +76,25 @@ class Coordinates:
         return self.resize.size(*size) if self.convention == "resized" else size
 
 
-def boxes_in(text: str) -> list[tuple[float, ...]]:
-    """Every [x1, y1, x2, y2] of a text, in order, as it stands there."""
-    return [tuple(map(float, found)) for found in _BOX.findall(text)]
+class CoordinatePair:
+    """Coordinates of the response and of the gold answer.
 
+    Raises ValueError as `Coordinates`, and for `resize` where neither is 'resized'.
+    """
 
-def points_in(text: str) -> list[tuple[float, ...]]:
-    """Every [x, y] or (x, y) of a text, in order; the two numbers of a box are no point."""
-    return [tuple(map(float, found)) for found in _POINT.findall(_BOX.sub(" ", text))]
+    def __init__(self, coordinates: str, answers: str, resize: Mapping[str, int] | None) -> None:
+        self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize)
+        if resize is not None and "resized" not in (coordinates, answers):
+            raise ValueError(f"resize is for coordinates 'resized', not {coordinates!r}")
+        self._same = coordinates == answers  # what is shared of two boxes is the same then, whatever the image's sides
 
+    def response_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:
+        """A box of the response; None where it has no area."""
+        return self._box(self.response, numbers, sample)
 
-def objects_in(text: str) -> list[dict[str, Any]]:
-    """Every innermost JSON object of a text, in order; what does not parse is left out."""
-    found = []
-    for match in _OBJECT.findall(text):
-        try:
-            value = json.loads(match)
-        except ValueError:
-            continue
-        found.append(value)
-    return found
+    def gold_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:
+        """A box of the gold answer, comparable with those of the response; None where it has no area."""
+        return self._box(self.gold, numbers, sample)
+
+    def _box(self, coordinates: Coordinates, numbers: Sequence[float], sample: Sample) -> Box | None:
+        return proper(numbers if self._same else coordinates.unit(numbers, sample))

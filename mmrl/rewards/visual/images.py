@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
+from mmrl.rewards.parsing.quotes import quoted_in
+from mmrl.rewards.parsing.typography import folded
 from mmrl.rewards.reading import reader
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, image_of, load_object, score_finite
 from mmrl.rollouts import Prompt, Sample
-
-_QUOTED = re.compile(r'"([^"]+)"|“([^“”]+)”')
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Reward:
@@ -97,35 +96,43 @@ def _class_of(sample: Sample, count: int) -> int:
 def ocr(*, threads: int = 1) -> Reward:
     """1 - min(d, n) / n, with d the edit distance of the text read in the image and the n letters asked for.
 
-    Case and white space do not count, and text asked for that stands somewhere in the text read has d = 0: the measure
-    of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], else what the prompt
-    puts in double quotes. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the CPU. None for an
-    image that holds NaN or inf.
+    Case, white space and typography do not count, and text asked for that stands somewhere in the text read has d = 0:
+    the measure of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], a text
+    or a list of them, else what the prompt puts in quotes. Of several texts each has the least d of the whole text
+    read and its lines, and n counts the letters of all. Text is read by RapidOCR (the extra `ocr`) on `threads` threads
+    of the CPU. None for an image that holds NaN or inf.
     """
     read_lines = reader(threads)
 
     def reward(sample: Sample) -> float | None:
-        wanted = _letters(_asked_text(sample))
+        wanted = [letters for text in _asked_texts(sample) if (letters := _letters(text))]
         if not wanted:
             raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
         if not image_of(sample).isfinite().all():
             return None
-        read = _letters("".join(read_lines(as_pil(image_of(sample)))))
-        distance = 0 if wanted in read else edit_distance(read, wanted)
-        return 1 - min(distance, len(wanted)) / len(wanted)
+        lines = [_letters(line) for line in read_lines(as_pil(image_of(sample)))]
+        texts = ["".join(lines), *(lines if len(wanted) > 1 else ())]
+        return 1 - sum(_distance(letters, texts) for letters in wanted) / sum(map(len, wanted))
 
     return reward
 
 
-def _asked_text(sample: Sample) -> str:
-    if "text" in sample.prompt.metadata:
-        return str(sample.prompt.metadata["text"])
-    quoted = _QUOTED.search(sample.prompt.text)
-    return "".join(quoted.groups(default="")) if quoted else ""
+def _asked_texts(sample: Sample) -> Sequence[str]:
+    if "text" not in sample.prompt.metadata:
+        return quoted_in(sample.prompt.text)
+    texts = sample.prompt.metadata["text"]
+    return [str(text) for text in texts] if isinstance(texts, (list, tuple)) else [str(texts)]
+
+
+def _distance(letters: str, texts: Sequence[str]) -> int:
+    """The edit distance of letters to the nearest of several texts, at most their number."""
+    if any(letters in text for text in texts):
+        return 0
+    return min(len(letters), *(edit_distance(text, letters) for text in texts))
 
 
 def _letters(text: str) -> str:
-    return "".join(text.split()).lower()
+    return "".join(folded(text).split())
 
 
 def edit_distance(a: str, b: str) -> int:

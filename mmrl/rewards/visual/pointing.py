@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmrl.rewards.parsing.boxes import gold_boxes, gold_points, objects_in, points_in
+from mmrl.rewards.parsing.responses import extract_answer
+from mmrl.rewards.parsing.typography import folded
 from mmrl.rewards.types import Reward
-from mmrl.rewards.verifiers import extract_answer
-from mmrl.rewards.visual.coordinates import Coordinates, objects_in, points_in
+from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
 
 GRID = 256  # cells of a side on which regions are compared
@@ -27,16 +29,16 @@ def point_inside(
     where the gold answer is not one box."""
     if spread is not None and spread <= 0:
         raise ValueError(f"spread must be positive, not {spread}")
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        box = _numbers(sample.prompt.answer, 4)
-        if box is None:
+        boxes = gold_boxes(sample.prompt.answer)
+        if boxes is None or len(boxes) != 1:
             return None
         points = points_in(extract_answer(sample.response))
         if not points:
             return 0.0
-        apart = _distance(spoken.unit(points[-1], sample), given.unit(box, sample))
+        apart = _distance(pair.response.unit(points[-1], sample), pair.gold.unit(boxes[0], sample))
         return float(apart == 0) if spread is None else math.exp(-(apart**2) / (2 * spread**2))
 
     return reward
@@ -58,16 +60,16 @@ def interface_action(
     """
     if not 0 <= kind_weight <= 1:
         raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        gold = sample.prompt.answer
-        if not isinstance(gold, dict) or not isinstance(gold.get("action"), str):
+        gold = _gold_action(sample.prompt.answer)
+        if gold is None:
             return None
         found = objects_in(extract_answer(sample.response))
         if len(found) != 1 or found[0].get("action") != gold["action"]:
             return 0.0
-        return kind_weight + (1 - kind_weight) * _argument(found[0], gold, spoken, given, sample)
+        return kind_weight + (1 - kind_weight) * _argument(found[0], gold, pair, sample)
 
     return reward
 
@@ -77,38 +79,44 @@ def region_iou(
 ) -> Reward:
     """Intersection over union, 0 to 1, of the region that the points of the answer go round, in their order, and the
     gold one, a list of [x, y]; on a grid of 256 x 256. Fewer than three points get 0."""
-    spoken, given = Coordinates(coordinates, resize), Coordinates(answers)
+    pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        gold = sample.prompt.answer
-        if not isinstance(gold, list | tuple) or len(gold) < 3 or any(_numbers(p, 2) is None for p in gold):
+        gold = gold_points(sample.prompt.answer)
+        if gold is None or len(gold) < 3:
             return None
         points = points_in(extract_answer(sample.response))
         if len(points) < 3:
             return 0.0
-        own, wanted = (_filled([c.unit(p, sample) for p in row]) for c, row in ((spoken, points), (given, gold)))
+        own = _filled([pair.response.unit(point, sample) for point in points])
+        wanted = _filled([pair.gold.unit(point, sample) for point in gold])
         union = int((own | wanted).sum())
         return int((own & wanted).sum()) / union if union else 0.0
 
     return reward
 
 
-def _argument(
-    found: dict[str, Any], gold: dict[str, Any], spoken: Coordinates, given: Coordinates, sample: Sample
-) -> float:
+def _gold_action(gold: Any) -> dict[str, Any] | None:
+    if isinstance(gold, str):
+        objects = objects_in(extract_answer(gold))
+        gold = objects[0] if len(objects) == 1 else None
+    return gold if isinstance(gold, dict) and isinstance(gold.get("action"), str) else None
+
+
+def _argument(found: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair, sample: Sample) -> float:
     if "box" in gold:
         point = _numbers(found.get("coordinate"), 2)
-        return (
-            0.0 if point is None else float(_distance(spoken.unit(point, sample), given.unit(gold["box"], sample)) == 0)
-        )
+        if point is None:
+            return 0.0
+        return float(_distance(pair.response.unit(point, sample), pair.gold.unit(gold["box"], sample)) == 0)
     if "text" in gold:
         return word_f1(str(found.get("text", "")), str(gold["text"]))
     return 1.0
 
 
 def word_f1(text: str, gold: str) -> float:
-    """The harmonic mean of precision and recall of lower-case words, each counted as often as it stands there."""
-    own, wanted = text.lower().split(), gold.lower().split()
+    """The harmonic mean of precision and recall of words without case, each counted as often as it stands there."""
+    own, wanted = folded(text).split(), folded(gold).split()
     if not own or not wanted:
         return float(own == wanted)
     shared = (Counter(own) & Counter(wanted)).total()

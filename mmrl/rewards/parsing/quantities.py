@@ -1,0 +1,146 @@
+"""Numbers as people write them: exact, with sign, scale and unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mmrl.rewards.parsing.typography import plain
+from mmrl.rewards.parsing.units import CURRENCIES, Unit, unit_behind
+
+LONGEST = 400  # digits of a number, and the largest power of ten; what is longer is no number
+NUMBER = (
+    r"(?:(?:\d{1,3}+(?:,\d{3})++(?!\d)|\d{1,3}+(?: \d{3})++(?![\d/])|\d{1,3}+(?:'\d{3})++(?!\d)"
+    r"|\d{1,2}+(?:,\d\d(?=,))++,\d{3}(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
+)
+_SEPARATORS = re.compile("[,' ]")
+_SIGNED = r"[-+]?\d++"
+_QUANTITY = re.compile(
+    # Groups: whole, numerator and denominator of 1 1/2; of 1/2; number, exponent, power of ten, power.
+    # Digits behind a letter are part of a name (H2O), behind a point, colon or stroke of a version, time or date.
+    rf"(?<![A-Za-z0-9_^])(?<!\d[.:/])"
+    rf"(?:(\d++)[ ]++(\d++)/(\d++)(?![/\d])"
+    rf"|(\d++)\s*+/\s*+(\d++)(?!\s*+/\s*+\d)"
+    rf"|({NUMBER})(?![.:]\d|\s*+/\s*+\d)"
+    rf"(?:[eE]({_SIGNED})(?!\w)|\s*+[*xX]\s*+10\s*+(?:\^|\*\*)\s*+[{{(]?({_SIGNED})[}})]?"
+    rf"|\s*+(?:\^|\*\*)\s*+[{{(]?({_SIGNED})[}})]?)?+)"
+)
+_SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "million": 6,
+    "billion": 9,
+    "trillion": 12,
+    "lakh": 5,
+    "crore": 7,
+    "\u5343": 3,
+    "\u4e07": 4,
+    "\u842c": 4,
+    "\u4ebf": 8,
+    "\u5104": 8,
+}
+_SCALE = re.compile(rf"[ -]?({'|'.join(_SCALES)})s?(?![A-Za-z])", re.IGNORECASE)
+_LATEX = (
+    (re.compile(r"\\[dt]?frac\s*+\{\s*+([-+]?[\d.]++)\s*+\}\s*+\{\s*+([\d.]++)\s*+\}"), r" \1/\2"),
+    (re.compile(r"\\[dt]?frac(\d)(\d)"), r" \1/\2"),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\([%$])"), r"\1"),
+    (re.compile(r"\\[,;!:]|\{,\}(?=\d)"), ""),
+    (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*+\{([^{}]*+)\}"), r" \1 "),
+    (re.compile(r"\^\s*+\{?\\circ\}?"), "\xb0"),
+)
+_MINUS_BEFORE = "=:(,[<>~\u2248|"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number and the unit behind it, where one is known."""
+
+    value: Fraction
+    unit: Unit | None = None
+
+    def is_near(self, other: Quantity, rtol: float | None, atol: float | None) -> bool:
+        """Whether this is `other` within atol + rtol |other|; without both, exactly where both are whole numbers, else
+        within a millionth of `other`. Two known units have to measure the same thing and are converted."""
+        value, target = self.value, other.value
+        if self.unit is not None and other.unit is not None:
+            if self.unit.dimension != other.unit.dimension:
+                return False
+            value = value * self.unit.scale / other.unit.scale
+        if rtol is None and atol is None:
+            whole = value.denominator == target.denominator == 1
+            return value == target if whole else abs(value - target) <= abs(target) / 10**6
+        return abs(value - target) <= _exact(atol) + _exact(rtol) * abs(target)
+
+
+def last_quantity(text: str) -> Quantity | None:
+    """The last number of a text; None where it holds none."""
+    text = _without_latex(plain(text))
+    last = None
+    for match in _QUANTITY.finditer(text):
+        last = match
+    if last is None:
+        return None
+    value = _value(last)
+    if value is None:
+        return None
+    start, end = last.span()
+    if end < len(text) and (scale := _SCALE.match(text, end)):
+        value, end = value * 10 ** _SCALES[scale[1].lower()], scale.end()
+    unit = unit_behind(text, end) if end < len(text) else None
+    if start:
+        value = -value if _is_negative(text, start) else value
+        unit = unit or _currency_before(text, start)
+    return Quantity(value, unit)
+
+
+def _currency_before(text: str, start: int) -> Unit | None:
+    currency = text[max(0, start - 4) : start].rstrip("+- ")[-1:]
+    return unit_behind(currency, 0) if currency and currency in CURRENCIES else None
+
+
+def _without_latex(text: str) -> str:
+    if "\\" not in text and "{" not in text:
+        return text
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _is_negative(text: str, start: int) -> bool:
+    """Whether what stands before a number makes it negative. A hyphen behind a letter and a minus behind a number do
+    not: covid-19, 5-3."""
+    if text[start - 1].isalpha():
+        return False
+    before = text[max(0, start - 24) : start]
+    near = before.rstrip(" " + CURRENCIES)
+    if near[-1:] == "-":
+        left = near[:-1]
+        last = left.rstrip(" \n\t" + CURRENCIES)[-1:]
+        if not last or last in _MINUS_BEFORE:
+            return True
+        return before[-1] != " " and last not in "0123456789)%}]" and not left[-1:].isalnum()
+    return before[-1] == " " and near.lower().endswith(("minus", "negative"))
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    whole, part, parts, numerator, denominator, number, exponent, ten, power = match.groups()
+    if len(match[0]) > LONGEST:
+        return None
+    if parts:
+        return int(whole) + Fraction(int(part), int(parts)) if int(parts) else None
+    if denominator:
+        return Fraction(int(numerator), int(denominator)) if int(denominator) else None
+    value = Fraction(int(number) if number.isdigit() else _SEPARATORS.sub("", number))
+    shift = exponent or ten
+    if shift:
+        return value * Fraction(10) ** int(shift) if abs(int(shift)) <= LONGEST else None
+    if power:
+        fits = abs(int(power)) * len(number) <= LONGEST and (value or int(power) >= 0)
+        return value ** int(power) if fits else None
+    return value
+
+
+def _exact(tolerance: float | None) -> Fraction:
+    return Fraction(repr(float(tolerance))) if tolerance else Fraction(0)

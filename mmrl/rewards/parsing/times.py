@@ -1,0 +1,82 @@
+"""Times and intervals of time, in seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from mmrl.rewards.parsing.responses import extract_answer
+from mmrl.rewards.parsing.typography import plain
+
+_CLOCK = r"(?:(\d++):)?(\d++):(\d\d)(?:[.,](\d++))?+(?![\d:])"
+_UNITS = {
+    "h": 3600.0,
+    "hr": 3600.0,
+    "hrs": 3600.0,
+    "hour": 3600.0,
+    "hours": 3600.0,
+    "m": 60.0,
+    "min": 60.0,
+    "mins": 60.0,
+    "minute": 60.0,
+    "minutes": 60.0,
+    "s": 1.0,
+    "sec": 1.0,
+    "secs": 1.0,
+    "second": 1.0,
+    "seconds": 1.0,
+    "ms": 0.001,
+    "\u5c0f\u65f6": 3600.0,
+    "\u65f6": 3600.0,
+    "\u6642\u9593": 3600.0,
+    "\u5206": 60.0,
+    "\u5206\u949f": 60.0,
+    "\u79d2": 1.0,
+    "\u79d2\u949f": 1.0,
+}
+_UNIT = rf"(?:\s*+({'|'.join(sorted(_UNITS, key=len, reverse=True))})(?![A-Za-z]))"
+_TIME = re.compile(rf"(?<![A-Za-z\d.])(?:{_CLOCK}|(\d++(?:\.\d++)?+|\.\d++){_UNIT}?+)", re.IGNORECASE)
+_RUN_TOGETHER = re.compile(r"(\d)(h|m|min)(?=\d)")  # 1m3s
+_JOINT = re.compile(r"\s*+(?:,\s*+)?(?:and\s++)?")
+
+
+def times_in(text: str) -> list[float]:
+    """Every time of a text in seconds, in order: 3.5, 3.5 s, 1:03, 0:01:03.5, 00:01:03,500, 1m3s, 1 minute 3 seconds.
+
+    A number without a unit has that of the time behind it: "1 to 2 minutes".
+    """
+    times: list[tuple[float, float | None, int]] = []  # seconds or a number, its unit, where it ends
+    text = plain(text)
+    if _RUN_TOGETHER.search(text):
+        text = _RUN_TOGETHER.sub(r"\1\2 ", text)
+    for match in _TIME.finditer(text):
+        if match[3] is not None:
+            fraction = float(f"0.{match[4]}") if match[4] else 0.0
+            seconds = int(match[1] or 0) * 3600 + int(match[2]) * 60 + int(match[3]) + fraction
+            times.append((seconds, 1.0, match.end()))
+            continue
+        unit = _UNITS[match[6].lower()] if match[6] else None
+        value = float(match[5]) * (unit or 1.0)
+        if times and unit is not None and _continues(text, times[-1], unit, match.start()):
+            times[-1] = (times[-1][0] + value, unit, match.end())
+        else:
+            times.append((value, unit, match.end()))
+    for i in range(len(times) - 1, 0, -1):
+        (before, unit, end), behind = times[i - 1], times[i][1]
+        if unit is None and behind is not None:
+            times[i - 1] = (before * behind, behind, end)
+    return [seconds for seconds, _, _ in times]
+
+
+def gold_times(gold: Any) -> list[float]:
+    """Times of a gold answer: a list, a mapping, or a text as a response has it."""
+    if isinstance(gold, list) and all(type(part) in (int, float) for part in gold):
+        return [float(part) for part in gold]
+    return times_in(extract_answer(gold) if isinstance(gold, str) else json.dumps(gold, default=str))
+
+
+def _continues(text: str, before: tuple[float, float | None, int], unit: float, begin: int) -> bool:
+    """Whether a time in a smaller unit belongs to the one before: 1 minute 3 seconds."""
+    _, larger, end = before
+    return larger is not None and larger > unit and larger > 1 and _JOINT.fullmatch(text, end, begin) is not None
