@@ -297,7 +297,7 @@ FAULTS = [
     Fault("where: unscored in the place of 0", "mmrl/rewards/compose.py",
           "if row not in set(rows)], column] = 0.0", "if row not in set(rows)], column] = math.nan", ADVANTAGES),
     Fault("groups do not reach visual_qa's rewards", "tasks/visual_qa/task.py",
-          "return self._rewards.score(samples, group)", "return self._rewards.score(samples)", ADVANTAGES),
+          "return self.rewards.score(samples, group)", "return self.rewards.score(samples)", ADVANTAGES),
     Fault("groups do not reach manipulation's rewards", "tasks/manipulation/task.py",
           "return self._rewards.score(samples, group)", "return self._rewards.score(samples)", ADVANTAGES),
     # --- correction ---
