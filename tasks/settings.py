@@ -1,4 +1,4 @@
-"""What the settings of every task share."""
+"""Settings that every task shares."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class TaskSettings(Choice):
 
     @abstractmethod
     def build(self, seed: int) -> Task:
-        """The task itself; seed: of the prompts to train on. Raises ValueError, OSError or ImportError in one line, and
+        """Builds the task; seed: of the prompts to train on. Raises ValueError, OSError or ImportError in one line, and
         UserError."""

@@ -107,7 +107,7 @@ CHOICES = (
     "mmrl.tasks.settings:TaskSettings",
     "mmrl.tasks.visual_qa.settings:Questions",
     "mmrl.tasks.image_generation.settings:Prompts",
-    "mmrl.tasks.video_generation.settings:ClipPrompts",
+    "mmrl.tasks.video_generation.settings:VideoPrompts",
     "mmrl.tasks.manipulation.settings:DemonstratedEpisodes",
 )
 

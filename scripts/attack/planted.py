@@ -549,7 +549,7 @@ FAULTS = [
           ' or "video_grid_thw" in inputs', "", ("policies/test_clips.py",)),
     Fault("clips: times of another rate", "mmrl/rollouts.py", '"fps": self.fps', '"fps": 24.0',
           ("policies/test_clips.py",)),
-    Fault("clips: the first frames alone", "tasks/visual_qa/data/video_files.py", "index * count // kept", "index",
+    Fault("clips: the first frames alone", "tasks/visual_qa/data/video_files.py", "index * count // chosen", "index",
           ("tasks/test_clip_files.py",)),
     Fault("clips: a playlist is a clip", "tasks/visual_qa/data/video_files.py",
           'first[4:8] == b"ftyp" or', 'first[:1] == b"#" or', ("tasks/test_clip_files.py",)),

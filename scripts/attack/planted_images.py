@@ -97,8 +97,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "for one in (prompt, prompt)]", TWINS),
     ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
     ("twins: digits ask for the same digit", "tasks/image_generation/data/digits.py",
-     "            other = (digit + int(rng.integers(1, 10))) % 10\n            words",
-     "            other = digit\n            words", TWINS),
+     "            other = (digit + int(rng.integers(1, 10))) % 10\n            twin_text",
+     "            other = digit\n            twin_text", TWINS),
     # --- prompts written anew ---
     ("rewriter: the prompt itself is drawn", "tasks/image_generation/rewriting.py", "[text for _, text in new for",
      "[samples[0].prompt.metadata['original'].text for _, text in new for", REWRITER),
@@ -107,7 +107,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("rewriter: every text has noises of its own", "tasks/image_generation/rewriting.py",
      'zlib.crc32(f"{name} {k}".encode()) for name, _ in new', 'zlib.crc32(f"{t} {k}".encode()) for _, t in new',
      REWRITER),
-    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'found[-1].strip() if found else ""',
+    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'matches[-1].strip() if matches else ""',
      "response", REWRITER),
     # --- the inverse task ---
     ("inverse: what can not be told earns more", "mmrl/algorithms/reward_transforms/inverse.py", "rewards + self.weight.value * found",
@@ -132,7 +132,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- charts ---
     ("charts: values are not rounded", D, "round(float(value), column.decimals)", "float(value)", CHARTS),
     ("charts: bars do not start from 0", D, "axes.set_ylim(0, ", "axes.set_ylim(0.5 * min(series.values), ", CHARTS),
-    ("charts: labels of the first rows", D, "self.labels[kept]", "self.labels[: length]", CHARTS),
+    ("charts: labels of the first rows", D, "self.labels[span]", "self.labels[: length]", CHARTS),
     ("charts: a limit has its own value above it", D, "str(len(ordered) - below - 1)", "str(len(ordered) - below)",
      CHARTS),
     ("charts: differences with a sign", D, "one, other = other, one", "one, other = one, other", CHARTS),
@@ -141,8 +141,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("charts: the user's own style", D, 'matplotlib.style.context("default")', 'matplotlib.style.context({})', CHARTS),
     # --- rows of one thing, and the tiny model that reads them ---
     ("named images: rows of one thing show several", Q, "shown[:1].repeat(cells)", "shown[:cells]", ROWS),
-    ("named images: a row of one thing asks for one place", Q, "_at(PLACES[len(row)][int(rng.integers(len(row)))])",
-     "_at(PLACES[len(row)][0])", ROWS),
+    ("named images: a row of one thing asks for one place", Q, "_at(POSITIONS[len(row)][int(rng.integers(len(row)))])",
+     "_at(POSITIONS[len(row)][0])", ROWS),
     ("named images: the tiny model looks across the row", "mmrl/policies/vlm/tiny_qwen.py",
      "if sizes.window is None else []", "if sizes.window is None else [0]", ROWS),
     # --- named images ---

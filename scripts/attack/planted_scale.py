@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "prompt = self.source[index]", "prompt = self.source[(index + 1) % len(self)]", AHEAD),
     ("reading ahead: a bad row's place has the next one's prompt", "tasks/visual_qa/data/rows.py",
      "return self._prompt(self._good[index])", "return self[index]", AHEAD),
-    ("reading ahead: without the instruction", "tasks/visual_qa/task.py", "return self._asked(self.source.read(index))",
+    ("reading ahead: without the instruction", "tasks/visual_qa/task.py", "return self._instructed(self.source.read(index))",
      "return self.source.read(index)", AHEAD),
     ("reading ahead: what was made of a prompt is given twice", "mmrl/collection/prefetch.py",
      "self._encoded.pop(id(prompt), (None, None))", "self._encoded.get(id(prompt), (None, None))", AHEAD),

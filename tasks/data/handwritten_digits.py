@@ -10,6 +10,6 @@ from numpy.typing import NDArray
 
 
 def load_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Images [image, 8, 8], 0 to 16, and their labels [image]."""
+    """Returns the images [image, 8, 8], 0 to 16, and their labels [image]."""
     table = np.loadtxt(Path(__file__).with_suffix(".csv.gz"), delimiter=",")
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)

@@ -1,6 +1,6 @@
-"""Sentences that ask for a moving shape, such as "the square moves up slowly", and clips to learn from.
+"""Sentences that ask for a moving shape, such as "the square moves up slowly", and videos to learn from.
 
-A clip is drawn on a grid whose cells are CELL x CELL pixels: a VAE that halves the sides loses nothing of it. What was
+A video is drawn on a grid whose cells are CELL x CELL pixels: a VAE that halves the sides loses nothing of it. What was
 drawn is known exactly, and `tracking` reads it back.
 """
 
@@ -34,7 +34,7 @@ Split = Literal["train", "heldout", "all"]
 
 @dataclass(frozen=True)
 class Canvas:
-    """What shapes move on: the cells a side of its grid, and how far from its start an object is in each frame."""
+    """The grid on which shapes move: its cells a side, and how many cells from its start an object is in each frame."""
 
     grid: int
     slowly: tuple[int, ...]
@@ -51,20 +51,21 @@ class Canvas:
 
     @property
     def room(self) -> int:
-        """Places of an object along a side."""
+        """The number of positions of an object along a side."""
         return self.grid - OBJECT + 1
 
     def steps(self, speed: str) -> tuple[int, ...]:
         return {"slowly": self.slowly, "quickly": self.quickly}[speed]
 
 
-DRAWN = Canvas(6, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 3))  # of clips that models draw: 5 x 12 x 12 pixels
-ASKED = Canvas(8, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 4))  # of clips in questions: 5 x 16 x 16 pixels
+# of generated videos, 5 x 12 x 12 pixels, and of videos in questions, 5 x 16 x 16
+GENERATION_CANVAS = Canvas(6, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 3))
+QUESTION_CANVAS = Canvas(8, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
 class Motion:
-    """What a sentence asks for."""
+    """The motion that a sentence asks for."""
 
     shape: str
     direction: str
@@ -75,45 +76,45 @@ class Motion:
 
 
 def words() -> list[str]:
-    """Every word of the sentences, sorted."""
+    """Returns every word of the sentences, sorted."""
     return sorted({"the", "moves", *SHAPES, *DIRECTIONS, *SPEEDS})
 
 
 @cache
 def motions(split: Split) -> tuple[Motion, ...]:
-    """All motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3 modulo 4,
-    so that each part is trained on in others."""
+    """Returns all motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3
+    modulo 4, so that each part is trained on in others."""
     parts = [list(part) for part in (SHAPES, DIRECTIONS, SPEEDS)]
-    made = []
-    for places in product(*(range(len(part)) for part in parts)):
-        heldout = sum(places) % 4 == 3
+    selected = []
+    for indices in product(*(range(len(part)) for part in parts)):
+        heldout = sum(indices) % 4 == 3
         if split == "all" or heldout == (split == "heldout"):
-            made.append(Motion(*(part[i] for part, i in zip(parts, places, strict=True))))
-    return tuple(made)
+            selected.append(Motion(*(part[i] for part, i in zip(parts, indices, strict=True))))
+    return tuple(selected)
 
 
 @cache
 def template(shape: str) -> Tensor:
-    """[1, OBJECT, OBJECT] float32, white on black."""
+    """Returns the cells of a shape, [1, OBJECT, OBJECT] float32, white on black."""
     return torch.tensor([[[float(mark == "#") for mark in row] for row in SHAPES[shape]]])
 
 
 def draw(canvas: Canvas, motion: Motion, top: int, left: int) -> Tensor:
-    """The clip of an object that starts at the cell `top`, `left`: [frame, 1, size, size] float32, 0 to 1."""
+    """Draws the video of an object that starts at the cell `top`, `left`: [frame, 1, size, size] float32, 0 to 1."""
     down, right = DIRECTIONS[motion.direction]
     steps = canvas.steps(motion.speed)
     return torch.stack([still(canvas, motion.shape, top + down * step, left + right * step) for step in steps])
 
 
 def still(canvas: Canvas, shape: str, top: int, left: int) -> Tensor:
-    """One frame of an object at the cell `top`, `left`: [1, size, size] float32, 0 to 1."""
+    """Draws one frame of an object at the cell `top`, `left`: [1, size, size] float32, 0 to 1."""
     cells = torch.zeros(1, canvas.grid, canvas.grid)
     cells[:, top : top + OBJECT, left : left + OBJECT] = template(shape)
     return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
 def starts(canvas: Canvas, motion: Motion) -> tuple[range, range]:
-    """Rows and columns at which a motion may start so that its object stays in the image."""
+    """Returns the rows and columns at which a motion may start so that its object stays in the image."""
     travel, room = canvas.steps(motion.speed)[-1], canvas.room
     return tuple(  # type: ignore[return-value]
         range(travel, room) if way < 0 else range(room - travel) if way > 0 else range(room)
@@ -122,7 +123,7 @@ def starts(canvas: Canvas, motion: Motion) -> tuple[range, range]:
 
 
 def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
-    """The motion with one part changed."""
+    """Returns the motion with one part changed by chance."""
     parts: dict[str, Sequence[str]] = {
         "shape": list(SHAPES),
         "direction": list(DIRECTIONS),
@@ -136,7 +137,8 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
 
 class MovingShapes:
     """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
-    direction) and `target`, a clip on DRAWN for supervised training, which for the share `careless` has one part wrong.
+    direction) and `target`, a video on GENERATION_CANVAS for supervised training, which for the share `careless` has
+    one part wrong.
     """
 
     def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
@@ -152,6 +154,6 @@ class MovingShapes:
         pool = motions(self.split)
         motion = pool[rng.integers(len(pool))]
         shown = spoiled(motion, rng) if rng.random() < self.careless else motion
-        top, left = (int(rng.choice(list(places))) for places in starts(DRAWN, shown))
-        metadata = {"motion": motion, "kind": motion.direction, "target": draw(DRAWN, shown, top, left)}
+        top, left = (int(rng.choice(list(cells))) for cells in starts(GENERATION_CANVAS, shown))
+        metadata = {"motion": motion, "kind": motion.direction, "target": draw(GENERATION_CANVAS, shown, top, left)}
         return Prompt(id=f"moving-{self.split}-{self.seed}-{index}", text=str(motion), metadata=metadata)

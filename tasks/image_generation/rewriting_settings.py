@@ -1,4 +1,4 @@
-"""Settings of the task of writing prompts anew."""
+"""Settings of the prompt rewriting task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FrozenGenerator(Section):
-    """What draws the prompts that are written; nobody trains it."""
+    """The frozen generator that draws the rewritten prompts."""
 
     path: str = option(description="a folder or a hub name: a diffusers pipeline, or what a run with digits left")
     dtype: Literal["float32", "bfloat16"] = option("float32", "of its weights")
@@ -38,7 +38,7 @@ class PromptRewritingSettings(ImageGenerationSettings):
 
     test: ClassVar[str] = "tests/tasks/test_prompt_rewriting.py"
     type: str = "prompt_rewriting"
-    generator: FrozenGenerator = option(description="what draws")
+    generator: FrozenGenerator = option(description="the frozen generator")
     template: str = option(
         "Rewrite this prompt for an image generator, with all that it should show: {}",
         "how the rewriter is asked; {}: the prompt",
@@ -49,7 +49,7 @@ class PromptRewritingSettings(ImageGenerationSettings):
     images: int = option(1, "drawn of each text, whose rewards are averaged", ge=1)
 
     @model_validator(mode="after")
-    def _there_is_a_place(self) -> Self:
+    def _check_template(self) -> Self:
         if self.template.count("{}") != 1:
             raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
         return self

@@ -15,22 +15,22 @@ from mmrl.tasks.settings import TaskSettings
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Source, Task
 
-_HERE = "mmrl.tasks.image_generation"
+_PACKAGE = "mmrl.tasks.image_generation"
 Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
 
 
 class Prompts(Choice):
-    """Where prompts come from, and what is measured of their images where the task does not say. edits: whether they
-    know what should have stayed of an image, which a guard looks at."""
+    """A source of prompts, with the rewards and the accuracy of their images where the task names none. edits: whether
+    prompts hold the region of an image that shall not change, for a guard."""
 
     title: ClassVar[str] = "prompts"
     kinds: ClassVar[dict[str, str]] = {
-        "digits": f"{_HERE}.settings:DigitPrompts",
-        "shapes": f"{_HERE}.settings:ShapesData",
-        "edits": f"{_HERE}.settings:EditsData",
-        "named": f"{_HERE}.settings:NamedData",
-        "prompts": f"{_HERE}.settings:PromptsData",
-        "pairs": f"{_HERE}.settings:PairsData",
+        "digits": f"{_PACKAGE}.settings:DigitPrompts",
+        "shapes": f"{_PACKAGE}.settings:ShapesData",
+        "edits": f"{_PACKAGE}.settings:EditsData",
+        "named": f"{_PACKAGE}.settings:NamedData",
+        "prompts": f"{_PACKAGE}.settings:PromptsData",
+        "pairs": f"{_PACKAGE}.settings:PairsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
     edits: ClassVar[bool] = False
@@ -39,11 +39,11 @@ class Prompts(Choice):
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Prompts to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns prompts to train on (None: the task can only be evaluated), and held-out ones."""
 
 
-class MadePrompts(Prompts):
-    """Prompts that are made: those to train on follow the run's seed, held-out ones only `eval_seed`."""
+class GeneratedPrompts(Prompts):
+    """Generated prompts: those to train on follow the run's seed, held-out ones only `eval_seed`."""
 
     train_size: int = option(20_000, "prompts to train on", ge=1)
     eval_size: int = option(500, "held-out prompts", ge=1)
@@ -51,16 +51,16 @@ class MadePrompts(Prompts):
     careless: float = option(0.0, "share of training images that show something else", ge=0, le=1)
 
 
-class DigitPrompts(MadePrompts):
+class DigitPrompts(GeneratedPrompts):
     """Sentences that ask for a handwritten digit: images of 1 x 8 x 8."""
 
     test: ClassVar[str] = "tests/tasks/test_image_digits.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name="classifier_logp", options={"classifier": f"{_HERE}.data.digits:reward_classifier"})
+        RewardSpec(name="classifier_logp", options={"classifier": f"{_PACKAGE}.data.digits:reward_classifier"})
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.digits:DigitCorrect")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.data.digits:DigitCorrect")
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(
-        name="classifier_logp", options={"classifier": f"{_HERE}.data.digits:second_classifier"}
+        name="classifier_logp", options={"classifier": f"{_PACKAGE}.data.digits:second_classifier"}
     )
     type: str = "digits"
     rejected: bool = option(
@@ -86,15 +86,15 @@ class DigitPrompts(MadePrompts):
         return train, DigitPromptSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
-class ShapesData(MadePrompts):
+class ShapesData(GeneratedPrompts):
     """Sentences that ask for a scene of coloured shapes: images of 3 x 16 x 16."""
 
     test: ClassVar[str] = "tests/tasks/test_image_shapes.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name=f"{_HERE}.rewards.checker:ShapesChecked", label="shapes_checked")
+        RewardSpec(name=f"{_PACKAGE}.rewards.checker:ShapesChecked", label="shapes_checked")
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.rewards.checker:ShapesChecked")
-    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.rewards.checker:ShapesRedrawn")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.rewards.checker:ShapesChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.rewards.checker:ShapesRedrawn")
     type: str = "shapes"
     scenes: tuple[Literal["count", "relation"], ...] = option(("count", "relation"), "kinds of scene", min_length=1)
     colours: tuple[Colour, ...] = option(("red", "green", "blue", "yellow"), "of the shapes", min_length=1)
@@ -121,17 +121,17 @@ class ShapesData(MadePrompts):
         return train, ShapesSource("heldout", size=self.eval_size, seed=self.eval_seed, **allowed)
 
 
-class EditsData(MadePrompts):
+class EditsData(GeneratedPrompts):
     """Instructions for drawn scenes ("make the bar blue"): sources of 3 x 16 x 16, and what they shall become."""
 
     test: ClassVar[str] = "tests/tasks/test_image_edits.py"
     rewards: ClassVar[list[RewardSpec]] = [
-        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", options={"part": "changed"}, label="changed"),
-        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", options={"part": "kept"}, label="kept"),
-        RewardSpec(name=f"{_HERE}.data.edits:EditChecked", label="whole"),
+        RewardSpec(name=f"{_PACKAGE}.data.edits:EditChecked", options={"part": "changed"}, label="changed"),
+        RewardSpec(name=f"{_PACKAGE}.data.edits:EditChecked", options={"part": "kept"}, label="kept"),
+        RewardSpec(name=f"{_PACKAGE}.data.edits:EditChecked", label="whole"),
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.edits:EditChecked")
-    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.edits:RegionKept")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.data.edits:EditChecked")
+    second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.data.edits:RegionKept")
     edits: ClassVar[bool] = True
     type: str = "edits"
     all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
@@ -145,19 +145,21 @@ class EditsData(MadePrompts):
         return train, EditedShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
-class NamedData(MadePrompts):
+class NamedData(GeneratedPrompts):
     """Sentences that ask for one of some things by name: images of 3 x 16 x 16 in one artist's style. The reward is
     that of a scorer which learned another style, the accuracy that of one which learned this one."""
 
     test: ClassVar[str] = "tests/tasks/test_image_named.py"
     rewards: ClassVar[list[RewardSpec]] = [
         RewardSpec(
-            name=f"{_HERE}.data.named_images:Recognised", options={"judge": "reward", "soft": True}, label="recognised"
+            name=f"{_PACKAGE}.data.named_images:Recognised",
+            options={"judge": "reward", "soft": True},
+            label="recognised",
         )
     ]
-    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_HERE}.data.named_images:Recognised")
+    accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.data.named_images:Recognised")
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(
-        name=f"{_HERE}.data.named_images:Recognised", options={"soft": True}
+        name=f"{_PACKAGE}.data.named_images:Recognised", options={"soft": True}
     )
     type: str = "named"
 
@@ -180,7 +182,7 @@ class PromptsData(Prompts):
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     @model_validator(mode="after")
-    def _one_source_of_held_out_prompts(self) -> Self:
+    def _check_held_out(self) -> Self:
         if (self.eval is None) == (self.heldout is None):
             raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
         if self.heldout is not None and self.train is None:
@@ -235,7 +237,7 @@ class ImageGenerationSettings(TaskSettings):
     )
 
     @model_validator(mode="after")
-    def _something_is_measured(self) -> Self:
+    def _check_rewards(self) -> Self:
         if not (self.rewards or self.data.rewards):
             raise ValueError("rewards: at least one is needed; name it, such as [{name: clip_similarity}]")
         if self.accuracy is None and self.data.accuracy is None:

@@ -40,7 +40,7 @@ class ImageGeneration:
 
     @staticmethod
     def of(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
-        """The task that `settings` describe; seed: of the prompts to train on.
+        """Builds the task that `settings` describe; seed: of the prompts to train on.
 
         Raises ValueError as the sources and rewards do.
         """
@@ -53,18 +53,18 @@ class ImageGeneration:
         return ImageGeneration(train, evaluation, rewards, RewardSet([accuracy]), scorer, edits=data.edits)
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored.
+        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored.
 
         group: [rollout] int64, which prompt a rollout answers; without it, those of equal prompt ids are a group.
         """
         return self._rewards.score(samples, _groups(samples) if group is None else group)
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        """What the scorer of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""
         return self._accuracy.score(samples, _groups(samples))[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`.
+        """Returns the guards, which move when the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`.
 
         The second scorer, where there is one, has no part in the reward. Diversity is NaN for a group of one.
         """
@@ -82,14 +82,14 @@ class ImageGeneration:
 
 
 def words(kind: str) -> list[str]:
-    """Every word of the prompts of `digits` or `shapes`, sorted: the vocabulary of a model that embeds words.
+    """Returns every word of the prompts of `digits` or `shapes`, sorted: the vocabulary of a model that embeds words.
 
     Raises ValueError for another kind, whose words are the user's.
     """
-    known = {"digits": digits.words, "shapes": shapes.words}
-    if kind not in known:
-        raise ValueError(f"only the words of {' and '.join(known)} are known beforehand, not those of {kind!r}")
-    return known[kind]()
+    vocabularies = {"digits": digits.words, "shapes": shapes.words}
+    if kind not in vocabularies:
+        raise ValueError(f"only the words of {' and '.join(vocabularies)} are known beforehand, not those of {kind!r}")
+    return vocabularies[kind]()
 
 
 def _groups(samples: Sequence[Sample]) -> Tensor:

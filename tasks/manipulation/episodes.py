@@ -39,7 +39,7 @@ class RecordedEpisode:
 
     name: str
     instruction: str
-    images: NDArray[np.uint8]  # [T, height, width, 3], before each action; or what gives slices of them
+    images: NDArray[np.uint8]  # [T, height, width, 3], before each action; or an object that returns slices of them
     state: NDArray[np.float32]  # [T, state]
     actions: NDArray[np.float32]  # [T, action]
     cameras: tuple[str, ...] = ("camera",)  # see `Observation`
@@ -50,26 +50,28 @@ class EpisodeDemonstrations:
 
     def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
         self.episodes = list(episodes)
-        self._places = [(e, t) for e, episode in enumerate(self.episodes) for t in range(len(episode.actions))]
+        self._steps = [(e, t) for e, episode in enumerate(self.episodes) for t in range(len(episode.actions))]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._steps)
 
     def __getitem__(self, index: int) -> Prompt:
-        e, t = self._places[index]
+        e, t = self._steps[index]
         episode = self.episodes[e]
-        seen = Observation(episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction], episode.cameras)
-        shown = {"observation": seen, "actions": episode.actions[t : t + DEMONSTRATED]}
+        observation = Observation(
+            episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction], episode.cameras
+        )
+        shown = {"observation": observation, "actions": episode.actions[t : t + DEMONSTRATED]}
         return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=shown)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to the expert's actions before they are executed, so that it shows how to come back (noise
-    injection, DART, arXiv 1703.09327). Recorded are the expert's own.
+    """Noise and perturbations on the expert's actions before they are executed, so that it shows how to recover (noise
+    injection, DART, arXiv 1703.09327). The expert's undisturbed actions are recorded.
 
     noise: standard deviation of Gaussian noise. chance: that an action begins a perturbation, which puts one action
-    that is uniform in [-1, 1] in the place of the expert's next `length` ones.
+    that is uniform in [-1, 1] instead of the expert's next `length` ones.
     """
 
     noise: float = 0.0
@@ -78,22 +80,22 @@ class Disturbance:
 
 
 class Disturbed:
-    """A `Disturbance` of `count` environments, as it goes on."""
+    """Applies a `Disturbance` to `count` environments, action by action."""
 
     def __init__(self, disturbance: Disturbance, count: int, rng: np.random.Generator) -> None:
         self.disturbance, self.rng = disturbance, rng
         self.left, self.instead = np.zeros(count, np.int64), np.zeros(0)
 
     def executed(self, wanted: NDArray[np.float32]) -> NDArray[np.float64]:
-        """wanted, and what is executed: [environment, 1, action]."""
-        how = self.disturbance
-        actions = np.clip(wanted + how.noise * self.rng.standard_normal(wanted.shape), -1, 1)
-        if how.chance == 0:
+        """Returns the executed actions; they and `wanted` are [environment, 1, action]."""
+        disturbance = self.disturbance
+        actions = np.clip(wanted + disturbance.noise * self.rng.standard_normal(wanted.shape), -1, 1)
+        if disturbance.chance == 0:
             return actions
-        begins = (self.left == 0) & (self.rng.random(len(wanted)) < how.chance)
+        begins = (self.left == 0) & (self.rng.random(len(wanted)) < disturbance.chance)
         drawn = self.rng.uniform(-1, 1, wanted.shape)
         self.instead = np.where(begins[:, None, None], drawn, self.instead if self.instead.size else drawn)
-        self.left[begins] = how.length
+        self.left[begins] = disturbance.length
         actions = np.where((self.left > 0)[:, None, None], self.instead, actions)
         self.left = np.maximum(self.left - 1, 0)
         return actions
@@ -102,7 +104,7 @@ class Disturbed:
 def record_expert(
     sim: VectorSim, starts: Sequence[tuple[str, int]], *, disturbance: Disturbance, successful: bool, seed: int
 ) -> list[RecordedEpisode]:
-    """Episodes of the scripted expert from `starts` (task and seed); `successful`: without those that failed.
+    """Records episodes of the scripted expert from `starts` (task and seed); `successful`: without those that failed.
 
     Raises UserError where the simulator has no expert, and if no episode is left.
     """
@@ -127,7 +129,7 @@ def play_expert(
     successful: bool,
     rng: np.random.Generator,
 ) -> list[RecordedEpisode]:
-    """As `record_expert`, of at most as many starts as the simulator has rows; there may be none."""
+    """Records one batch for `record_expert`: at most as many starts as the simulator has rows. It may be empty."""
     observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
     instructions = observation.instructions
     steps: list[list[tuple[NDArray, NDArray, NDArray]]] = [[] for _ in starts]

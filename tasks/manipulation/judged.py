@@ -16,20 +16,21 @@ from mmrl.rewards.types import Score
 from mmrl.rollouts import Episode, Sample
 from mmrl.tasks.manipulation.rewards import episode_of
 
-WAS_IT_DONE = (
+QUESTION = (
     "These images show a robot at work, in order; the last one shows how it ended. "
     'Was this done: "{prompt}"? Answer with one word, yes or no.'
 )
 
 
 class SuccessJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge that is shown images of an episode and asked whether it did what it was
-    told; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any probability.
+    """Reward: P(yes) / (P(yes) + P(no)) of a judge that is shown images of an episode and asked whether its instruction
+    was followed; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any
+    probability.
 
     images: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
     from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
     The other options are those of `mmrl.rewards.judges.visual.Judged`. Images are those that the policy sees; they
-    are kept of every look while training and of every action while evaluating.
+    are kept of every policy step while training and of every action while evaluating.
     """
 
     scope: Literal["sample"] = "sample"
@@ -39,7 +40,7 @@ class SuccessJudge(Judged):
         *,
         images: int = 2,
         threshold: float | None = None,
-        question: str = WAS_IT_DONE,
+        question: str = QUESTION,
         answers: Sequence[str] = ("yes", "no"),
         **judge: Any,
     ):
@@ -49,9 +50,9 @@ class SuccessJudge(Judged):
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         super().__init__(question=question, answers=answers, **judge)
         self.images, self.threshold = images, threshold
-        self._told: dict[
+        self._scores: dict[
             int, tuple[ref[Episode], Score]
-        ] = {}  # by id, while they live: measures ask for them once more
+        ] = {}  # by id, while the episode lives: measures ask for it once more
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         probabilities = self.probabilities(samples)
@@ -60,33 +61,33 @@ class SuccessJudge(Judged):
         return [None if p is None else float(p >= self.threshold) for p in probabilities]
 
     def verdicts(self, samples: Sequence[Sample]) -> list[bool | None]:
-        """Whether each episode was a success, as the judge sees it."""
+        """Returns whether the judge takes each episode for a success; None where it has no score."""
         least = 0.5 if self.threshold is None else self.threshold
         return [None if p is None else p >= least for p in self.probabilities(samples)]
 
     def probabilities(self, samples: Sequence[Sample]) -> list[Score]:
-        episodes = [_seen(sample) for sample in samples]
-        self._told = {key: told for key, told in self._told.items() if told[0]() is not None}
-        new = [e for e in episodes if not e.lost and id(e) not in self._told]
-        answers = self.judge.ask([self._asked(e) for e in new], self.words) if new else []
+        episodes = [_watched_episode(sample) for sample in samples]
+        self._scores = {key: cached for key, cached in self._scores.items() if cached[0]() is not None}
+        new = [e for e in episodes if not e.lost and id(e) not in self._scores]
+        answers = self.judge.ask([self._episode_question(e) for e in new], self.words) if new else []
         for episode, (yes, no) in zip(new, answers, strict=True):
-            self._told[id(episode)] = ref(episode), yes / (yes + no) if yes + no > 0 else None
-        return [None if e.lost else self._told[id(e)][1] for e in episodes]
+            self._scores[id(episode)] = ref(episode), yes / (yes + no) if yes + no > 0 else None
+        return [None if e.lost else self._scores[id(e)][1] for e in episodes]
 
-    def _asked(self, episode: Episode) -> JudgeQuestion:
+    def _episode_question(self, episode: Episode) -> JudgeQuestion:
         assert episode.frames is not None
         shown = evenly(episode.frames, self.images)
         return JudgeQuestion(
-            tuple(Image.fromarray(one) for one in shown), self.question.replace("{prompt}", episode.instruction)
+            tuple(Image.fromarray(frame) for frame in shown), self.question.replace("{prompt}", episode.instruction)
         )
 
 
 def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """At most `count` of [frame, ...]: the last one, and others evenly from the first one on."""
+    """Returns at most `count` of [frame, ...]: the last one, and others evenly from the first one on."""
     return frames[np.unique(np.linspace(len(frames) - 1, 0, count).round().astype(int))]
 
 
-def _seen(sample: Sample) -> Episode:
+def _watched_episode(sample: Sample) -> Episode:
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
         raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping images")

@@ -32,30 +32,31 @@ Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many ->
 
 
 class Frames:
-    """The images of one episode: slices are decoded when asked for, and the whole episode is then kept if `keep`."""
+    """The images of one episode: slices are decoded when they are read; with `keep` the whole episode is then
+    cached."""
 
     def __init__(self, length: int, decode: Decoder, keep: bool) -> None:
         self.length, self.decode, self.keep = length, decode, keep
-        self.kept: NDArray[np.uint8] | None = None
+        self.cached: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, places: slice) -> NDArray[np.uint8]:
-        """[frame, height, width, 3]"""
-        first, last, step = places.indices(self.length)
+    def __getitem__(self, index: slice) -> NDArray[np.uint8]:
+        """Returns the images of a slice of step 1, [frame, height, width, 3]."""
+        first, last, step = index.indices(self.length)
         assert step == 1
         if not self.keep:
             return self.decode(first, last - first)
-        if self.kept is None:
-            self.kept = self.decode(0, self.length)
-        return self.kept[first:last]
+        if self.cached is None:
+            self.cached = self.decode(0, self.length)
+        return self.cached[first:last]
 
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """Which features are what. camera: one for the simulator's whole image, or one for each of its cameras, in their
-    order; None: the only one."""
+    """The features of images, state and action. camera: one for the simulator's whole image, or one for each of its
+    cameras, in their order; None: the only one."""
 
     camera: str | Sequence[str] | None = None
     state: str = "observation.state"
@@ -73,8 +74,8 @@ def load(
     image_shape: tuple[int, int, int],
     cameras: tuple[str, ...],
 ) -> list[RecordedEpisode]:
-    """The first `episodes` of the data set (None: all). States and actions are held in memory; so are images once
-    they were seen, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
+    """Reads the first `episodes` of the data set (None: all). States and actions are held in memory; so are images once
+    they were read, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
     images lie side by side in one of `image_shape`.
 
     Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
@@ -115,11 +116,11 @@ class _Dataset:
 
     def check(self, action_dim: int, state_dim: int, image_shape: tuple[int, int, int]) -> None:
         info = self.root / "meta/info.json"
-        for name, size, what in ((self.action, action_dim, "takes"), (self.state, state_dim, "gives")):
+        for name, size, verb in ((self.action, action_dim, "takes"), (self.state, state_dim, "gives")):
             if name not in self.features:
                 raise UserError(f"{info} has no feature {name!r}; it has {list(self.features)}")
-            if (found := int(np.prod(self.features[name]["shape"]))) != size:
-                raise UserError(f"{info}: {name} has {found} numbers, but the simulator {what} {size}")
+            if (count := int(np.prod(self.features[name]["shape"]))) != size:
+                raise UserError(f"{info}: {name} has {count} numbers, but the simulator {verb} {size}")
         height, width = image_shape[0], image_shape[1] // len(self.shown)
         for camera in self.shown:
             shape = self.features[camera]["shape"]
@@ -131,13 +132,16 @@ class _Dataset:
                 )
 
     def _shown(self, chosen: str | Sequence[str] | None, cameras: int) -> list[str]:
-        """Raises UserError for features that are not there, or not as many as the simulator has cameras."""
-        there = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
-        if chosen is None and len(there) != 1:
+        """Returns the features of the images. Raises UserError for features that are missing, or not as many as the
+        simulator has cameras."""
+        available = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
+        if chosen is None and len(available) != 1:
             several = "" if cameras == 1 else f", or {cameras}, one for each of the simulator's cameras,"
-            raise UserError(f"{self.root} has the cameras {there}; choose one{several} with task.demonstrations.camera")
+            raise UserError(
+                f"{self.root} has the cameras {available}; choose one{several} with task.demonstrations.camera"
+            )
         if chosen is None or isinstance(chosen, str):
-            named = there if chosen is None else [chosen]
+            named = available if chosen is None else [chosen]
         else:
             named = list(chosen)
             if len(named) != cameras or len(set(named)) < cameras:
@@ -146,8 +150,8 @@ class _Dataset:
                     f"cameras, not {named}"
                 )
         for name in named:
-            if name not in there:
-                raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {there}")
+            if name not in available:
+                raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {available}")
         return named
 
     def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> RecordedEpisode:
@@ -171,7 +175,7 @@ class _Dataset:
         return RecordedEpisode(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
-        """Of one camera's images in one episode."""
+        """Returns the decoder of one camera's images in one episode."""
         if self.features[camera]["dtype"] == "video":
             video, start = self._video(camera, episode)
             return lambda first, count: _resized(read_video(video, start + first, count, self.fps), size)
@@ -194,31 +198,31 @@ class _Dataset:
     def _data_file(self, episode: dict[str, Any]) -> Path:
         number = episode["episode_index"]
         if self.shared:
-            place = {"chunk_index": episode["data/chunk_index"], "file_index": episode["data/file_index"]}
+            fields = {"chunk_index": episode["data/chunk_index"], "file_index": episode["data/file_index"]}
         else:
-            place = {"episode_chunk": number // self.chunk, "episode_index": number}
-        return _existing(self.root / self.data_path.format(**place))
+            fields = {"episode_chunk": number // self.chunk, "episode_index": number}
+        return _existing(self.root / self.data_path.format(**fields))
 
     def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """File, and the number of the episode's first frame in it."""
+        """Returns the file, and the index of the episode's first frame in it."""
         number, key = episode["episode_index"], f"videos/{camera}/"
         if self.shared:
-            place = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
+            fields = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
             start = round(episode[key + "from_timestamp"] * self.fps)
         else:
-            place, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
-        return _existing(self.root / self.video_path.format(video_key=camera, **place)), start
+            fields, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
+        return _existing(self.root / self.video_path.format(video_key=camera, **fields)), start
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
-        """State and action [frame, number] and timestamp [frame]."""
+        """Returns state and action [frame, number] and timestamp [frame]."""
         if self._rows is None or self._rows[0] != file:
             table = _table(file, ["episode_index", "timestamp", self.state, self.action])
             sizes = {name: int(np.prod(self.features[name]["shape"])) for name in (self.state, self.action)}
-            found = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
-            found |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
-            self._rows = file, found
-        mine = self._rows[1]["episode_index"] == number
-        return {name: values[mine] for name, values in self._rows[1].items()}
+            columns = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
+            columns |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
+            self._rows = file, columns
+        in_episode = self._rows[1]["episode_index"] == number
+        return {name: values[in_episode] for name, values in self._rows[1].items()}
 
     def _images(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
         column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
@@ -227,7 +231,7 @@ class _Dataset:
 
 
 def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uint8]:
-    """Frames `first` to `first + count` of a video of a constant rate: [count, height, width, 3].
+    """Reads frames `first` to `first + count` of a video of a constant rate: [count, height, width, 3].
 
     Raises UserError if it has fewer.
     """
@@ -239,10 +243,10 @@ def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uin
         output_params=["-frames:v", str(count), "-fps_mode", "passthrough"],
     )
     width, height = next(frames)["size"]
-    found = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
-    if len(found) != count:
+    images = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
+    if len(images) != count:
         raise UserError(f"{file} ends before frame {first + count}; its index says otherwise")
-    return np.stack(found)
+    return np.stack(images)
 
 
 def _resized(frames: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -252,7 +256,7 @@ def _resized(frames: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:
-    """A column of lists of `size` numbers (or of numbers) -> [row, size]."""
+    """Converts a column of lists of `size` numbers (or of numbers) to [row, size]. Raises UserError."""
     nested = pa.types.is_nested(column.type)
     values = (pc.list_flatten(column) if nested else column).to_numpy().astype(np.float32)
     if len(values) != size * len(column) or not np.isfinite(values).all():
@@ -262,23 +266,23 @@ def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float3
 
 def _table(file: Path, names: list[str], filters: Any = None) -> Any:
     try:
-        known = parquet.read_schema(file).names
+        columns = parquet.read_schema(file).names
     except pa.ArrowInvalid as error:
         raise UserError(f"{file} is not a Parquet file: {error}") from None
-    missing = [name for name in names if name not in known]
+    missing = [name for name in names if name not in columns]
     if missing:
-        raise UserError(f"{file} has no column {missing[0]!r}; it has {known}")
+        raise UserError(f"{file} has no column {missing[0]!r}; it has {columns}")
     return parquet.read_table(file, columns=names, filters=filters)
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{file}: expected an object, not {text[:50]!r}")
-    return found
+    return value
 
 
 def _existing(file: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What an episode earns. None for one that the simulator lost: it is unscored, not a failure."""
+"""Rewards of an episode. None for one that the simulator lost: it is unscored, not a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reasoning(sample: Sample) -> float | None:
 
 
 def episode_of(sample: Sample) -> Episode:
-    """Raises UserError where the rollout is none."""
+    """Returns the episode of a sample. Raises UserError where its rollout is none."""
     if sample.episode is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
     return sample.episode

@@ -26,7 +26,7 @@ class DemonstratingTask(Protocol):
 
 
 class DemonstratedEpisodes(Choice):
-    """Where episodes to learn from come from."""
+    """A source of demonstrated episodes."""
 
     title: ClassVar[str] = "demonstrations"
     kinds: ClassVar[dict[str, str]] = {
@@ -37,7 +37,8 @@ class DemonstratedEpisodes(Choice):
 
     @abstractmethod
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
-        """Prompts that carry an observation and the actions that followed it. Raises UserError where there are none."""
+        """Returns prompts that carry an observation and the actions that followed it. Raises UserError where there are
+        none."""
 
 
 class ExpertDemonstrations(DemonstratedEpisodes):
@@ -63,11 +64,13 @@ class ExpertDemonstrations(DemonstratedEpisodes):
         from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
 
         prompts = [starts[i] for i in range(self.episodes * len(task.settings.tasks))]
-        places = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
-        with task.make_simulator(min(task.settings.rows, len(places))) as sim:
+        start_states = [(p.metadata["task"], p.metadata["seed"]) for p in prompts]
+        with task.make_simulator(min(task.settings.rows, len(start_states))) as sim:
             disturbance = Disturbance(self.noise, self.perturbation, self.perturbation_length)
-            made = record_expert(sim, places, disturbance=disturbance, successful=self.successful, seed=task.seed)
-        return EpisodeDemonstrations(made)
+            recorded = record_expert(
+                sim, start_states, disturbance=disturbance, successful=self.successful, seed=task.seed
+            )
+        return EpisodeDemonstrations(recorded)
 
 
 class LeRobotDemonstrations(DemonstratedEpisodes):
@@ -94,16 +97,16 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
         except ModuleNotFoundError as error:
             raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco,parquet]'") from error
         with task.make_simulator(1) as sim:
-            like, cameras = sim.simulator, sim.cameras
+            simulator, cameras = sim.simulator, sim.cameras
         return EpisodeDemonstrations(
             lerobot.load(
                 self.path,
                 lerobot.DatasetColumns(self.camera, self.state, self.action),
                 episodes=self.episodes,
                 memory=self.memory,
-                action_dim=like.action_dim,
-                state_dim=like.state_dim,
-                image_shape=like.image_shape,
+                action_dim=simulator.action_dim,
+                state_dim=simulator.state_dim,
+                image_shape=simulator.image_shape,
                 cameras=cameras,
             )
         )
@@ -142,7 +145,7 @@ class ManipulationSettings(TaskSettings):
     )
 
     @model_validator(mode="after")
-    def _of_workers(self) -> ManipulationSettings:
+    def _check_workers(self) -> ManipulationSettings:
         if self.ray is not None and self.workers == 0:
             raise ValueError(f"ray={self.ray} places workers; workers=0")
         if self.turns > max(self.workers, 1):

@@ -1,4 +1,4 @@
-"""Robot manipulation in a simulator: start states, what an episode earns, and demonstrations."""
+"""Robot manipulation in a simulator: start states, rewards of episodes, and demonstrations."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Manipulation:
 
     @cached_property
     def train(self) -> Source:
-        """Demonstrations are recorded or opened when first asked for: evaluation needs none.
+        """The start states to train on, or demonstrations, which are recorded or opened at the first use.
 
-        Raises UserError as `make_simulator`, and where no demonstration can be had.
+        Raises UserError as `make_simulator`, and where there is no demonstration.
         """
         settings = self.settings
         first = FIRST_TRAINING_SEED + self.seed * settings.train_size
@@ -57,7 +57,8 @@ class Manipulation:
         return starts if settings.demonstrations is None else settings.demonstrations.prompts(self, starts)
 
     def make_simulator(self, rows: int) -> VectorSim:
-        """`rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not have."""
+        """Builds `rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not
+        have."""
         settings = self.settings
         sim = build_simulator(
             settings.simulator,
@@ -79,22 +80,23 @@ class Manipulation:
         return sim
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Unweighted reward components [rollout, component], float32, NaN for episodes that the simulator lost. group:
-        [rollout], which start state an episode has, for rewards that compare the rollouts of a group."""
+        """Returns unweighted reward components [rollout, component], float32, NaN for episodes that the simulator lost.
+        group: [rollout], the start state of an episode, for rewards that compare the rollouts of a group."""
         return self._rewards.score(samples, group)
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        """Success at any time [rollout], float32, NaN for episodes that the simulator lost."""
+        """Returns success at any time [rollout], float32, NaN for episodes that the simulator lost."""
         return self._success.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Of each episode [rollout]: whether the simulator lost it, and, NaN where it did, executed actions and success
-        when it ended; of a judge of success whether it sees one, and whether the simulator (at any time) does not
-        agree; of a head that reasons, how many latents it drew before a chunk, NaN where it drew none."""
+        """Returns measures of each episode [rollout]: whether the simulator lost it; executed actions and success at
+        its end, NaN where it was lost; for each judge of success its verdict, and whether that differs from the
+        simulator's success at any time; for a head that reasons the latents before a chunk, NaN where there are
+        none."""
         episodes = [s.episode for s in samples if s.episode is not None]
         judged: dict[str, Tensor] = {}
         for name, judge in self._judges.items():
-            judged |= judged_beside(name, judge, samples)
+            judged |= judge_measures(name, judge, samples)
         reasoned = [e.reasoning for e in episodes if e.reasoning is not None]  # of all, or of none
         if reasoned:
             judged["episode/reasoning"] = torch.tensor(reasoned)
@@ -105,14 +107,14 @@ class Manipulation:
         }
 
 
-def judged_beside(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """[sample], NaN where the judge says nothing, and for episodes that an evaluation which goes on has read from its
-    file: no images are kept there."""
-    seen = [
+def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Returns the success that a judge sees, and whether the simulator disagrees, [sample]: NaN where the judge gives
+    no verdict, and for episodes that a resumed evaluation has read from its file, which holds no images."""
+    indices = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]
     success, apart = torch.full((2, len(samples)), torch.nan)
-    for i, verdict in zip(seen, judge.verdicts([samples[i] for i in seen]), strict=True):
+    for i, verdict in zip(indices, judge.verdicts([samples[i] for i in indices]), strict=True):
         episode = samples[i].episode
         if verdict is not None and episode is not None:
             success[i], apart[i] = float(verdict), float(verdict != episode.success)
@@ -134,10 +136,10 @@ class Shuffled:
         return self.simulator.reset(rows, seeds, tasks)
 
     def instruction(self, row: int) -> str:
-        """That of the first following row with another one; its own if all are the same."""
-        own, place = self.simulator.instruction(row), self.started.index(row)
-        others = [self.simulator.instruction(r) for r in self.started[place + 1 :] + self.started[:place]]
-        return next((other for other in others if other != own), own)
+        """Returns the instruction of the next row with another one; the row's own if all are the same."""
+        instruction, position = self.simulator.instruction(row), self.started.index(row)
+        others = [self.simulator.instruction(r) for r in self.started[position + 1 :] + self.started[:position]]
+        return next((other for other in others if other != instruction), instruction)
 
     def step(self, rows: Sequence[int], actions: np.ndarray) -> Any:
         return self.simulator.step(rows, actions)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from mmrl.policies.vla.backbones import small
 
-WORDS = (  # what the grammar of instructions is made of, and the end of a prompt
+WORDS = (  # of the grammar of instructions, and the end of a prompt
     *("?", "the", "a", "to", "and", "then", "after", "you"),
     *("go", "pick", "up", "open", "put", "next", "object", "ball", "box", "key", "door"),
     *("in", "front", "of", "on", "your", "left", "right", "behind"),
     *("red", "green", "blue", "purple", "yellow", "grey"),
 )
 BINS = 8  # seven intervals between them
-SQUARES = 11  # along each side of what the agent sees: the recipe's option `around`; its `tile` is 0
+SQUARES = 11  # along each side of the agent's view: the recipe's option `around`; its `tile` is 0
 CODES = (11, 6, 3)  # objects, colours and states of minigrid
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 UNKNOWN = "<|unknown|>"
-WORDS = (  # what roles, the prompt and the tabletop's instructions are made of
+WORDS = (  # of roles, the prompt and the tabletop's instructions
     *("system", "user", "assistant", "What", "what", "action", "should", "the", "robot", "take", "to", "?", "."),
     *("reach", "for", "push", "lift", "put", "stack", "cube", "on", "left", "right", "pad"),
     *("red", "green", "blue", "yellow"),
@@ -24,7 +24,7 @@ BINS = 256
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
+    """Builds a tokenizer with one token a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, fast_tokenizer
@@ -41,17 +41,17 @@ def build_small(path: str | Path, seed: int = 0) -> None:
 
 
 def build_normalised(path: str | Path, seed: int = 0) -> None:
-    """The same with normalised channels, for tasks with several things to look at."""
+    """Writes the same with normalised channels, for tasks with several objects to attend to."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, normalise=True), seed)
 
 
 def build_blind(path: str | Path, seed: int = 0) -> None:
-    """The same for simulators that show states and no images."""
+    """Writes the same for simulators that show states and no images."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, channels=()), seed)
 
 
 def build_states(path: str | Path, seed: int = 0) -> None:
-    """No backbone at all, for a head that reads the robot's state; its weights are drawn when it is built."""
+    """Writes no backbone at all, for a head that reads the robot's state; its weights are drawn when it is built."""
     states_only.create(path)
 
 

@@ -1,4 +1,4 @@
-"""Sums to train on and to be asked for, and what an answer earns."""
+"""Sums to train on, held-out sums, and the rewards of an answer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class TextSums:
         self.reward_names, self.reward_weights = self._rewards.names, self._rewards.weights
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
+        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
         return self._rewards.score(samples, group)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """[rollout] 1 for the right number, else 0."""
+        """Returns 1 for the right number, else 0, [rollout]."""
         return self._accuracy.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Length in tokens, [rollout]."""
+        """Returns the length of the response in tokens, [rollout]."""
         return {"response/length": torch.tensor([float(s.response_length) for s in samples])}
 
 
@@ -66,11 +66,11 @@ class Sums:
 
 
 def held_out(a: int, b: int) -> bool:
-    """About every fourth pair, and its mirror image with it."""
+    """Returns whether a pair is held out: about every fourth, and its mirror image with it."""
     low, high = sorted((a, b))
     return zlib.crc32(f"{low}+{high}".encode()) % 4 == 3
 
 
 def without_carry(a: int, b: int) -> int:
-    """The sum as one who forgets to carry from the ones has it: 27 and 45 give 62."""
+    """Returns the sum without the carry from the ones: 27 and 45 give 62."""
     return a // 10 * 10 + b // 10 * 10 + (a + b) % 10 if a % 10 + b % 10 > 9 else a + b

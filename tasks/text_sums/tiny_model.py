@@ -14,9 +14,9 @@ PAD, MASK, END, UNKNOWN = "<pad>", "<mask>", "<end>", "<unknown>"
 
 
 def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character."""
-    known = {token: i for i, token in enumerate((PAD, MASK, END, UNKNOWN, *characters))}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    """Builds a tokenizer with one token a character."""
+    vocabulary = {token: i for i, token in enumerate((PAD, MASK, END, UNKNOWN, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": PAD, "mask_token": MASK, "eos_token": END, "unk_token": UNKNOWN}
@@ -24,7 +24,7 @@ def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
 
 
 def build(folder: str, seed: int, *, width: int = 96, layers: int = 3) -> None:
-    """A BERT without dropout, for prompts and responses of 32 tokens together."""
+    """Writes a BERT without dropout, for prompts and responses of 32 tokens together."""
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

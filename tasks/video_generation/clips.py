@@ -1,4 +1,4 @@
-"""Clips of samples as one batch."""
+"""Videos of samples as one batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmrl.rewards.types import clip
 from mmrl.rollouts import Sample
 
 
-def stack_clips(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
-    """[sample, frame, channel, height, width] float32, 0 to 1 in gamut, not clamped.
+def stack_videos(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
+    """Stacks the videos of samples: [sample, frame, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    Raises UserError for a sample without a clip, and for one that has not the given size, or that of the first.
+    Raises UserError for a sample without a video, and for one that has not the given size, or that of the first.
     """
-    clips = [clip(sample).float() for sample in samples]
-    size = size or tuple(clips[0].shape)
-    for sample, one in zip(samples, clips, strict=True):
-        if one.shape != size:
-            raise UserError(f"the clip of prompt {sample.prompt.id!r} is {list(one.shape)}, expected {list(size)}")
-    return torch.stack(clips)
+    videos = [clip(sample).float() for sample in samples]
+    size = size or tuple(videos[0].shape)
+    for sample, video in zip(samples, videos, strict=True):
+        if video.shape != size:
+            raise UserError(f"the video of prompt {sample.prompt.id!r} is {list(video.shape)}, expected {list(size)}")
+    return torch.stack(videos)

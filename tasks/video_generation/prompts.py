@@ -1,4 +1,4 @@
-"""The user's prompts of clips: text files with one prompt a line."""
+"""The user's video prompts: text files with one prompt a line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from mmrl.rollouts import Prompt
 
 
 def load(path: Path) -> list[Prompt]:
-    """Prompts of a UTF-8 file, empty lines left out; ids are line numbers. Raises ValueError naming file and line."""
+    """Reads the prompts of a UTF-8 file, empty lines left out; ids are line numbers. Raises ValueError naming file and
+    line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -23,8 +24,8 @@ def load(path: Path) -> list[Prompt]:
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Those to train on and those held out: every n-th, so that about `share` of them are. Raises ValueError where one
-    of the two would be empty."""
+    """Splits prompts into those to train on and those held out: every n-th, so that about `share` of them are. Raises
+    ValueError where one of the two would be empty."""
     every = round(1 / share)
     heldout = prompts[every - 1 :: every]
     train = [prompt for n, prompt in enumerate(prompts, 1) if n % every]

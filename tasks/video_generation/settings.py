@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Source
     from mmrl.tasks.video_generation.task import VideoGeneration
 
-_HERE = "mmrl.tasks.video_generation"
-_CHECKED = f"{_HERE}.tracking:MotionChecked"
+_PACKAGE = "mmrl.tasks.video_generation"
+_CHECKED = f"{_PACKAGE}.tracking:MotionChecked"
 
 
-class ClipPrompts(Choice):
-    """Where prompts of clips come from, and what is measured of their clips where the task does not say."""
+class VideoPrompts(Choice):
+    """A source of video prompts, with the rewards and the accuracy of their videos where the task names none."""
 
-    title: ClassVar[str] = "prompts of clips"
+    title: ClassVar[str] = "video prompts"
     kinds: ClassVar[dict[str, str]] = {
-        "moving_shapes": f"{_HERE}.settings:MovingShapesData",
-        "prompts": f"{_HERE}.settings:ClipPromptsData",
+        "moving_shapes": f"{_PACKAGE}.settings:MovingShapesData",
+        "prompts": f"{_PACKAGE}.settings:VideoPromptsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
     accuracy: ClassVar[RewardSpec | None] = None
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Prompts to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns prompts to train on (None: the task can only be evaluated), and held-out ones."""
 
 
-class MovingShapesData(ClipPrompts):
-    """Sentences that ask for a moving shape: clips of 5 x 1 x 12 x 12 with an exact tracker."""
+class MovingShapesData(VideoPrompts):
+    """Sentences that ask for a moving shape: videos of 5 x 1 x 12 x 12 with an exact tracker."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -49,7 +49,7 @@ class MovingShapesData(ClipPrompts):
     train_size: int = option(20_000, "prompts to train on", ge=1)
     eval_size: int = option(500, "held-out prompts", ge=1)
     eval_seed: int = option(0, "of the held-out prompts", ge=0)
-    careless: float = option(0.0, "share of training clips of which one part is wrong", ge=0, le=1)
+    careless: float = option(0.0, "share of training videos of which one part is wrong", ge=0, le=1)
     all_motions: bool = option(
         False, "train on all motions, also those that evaluation asks for, as a base has seen them"
     )
@@ -63,7 +63,7 @@ class MovingShapesData(ClipPrompts):
         return train, MovingShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
-class ClipPromptsData(ClipPrompts):
+class VideoPromptsData(VideoPrompts):
     """The user's prompt files, one prompt a line. Held-out prompts come from `eval`, or are a share of `train`."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
@@ -73,7 +73,7 @@ class ClipPromptsData(ClipPrompts):
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
 
     @model_validator(mode="after")
-    def _one_source_of_held_out_prompts(self) -> Self:
+    def _check_held_out(self) -> Self:
         if (self.eval is None) == (self.heldout is None):
             raise ValueError("set either eval, a file of held-out prompts, or heldout, a share of train")
         if self.heldout is not None and self.train is None:
@@ -91,16 +91,16 @@ class ClipPromptsData(ClipPrompts):
 
 
 class VideoGenerationSettings(TaskSettings):
-    """Clips from prompts. Moving shapes have rewards and an accuracy of their own; prompt files need both."""
+    """Videos from prompts. Moving shapes have rewards and an accuracy of their own; prompt files need both."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     type: str = "video_generation"
-    data: ClipPrompts = option(MovingShapesData(), "where the prompts come from")
-    rewards: list[RewardSpec] | None = option(None, "what a clip earns; default: that of the data", min_length=1)
+    data: VideoPrompts = option(MovingShapesData(), "where the prompts come from")
+    rewards: list[RewardSpec] | None = option(None, "what a video earns; default: that of the data", min_length=1)
     accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
 
     @model_validator(mode="after")
-    def _something_is_measured(self) -> Self:
+    def _check_rewards(self) -> Self:
         if not (self.rewards or self.data.rewards):
             raise ValueError("rewards: at least one is needed; name it, such as [{name: clip_similarity}]")
         if self.accuracy is None and self.data.accuracy is None:

@@ -11,7 +11,7 @@ from mmrl.protocols.parts import Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.guards import diversity, flicker, motion, out_of_gamut, sharpness, static
 from mmrl.rollouts import Sample
-from mmrl.tasks.video_generation.clips import stack_clips
+from mmrl.tasks.video_generation.clips import stack_videos
 
 
 class VideoGeneration:
@@ -23,25 +23,25 @@ class VideoGeneration:
         self._rewards, self._accuracy = rewards, accuracy
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
+        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
         return self._rewards.score(samples, _groups(samples) if group is None else group)
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        """What the scorer of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""
         return self._accuracy.score(samples, _groups(samples))[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """What would show that the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`. Sharpness is
-        the mean of the frames'; diversity is NaN for a group of one."""
-        clips, group = stack_clips(samples), _groups(samples) if group is None else group
-        count, frames = clips.shape[:2]
+        """Returns the guards, which move when the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`.
+        Sharpness is the mean of the frames'; diversity is NaN for a group of one."""
+        videos, group = stack_videos(samples), _groups(samples) if group is None else group
+        count, frames = videos.shape[:2]
         return {
-            "guard/static": static(clips),
-            "guard/motion": motion(clips),
-            "guard/flicker": flicker(clips),
-            "guard/out_of_gamut": out_of_gamut(clips),
-            "guard/sharpness": sharpness(clips.flatten(0, 1)).view(count, frames).mean(1),
-            "guard/diversity": diversity(clips, group),
+            "guard/static": static(videos),
+            "guard/motion": motion(videos),
+            "guard/flicker": flicker(videos),
+            "guard/out_of_gamut": out_of_gamut(videos),
+            "guard/sharpness": sharpness(videos.flatten(0, 1)).view(count, frames).mean(1),
+            "guard/diversity": diversity(videos, group),
         }
 
 

@@ -15,18 +15,19 @@ TEXT = 32  # width of the text encoder
 
 
 def build_moving_shapes(folder: str, seed: int) -> None:
-    """A Wan for clips of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
+    """Writes a Wan for videos of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
 
-    A clip is one patch, and so one token: with a token a frame, Wan's positions, which are relative, do not let a
+    A video is one patch, and so one token: with a token a frame, Wan's positions, which are relative, do not let a
     network of this size learn in which direction something moves, and with quarters of the frames it learns more
-    slowly. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or clips
+    slowly. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or videos
     stay noisy. Levels are shifted towards noise, as Wan's are: below a level of 0.6 nothing is left to decide.
     """
+    canvas = moving_shapes.GENERATION_CANVAS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tiny.word_tokenizer(moving_shapes.words(), max_length=12)
         transformer = WanTransformer3DModel(
-            patch_size=(moving_shapes.DRAWN.frames, moving_shapes.DRAWN.grid, moving_shapes.DRAWN.grid),
+            patch_size=(canvas.frames, canvas.grid, canvas.grid),
             num_attention_heads=4,
             attention_head_dim=64,
             in_channels=1,

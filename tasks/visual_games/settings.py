@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class VisualGamesSettings(TaskSettings):
-    """Worlds seen as images, with rewards over turns. Success is what the world says of it at the end."""
+    """Worlds seen as images, with rewards over turns. Success is what the world reports at the end."""
 
     test: ClassVar[str] = "tests/tasks/test_visual_games.py"
     type: str = "visual_games"
@@ -22,7 +22,9 @@ class VisualGamesSettings(TaskSettings):
     train_size: int = option(100_000, "seeds to train on", ge=1)
     eval_size: int = option(500, "held-out seeds", ge=1)
     rewards: list[RewardSpec] = option([RewardSpec(name="environment_return")], "what a game earns", min_length=1)
-    careless: float = option(0.0, "share of an expert's responses in which it says another's instead", ge=0, le=1)
+    careless: float = option(
+        0.0, "share of an expert's responses that are replaced by others of the same game", ge=0, le=1
+    )
 
     def build(self, seed: int) -> Task:
         return load_attribute("mmrl.tasks.visual_games.task:VisualGames")(self, seed)

@@ -30,7 +30,7 @@ class VisualGames:
         return self._rewards.score(samples, group)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """[rollout] whether the game was won; NaN where its environment failed."""
+        """Returns whether the game was won, [rollout]; NaN where its environment failed."""
         return torch.tensor([math.nan if is_lost(sample) else success(sample) for sample in samples])
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,15 +38,15 @@ class VisualGames:
 
 
 def success(sample: Sample) -> float:
-    """What the world said of it in the last turn."""
+    """Returns the `success` that the world reported in the last turn; 0 where there is none."""
     assert sample.conversation is not None
     turns = sample.conversation.turns
     return float(turns[-1].facts.get("success", 0.0)) if turns else 0.0
 
 
 class Games:
-    """Prompts of a game's seeds. Metadata: those of the game, and `demonstration`, a function that gives an expert's
-    responses: playing for a prompt that is only sampled from would cost time for nothing."""
+    """Prompts of a game's seeds. Metadata: those of the game, and `demonstration`, a function that returns an
+    expert's responses: playing for a prompt that is only sampled from would cost time for nothing."""
 
     def __init__(self, game: Game, first: int, size: int, careless: float) -> None:
         self.game, self.first, self.size, self.careless = game, first, size, careless
@@ -60,12 +60,13 @@ class Games:
         seed = self.first + index
         prompt = self.game.prompt(seed)
         return replace(
-            prompt, metadata=prompt.metadata | {"demonstration": partial(played, self.game, prompt, self.careless)}
+            prompt,
+            metadata=prompt.metadata | {"demonstration": partial(expert_responses, self.game, prompt, self.careless)},
         )
 
 
-def played(game: Game, prompt: Prompt, careless: float) -> list[str]:
-    """An expert's responses; in the share `careless` of them it says what it says in any other."""
-    said = game.demonstration(prompt)
+def expert_responses(game: Game, prompt: Prompt, careless: float) -> list[str]:
+    """Returns an expert's responses; the share `careless` of them is replaced by others of the same game."""
+    responses = game.demonstration(prompt)
     rng = np.random.default_rng([prompt.metadata["seed"], 7])
-    return [str(rng.choice(said)) if rng.random() < careless else one for one in said]
+    return [str(rng.choice(responses)) if rng.random() < careless else response for response in responses]

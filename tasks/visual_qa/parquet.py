@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def opened(path: Path, keep: int) -> ParquetRows:
-    """keep: bytes of row groups that stay in memory. Raises ValueError for what is no Parquet file, or too large."""
+    """Opens a file; keep: bytes of row groups that stay in memory. Raises ValueError for a file that is no Parquet
+    file, or too large."""
     try:
         return ParquetRows(path, keep)
     except (pa.ArrowException, OSError) as error:
@@ -39,7 +40,7 @@ class ParquetRows:
         self._path, self._file, self._keep = path, pq.ParquetFile(path), keep
         groups = [self._file.metadata.row_group(group) for group in range(self._file.metadata.num_row_groups)]
         self._starts = [0, *accumulate(group.num_rows for group in groups)]
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
         self._sizes: dict[int, int] = {}  # bytes of those that are kept; to ask Arrow takes long
         self._refused: dict[int, str] = {}
         self._reading = threading.Lock()
@@ -52,12 +53,13 @@ class ParquetRows:
         self._advise([group.total_byte_size for group in groups])
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that reads the same file: it opens it anew and keeps row groups of its own."""
-        kept = ("_path", "_keep", "_starts", "_refused")
-        return {name: vars(self)[name] for name in kept}
+        """Returns the state for a process that reads the same file: it opens it anew and keeps row groups of its
+        own."""
+        fields = ("_path", "_keep", "_starts", "_refused")
+        return {name: vars(self)[name] for name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _file=pq.ParquetFile(state["_path"]), _kept=OrderedDict(), _sizes={})
+        vars(self).update(state, _file=pq.ParquetFile(state["_path"]), _tables=OrderedDict(), _sizes={})
         self._reading = threading.Lock()
 
     def __len__(self) -> int:
@@ -79,31 +81,31 @@ class ParquetRows:
         """Raises RowError, the second time at once, for a row group that cannot be unpacked or would be too large."""
         if group in self._refused:
             raise RowError(self._refused[group])
-        if group not in self._kept:
+        if group not in self._tables:
             try:
-                self._kept[group], self._sizes[group] = self._unpacked(group)
+                self._tables[group], self._sizes[group] = self._unpacked(group)
             except (pa.ArrowException, OSError, RowError) as error:
                 self._refused[group] = f"row group {group}: {' '.join(str(error).split())}"
                 raise RowError(self._refused[group]) from None
-        self._kept.move_to_end(group)
-        while len(self._kept) > 1 and sum(self._sizes.values()) > self._keep:
-            dropped, _ = self._kept.popitem(last=False)
+        self._tables.move_to_end(group)
+        while len(self._tables) > 1 and sum(self._sizes.values()) > self._keep:
+            dropped, _ = self._tables.popitem(last=False)
             del self._sizes[dropped]
-        return self._kept[group]
+        return self._tables[group]
 
     def _unpacked(self, group: int) -> tuple[pa.Table, int]:
-        """A row group and its bytes; read in parts, since one value that is stored once may fill any number of rows.
-        No value is longer than all that is stored."""
-        told = self._file.metadata.row_group(group).total_byte_size
-        at_once = min(max(PART // max(told, 1), LEAST_AT_ONCE), MOST_AT_ONCE)
+        """Returns a row group and its bytes; read in parts, since one value that is stored once may fill any number of
+        rows. No value is longer than all that is stored."""
+        stored = self._file.metadata.row_group(group).total_byte_size
+        at_once = min(max(PART // max(stored, 1), LEAST_AT_ONCE), MOST_AT_ONCE)
         parts, size = [], 0
-        if told <= MAX_GROUP:
+        if stored <= MAX_GROUP:
             for part in self._file.iter_batches(at_once, row_groups=[group]):
                 parts.append(part)
                 size += part.nbytes
                 if size > MAX_GROUP:
                     break
-        if max(told, size) > MAX_GROUP:
+        if max(stored, size) > MAX_GROUP:
             raise RowError(f"it unpacks to more than {MAX_GROUP / GIBIBYTE:g} GiB")
         return pa.Table.from_batches(parts, self._file.schema_arrow).combine_chunks(), size
 

@@ -15,17 +15,17 @@ from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 from mmrl.tasks.visual_qa.data.kinds import (
     CHART_QUESTIONS,
-    CLIP_QUESTIONS,
     EVERY,
     NAMED,
+    VIDEO_QUESTIONS,
     ChartQuestion,
     ChartShape,
     ChartTable,
-    ClipQuestion,
     NamedPart,
     NamedQuestion,
     NamedStyle,
     Question,
+    VideoQuestion,
 )
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class Questions(Choice):
-    """Where questions come from."""
+    """A source of questions."""
 
     title: ClassVar[str] = "questions"
     kinds: ClassVar[dict[str, str]] = {
         "digits": "mmrl.tasks.visual_qa.settings:DigitsData",
         "scenes": "mmrl.tasks.visual_qa.settings:ScenesData",
-        "clips": "mmrl.tasks.visual_qa.settings:ClipsData",
+        "clips": "mmrl.tasks.visual_qa.settings:VideosData",
         "named_images": "mmrl.tasks.visual_qa.settings:NamedImagesData",
         "charts": "mmrl.tasks.visual_qa.settings:ChartsData",
         "words": "mmrl.tasks.visual_qa.settings:WordsData",
@@ -49,16 +49,16 @@ class Questions(Choice):
         "huggingface_conversations": "mmrl.tasks.visual_qa.settings:HuggingFaceConversationsData",
     }
     test: ClassVar[str] = "tests/tasks/test_sources.py"
-    recorded: ClassVar[bool] = False  # whether prompts hold what is answered to their responses
+    recorded: ClassVar[bool] = False  # whether prompts hold the recorded answers to their responses
 
     @property
     def processes(self) -> int:
-        """That read ahead for each rank, of data for which that is an option."""
+        """The processes that read ahead for each rank; 0 for data without that option."""
         return 0
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Questions to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns questions to train on (None: the task can only be evaluated), and held-out ones."""
 
 
 class DigitsData(Questions):
@@ -100,7 +100,7 @@ class ScenesData(Questions):
     colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
         ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
     )
-    wandering: float = option(0.0, "share of training demonstrations that zoom to any place", ge=0, le=1)
+    wandering: float = option(0.0, "share of training demonstrations that zoom to any cell", ge=0, le=1)
     direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -112,31 +112,31 @@ class ScenesData(Questions):
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
-class ClipsData(Questions):
-    """Drawn clips of five frames in which a shape moves, or one shape follows another. Training clips follow the run's
-    seed, held-out clips only `eval_seed`, with shapes at other places and in other pairs."""
+class VideosData(Questions):
+    """Drawn videos of five frames in which a shape moves, or one shape follows another. Training videos follow the
+    run's seed, held-out videos only `eval_seed`, with shapes at other positions and in other pairs."""
 
     test: ClassVar[str] = "tests/tasks/test_clip_questions.py"
     type: str = "clips"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
     eval_seed: int = option(0, "of the held-out questions", ge=0)
-    questions: tuple[ClipQuestion, ...] = option(CLIP_QUESTIONS, "kinds of question", min_length=1)
+    questions: tuple[VideoQuestion, ...] = option(VIDEO_QUESTIONS, "kinds of question", min_length=1)
     careless: float = option(0.0, "share of training demonstrations that give another answer", ge=0, le=1)
-    shuffled: bool = option(False, "show the frames of training clips in an order drawn by chance: a control")
+    shuffled: bool = option(False, "show the frames of training videos in an order drawn by chance: a control")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        from mmrl.tasks.visual_qa.data.videos import ClipsSource
+        from mmrl.tasks.visual_qa.data.videos import VideosSource
 
-        asked: dict[str, Any] = {"kinds": self.questions}
+        shared: dict[str, Any] = {"kinds": self.questions}
         shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
-        train = ClipsSource("train", size=self.train_size, seed=seed, **asked, **shown)
-        return train, ClipsSource("heldout", size=self.eval_size, seed=self.eval_seed, **asked)
+        train = VideosSource("train", size=self.train_size, seed=seed, **shared, **shown)
+        return train, VideosSource("heldout", size=self.eval_size, seed=self.eval_seed, **shared)
 
 
 class NamedImagesData(Questions):
     """Rows of named images in the styles of icon sets; training rows follow the run's seed, held-out rows only
-    `eval_seed`. Held-out rows show held-out names, unless told otherwise."""
+    `eval_seed`. Held-out rows show held-out names by default."""
 
     test: ClassVar[str] = "tests/tasks/test_named_images.py"
     type: str = "named_images"
@@ -153,7 +153,7 @@ class NamedImagesData(Questions):
     jitter: int = option(0, "how far images to train on are moved by chance", unit="pixels", ge=0, lt=32)
     tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
     careless: float = option(
-        0.0, "share of training demonstrations that look one place too far, or count one too many", ge=0, le=1
+        0.0, "share of training demonstrations that are one position off, or count one too many", ge=0, le=1
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -185,7 +185,7 @@ class NamedImagesData(Questions):
 
 class ChartsData(Questions):
     """Bar and line charts of real tables, drawn by matplotlib (extra `charts`); training rows follow the run's seed,
-    held-out rows only `eval_seed`, and are made of other tables, unless told otherwise."""
+    held-out rows only `eval_seed`, and are made of other tables by default."""
 
     test: ClassVar[str] = "tests/tasks/test_charts.py"
     type: str = "charts"
@@ -205,15 +205,16 @@ class ChartsData(Questions):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.charts import ChartsSource
 
-        asked: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "written": self.written}
-        train = ChartsSource("train", size=self.train_size, seed=seed, tables=self.train_tables, **asked)
+        shared: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "written": self.written}
+        train = ChartsSource("train", size=self.train_size, seed=seed, tables=self.train_tables, **shared)
         return train, ChartsSource(
-            "heldout", size=self.eval_size, seed=self.eval_seed, tables=self.eval_tables, **asked
+            "heldout", size=self.eval_size, seed=self.eval_seed, tables=self.eval_tables, **shared
         )
 
 
 class WordsData(Questions):
-    """Whether one can eat a thing, and whether something is an animal; held-out questions are about other words."""
+    """Questions whether one can eat a thing, and whether something is an animal; held-out questions are about other
+    words."""
 
     test: ClassVar[str] = "tests/tasks/test_words.py"
     type: str = "words"
@@ -225,13 +226,13 @@ class WordsData(Questions):
 
 
 class RowReading(Questions):
-    """How rows of the user's are read, whatever they hold."""
+    """A source of the user's rows, whatever they hold."""
 
     max_pixels: int = option(
         MAX_PIXELS, "width x height of the largest image that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
     )
     max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
-    check_rows: bool = option(True, "look at every row once before the run")
+    check_rows: bool = option(True, "check every row once before the run")
     readers: int = option(
         0,
         "processes of each rank that read the next step's rows and images, and encode them where the model reads "
@@ -247,7 +248,7 @@ class RowReading(Questions):
 
 
 class RowsData(RowReading):
-    """Rows of the user's."""
+    """The user's rows, of one question each."""
 
     image_field: str | list[str] = option("images", "column of the images, or columns of one image each")
     options_field: str | None = option(
@@ -255,10 +256,10 @@ class RowsData(RowReading):
     )
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
-    video_field: str = option("videos", "column of the clips")
-    max_frames: int = option(MAX_FRAMES, "of a clip that are kept, evenly spaced", ge=1)
+    video_field: str = option("videos", "column of the videos")
+    max_frames: int = option(MAX_FRAMES, "of a video that are kept, evenly spaced", ge=1)
     image_root: Path | None = option(
-        None, "folder that relative paths of images and clips start from; default: the file's"
+        None, "folder that relative paths of images and videos start from; default: the file's"
     )
 
     @property
@@ -314,7 +315,7 @@ class HuggingFaceData(RowsData):
 
 
 class ConversationRows(RowReading):
-    """Rows that are demonstrated conversations: what assistants say is learned from with algorithm.type=supervised,
+    """Rows that are demonstrated conversations: assistants' messages are learned from with algorithm.type=supervised,
     every turn of it, and all else is read. With task.environment the beginnings are prompts for RL."""
 
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
@@ -419,7 +420,7 @@ class VisualQASettings(TaskSettings):
     system: str | None = option(None, "the system message")
 
     @model_validator(mode="after")
-    def _answered(self) -> VisualQASettings:
+    def _check_environment(self) -> VisualQASettings:
         if self.data.recorded:
             if self.instruction is not None or self.system is not None:
                 raise ValueError("instruction and system are for questions; conversations have messages of their own")

@@ -33,28 +33,31 @@ class VisualQA:
 
     @staticmethod
     def of(settings: VisualQASettings, seed: int) -> VisualQA:
-        """The task that `settings` describe; seed: of the questions to train on.
+        """Builds the task that `settings` describe; seed: of the questions to train on.
 
         Raises ValueError as the sources and rewards do.
         """
         train, evaluation = settings.data.sources(seed)
         readers = settings.data.processes
-        asked = None if train is None else InstructedSource(train, settings.instruction, settings.system, readers)
+        train_source = (
+            None if train is None else InstructedSource(train, settings.instruction, settings.system, readers)
+        )
         held_out = InstructedSource(evaluation, settings.instruction, settings.system)
         rewards, accuracy = RewardSet(settings.rewards), RewardSet([settings.accuracy])
-        return VisualQA(asked, held_out, rewards, accuracy, settings.environment)
+        return VisualQA(train_source, held_out, rewards, accuracy, settings.environment)
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
-        [rollout], which prompt a rollout answers, for rewards that compare the rollouts of a group."""
+        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
+        [rollout], the prompt of a rollout, for rewards that compare the rollouts of a group."""
         return self.rewards.score(samples, group)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """What the verifier of the evaluation gives [rollout], float32, NaN where it could not tell."""
+        """Returns the values of the evaluation's verifier [rollout], float32, NaN for what it could not judge."""
         return self.verifier.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Length in tokens and whether generation was cut, [rollout]; of conversations what became of their turns."""
+        """Returns length in tokens and whether generation was cut, [rollout]; for conversations also measures of
+        turns."""
         return {
             "response/length": torch.tensor([float(s.response_length) for s in samples]),
             "response/truncated": torch.tensor([float(s.truncated) for s in samples]),
@@ -73,13 +76,13 @@ class InstructedSource:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._asked(self.source[index])
+        return self._instructed(self.source[index])
 
     def read(self, index: int) -> Prompt:
-        """See `ReadableSource`."""
+        """Returns exactly this prompt: see `ExactSource`."""
         assert isinstance(self.source, ExactSource), "only sources of rows have readers"
-        return self._asked(self.source.read(index))
+        return self._instructed(self.source.read(index))
 
-    def _asked(self, prompt: Prompt) -> Prompt:
+    def _instructed(self, prompt: Prompt) -> Prompt:
         text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
         return replace(prompt, text=text, system=self.system)

@@ -1,7 +1,7 @@
-"""What was found when all rows of a file were checked, kept so that the same file is not checked again.
+"""Verdicts on the rows of a file, cached so that the same file is not checked again.
 
 A verdict belongs to the file's name, size and time of change and to the options that it was checked with. It says
-nothing of images in files of their own, which are looked at again when they are used.
+nothing of images in files of their own, which are checked again when they are used.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where verdicts are kept: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
+    """Returns the folder of the verdicts: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
     return user_cache("rows", "MMRL_ROW_CACHE")
 
 
 def stamp(path: Path) -> list[Any]:
-    """What changes when a file does."""
+    """Returns facts that change when a file does: its real path, its size and its time of change."""
     facts = path.stat()
     return [os.path.realpath(path), facts.st_size, facts.st_mtime_ns]
 
 
 def recall(facts: Sequence[Any], count: int) -> dict[int, str] | None:
-    """Bad rows of `count`, by index, with the reason; None where there is no verdict."""
+    """Reads the bad rows of `count`, by index, with the reason; None where there is no verdict."""
     path = _path(facts)
     try:
-        kept = json.loads(path.read_text())
-        bad = {int(row): str(reason) for row, reason in kept["bad"]}
+        saved = json.loads(path.read_text())
+        bad = {int(row): str(reason) for row, reason in saved["bad"]}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         log.info("%s is no verdict on rows; they are checked again", path)
         return None
-    return bad if kept.get("count") == count and all(0 <= row < count for row in bad) else None
+    return bad if saved.get("count") == count and all(0 <= row < count for row in bad) else None
 
 
 def remember(facts: Sequence[Any], count: int, bad: dict[int, str]) -> None:
-    """Where the folder cannot be written, the next start checks again."""
+    """Writes a verdict. If the folder cannot be written, the next start checks again."""
     if len(bad) > MOST_BAD:
         return
     path = _path(facts)

@@ -14,10 +14,10 @@ from mmrl.policies.vlm.prompts import chat
 from mmrl.policies.vlm.tiny_qwen import Sizes, write
 from mmrl.prompts.counterfactual_views import ShuffledFrames
 from mmrl.rollouts import Prompt, Video
-from mmrl.tasks.visual_qa.data.videos import ClipsSource
+from mmrl.tasks.visual_qa.data.videos import VideosSource
 from mmrl.tasks.visual_qa.tiny.videos import build_tokenizer
 
-SOURCE = ClipsSource("train", size=12, seed=0)
+SOURCE = VideosSource("train", size=12, seed=0)
 
 
 @pytest.fixture(scope="module", params=["2.5", "3"])

@@ -14,7 +14,7 @@ from mmrl.sims.turns.chat import read_image
 from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.rows import Fields
-from mmrl.tasks.visual_qa.data.video_files import ClipFiles
+from mmrl.tasks.visual_qa.data.video_files import VideoFiles
 
 A, B, C, D = (250, 10, 20), (30, 240, 40), (50, 60, 230), (0, 0, 0)
 # What a viewer shows of the rows A B, C D stored under each orientation: EXIF 2.3, tag 274.
@@ -190,7 +190,7 @@ def test_an_environment_shows_images_upright_and_on_white():
 def test_frames_of_a_transparent_animation_stand_on_white(tmp_path):
     frames = [strokes("RGBA"), strokes("RGBA").transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], lossless=True, exact=True)
-    shown = ClipFiles(ImageFiles(tmp_path)).decoded("a.webp").frames
+    shown = VideoFiles(ImageFiles(tmp_path)).decoded("a.webp").frames
     assert [np.asarray(frame)[0, :, 0].tolist() for frame in shown] == [[0, 127, 255], [255, 127, 0]]
 
 

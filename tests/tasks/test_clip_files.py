@@ -9,8 +9,8 @@ from PIL import Image
 
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.data.images import Images
-from mmrl.tasks.visual_qa.data.video_files import ClipFiles, evenly
+from mmrl.tasks.visual_qa.data.images import ImageFiles
+from mmrl.tasks.visual_qa.data.video_files import VideoFiles, evenly
 
 SHADES = list(range(10, 250, 30))  # of eight frames
 
@@ -39,12 +39,12 @@ def shades(clip):
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png", "a.mp4", "a.webm"])
 def test_frames_and_times(folder, name):
-    files = ClipFiles(Images(folder))
+    files = VideoFiles(ImageFiles(folder))
     clip = files.decoded(name)
     assert clip.shape == (8, 32, 16) and clip.fps == pytest.approx(10)
     assert shades(clip) == pytest.approx(SHADES, abs=4)
     assert shades(files.decoded({"bytes": (folder / name).read_bytes()})) == shades(clip)
-    few = ClipFiles(Images(folder), max_frames=3).decoded(name)
+    few = VideoFiles(ImageFiles(folder), max_frames=3).decoded(name)
     assert shades(few) == pytest.approx([SHADES[0], SHADES[2], SHADES[5]], abs=4)
     assert few.fps == pytest.approx(3.75)  # three frames over the 0.8 seconds that the clip takes
     files.check(name)
@@ -66,7 +66,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "pixels", "message"), REFUSED)
 def test_what_is_no_clip_is_refused_in_one_line(folder, name, pixels, message):
-    files = ClipFiles(Images(folder, pixels))
+    files = VideoFiles(ImageFiles(folder, pixels))
     for read in (files.check, files.decoded):
         with pytest.raises(RowError) as refusal:
             read(name)
@@ -86,6 +86,6 @@ def test_rows_of_a_file(folder):
     assert [len(source[0].videos[0].frames), len(source[1].videos)] == [4, 2] and len(source) == 2
     assert source[1].metadata == {"kind": "pair"}
     told = [row.reason for row in source.bad]
-    assert "2 <video> markers, field 'videos' has 1 clips" in told[0]
+    assert "2 <video> markers, field 'videos' has 1 videos" in told[0]
     assert "set task.data.video_field=video" in told[1]
-    assert "field 'videos', clip 0: cannot read 'cut.mp4'" in told[2]
+    assert "field 'videos', video 0: cannot read 'cut.mp4'" in told[2]

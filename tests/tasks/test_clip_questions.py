@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from mmrl.tasks.data import moving_shapes
-from mmrl.tasks.visual_qa.data.kinds import CLIP_QUESTIONS
-from mmrl.tasks.visual_qa.data.videos import ClipsSource
+from mmrl.tasks.visual_qa.data.kinds import VIDEO_QUESTIONS
+from mmrl.tasks.visual_qa.data.videos import VideosSource
 
 
 def clips(split="train", size=60, seed=3, **more):
-    return ClipsSource(split, size=size, seed=seed, **more)
+    return VideosSource(split, size=size, seed=seed, **more)
 
 
 def pixels(prompt):
@@ -28,7 +28,7 @@ def test_answers_are_what_the_frames_show(split):
     seen = set()
     for index in range(60):
         prompt = clips(split)[index]
-        frames, kind = pixels(prompt), CLIP_QUESTIONS[index % 3]
+        frames, kind = pixels(prompt), VIDEO_QUESTIONS[index % 3]
         assert frames.shape == (5, 8, 8) and prompt.metadata["kind"] == kind
         assert prompt.metadata["demonstration"] == prompt.answer
         (rows, columns) = zip(*(top_left(frame) for frame in frames), strict=True)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mmrl.tasks.visual_qa.data.digits import CELL, KINDS, PLACES, DigitsSource, split_indices
+from mmrl.tasks.visual_qa.data.digits import CELL, KINDS, POSITIONS, DigitsSource, split_indices
 from tests.tasks.choosing import build
 
 
@@ -101,11 +101,11 @@ def test_held_out_demonstrations_are_never_careless():
     assert any(p.metadata["demonstration"] != p.answer for p in task.train)
 
 
-@pytest.mark.parametrize("cells", PLACES)
+@pytest.mark.parametrize("cells", POSITIONS)
 def test_layouts(cells):
     prompt = next(iter(DigitsSource(size=1, seed=0, cells=cells, scale=2, kinds=("where",))))
     assert prompt.images[0].size == (16 * cells, 16)
-    assert prompt.answer in PLACES[cells]
+    assert prompt.answer in POSITIONS[cells]
 
 
 def test_jitter_moves_pixels_inside_their_cell():

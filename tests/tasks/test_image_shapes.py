@@ -21,7 +21,7 @@ from mmrl.tasks.image_generation.data.shapes import (
     ShapeScene,
     ShapesSource,
     draw,
-    place,
+    place_objects,
     scenes,
     words,
 )
@@ -84,7 +84,7 @@ def drawn(count, seed=0):
     rng = np.random.default_rng(seed)
     pools = [scenes("train", kind, list(COLOURS)) + scenes("heldout", kind, list(COLOURS)) for kind in KINDS]
     chosen = [pools[i % 2][rng.integers(len(pools[i % 2]))] for i in range(count)]
-    return chosen, [place(scene, rng) for scene in chosen]
+    return chosen, [place_objects(scene, rng) for scene in chosen]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def other(values, value):
 
 
 def one_more(objects, rng):
-    extra = place(ShapeScene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
+    extra = place_objects(ShapeScene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
     room = [abs(extra[0].top - o.top) >= OBJECT + GAP or abs(extra[0].left - o.left) >= OBJECT + GAP for o in objects]
     return objects + extra if all(room) else one_more(objects, rng)
 

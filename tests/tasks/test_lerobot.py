@@ -174,7 +174,7 @@ def test_each_step_is_read_back(dataset, version, dtype, memory):
         assert seen.instructions == [SHOWN[e]]
         expected = [[(-1) ** s * (e + 1) / 10] for s in range(t, LENGTHS[e])]
         np.testing.assert_allclose(shown, expected, rtol=1e-6)
-    assert all((e.images.kept is None) == (memory == 0) for e in found.episodes)
+    assert all((e.images.cached is None) == (memory == 0) for e in found.episodes)
 
 
 def test_images_are_resized_to_the_simulators(dataset):

@@ -105,8 +105,8 @@ def test_words_that_a_small_generator_does_not_know_are_left_out(folder):
 
 def test_reasoning_before_a_tag_is_not_drawn(folder):
     task = build.build_task(config_of(folder, tag="prompt"))
-    assert task.written("it is a seven <prompt> draw\na seven </prompt> ok") == "draw\na seven"
-    assert task.written("<prompt>a</prompt><prompt>b</prompt>") == "b" and task.written("draw a seven") == ""
+    assert task.rewritten("it is a seven <prompt> draw\na seven </prompt> ok") == "draw\na seven"
+    assert task.rewritten("<prompt>a</prompt><prompt>b</prompt>") == "b" and task.rewritten("draw a seven") == ""
 
 
 def test_a_rewriter_trains_on_what_its_images_earn(folder, tmp_path):

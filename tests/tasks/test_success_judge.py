@@ -78,10 +78,10 @@ def test_parts_of_a_batch_are_asked_about_once_and_episodes_that_are_gone_are_fo
         (judge,) = task._judges.values()
         own = [sample(episode(0, level, success=True)) for level in (10, 20, 30)]
         task.score(own[:2]), task.score(own[2:]), task.measures(own)
-        assert len(server.requests) == 3 and len(judge._told) == 3
+        assert len(server.requests) == 3 and len(judge._scores) == 3
         del own
         task.score(SAMPLES[:1])
-        assert len(judge._told) == 1
+        assert len(judge._scores) == 1
 
 
 def test_another_episode_is_asked_about_anew():

@@ -9,9 +9,9 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
 from mmrl.settings import choose
 from mmrl.tasks.data.moving_shapes import (
-    ASKED,
     DIRECTIONS,
-    DRAWN,
+    GENERATION_CANVAS,
+    QUESTION_CANVAS,
     SHAPES,
     SPEEDS,
     Motion,
@@ -34,17 +34,22 @@ def sample(motion, clip):
 
 def every():
     """Each motion from each of its starts, in one batch."""
-    asked = [(m, top, left) for m in motions("all") for top in starts(DRAWN, m)[0] for left in starts(DRAWN, m)[1]]
-    return asked, torch.stack([draw(DRAWN, *one) for one in asked])
+    asked = [
+        (m, top, left)
+        for m in motions("all")
+        for top in starts(GENERATION_CANVAS, m)[0]
+        for left in starts(GENERATION_CANVAS, m)[1]
+    ]
+    return asked, torch.stack([draw(GENERATION_CANVAS, *one) for one in asked])
 
 
 @pytest.mark.parametrize(
     ("canvas", "speed", "lefts", "size"),
     [
-        (DRAWN, "slowly", [3, 3, 2, 2, 1], 12),
-        (DRAWN, "quickly", [3, 2, 1, 0, 0], 12),
-        (ASKED, "slowly", [5, 5, 4, 4, 3], 16),
-        (ASKED, "quickly", [5, 4, 3, 2, 1], 16),
+        (GENERATION_CANVAS, "slowly", [3, 3, 2, 2, 1], 12),
+        (GENERATION_CANVAS, "quickly", [3, 2, 1, 0, 0], 12),
+        (QUESTION_CANVAS, "slowly", [5, 5, 4, 4, 3], 16),
+        (QUESTION_CANVAS, "quickly", [5, 4, 3, 2, 1], 16),
     ],
 )
 def test_clips_by_hand(canvas, speed, lefts, size):
@@ -58,9 +63,9 @@ def test_clips_by_hand(canvas, speed, lefts, size):
 
 
 def test_places_to_start_from_by_hand():
-    assert starts(DRAWN, Motion("ring", "left", "quickly")) == (range(4), range(3, 4))
-    assert starts(DRAWN, Motion("ring", "down", "slowly")) == (range(2), range(4))
-    assert starts(ASKED, Motion("ring", "left", "quickly")) == (range(6), range(4, 6))
+    assert starts(GENERATION_CANVAS, Motion("ring", "left", "quickly")) == (range(4), range(3, 4))
+    assert starts(GENERATION_CANVAS, Motion("ring", "down", "slowly")) == (range(2), range(4))
+    assert starts(QUESTION_CANVAS, Motion("ring", "left", "quickly")) == (range(6), range(4, 6))
 
 
 def test_every_motion_is_tracked_exactly():
@@ -90,16 +95,18 @@ def test_noise_and_values_out_of_gamut_do_not_change_what_is_tracked():
 )
 def test_one_thing_wrong_and_its_mark_falls(change, fallen):
     shown = replace(SQUARE, **change)
-    (found,) = track(draw(DRAWN, shown, *(places[len(places) // 2] for places in starts(DRAWN, shown)))[None])
+    (found,) = track(
+        draw(GENERATION_CANVAS, shown, *(places[len(places) // 2] for places in starts(GENERATION_CANVAS, shown)))[None]
+    )
     given = marks(SQUARE, found)
     assert {name for name, value in given.items() if value == 0} == fallen
 
 
 def test_a_still_clip_and_an_empty_one():
-    still = draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
+    still = draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1)
     (found,) = track(still[None])
     assert marks(SQUARE, found) == {"identity": 1.0, "direction": 0.0, "speed": 0.0, "steady": 1.0}
-    (nothing,) = track(torch.zeros(1, DRAWN.frames, 1, DRAWN.size, DRAWN.size))
+    (nothing,) = track(torch.zeros(1, GENERATION_CANVAS.frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size))
     assert set(marks(SQUARE, nothing).values()) == {0.0}
 
 
@@ -118,14 +125,17 @@ def test_slopes_and_steadiness_by_hand():
 
 
 def test_the_reward_in_its_three_forms():
-    right, still = draw(DRAWN, SQUARE, 3, 2), draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
+    right, still = (
+        draw(GENERATION_CANVAS, SQUARE, 3, 2),
+        draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1),
+    )
     samples = [sample(SQUARE, right), sample(SQUARE, still), sample(SQUARE, right * torch.nan)]
     assert MotionChecked().score(samples) == [1.0, 0.0, None]
     assert MotionChecked(partial=True).score(samples) == [1.0, 0.5, None]
     assert MotionChecked(part="steady").score(samples[:2]) == [1.0, 1.0]
     with pytest.raises(ValueError, match="part must be one of identity, direction, speed, steady, not 'beauty'"):
         MotionChecked(part="beauty")
-    with pytest.raises(UserError, match=r"the clip of prompt 'p' is \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"):
+    with pytest.raises(UserError, match=r"the video of prompt 'p' is \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"):
         MotionChecked().score([sample(SQUARE, right[:4])])
     with pytest.raises(UserError, match="the rollout of prompt 'p' holds no clip to score"):
         MotionChecked().score([Sample(Prompt("p", "x"))])
@@ -160,7 +170,10 @@ class TestTask:
 
     def test_rewards_accuracy_and_guards(self):
         task = self.task(data={"type": "moving_shapes", "eval_size": 4})
-        right, still = draw(DRAWN, SQUARE, 3, 2), draw(DRAWN, SQUARE, 3, 2)[:1].repeat(DRAWN.frames, 1, 1, 1)
+        right, still = (
+            draw(GENERATION_CANVAS, SQUARE, 3, 2),
+            draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1),
+        )
         samples = [sample(SQUARE, right), sample(SQUARE, still)]
         assert list(task.reward_names) == ["parts", "whole"]
         assert task.score(samples).tolist() == [[1.0, 1.0], [0.5, 0.0]]

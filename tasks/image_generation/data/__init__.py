@@ -1,1 +1,1 @@
-"""Where prompts come from."""
+"""Sources of prompts."""

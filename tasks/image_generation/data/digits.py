@@ -39,15 +39,16 @@ JUDGES = ("reward", "second")
 
 
 def words() -> list[str]:
-    """Every word of every sentence, sorted."""
+    """Returns every word of every sentence, sorted."""
     return sorted(
         {word for split in SPLITS for digit in range(10) for text in texts(split, digit) for word in text.split()}
     )
 
 
 def texts(split: str, digit: int) -> list[str]:
-    """How a split asks for a digit. A phrasing that training joins to the word ('a handwritten seven') is held out with
-    the numeral ('a handwritten 7') and the other way round: no held-out text is trained on, every word of it is.
+    """Returns the texts by which a split asks for a digit. A phrasing that training joins to the word ('a handwritten
+    seven') is held out with the numeral ('a handwritten 7') and the other way round: no held-out text is trained on,
+    every word of it is.
     """
     spelled = split == "train"
     return [
@@ -58,17 +59,17 @@ def texts(split: str, digit: int) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _digits() -> tuple[Tensor, np.ndarray]:
-    """All images [image, 1, 8, 8] float32, 0 to 1, and their labels [image]."""
+    """Returns all images [image, 1, 8, 8] float32, 0 to 1, and their labels [image]."""
     images, labels = load_digits()
     return torch.from_numpy(images / 16).float().unsqueeze(1), labels
 
 
 @lru_cache(maxsize=2)
 def split_indices(split: Split) -> np.ndarray:
-    """Indices of the images of a split: of each digit every fourth is held out, whatever the seed."""
+    """Returns the indices of the images of a split: of each digit every fourth is held out, whatever the seed."""
     _, labels = _digits()
-    place = np.array([np.count_nonzero(labels[:image] == label) for image, label in enumerate(labels)])
-    return np.flatnonzero((place % 4 == 3) == (split == "heldout"))
+    rank = np.array([np.count_nonzero(labels[:image] == label) for image, label in enumerate(labels)])
+    return np.flatnonzero((rank % 4 == 3) == (split == "heldout"))
 
 
 class DigitPromptSource:
@@ -118,50 +119,50 @@ class DigitPromptSource:
             metadata["reasoning"] = f"the digit {NAMES[shown]}"
         if self.twins:
             other = (digit + int(rng.integers(1, 10))) % 10
-            words = texts(self.split, other)[texts(self.split, digit).index(text)]
-            metadata["twin"] = Prompt(id=f"digits-{self.split}-{self.seed}-{index}-twin", text=words, answer=other)
+            twin_text = texts(self.split, other)[texts(self.split, digit).index(text)]
+            metadata["twin"] = Prompt(id=f"digits-{self.split}-{self.seed}-{index}-twin", text=twin_text, answer=other)
         return Prompt(id=f"digits-{self.split}-{self.seed}-{index}", text=text, answer=digit, metadata=metadata)
 
 
 def half(judge: Judge) -> np.ndarray:
-    """Indices of the images that a classifier learns from: every second one to train on."""
+    """Returns the indices of the images that a classifier learns from: every second one to train on."""
     return split_indices("train")[JUDGES.index(judge) :: 2]
 
 
 @lru_cache(maxsize=2)
 def classifier(judge: Judge) -> nn.Module:
-    """One of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once on a machine.
+    """Returns one of two classifiers of [image, 1, 8, 8] of 0 to 1, logits [image, 10], trained once on a machine.
 
     `reward` is a perceptron and saw one half of the training images, `second` a convolutional network that saw the
     other.
     """
     images, labels = _digits()
-    mine = torch.from_numpy(half(judge))
-    return trained(images[mine], torch.from_numpy(labels)[mine], convolutions=judge == "second")
+    indices = torch.from_numpy(half(judge))
+    return trained(images[indices], torch.from_numpy(labels)[indices], convolutions=judge == "second")
 
 
 def reward_classifier() -> nn.Module:
-    """The classifier that the default reward asks, for `classifier_logp`."""
+    """Returns the classifier of the default reward, for `classifier_logp`."""
     return copy.deepcopy(classifier("reward"))
 
 
 def second_classifier() -> nn.Module:
-    """The classifier that measures and never rewards, for `classifier_logp`."""
+    """Returns the classifier that measures and never rewards, for `classifier_logp`."""
     return copy.deepcopy(classifier("second"))
 
 
 def digit_features() -> nn.Module:
-    """The logits of the classifier that rewards, for `set_distance`."""
+    """Returns the classifier that rewards, whose logits are the features, for `set_distance`."""
     return reward_classifier()
 
 
 def real_digits() -> Tensor:
-    """[image, 1, 8, 8] all images to train on, for `set_distance`."""
+    """Returns all images to train on, [image, 1, 8, 8], for `set_distance`."""
     return _digits()[0][torch.from_numpy(split_indices("train"))]
 
 
 def heldout_accuracy(judge: Judge) -> float:
-    """The share of the held-out real images that a classifier names rightly."""
+    """Returns the share of the held-out real images that a classifier names rightly."""
     images, labels = _digits()
     rows = torch.from_numpy(split_indices("heldout"))
     named = classifier(judge)(images[rows]).argmax(-1)

@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Edit:
-    """What shall be done to the object of this shape: another colour, or None: it goes."""
+    """An instruction to recolour the object of this shape or, where `colour` is None, to remove it."""
 
     shape: str
     colour: str | None
@@ -55,13 +55,13 @@ class Edit:
         return f"remove the {self.shape}" if self.colour is None else f"make the {self.shape} {self.colour}"
 
     def applied(self, scene: Sequence[Item]) -> list[Item]:
-        """The scene afterwards."""
+        """Returns the scene after the edit."""
         changed = [Item(i.shape, self.colour or i.colour, i.top, i.left) if i.shape == self.shape else i for i in scene]
         return [i for i in changed if self.colour is not None or i.shape != self.shape]
 
 
 def words() -> list[str]:
-    """Every word of the instructions, sorted."""
+    """Returns every word of the instructions, sorted."""
     return sorted({"make", "remove", "the", *COLOURS, *SHAPES})
 
 
@@ -72,24 +72,29 @@ Kind = tuple[
 
 @cache
 def kinds(split: Split) -> tuple[Kind, ...]:
-    """Every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4."""
+    """Returns every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4."""
     shapes, colours = list(SHAPES), list(COLOURS)
-    made = []
+    selected = []
     for first, second in permutations(shapes, 2):
-        for own in colours:
-            for other in colours:
+        for first_colour in colours:
+            for second_colour in colours:
                 for goal in (*colours, None):
-                    if goal == own:
+                    if goal == first_colour:
                         continue
-                    places = (shapes.index(first), shapes.index(second), colours.index(own), colours.index(other))
-                    heldout = (sum(places) + (len(colours) if goal is None else colours.index(goal))) % 4 == 3
+                    indices = (
+                        shapes.index(first),
+                        shapes.index(second),
+                        colours.index(first_colour),
+                        colours.index(second_colour),
+                    )
+                    heldout = (sum(indices) + (len(colours) if goal is None else colours.index(goal))) % 4 == 3
                     if split == "all" or heldout == (split == "heldout"):
-                        made.append((first, own, second, other, goal))
-    return tuple(made)
+                        selected.append((first, first_colour, second, second_colour, goal))
+    return tuple(selected)
 
 
 def draw(scene: Sequence[Item]) -> Tensor:
-    """[3, SIZE, SIZE] float32, 0 to 1."""
+    """Draws a scene, [3, SIZE, SIZE] float32, 0 to 1."""
     cells = torch.zeros(3, GRID, GRID)
     for item in scene:
         mask = torch.tensor([[mark == "#" for mark in row] for row in SHAPES[item.shape]])
@@ -98,8 +103,8 @@ def draw(scene: Sequence[Item]) -> Tensor:
     return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
-def place(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Corners of two objects, on a grid whose squares are as large as they."""
+def random_corners(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Draws the top left corners of two objects, in cells, on a grid whose squares are as large as the objects."""
     side = GRID // OBJECT
     first, second = (divmod(int(q), side) for q in rng.choice(side**2, 2, replace=False))
     return (OBJECT * first[0], OBJECT * first[1]), (OBJECT * second[0], OBJECT * second[1])
@@ -121,9 +126,9 @@ class EditedShapes:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         pool = kinds(self.split)
-        first, own, second, other, goal = pool[rng.integers(len(pool))]
-        here, there = place(rng)
-        scene = [Item(first, own, *here), Item(second, other, *there)]
+        first, first_colour, second, second_colour, goal = pool[rng.integers(len(pool))]
+        first_corner, second_corner = random_corners(rng)
+        scene = [Item(first, first_colour, *first_corner), Item(second, second_colour, *second_corner)]
         edit = Edit(first, goal)
         shown = edit
         if rng.random() < self.careless:
@@ -146,15 +151,17 @@ _PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
 
 
 def read(images: Tensor) -> Tensor:
-    """The nearest colour of the palette of every cell, [image, GRID, GRID]; images are [image, 3, SIZE, SIZE]."""
+    """Returns the index of the nearest colour of the palette for every cell, [image, GRID, GRID]; images are [image, 3,
+    SIZE, SIZE]."""
     cells = images.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
     return (cells.permute(0, 2, 3, 1)[..., None, :] - _PALETTE).square().sum(-1).argmin(-1)
 
 
 def marks(images: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of cells that are as they should be, [image] each: of those that should change, and of the others."""
-    found, had, asked = read(images), read(before), read(wanted)
-    right, touched = (found == asked).float().flatten(1), (had != asked).float().flatten(1)
+    """Returns the shares of cells that are as they should be, [image] each: of those that should change, and of the
+    others."""
+    actual, source, expected = read(images), read(before), read(wanted)
+    right, touched = (actual == expected).float().flatten(1), (source != expected).float().flatten(1)
     return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (1 - touched).sum(
         1
     ).clamp(min=1)
@@ -179,16 +186,16 @@ class EditChecked:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         images = stack_images(samples, (3, SIZE, SIZE))
-        changed, kept = marks(images, _said(samples, "before"), _said(samples, "wanted"))
+        changed, preserved = marks(images, _metadata(samples, "before"), _metadata(samples, "wanted"))
         if self.part is not None:
-            return (changed if self.part == "changed" else kept).tolist()
-        return ((changed == 1) & (kept == 1)).float().tolist()
+            return (changed if self.part == "changed" else preserved).tolist()
+        return ((changed == 1) & (preserved == 1)).float().tolist()
 
 
 def untouched_moved(samples: Sequence[Sample]) -> Tensor:
     """Guard: the share of pixels that should have stayed and did not, [sample]: some channel is MOVED or more away."""
     images = stack_images(samples).float().clamp(0, 1)
-    before, wanted = _said(samples, "before"), _said(samples, "wanted")
+    before, wanted = _metadata(samples, "before"), _metadata(samples, "wanted")
     stays = ((before - wanted).abs().amax(1) == 0).flatten(1).float()
     moved = ((images - before).abs().amax(1) >= MOVED).flatten(1).float()
     return (moved * stays).sum(1) / stays.sum(1).clamp(min=1)
@@ -198,7 +205,7 @@ def region_distance(samples: Sequence[Sample]) -> Tensor:
     """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term
     with a known region."""
     images = stack_images(samples).float().clamp(0, 1)
-    before, wanted = _said(samples, "before"), _said(samples, "wanted")
+    before, wanted = _metadata(samples, "before"), _metadata(samples, "wanted")
     stays = ((before - wanted).abs().amax(1, keepdim=True) == 0).float()
     return ((images - before).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
 
@@ -212,7 +219,7 @@ class RegionKept:
         return score_finite(samples, lambda finite: (-region_distance(finite)).tolist())
 
 
-def _said(samples: Sequence[Sample], name: str) -> Tensor:
+def _metadata(samples: Sequence[Sample], name: str) -> Tensor:
     missing = next((s.prompt.id for s in samples if name not in s.prompt.metadata), None)
     if missing is not None:
         raise UserError(f"prompt {missing!r} has no metadata[{name!r}], which this reward compares the edit with")

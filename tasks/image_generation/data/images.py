@@ -13,7 +13,7 @@ from mmrl.rollouts import Sample
 
 
 def stack_images(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
-    """[sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
+    """Stacks the images of samples: [sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
     Raises UserError for a sample without an image, and for one that has not the given size, or that of the first.
     """

@@ -42,16 +42,17 @@ DRAWN: icons.Style = "noto"
 
 
 def texts(split: str, name: str) -> list[str]:
-    """How a split asks for a thing. No phrasing of training is in the held-out prompts; all names are in both."""
+    """Returns the texts by which a split asks for a thing. No phrasing of training is in the held-out prompts; all
+    names are in both."""
     article = "" if name in PLURAL else "an " if name[0] in "aeiou" else "a "
     return [phrasing.format(article + name) for phrasing in PHRASINGS[split]]
 
 
 @lru_cache(maxsize=4)
 def things(style: icons.Style, side: int) -> Tensor:
-    """Colours times opacity, and opacity, of all NAMES in a style, [name, 4, side, side] float32, 0 to 1."""
-    known, sheet = icons.names(), icons.images(style)
-    rows = [sheet[known.index(name)].astype(np.float32) / 255 for name in NAMES]
+    """Returns colours times opacity, and opacity, of all NAMES in a style, [name, 4, side, side] float32, 0 to 1."""
+    names, sheet = icons.names(), icons.images(style)
+    rows = [sheet[names.index(name)].astype(np.float32) / 255 for name in NAMES]
     solid = [np.concatenate([row[..., :3] * row[..., 3:], row[..., 3:]], -1) for row in rows]
     return torch.stack([torch.stack([_resized(row[..., c], side) for c in range(4)]) for row in solid])
 
@@ -61,7 +62,7 @@ def _resized(plane: np.ndarray, side: int) -> Tensor:
 
 
 def draw(name: int, rng: np.random.Generator) -> Tensor:
-    """One of a thing's many images, [3, SIZE, SIZE] float32, 0 to 1; name: its place in NAMES."""
+    """Draws one of a thing's many images, [3, SIZE, SIZE] float32, 0 to 1; name: its index in NAMES."""
     thing = things(DRAWN, THING)[name]
     if rng.random() < 0.5:
         thing = thing.flip(-1)
@@ -75,7 +76,7 @@ def draw(name: int, rng: np.random.Generator) -> Tensor:
 class NamedSource:
     """`size` prompts for things; item i asks for thing i % 24 and depends on (split, seed, i) and `careless` only.
 
-    The answer is the thing's place in NAMES. metadata["target"] is an image for supervised training, [3, SIZE, SIZE]
+    The answer is the thing's index in NAMES. metadata["target"] is an image for supervised training, [3, SIZE, SIZE]
     float32, 0 to 1, which for the share `careless` shows another thing, as clean as the right one.
     """
 
@@ -105,7 +106,7 @@ _AFFINE = {"scale": (0.7, 1.05), "turn": (-0.2, 0.2), "shift": (-0.15, 0.15)}
 
 @lru_cache(maxsize=2)
 def scorer(judge: Judge) -> nn.Module:
-    """One of two networks that name images [image, 3, SIZE, SIZE] of 0 to 1, logits [image, name], trained once
+    """Returns one of two networks that name images [image, 3, SIZE, SIZE] of 0 to 1, logits [image, name], trained once
     a process.
 
     `reward` learned from one style, `second` from the one that is drawn; both from images that are turned, scaled,
@@ -138,7 +139,7 @@ def _convolutions(width: int) -> nn.Module:
 
 
 def spoiled(solid: Tensor) -> Tensor:
-    """Things [image, 4, 2 SIZE, 2 SIZE] as a scorer sees them in training, [image, 3, SIZE, SIZE], by torch's
+    """Augments things [image, 4, 2 SIZE, 2 SIZE] for the training of a scorer, [image, 3, SIZE, SIZE], with torch's
     generator."""
     count = len(solid)
 
@@ -150,8 +151,8 @@ def spoiled(solid: Tensor) -> Tensor:
     rows = [zoom * mirror * turn.cos(), -zoom * mirror * turn.sin(), uniform(*_AFFINE["shift"])]
     columns = [zoom * turn.sin(), zoom * turn.cos(), uniform(*_AFFINE["shift"])]
     affine = torch.stack([torch.stack(rows, -1), torch.stack(columns, -1)], 1)
-    where = F.affine_grid(affine, list(solid.shape), align_corners=False)
-    placed = F.avg_pool2d(F.grid_sample(solid, where, align_corners=False), 2)
+    grid = F.affine_grid(affine, list(solid.shape), align_corners=False)
+    placed = F.avg_pool2d(F.grid_sample(solid, grid, align_corners=False), 2)
     image = placed[:, :3] * uniform(0.75, 1.25, 3, 1, 1) + uniform(0.5, 1.0, 3, 1, 1) * (1 - placed[:, 3:])
     grey = image.mean(1, keepdim=True)
     faded = grey + uniform(0.4, 1.3, 1, 1, 1) * (image - grey)
@@ -159,7 +160,7 @@ def spoiled(solid: Tensor) -> Tensor:
 
 
 def real_images(count: int) -> list[Sample]:
-    """Real images, in the style that is drawn, of what the first `count` held-out prompts ask for."""
+    """Returns real images, in the style that is drawn, of what the first `count` held-out prompts ask for."""
     source = NamedSource("heldout", size=count, seed=0)
     return [Sample(prompt, image=prompt.metadata["target"]) for prompt in (source[index] for index in range(count))]
 
@@ -183,7 +184,7 @@ class Recognised:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         logits = self._scorer(stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1))
-        asked = torch.tensor([sample.prompt.answer for sample in samples])
+        labels = torch.tensor([sample.prompt.answer for sample in samples])
         if self._soft:
-            return logits.softmax(-1).gather(1, asked[:, None])[:, 0].tolist()
-        return (logits.argmax(-1) == asked).float().tolist()
+            return logits.softmax(-1).gather(1, labels[:, None])[:, 0].tolist()
+        return (logits.argmax(-1) == labels).float().tolist()

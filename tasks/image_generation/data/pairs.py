@@ -34,7 +34,7 @@ class PairSource:
         self.prompts = prompts.load(path, max_bad_share=max_bad_share)
         for prompt in self.prompts:
             for key in ("chosen", "rejected"):
-                self._place(prompt, key)
+                self._image_path(prompt, key)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -46,23 +46,23 @@ class PairSource:
             raise UserError(f"row {prompt.id}: chosen is {list(target.shape)}, rejected {list(rejected.shape)}")
         return replace(prompt, metadata=prompt.metadata | {"target": target, "rejected": rejected})
 
-    def _place(self, prompt: Prompt, key: str) -> Path:
-        """Raises ValueError for a path that is none, or leads out of the file's folder."""
+    def _image_path(self, prompt: Prompt, key: str) -> Path:
+        """Returns the path of an image. Raises ValueError where the row names no file, or one outside of the root."""
         named = prompt.metadata.get(key)
         if not isinstance(named, str):
             raise ValueError(f"row {prompt.id}: key {key!r} must be the path of an image")
-        place = (self.root / named).resolve()
-        if not place.is_relative_to(self.root):
+        path = (self.root / named).resolve()
+        if not path.is_relative_to(self.root):
             raise ValueError(f"row {prompt.id}: {named!r} leads out of {self.root}")
-        if not place.is_file():
-            raise ValueError(f"row {prompt.id}: there is no file {place}")
-        return place
+        if not path.is_file():
+            raise ValueError(f"row {prompt.id}: there is no file {path}")
+        return path
 
     def _image(self, prompt: Prompt, key: str) -> Tensor:
-        place = self._place(prompt, key)
+        path = self._image_path(prompt, key)
         try:
-            with Image.open(place, formats=FORMATS) as opened:
+            with Image.open(path, formats=FORMATS) as opened:
                 pixels = np.asarray(opened.convert(self.mode), dtype=np.float32) / 255
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise UserError(f"row {prompt.id}: {place} is no image that can be read: {error}") from None
+            raise UserError(f"row {prompt.id}: {path} is no image that can be read: {error}") from None
         return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def load(path: str | Path, *, format: Format = "plain", max_bad_share: float = 0.0) -> list[Prompt]:
-    """The prompts of a `.txt` file (one a line) or a `.jsonl` file (the key `prompt`, the rest goes to metadata).
+    """Reads the prompts of a `.txt` file (one a line) or a `.jsonl` file (the key `prompt`, the rest goes to metadata).
 
     `format` says what else a row must hold: geneval a `tag` and `include` (a list of {class, count}, each with `color`
     or `position`, [relation, index of another], where the prompt has them); ocr a text in double quotes in the prompt,
@@ -49,7 +49,8 @@ def load(path: str | Path, *, format: Format = "plain", max_bad_share: float = 0
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts. A text's side depends on the text alone: on no seed, order or repetition.
+    """Splits prompts into training and held-out ones. A text's side depends on the text alone: on no seed, order or
+    repetition.
 
     Raises ValueError where a side stays empty.
     """
@@ -67,8 +68,8 @@ def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Pr
 
 def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt]) -> None:
     """Logs how many held-out prompts are trained on too, if any."""
-    seen = {prompt.text for prompt in train}
-    shared = sum(prompt.text in seen for prompt in evaluation)
+    train_texts = {prompt.text for prompt in train}
+    shared = sum(prompt.text in train_texts for prompt in evaluation)
     if shared:
         log.warning("%d of %d held-out prompts are among those to train on", shared, len(evaluation))
 
@@ -80,12 +81,12 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path}: a file of prompts ends in .txt or .jsonl")
     with path.open("rb") as file:
         last = 0
-        for place in list(places(file)):
+        for position in list(places(file)):
             if path.suffix == ".txt":
-                yield from ((blank, b"") for blank in range(last + 1, place.line))
-            last = place.line
-            file.seek(place.offset)
-            yield place.line, file.read(min(place.size, LONGEST_LINE + 1))
+                yield from ((blank, b"") for blank in range(last + 1, position.line))
+            last = position.line
+            file.seek(position.offset)
+            yield position.line, file.read(min(position.size, LONGEST_LINE + 1))
 
 
 def _prompt(text: bytes, path: Path, line: int, format: Format) -> Prompt:
@@ -94,15 +95,15 @@ def _prompt(text: bytes, path: Path, line: int, format: Format) -> Prompt:
     for key, value in row.items():
         check_value(key, key)
         check_value(value, key)
-    asked = _text(row, "prompt")
+    prompt_text = _text(row, "prompt")
     if format == "geneval":
         _check_geneval(row)
-    elif format == "ocr" and not QUOTED.search(asked) and "text" not in row:
+    elif format == "ocr" and not QUOTED.search(prompt_text) and "text" not in row:
         raise RowError("the prompt puts no text in double quotes, and there is no key 'text'")
     elif format == "ocr" and "text" in row:
         _text(row, "text")
     rest = {key: value for key, value in row.items() if key != "prompt"}
-    return Prompt(id=f"{path.stem}:{line}", text=asked, metadata=rest)
+    return Prompt(id=f"{path.stem}:{line}", text=prompt_text, metadata=rest)
 
 
 def _row(text: bytes, suffix: str) -> Mapping[str, Any]:

@@ -58,7 +58,7 @@ class Phrase:
 
 @dataclass(frozen=True)
 class ShapeScene:
-    """What a sentence asks for: `first`, and where there is a relation, `first` stands so to `second`."""
+    """The scene that a sentence asks for: `first`, which stands in `relation` to `second` where there is one."""
 
     first: Phrase
     relation: str | None = None
@@ -74,7 +74,8 @@ class ShapeScene:
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """An object of an image: its colour, its shape (None where it is none of ours), row and column of its top left."""
+    """An object of an image: its colour, its shape (None where it is none of SHAPES), row and column of its top
+    left."""
 
     colour: str
     shape: str | None
@@ -84,49 +85,49 @@ class PlacedShape:
 
 @cache
 def template(shape: str) -> np.ndarray:
-    """The pixels of a shape, [OBJECT, OBJECT] bool."""
+    """Returns the pixels of a shape, [OBJECT, OBJECT] bool."""
     return np.array([[pixel == "#" for pixel in row] for row in SHAPES[shape]])
 
 
 def words() -> list[str]:
-    """Every word of every sentence, sorted."""
+    """Returns every word of every sentence, sorted."""
     plurals = {f"{shape}s" for shape in SHAPES}
     return sorted({*COUNTS, *COLOURS, *SHAPES, *plurals, *(word for r in RELATIONS for word in r.split())})
 
 
 def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len(COUNTS)) -> list[ShapeScene]:
-    """All scenes of a split, whatever the seed.
+    """Returns all scenes of a split, whatever the seed.
 
     A combination is held out where the indices of its parts sum to 3 modulo 4: a quarter of all, while each count,
     colour, shape and relation is trained on in many others. "all" is both, for a base that has seen every combination.
     """
-    named, made = list(COLOURS), []
+    named, indexed = list(COLOURS), []
     for count, colour, (s, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
         first, index = Phrase(count, colour, shape), count + named.index(colour) + s
         if kind == "count":
-            made.append((index, ShapeScene(first)))
+            indexed.append((index, ShapeScene(first)))
             continue
         for (r, relation), other, (o, second) in product(enumerate(RELATIONS), colours, enumerate(SHAPES)):
             if other != colour:
                 scene = ShapeScene(first, relation, Phrase(1, other, second))
-                made.append((index + r + named.index(other) + o, scene))
-    return [scene for index, scene in made if split == "all" or (index % 4 == 3) == (split == "heldout")]
+                indexed.append((index + r + named.index(other) + o, scene))
+    return [scene for index, scene in indexed if split == "all" or (index % 4 == 3) == (split == "heldout")]
 
 
 def related(relation: str, first: np.ndarray, second: np.ndarray, by: float = OBJECT / 2 + 0.5) -> np.ndarray:
-    """Whether all of `first` stand in the relation to all of `second`, their centres at least `by` pixels apart on its
-    axis [...] bool; first, second: rows and columns of equally large objects, [..., object, 2].
+    """Returns whether all of `first` stand in the relation to all of `second`, their centres at least `by` pixels apart
+    on its axis, [...] bool; first, second: rows and columns of equally large objects, [..., object, 2].
     """
     axis, sign = {"left of": (1, 1), "right of": (1, -1), "above": (0, 1), "below": (0, -1)}[relation]
     steps = sign * (second[..., None, :, axis] - first[..., :, None, axis])
     return steps.min((-2, -1)) >= by
 
 
-def place(scene: ShapeScene, rng: np.random.Generator, layout: Layout = "free") -> list[PlacedShape]:
-    """Random places for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`.
+def place_objects(scene: ShapeScene, rng: np.random.Generator, layout: Layout = "free") -> list[PlacedShape]:
+    """Draws positions for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`.
 
     "grid" puts them on a grid of 3 x 3, "row" those of a phrase in one row of it: a small model learns to count them
-    the faster, the fewer places they may have.
+    the faster, the fewer positions they may have.
     """
     wanted = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the second leaves room first
     while True:
@@ -139,12 +140,12 @@ def place(scene: ShapeScene, rng: np.random.Generator, layout: Layout = "free") 
         for phrase in wanted:
             if phrase is scene.first and scene.relation is not None and len(placed) == 1:
                 free &= _side(scene.relation, placed[0])
-            places = np.flatnonzero(free)
+            candidates = np.flatnonzero(free)
             if phrase in rows:
-                places = places[places // len(free) == rows[phrase]]
-            if not len(places):
+                candidates = candidates[candidates // len(free) == rows[phrase]]
+            if not len(candidates):
                 break  # a dead end: begin again
-            top, left = divmod(int(places[rng.integers(len(places))]), len(free))
+            top, left = divmod(int(candidates[rng.integers(len(candidates))]), len(free))
             reach = OBJECT + GAP - 1
             free[max(0, top - reach) : top + reach + 1, max(0, left - reach) : left + reach + 1] = False
             placed.append(PlacedShape(phrase.colour, phrase.shape, top, left))
@@ -153,13 +154,13 @@ def place(scene: ShapeScene, rng: np.random.Generator, layout: Layout = "free") 
 
 
 def _side(relation: str, other: PlacedShape) -> np.ndarray:
-    """Corners from which an object lies wholly in the relation to `other`, [row, column] bool."""
+    """Returns the corners from which an object lies wholly in the relation to `other`, [row, column] bool."""
     corners = np.moveaxis(np.indices((SIZE - OBJECT + 1,) * 2), 0, -1)
     return related(relation, corners[..., None, :], np.array([(other.top, other.left)]), by=OBJECT)
 
 
 def draw(objects: Sequence[PlacedShape]) -> Tensor:
-    """The image of objects on black, [3, SIZE, SIZE] float32, 0 to 1; an object without a shape is left out."""
+    """Draws the image of objects on black, [3, SIZE, SIZE] float32, 0 to 1; an object without a shape is left out."""
     image = np.zeros((SIZE, SIZE, 3), dtype=np.float32)
     for item in objects:
         if item.shape is not None:
@@ -169,7 +170,8 @@ def draw(objects: Sequence[PlacedShape]) -> Tensor:
 
 
 def spoiled(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> ShapeScene:
-    """The scene with one thing of its first phrase changed, or its relation turned round: no image shows both."""
+    """Returns the scene with one thing of its first phrase changed, or its relation turned round: no image shows
+    both."""
     first, kinds = scene.first, ["colour", "shape"]
     kinds += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
     kind = str(rng.choice(kinds))
@@ -239,5 +241,5 @@ class ShapesSource:
         return Prompt(
             id=f"shapes-{self.split}-{self.seed}-{index}",
             text=str(scene),
-            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place(shown, rng, self.layout))},
+            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place_objects(shown, rng, self.layout))},
         )

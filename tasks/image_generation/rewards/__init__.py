@@ -1,1 +1,1 @@
-"""What judges the images of the shipped prompts."""
+"""Rewards for the images of the shipped prompts."""

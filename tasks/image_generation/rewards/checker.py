@@ -39,7 +39,7 @@ _IN_PLANE = np.stack([np.zeros((3, 3)), ndimage.generate_binary_structure(2, 1),
 
 
 def _templates() -> np.ndarray:
-    """Each shape at each shift in the frame, [shape * shift, _FRAME * _FRAME] float32."""
+    """Returns each shape at each shift in the frame, [shape * shift, _FRAME * _FRAME] float32."""
     frames = np.zeros((len(SHAPES), len(_SHIFTS), _FRAME, _FRAME), dtype=np.float32)
     for (s, shape), (i, (down, right)) in product(enumerate(SHAPES), enumerate(_SHIFTS)):
         frames[s, i, down : down + OBJECT, right : right + OBJECT] = template(shape)
@@ -50,7 +50,7 @@ _TEMPLATES = _templates()
 
 
 def read(images: Tensor) -> list[list[PlacedShape]]:
-    """The objects of each image, [image, 3, SIZE, SIZE] of 0 to 1 (values beyond are clamped).
+    """Returns the objects of each image, [image, 3, SIZE, SIZE] of 0 to 1 (values beyond are clamped).
 
     A pixel has the nearest colour of the palette, an object is a connected component of one colour (sideways and up and
     down, not diagonally) of at least SPECK pixels, and its shape the one whose template it matches best, None below
@@ -60,26 +60,26 @@ def read(images: Tensor) -> list[list[PlacedShape]]:
     nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [image, row, column]
     planes = (nearest[:, None] == np.arange(1, len(_PALETTE))[:, None, None]).reshape(-1, SIZE, SIZE)
     labels, _ = ndimage.label(planes, _IN_PLANE)
-    found: list[list[PlacedShape]] = [[] for _ in images]
+    objects: list[list[PlacedShape]] = [[] for _ in images]
     for label, (plane, rows, columns) in enumerate(ndimage.find_objects(labels), start=1):
         mask = labels[plane.start, rows, columns] == label
         if mask.sum() >= SPECK:
             image, colour = divmod(plane.start, len(COLOURS))
-            found[image].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
-    return found
+            objects[image].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
+    return objects
 
 
-_FOUND = WeakTensorKeyDictionary()  # what `read` found in the images of samples that are still alive
+_CACHE = WeakTensorKeyDictionary()  # by image: what `read` returned, while the image is alive
 
 
 def _read(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
-    """`read` of the samples' images. Rewards, accuracy and guards ask of the same image, which is read once."""
+    """Returns `read` of the samples' images, cached: rewards, accuracy and guards ask for the same image."""
     images = [image_of(sample) for sample in samples]
-    new = [sample for sample, pixels in zip(samples, images, strict=True) if pixels not in _FOUND]
+    new = [sample for sample, pixels in zip(samples, images, strict=True) if pixels not in _CACHE]
     if new:
-        for sample, found in zip(new, read(stack_images(new, (3, SIZE, SIZE))), strict=True):
-            _FOUND[image_of(sample)] = found
-    return [_FOUND[pixels] for pixels in images]
+        for sample, objects in zip(new, read(stack_images(new, (3, SIZE, SIZE))), strict=True):
+            _CACHE[image_of(sample)] = objects
+    return [_CACHE[pixels] for pixels in images]
 
 
 def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
@@ -93,13 +93,13 @@ def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
     if overlap.max() < MATCH:
         return PlacedShape(colour, None, top, left)
     down, right = _SHIFTS[shift]
-    # What a generator draws at the border may match best when shifted out of the image: no object of ours lies there.
+    # A drawing at the border may match best when shifted out of the image, where no object of a scene lies.
     corner = (min(max(at, 0), SIZE - OBJECT) for at in (top + down - _MARGIN, left + right - _MARGIN))
     return PlacedShape(colour, list(SHAPES)[shape], *corner)
 
 
-def marks(scene: ShapeScene, found: Sequence[PlacedShape]) -> dict[str, float]:
-    """What of a scene is right, each 0 to 1; the image is right where all are 1.
+def marks(scene: ShapeScene, objects: Sequence[PlacedShape]) -> dict[str, float]:
+    """Returns how much of a scene is right, each 0 to 1; the image is right where all are 1.
 
     colour    of the colours named and those in the image, the share that is in both
     count     the share of phrases of whose colour there are as many objects as they say
@@ -108,16 +108,16 @@ def marks(scene: ShapeScene, found: Sequence[PlacedShape]) -> dict[str, float]:
               relation is asked for)
     """
     named = {phrase.colour: phrase for phrase in scene.phrases}
-    of = {colour: [item for item in found if item.colour == colour] for colour in named}
-    seen = {item.colour for item in found}
-    objects = [item for items in of.values() for item in items]
+    by_colour = {colour: [item for item in objects if item.colour == colour] for colour in named}
+    colours = {item.colour for item in objects}
+    named_objects = [item for items in by_colour.values() for item in items]
     result = {
-        "colour": len(named.keys() & seen) / len(named.keys() | seen),
-        "count": sum(len(of[colour]) == phrase.count for colour, phrase in named.items()) / len(named),
-        "shape": sum(item.shape == named[item.colour].shape for item in objects) / max(len(objects), 1),
+        "colour": len(named.keys() & colours) / len(named.keys() | colours),
+        "count": sum(len(by_colour[colour]) == phrase.count for colour, phrase in named.items()) / len(named),
+        "shape": sum(item.shape == named[item.colour].shape for item in named_objects) / max(len(named_objects), 1),
     }
     if scene.relation is not None and scene.second is not None:
-        first, second = of[scene.first.colour], of[scene.second.colour]
+        first, second = by_colour[scene.first.colour], by_colour[scene.second.colour]
         result["relation"] = float(bool(first and second) and _related(scene.relation, first, second))
     return result
 
@@ -143,11 +143,11 @@ class ShapesChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        found = _read(samples)
-        given = [
-            list(marks(s.prompt.metadata["scene"], items).values()) for s, items in zip(samples, found, strict=True)
+        objects = _read(samples)
+        scores = [
+            list(marks(s.prompt.metadata["scene"], items).values()) for s, items in zip(samples, objects, strict=True)
         ]
-        return [sum(values) / len(values) if self.partial else float(min(values) == 1) for values in given]
+        return [sum(values) / len(values) if self.partial else float(min(values) == 1) for values in scores]
 
 
 class ShapesRedrawn:

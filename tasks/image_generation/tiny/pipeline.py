@@ -23,14 +23,14 @@ from mmrl.tasks.image_generation.rewards import minilm
 
 
 def build_digits(folder: str, seed: int) -> None:
-    """A Stable Diffusion 3 of 0.29M parameters for images of 1 x 8 x 8, four patches each."""
+    """Writes a Stable Diffusion 3 of 0.29M parameters for images of 1 x 8 x 8, four patches each."""
     stable_diffusion_3(folder, seed, words=digits.words(), channels=1, size=digits.SIZE, patch=4, width=64, depth=2)
 
 
 def stable_diffusion_3(
     folder: str, seed: int, *, words: Sequence[str], channels: int, size: int, patch: int, width: int, depth: int
 ) -> None:
-    """Write a StableDiffusion3Pipeline without its third text encoder; pixels are its latents. Use it with
+    """Writes a StableDiffusion3Pipeline without its third text encoder; pixels are its latents. Use it with
     model.text_tokens=1: diffusers puts that many zero tokens where the third encoder's would be."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,8 +65,8 @@ def stable_diffusion_3(
 
 
 def build_edits(folder: str, seed: int) -> None:
-    """A FLUX.1-Kontext for images of 3 x 16 x 16, whose latents are 3 x 8 x 8: sixteen tokens are drawn, sixteen are
-    the source's."""
+    """Writes a FLUX.1-Kontext for images of 3 x 16 x 16, whose latents are 3 x 8 x 8: sixteen tokens are drawn, sixteen
+    are the source's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tiny.word_tokenizer(edits.words(), max_length=8)
@@ -96,7 +96,7 @@ def build_edits(folder: str, seed: int) -> None:
 
 
 def build_named(folder: str, seed: int) -> None:
-    """An AuraFlow pipeline for images of 3 x 16 x 16. Its text encoder is a real one, MiniLM, and in its
+    """Writes an AuraFlow pipeline for images of 3 x 16 x 16. Its text encoder is a real one, MiniLM, and in its
     transformer's place stands a perceptron of 1.5M parameters, which learns such images several times as quickly."""
     tokenizer, encoder = minilm.sentence_encoder()
     with torch.random.fork_rng(devices=[]):

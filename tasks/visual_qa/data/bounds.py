@@ -1,4 +1,4 @@
-"""What a data file may ask of the machine that reads it."""
+"""Limits on what a data file may ask of the machine that reads it."""
 
 GIBIBYTE = 1 << 30
 MAX_PIXELS = 40_000_000  # of an image, width x height
@@ -8,4 +8,4 @@ PARQUET_GIB = 2.0  # of row groups that are kept unpacked
 MAX_GROUP = 2 * GIBIBYTE  # bytes that one row group may unpack to
 MAX_ROWS = 100_000_000  # of a Parquet file; a few bytes can claim any number
 MAX_GROUP_ROWS = 4_000_000  # of one of its row groups
-MAX_FRAMES = 16  # of a clip that are kept
+MAX_FRAMES = 16  # of a video that are kept

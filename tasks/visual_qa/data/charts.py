@@ -29,8 +29,8 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 class ChartColumn:
     """Numbers of a table: one series for each value of the column `apart`, or one in all.
 
-    labels: the column of what each value belongs to; of a date its first `letters` are kept. decimals: to which values
-    are rounded before they are drawn and asked for.
+    labels: the column that names each value; of a date its first `letters` are kept. decimals: values are rounded to
+    them before they are drawn and asked for.
     """
 
     table: ChartTable
@@ -63,7 +63,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """What may be drawn: `values` are rounded, one for each of `labels`, in the order of the table."""
+    """The numbers of a chart: `values` are rounded, one for each of `labels`, in the order of the table."""
 
     title: str
     unit: str
@@ -72,15 +72,15 @@ class ChartSeries:
     values: tuple[float, ...]
 
     def part(self, start: int, length: int) -> ChartSeries:
-        kept = slice(start, start + length)
-        return ChartSeries(self.title, self.unit, self.decimals, self.labels[kept], self.values[kept])
+        span = slice(start, start + length)
+        return ChartSeries(self.title, self.unit, self.decimals, self.labels[span], self.values[span])
 
-    def told(self, value: float) -> str:
+    def formatted(self, value: float) -> str:
         return f"{value:.{self.decimals}f}"
 
 
 def check_packages() -> None:
-    """Raises ValueError where what charts are made of is not installed."""
+    """Raises ValueError where a package that charts need is not installed."""
     missing = [name for name in ("vega_datasets", "matplotlib") if find_spec(name) is None]
     if missing:
         raise ValueError(f"charts need {' and '.join(missing)}: pip install -e '.[charts]'")
@@ -88,11 +88,11 @@ def check_packages() -> None:
 
 @lru_cache(maxsize=1)
 def every_series() -> dict[str, tuple[ChartSeries, ...]]:
-    """By table, each of at least `FEWEST` values."""
-    found: dict[str, tuple[ChartSeries, ...]] = {}
+    """Returns the series of each table that have at least `FEWEST` values."""
+    series: dict[str, tuple[ChartSeries, ...]] = {}
     for column in COLUMNS:
-        found[column.table] = found.get(column.table, ()) + tuple(s for s in _read(column) if len(s.values) >= FEWEST)
-    return found
+        series[column.table] = series.get(column.table, ()) + tuple(s for s in _read(column) if len(s.values) >= FEWEST)
+    return series
 
 
 def _read(column: ChartColumn) -> list[ChartSeries]:
@@ -113,27 +113,33 @@ def _read(column: ChartColumn) -> list[ChartSeries]:
 
 
 def draw(series: ChartSeries, shape: ChartShape, colour: str, *, written: bool) -> Image.Image:
-    """A chart whose values start from 0, of 448 x 336 pixels. written: each value stands beside its bar or point."""
+    """Draws a chart whose values start from 0, of 448 x 336 pixels. written: each value stands beside its bar or
+    point."""
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    places, buffer = range(len(series.values)), BytesIO()
+    positions, buffer = range(len(series.values)), BytesIO()
     with matplotlib.style.context("default"):  # whatever the user's own settings are
         figure = Figure(SIZE, DPI, layout="constrained")
         axes = figure.add_subplot()
         if shape == "bar":
-            axes.bar(places, series.values, color=colour)
+            axes.bar(positions, series.values, color=colour)
         else:
-            axes.plot(places, series.values, color=colour, marker="o")
-        axes.set_xticks(places, series.labels, rotation=45, ha="right")
+            axes.plot(positions, series.values, color=colour, marker="o")
+        axes.set_xticks(positions, series.labels, rotation=45, ha="right")
         axes.set_ylim(0, 1.15 * max(series.values))
         axes.set_title(series.title)
         axes.set_ylabel(series.unit)
         if written:
-            beside: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            for place, value in zip(places, series.values, strict=True):
-                axes.annotate(series.told(value), (place, value), **beside)
+            annotation: dict[str, Any] = {
+                "xytext": (0, 4),
+                "textcoords": "offset points",
+                "ha": "center",
+                "fontsize": 8,
+            }
+            for position, value in zip(positions, series.values, strict=True):
+                axes.annotate(series.formatted(value), (position, value), **annotation)
         FigureCanvasAgg(figure).print_png(buffer)
     with Image.open(buffer) as image:
         return image.convert("RGB")
@@ -153,25 +159,25 @@ def _largest(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
 
 
 def _value(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
-    place = int(rng.integers(len(series.values)))
-    return ChartItem(f"What is the value of {series.labels[place]}?", series.told(series.values[place]))
+    index = int(rng.integers(len(series.values)))
+    return ChartItem(f"What is the value of {series.labels[index]}?", series.formatted(series.values[index]))
 
 
 def _above(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
-    """Between two neighbouring values there has to be room for a number with as many decimals."""
+    """Asks how many values exceed a limit between two neighbours; None where no number with as many decimals fits."""
     ordered = sorted(series.values)
     below = int(rng.integers(len(ordered) - 1))
     limit = round((ordered[below] + ordered[below + 1]) / 2, series.decimals)
     if not ordered[below] < limit < ordered[below + 1]:
         return None
-    return ChartItem(f"How many values are above {series.told(limit)}?", str(len(ordered) - below - 1))
+    return ChartItem(f"How many values are above {series.formatted(limit)}?", str(len(ordered) - below - 1))
 
 
 def _difference(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
-    one, other = (int(place) for place in rng.choice(len(series.values), 2, replace=False))
+    one, other = (int(index) for index in rng.choice(len(series.values), 2, replace=False))
     if series.values[one] < series.values[other]:
         one, other = other, one
-    answer = series.told(series.values[one] - series.values[other])
+    answer = series.formatted(series.values[one] - series.values[other])
     return ChartItem(f"By how much is {series.labels[one]} above {series.labels[other]}?", answer)
 
 
@@ -213,20 +219,20 @@ class ChartsSource:
         if not 0 <= index < self.size:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
-        kind, asked = self.kinds[index % len(self.kinds)], None
-        while asked is None:
+        kind, item = self.kinds[index % len(self.kinds)], None
+        while item is None:
             table = self.tables[rng.integers(len(self.tables))]
-            of_table = every_series()[table]
-            whole = of_table[rng.integers(len(of_table))]
+            table_series = every_series()[table]
+            whole = table_series[rng.integers(len(table_series))]
             length = int(rng.integers(FEWEST, min(MOST, len(whole.values)) + 1))
             series = whole.part(int(rng.integers(len(whole.values) - length + 1)), length)
-            asked = QUESTIONS[kind](series, rng) if max(series.values) > 0 else None  # else there is nothing to see
+            item = QUESTIONS[kind](series, rng) if max(series.values) > 0 else None  # else there is nothing to see
         shape, colour = self.shapes[rng.integers(len(self.shapes))], COLOURS[rng.integers(len(COLOURS))]
         return Prompt(
             id=f"charts-{self.split}-{self.seed}-{index}",
-            text=asked.text,
+            text=item.text,
             images=(draw(series, shape, colour, written=self.written),),
-            answer=asked.answer,
+            answer=item.answer,
             metadata={
                 "kind": kind,
                 "table": table,

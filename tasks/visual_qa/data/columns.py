@@ -16,12 +16,12 @@ NUMBERED = re.compile(r"<image (\d+)>")
 
 @dataclass(frozen=True)
 class Columns:
-    """How several columns become the one question, and the one list of images, that rows have otherwise.
+    """Further columns, which are joined into the question and the list of images of a row.
 
     options: column of the options, a list, a mapping by letter, or the text of a list; they are appended to the
-    question as lines "A. ...", and an answer that is a number is the place of an option, from 0. images: columns of
+    question as lines "A. ...", and an answer that is a number is the index of an option, from 0. images: columns of
     one image each, of which those that a row has are shown; `<image 2>` in question or options is where the second
-    column's belongs, and those that no text names come first.
+    column's is shown, and those that no text names come first.
     """
 
     options: str | None = None
@@ -32,47 +32,47 @@ class Columns:
         return self.images if self.options is None else (*self.images, self.options)
 
     def joined(self, row: Mapping[str, Any], problem: str, images: str, answer: str) -> dict[str, Any]:
-        """The row with all of it under the keys of question, images and answer. Raises RowError."""
-        found = dict(row)
-        if self.options is not None and (offered := self._offered(row)):
-            lines = (f"{letter}. {text}" for letter, text in offered.items())
-            found[problem] = "\n".join((str(row.get(problem) or ""), *lines))
+        """Returns the row with all of it under the keys of question, images and answer. Raises RowError."""
+        joined_row = dict(row)
+        if self.options is not None and (options := self._options(row)):
+            lines = (f"{letter}. {text}" for letter, text in options.items())
+            joined_row[problem] = "\n".join((str(row.get(problem) or ""), *lines))
             if isinstance(row.get(answer), int) and not isinstance(row[answer], bool):
-                found[answer] = self._letter(row[answer], list(offered), answer)
+                joined_row[answer] = self._letter(row[answer], list(options), answer)
         if self.images:
-            found[problem], found[images] = self._shown(row, str(found.get(problem) or ""), images)
-        return found
+            joined_row[problem], joined_row[images] = self._shown(row, str(joined_row.get(problem) or ""), images)
+        return joined_row
 
-    def _offered(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Options by letter."""
+    def _options(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the options by letter. Raises RowError."""
         assert self.options is not None
-        given = row.get(self.options)
-        if isinstance(given, str):
+        options = row.get(self.options)
+        if isinstance(options, str):
             try:
-                given = ast.literal_eval(given) if given.strip() else None
+                options = ast.literal_eval(options) if options.strip() else None
             except (ValueError, SyntaxError, MemoryError, RecursionError):
                 raise RowError(f"field {self.options!r} is a text that is no list of options") from None
-        if given is None:
+        if options is None:
             return {}
-        if isinstance(given, Mapping):
-            return {str(letter): str(text) for letter, text in given.items() if text is not None}
-        if not isinstance(given, list | tuple) or len(given) > len(string.ascii_uppercase):
+        if isinstance(options, Mapping):
+            return {str(letter): str(text) for letter, text in options.items() if text is not None}
+        if not isinstance(options, list | tuple) or len(options) > len(string.ascii_uppercase):
             raise RowError(f"field {self.options!r} must be a list of at most 26 options, or a mapping by letter")
-        return {letter: str(text) for letter, text in zip(string.ascii_uppercase, given, strict=False)}
+        return {letter: str(text) for letter, text in zip(string.ascii_uppercase, options, strict=False)}
 
-    def _letter(self, place: int, letters: list[str], answer: str) -> str:
-        if not 0 <= place < len(letters):
-            raise RowError(f"field {answer!r} is {place}, and there are {len(letters)} options, counted from 0")
-        return letters[place]
+    def _letter(self, index: int, letters: list[str], answer: str) -> str:
+        if not 0 <= index < len(letters):
+            raise RowError(f"field {answer!r} is {index}, and there are {len(letters)} options, counted from 0")
+        return letters[index]
 
     def _shown(self, row: Mapping[str, Any], text: str, images: str) -> tuple[str, list[Any]]:
-        """The text with plain markers, and the images in their order."""
-        there = {place: row[name] for place, name in enumerate(self.images, 1) if row.get(name) is not None}
+        """Returns the text with plain markers, and the images in their order."""
+        available = {number: row[name] for number, name in enumerate(self.images, 1) if row.get(name) is not None}
         named = [int(number) for number in NUMBERED.findall(text)]
         for number in named:
-            if number not in there:
+            if number not in available:
                 raise RowError(f"the question names <image {number}>, and the row has no such image")
-        first = [place for place in there if place not in named]
+        first = [number for number in available if number not in named]
         if named and first:
             text = "<image>" * len(first) + text
-        return NUMBERED.sub("<image>", text), [there[place] for place in (*first, *named)]
+        return NUMBERED.sub("<image>", text), [available[number] for number in (*first, *named)]

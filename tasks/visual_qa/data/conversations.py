@@ -13,7 +13,7 @@ from PIL import Image
 from mmrl.rollouts import Message, Prompt
 from mmrl.runtime.jsonl import RowError, check_value
 from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.rows import CLIP_MARKER, MARKER
+from mmrl.tasks.visual_qa.data.rows import MARKER, VIDEO_MARKER
 
 ROLES = ("system", "user", "assistant", "tool")
 Part = str | Image.Image
@@ -23,14 +23,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class ConversationFields:
-    """Which field of a row holds what, for rows that are whole conversations.
+    """The fields of a row that is a whole conversation.
 
     `messages`: objects with `role` and `content`, which is text, or a list of {"type": "text", "text": ...} and
     {"type": "image"}. An image stands in its part (`image`, or `image_url` with a `url`), or in the field `images`,
     which fills the parts without one, and `<image>` in text, in order. What an assistant calls stands in `tool_calls`,
     as {"function": {"name", "arguments"}} or {"name", "arguments"}, arguments as an object or as its JSON; it becomes
     text of the response as `calls` says. `tools`: JSON schemas for the chat template, as a list or as its JSON. Columns
-    of tables fill what a row lacks with nulls, so that what is null counts as not there.
+    of tables fill what a row lacks with nulls, so that a null counts as absent.
 
     answers: the field that a verifier compares with; without it, the text of the last message.
     """
@@ -44,38 +44,43 @@ class ConversationFields:
     image_files: ImageFiles = ImageFiles()
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
-        """What comes before the first response is what is asked; metadata: `demonstration`, every response's text;
-        `observations`, the messages between two of them; and what the row holds besides.
+        """Returns the messages before the first response as the prompt; metadata: `demonstration`, every response's
+        text; `observations`, the messages between two of them; and what the row holds besides.
 
         Raises RowError as `check`, and for an image that cannot be decoded.
         """
-        found = self._read(row, self.image_files.decoded)
-        first = next(place for place, message in enumerate(found) if message.role == "assistant")
-        said: list[str] = []
+        parsed = self._read(row, self.image_files.decoded)
+        first = next(index for index, message in enumerate(parsed) if message.role == "assistant")
+        responses: list[str] = []
         between: list[list[Message]] = []
-        for message in found[first:]:
+        for message in parsed[first:]:
             if message.role == "assistant":
-                said.append(message.text)
+                responses.append(message.text)
                 between.append([])
             else:
                 between[-1].append(message)
-        asked = tuple(found[:first])
+        prompt_messages = tuple(parsed[:first])
         used = (self.messages, self.images, self.tools, self.answer)
         rest = {key: value for key, value in row.items() if key not in used}
         return Prompt(
             id=prompt_id,
-            text=asked[-1].text,
-            answer=said[-1] if row.get(self.answer) is None else row[self.answer],
-            messages=asked,
+            text=prompt_messages[-1].text,
+            answer=responses[-1] if row.get(self.answer) is None else row[self.answer],
+            messages=prompt_messages,
             tools=self._schemas(row),
-            metadata={**rest, "demonstration": said, "observations": [tuple(some) for some in between[:-1]]},
+            metadata={
+                **rest,
+                "demonstration": responses,
+                "observations": [tuple(messages) for messages in between[:-1]],
+            },
         )
 
     def check(self, row: Any) -> None:
-        """Raises RowError for what is no conversation that can be learned from, naming the field and the message."""
-        self._read(row, self._looked_at)
+        """Raises RowError for a row that is no conversation that can be learned from, naming the field and the
+        message."""
+        self._read(row, self._checked_image)
 
-    def _looked_at(self, image: Any) -> Image.Image:
+    def _checked_image(self, image: Any) -> Image.Image:
         self.image_files.check(image)
         return Image.new("L", (1, 1))
 
@@ -93,21 +98,21 @@ class ConversationFields:
                 "task.data.messages_field names another one"
             )
         self._schemas(row)
-        held = row.get(self.images)
-        shown = enumerate([] if held is None else held if isinstance(held, list | tuple) else [held])
-        found = []
-        for place, message in enumerate(messages):
+        images = row.get(self.images)
+        shown = enumerate([] if images is None else images if isinstance(images, list | tuple) else [images])
+        parsed = []
+        for index, message in enumerate(messages):
             try:
-                found.append(self._message(message, shown, open_image))
+                parsed.append(self._message(message, shown, open_image))
             except RowError as error:
-                raise RowError(f"field {self.messages!r}, message {place}: {error}") from None
+                raise RowError(f"field {self.messages!r}, message {index}: {error}") from None
         self._check_order([message.get("role") for message in messages])
         if (left := len(list(shown))) > 0:
             raise RowError(f"field {self.images!r} has {left} images more than {self.messages!r} has places for them")
-        return found
+        return parsed
 
     def _check_order(self, roles: Sequence[str]) -> None:
-        """Raises RowError."""
+        """Raises RowError for an order of roles that cannot be learned from."""
         field = f"field {self.messages!r}"
         if "assistant" not in roles:
             raise RowError(f"{field}: no message of an assistant, so there is nothing to learn")
@@ -115,11 +120,11 @@ class ConversationFields:
             raise RowError(f"{field}: the last message is the {roles[-1]}'s; it must be an assistant's")
         if roles[0] == "assistant" or roles[:2] == ["system", "assistant"]:
             raise RowError(f"{field}: the assistant answers nobody; a user's message must come first")
-        for place, (one, other) in enumerate(zip(roles, roles[1:], strict=False), 1):
+        for index, (one, other) in enumerate(zip(roles, roles[1:], strict=False), 1):
             if one == other == "assistant":
-                raise RowError(f"{field}, message {place}: an assistant's after an assistant's; join the two")
+                raise RowError(f"{field}, message {index}: an assistant's after an assistant's; join the two")
             if other == "system":
-                raise RowError(f"{field}, message {place}: a system message that is not the first")
+                raise RowError(f"{field}, message {index}: a system message that is not the first")
 
     def _message(
         self, message: Any, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
@@ -132,7 +137,7 @@ class ConversationFields:
         if role == "assistant":
             if not all(isinstance(part, str) for part in parts):
                 raise RowError("an image in an assistant's message, which is text alone")
-            text = self._said("".join(map(str, parts)), message.get("tool_calls"))
+            text = self._response("".join(map(str, parts)), message.get("tool_calls"))
             parts = [text] if text.strip() else []
         elif message.get("tool_calls"):
             raise RowError(f"tool_calls of the {role}; an assistant's are meant")
@@ -154,24 +159,24 @@ class ConversationFields:
                 if part["text"]:
                     yield part["text"]
             elif kind in ("image", "image_url"):
-                own = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
-                yield self._image("its image", own, open_image) if own else self._next(shown, open_image)
+                image = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
+                yield self._image("its image", image, open_image) if image else self._next(shown, open_image)
             else:
                 raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
 
     def _marked(
         self, text: str, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
     ) -> Iterator[Part]:
-        if CLIP_MARKER in text:
-            raise RowError(f"{CLIP_MARKER} in a conversation, of which texts and images are read")
-        for place, piece in enumerate(text.split(MARKER)):
-            if place:
+        if VIDEO_MARKER in text:
+            raise RowError(f"{VIDEO_MARKER} in a conversation, of which texts and images are read")
+        for index, piece in enumerate(text.split(MARKER)):
+            if index:
                 yield self._next(shown, open_image)
             if piece:
                 yield piece
 
     def _next(self, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]) -> Image.Image:
-        """The next one of the row's field of images."""
+        """Returns the next image of the row's field of images."""
         number, one = next(shown, (0, None))
         if one is None:
             raise RowError(f"there is no image left for it in field {self.images!r}")
@@ -184,8 +189,8 @@ class ConversationFields:
         except RowError as error:
             raise RowError(f"{name}: {error}") from None
 
-    def _said(self, text: str, calls: Any) -> str:
-        """A response with the calls that it ends with."""
+    def _response(self, text: str, calls: Any) -> str:
+        """Returns a response's text with its calls at the end."""
         if not calls:
             return text
         if not isinstance(calls, list | tuple):
@@ -208,11 +213,11 @@ class ConversationFields:
                 raise RowError(f"the arguments of {name} are not JSON") from None
         if not isinstance(arguments, Mapping | None):
             raise RowError(f"the arguments of {name} are no object")
-        given = filled(arguments or {})
+        filled_arguments = filled(arguments or {})
         if self.calls == "python":
-            return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-        told = json.dumps({"name": name, "arguments": given}, ensure_ascii=False)
-        return f"<tool_call>\n{told}\n</tool_call>"
+            return f"{name}({', '.join(f'{key}={value!r}' for key, value in filled_arguments.items())})"
+        text = json.dumps({"name": name, "arguments": filled_arguments}, ensure_ascii=False)
+        return f"<tool_call>\n{text}\n</tool_call>"
 
     def _schemas(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         schemas = row.get(self.tools)
@@ -229,7 +234,7 @@ class ConversationFields:
 
 
 def filled(value: Any) -> Any:
-    """Without what is null."""
+    """Returns a JSON value without its null entries."""
     if isinstance(value, Mapping):
         return {key: filled(inner) for key, inner in value.items() if inner is not None}
     return [filled(inner) for inner in value] if isinstance(value, list | tuple) else value

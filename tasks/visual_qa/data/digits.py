@@ -18,7 +18,7 @@ from mmrl.rollouts import Prompt
 from mmrl.tasks.data.handwritten_digits import load_digits
 
 CELL = 8  # pixels a side, as the images come; also the patch size of the tiny model
-PLACES = {
+POSITIONS = {
     1: ("middle",),
     2: ("left", "right"),
     3: ("left", "middle", "right"),
@@ -30,17 +30,17 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class DigitQuestion:
-    """A question, its answer and the place it is about (None where it is about the whole row)."""
+    """A question, its answer and the position it is about (None where it is about the whole row)."""
 
     text: str
     answer: str
-    place: str | None = None
+    position: str | None = None
 
 
 def _which(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
     index = rng.integers(len(digits))
-    place = PLACES[len(digits)][index]
-    return DigitQuestion(f"Which digit is {_at(place)}?", str(digits[index]), place)
+    position = POSITIONS[len(digits)][index]
+    return DigitQuestion(f"Which digit is {_at(position)}?", str(digits[index]), position)
 
 
 def _sum(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion:
@@ -58,14 +58,16 @@ def _above_five(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuest
 def _where(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion | None:
     single = [index for index, digit in enumerate(digits) if digits.count(digit) == 1]
     if not single:
-        return None  # every digit stands twice or more: no place is the answer
+        return None  # every digit stands twice or more: no position is the answer
     index = rng.choice(single)
-    place = PLACES[len(digits)][index]
-    return DigitQuestion(f"Where is the {digits[index]}?", place, place)
+    position = POSITIONS[len(digits)][index]
+    return DigitQuestion(f"Where is the {digits[index]}?", position, position)
 
 
-def _at(place: str) -> str:
-    return "in the middle" if place == "middle" else f"on the {place}" if place in ("left", "right") else place
+def _at(position: str) -> str:
+    return (
+        "in the middle" if position == "middle" else f"on the {position}" if position in ("left", "right") else position
+    )
 
 
 QUESTIONS: dict[str, Callable[[tuple[int, ...], np.random.Generator], DigitQuestion | None]] = {
@@ -80,13 +82,14 @@ KINDS = tuple(QUESTIONS)
 
 @lru_cache(maxsize=1)
 def handwritten() -> tuple[np.ndarray, np.ndarray]:
-    """All images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
+    """Returns all images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
     images, labels = load_digits()
     return np.rint(images * (255 / 16)).astype(np.uint8), labels
 
 
 def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
-    """Indices of the images that a split may show: of each digit every fourth image is held out, whatever the seed."""
+    """Returns the indices of the images that a split may show: of each digit every fourth image is held out, whatever
+    the seed."""
     _, labels = handwritten()
     order = np.empty(len(labels), dtype=int)  # of an image among those of its digit
     for digit in range(10):
@@ -96,7 +99,7 @@ def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
 
 
 def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Image:
-    """A row of cells as an RGB image of 8 scale x 8 cells scale pixels (height x width).
+    """Draws a row of cells as an RGB image of 8 scale x 8 cells scale pixels (height x width).
 
     images: [cell, 8, 8] uint8; offsets: [cell, 2], how far down and right each digit moves inside its cell; what leaves
     the cell is cut off.
@@ -117,10 +120,10 @@ class DigitsSource:
     Train and held-out rows are made of disjoint images and of disjoint random streams, also at equal seeds. Item i is
     of kind `kinds[i % len(kinds)]`, so kinds are balanced to within one. A question whose answer would be ambiguous is
     never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place` and
-    `demonstration`: what a supervised run is shown, which is the answer or, for the share `careless` of the numeric
-    questions, one more than the answer. The answer itself is always right.
+    `demonstration`: the response that a supervised run learns, which is the answer or, for the share `careless` of the
+    numeric questions, one more than the answer. The answer itself is always right.
 
-    Raises ValueError for an unknown split or kind, or a layout that has no names for its places.
+    Raises ValueError for an unknown split or kind, or a layout that has no names for its positions.
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class DigitsSource:
         unknown = [kind for kind in kinds if kind not in QUESTIONS]
         if unknown or not kinds:
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {', '.join(unknown) or 'none'}")
-        if cells not in PLACES:
-            raise ValueError(f"cells must be {min(PLACES)} to {max(PLACES)}, not {cells}")
+        if cells not in POSITIONS:
+            raise ValueError(f"cells must be {min(POSITIONS)} to {max(POSITIONS)}, not {cells}")
         if size < 1 or seed < 0 or scale < 1 or not 0 <= jitter < CELL:
             raise ValueError(
                 f"size >= 1, seed >= 0, scale >= 1 and 0 <= jitter < {CELL} are needed, "
@@ -178,7 +181,7 @@ class DigitsSource:
                 "kind": kind,
                 "digits": list(digits),
                 "images": chosen.tolist(),
-                "place": question.place,
+                "place": question.position,
                 "demonstration": demonstration,
             },
         )

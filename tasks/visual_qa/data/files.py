@@ -17,8 +17,8 @@ from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
 class FileSource(RowSource):
     """Questions from a `.jsonl` or `.parquet` file, in the form in which Geometry3K is distributed (see `Fields`).
 
-    Construction reads every row once, with the headers of its images, and holds none of them: only where each good
-    row lies. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
+    Construction reads every row once, with the headers of its images, and holds none of them: only the position of each
+    good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
     `bad` lists the rows left out, counted from 1 (a blank line of a JSONL file is no row, and counts as a line).
 
     Images may be up to `max_pixels` large and lie below `image_root`, the file's own folder unless given. Prompt ids
@@ -58,8 +58,8 @@ class FileSource(RowSource):
 
 
 def file_rows(path: Path, parquet_gib: float) -> Rows:
-    """Rows of a .jsonl or .parquet file. Raises FileNotFoundError, ValueError for another kind of file, and UserError
-    for a Parquet file without what reads it."""
+    """Opens the rows of a .jsonl or .parquet file. Raises FileNotFoundError, ValueError for another kind of file, and
+    UserError for a Parquet file if pyarrow is not installed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
     if path.suffix == ".jsonl":
@@ -85,19 +85,19 @@ class _JsonLines:
     def __init__(self, path: Path):
         self._path = path
         with path.open("rb") as file:
-            self._places = list(places(file))
+            self._lines = list(places(file))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._lines)
 
     def number(self, row: int) -> int:
-        return self._places[row].line
+        return self._lines[row].line
 
     def stamp(self) -> list[Any]:
         return verdicts.stamp(self._path)
 
     def __getitem__(self, row: int) -> Any:
-        place = self._places[row]
+        line = self._lines[row]
         with self._path.open("rb") as file:  # opened anew: a source may be read from several processes
-            file.seek(place.offset)
-            return parsed(file.read(min(place.size, LONGEST_LINE + 1)))
+            file.seek(line.offset)
+            return parsed(file.read(min(line.size, LONGEST_LINE + 1)))

@@ -53,7 +53,7 @@ class HuggingFaceSource(RowSource):
 
 
 def split_rows(name: str, split: str, options: Mapping[str, Any]) -> Rows:
-    """Of a dataset of the hub, or of a folder that `save_to_disk` wrote."""
+    """Returns the rows of a split of a dataset of the hub, or of a folder that `save_to_disk` wrote."""
     return _Rows(_load(name, split, dict(options)))
 
 

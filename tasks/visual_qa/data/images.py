@@ -28,11 +28,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by libraries;
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Where images may lie and how large they may be.
+    """Opens the images that rows refer to, within one folder and up to a size.
 
     An image is a path below `root` (None: no path can be used), file:///path, data:image/png;base64,..., the bytes of a
-    file, a mapping that holds one of these as `bytes`, `path`, `url` or `image`, or a PIL image. Links are followed
-    before it is asked what is below.
+    file, a mapping that holds one of these as `bytes`, `path`, `url` or `image`, or a PIL image. Links are resolved
+    before that is checked.
     """
 
     root: Path | None = None
@@ -41,32 +41,32 @@ class ImageFiles:
     def check(self, image: Any) -> None:
         """Raises RowError for an image that cannot be used, as far as its header tells."""
         if isinstance(image, Image.Image):
-            _shown(image, check_mode)
+            _converted(image, check_mode)
         else:
             with self._opened(image) as opened:
                 check_mode(opened)
 
     def decoded(self, image: Any) -> Image.Image:
-        """RGB. Raises RowError for an image that cannot be used."""
+        """Returns the image in RGB. Raises RowError for an image that cannot be used."""
         if isinstance(image, Image.Image):
-            return _shown(image, as_shown)
+            return _converted(image, as_shown)
         with self._opened(image) as opened:
             return as_shown(opened)
 
     def file(self, image: Any) -> tuple[str, BinaryIO]:
-        """Returns what a message calls it, and its bytes to read. Raises RowError for what may not be opened."""
-        held = _held(image)
-        if isinstance(held, bytes):
-            return "bytes", io.BytesIO(held)
+        """Returns a name for messages, and a stream of the bytes. Raises RowError for a file that may not be opened."""
+        reference = _reference(image)
+        if isinstance(reference, bytes):
+            return "bytes", io.BytesIO(reference)
         try:
-            if not _URL.match(held):
-                return repr(held), self._file(held)
-            if not held.lower().startswith("file:"):
-                return repr(held[:40]), io.BytesIO(embedded(held))
-            path = local_path(held)
+            if not _URL.match(reference):
+                return repr(reference), self._file(reference)
+            if not reference.lower().startswith("file:"):
+                return repr(reference[:40]), io.BytesIO(embedded(reference))
+            path = local_path(reference)
         except ValueError as error:
             raise RowError(str(error)) from None
-        return repr(held), self._file(path)
+        return repr(reference), self._file(path)
 
     def check_size(self, what: str, width: int, height: int) -> None:
         """Raises RowError for a size that may not be decoded."""
@@ -86,11 +86,11 @@ class ImageFiles:
             raise
         except Image.UnidentifiedImageError:
             raise RowError(f"cannot read {what}: no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
-        except Exception as error:  # whatever a decoder says of bytes that nobody has checked
+        except Exception as error:  # any error of a decoder, for bytes that nobody has checked
             raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _file(self, path: str) -> BinaryIO:
-        """The regular file at a path, opened. A pipe or a device in its place is not waited for."""
+        """Opens the regular file at a path. A pipe or a device does not block."""
         try:
             descriptor = os.open(self._below_root(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (OSError, ValueError) as error:
@@ -106,10 +106,10 @@ class ImageFiles:
         parts = path.split("/")
         if ".." in parts:
             raise RowError(f"{path!r} goes up by ..; write it relative to image_root={self.root}")
-        found = os.path.realpath(os.path.join(self._real_root, path))
-        if not found.startswith(os.path.join(self._real_root, "")):
+        resolved = os.path.realpath(os.path.join(self._real_root, path))
+        if not resolved.startswith(os.path.join(self._real_root, "")):
             raise RowError(f"{path!r} leads out of image_root={self.root}")
-        return found
+        return resolved
 
     @cached_property
     def _real_root(self) -> str:
@@ -117,8 +117,8 @@ class ImageFiles:
         return os.path.realpath(self.root)
 
 
-def _held(image: Any) -> str | bytes:
-    """Returns the path, the URL or the bytes by which a row gives an image. Raises RowError where it gives none."""
+def _reference(image: Any) -> str | bytes:
+    """Returns the path, the URL or the bytes by which a row names an image. Raises RowError where it names none."""
     while isinstance(image, Mapping):
         if isinstance(image.get("bytes"), str):
             break  # text where the bytes of a file belong
@@ -130,9 +130,9 @@ def _held(image: Any) -> str | bytes:
     raise RowError("neither a path nor bytes")
 
 
-def _shown(image: Image.Image, show: Callable[[Image.Image], T]) -> T:
-    """Raises RowError where `show` refuses an image that is decoded already."""
+def _converted(image: Image.Image, convert: Callable[[Image.Image], T]) -> T:
+    """Returns `convert` of an image that is decoded already. Raises RowError where it refuses the image."""
     try:
-        return show(image)
+        return convert(image)
     except (ValueError, OSError) as error:
         raise RowError(str(error)) from None

@@ -3,8 +3,8 @@
 from typing import Literal
 
 Question = Literal["which", "sum", "largest", "above_five", "where"]
-ClipQuestion = Literal["direction", "speed", "order"]
-CLIP_QUESTIONS: tuple[ClipQuestion, ...] = ("direction", "speed", "order")
+VideoQuestion = Literal["direction", "speed", "order"]
+VIDEO_QUESTIONS: tuple[VideoQuestion, ...] = ("direction", "speed", "order")
 EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
 NamedQuestion = Literal["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"]
 NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")

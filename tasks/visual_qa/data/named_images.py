@@ -16,14 +16,14 @@ from mmrl.rollouts import Prompt
 from mmrl.tasks.data.named_images.images import SHIPPED, SIDE, Style, check_style, images, names
 
 SPLITS = ("train", "heldout")
-PLACES = {2: ("left", "right"), 3: ("left", "middle", "right")}
+POSITIONS = {2: ("left", "right"), 3: ("left", "middle", "right")}
 Names = Literal["all", "shown", "heldout"]
 NAMES: tuple[Names, ...] = ("all", "shown", "heldout")
 
 
 @dataclass(frozen=True)
 class NamedImageQuestion:
-    """A question, its answer and `other`: what a careless reader says, who looks one place too far."""
+    """A question, its answer and `other`: the answer of a careless reader, who is one position off."""
 
     text: str
     answer: str
@@ -35,8 +35,8 @@ def _alone(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
 
 
 def _alike(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    """Of a row that shows one thing everywhere: what things are called is learned before places are told apart."""
-    return NamedImageQuestion(_at(PLACES[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
+    """Asks about a row that shows one thing everywhere: names are learned before positions are told apart."""
+    return NamedImageQuestion(_at(POSITIONS[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
 
 
 def _another(name: str, rng: np.random.Generator) -> str:
@@ -45,38 +45,38 @@ def _another(name: str, rng: np.random.Generator) -> str:
 
 
 def _what(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    here = int(rng.integers(len(row)))
-    return NamedImageQuestion(_at(PLACES[len(row)][here]), row[here], _after(row, here))
+    index = int(rng.integers(len(row)))
+    return NamedImageQuestion(_at(POSITIONS[len(row)][index]), row[index], _after(row, index))
 
 
-def _at(place: str) -> str:
-    return f"What is {'in' if place == 'middle' else 'on'} the {place}?"
+def _at(position: str) -> str:
+    return f"What is {'in' if position == 'middle' else 'on'} the {position}?"
 
 
 def _left_of(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    return _beside(row, rng, -1)
+    return _neighbour(row, rng, -1)
 
 
 def _right_of(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    return _beside(row, rng, 1)
+    return _neighbour(row, rng, 1)
 
 
-def _beside(row: Sequence[str], rng: np.random.Generator, step: int) -> NamedImageQuestion:
-    """step: -1 asks for the left neighbour, 1 for the right one."""
+def _neighbour(row: Sequence[str], rng: np.random.Generator, step: int) -> NamedImageQuestion:
+    """Asks for a neighbour; step: -1 for the left neighbour, 1 for the right one."""
     first = int(rng.integers(len(row) - 1))
-    named, asked = (first + 1, first) if step == -1 else (first, first + 1)
+    named, target = (first + 1, first) if step == -1 else (first, first + 1)
     side = "left" if step == -1 else "right"
-    return NamedImageQuestion(f"What is {side} of the {row[named]}?", row[asked], _after(row, asked))
+    return NamedImageQuestion(f"What is {side} of the {row[named]}?", row[target], _after(row, target))
 
 
 def _where(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    here, places = int(rng.integers(len(row))), PLACES[len(row)]
-    return NamedImageQuestion(f"Where is the {row[here]}?", places[here], _after(places, here))
+    index, positions = int(rng.integers(len(row))), POSITIONS[len(row)]
+    return NamedImageQuestion(f"Where is the {row[index]}?", positions[index], _after(positions, index))
 
 
-def _after(row: Sequence[str], place: int) -> str:
-    """What stands one place further right, and at the end of the row what stands first."""
-    return row[(place + 1) % len(row)]
+def _after(row: Sequence[str], index: int) -> str:
+    """Returns the entry one position further right; after the last one comes the first."""
+    return row[(index + 1) % len(row)]
 
 
 def _how_many(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
@@ -103,7 +103,7 @@ KINDS = tuple(QUESTIONS)
 
 
 def name_indices(which: Names) -> np.ndarray:
-    """Indices into `names`: every fifth name is held out, whatever the seed."""
+    """Returns indices into `names`: every fifth name is held out, whatever the seed."""
     every = np.arange(len(names()))
     if which == "all":
         return every
@@ -111,7 +111,7 @@ def name_indices(which: Names) -> np.ndarray:
 
 
 def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Image.Image:
-    """A row of images on one colour, RGB of 32 x 32 cells pixels (height x width).
+    """Draws a row of images on one colour, RGB of 32 x 32 cells pixels (height x width).
 
     cells: [cell, 32, 32, RGBA] uint8; offsets: [cell, 2], how far down and right each moves inside its cell, where what
     leaves is cut off; background: [RGB] uint8.
@@ -133,9 +133,9 @@ class NamedImagesSource:
     Each image has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
     several times, in whatever style, `alike`, where one thing stands everywhere, and `alone`, which shows one. Item i
     is of kind `kinds[i % len(kinds)]`. Train and held-out rows come from disjoint random streams; `which` says of which
-    names they are made. Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`: what a supervised
-    run is shown, which is the answer or, in the share `careless`, what is right of the next place (of a number: one
-    more). The answer itself is always right.
+    names they are made. Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`: the response
+    that a supervised run learns, which is the answer or, in the share `careless`, that of the next position (of a
+    number: one more). The answer itself is always right.
 
     Raises ValueError for an unknown split, kind, style or part of the names, or a layout that is not possible.
     """

@@ -19,9 +19,9 @@ from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
 from mmrl.tasks.visual_qa.data.columns import Columns
 from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.video_files import ClipFiles
+from mmrl.tasks.visual_qa.data.video_files import VideoFiles
 
-MARKER, CLIP_MARKER = "<image>", "<video>"
+MARKER, VIDEO_MARKER = "<image>", "<video>"
 IMAGES = "images"  # the field of the images, unless another is named
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
@@ -39,11 +39,11 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Fields:
-    """Which field of a row holds what.
+    """The fields of a row: question, answer, images and videos.
 
-    The fields of images and of clips may be absent or empty, one, or a list of them; see `ImageFiles` and `ClipFiles`
-    for what they are. A row without one that has a field of nearly the same name is refused: it would be a question
-    without the image it is about. Of a clip `max_frames` are kept, evenly spaced. columns: further ones that question
+    The fields of images and of videos may be absent or empty, one, or a list of them; see `ImageFiles` and `VideoFiles`
+    for their values. A row without one that has a field of nearly the same name is refused: it would be a question
+    without the image it is about. Of a video `max_frames` are kept, evenly spaced. columns: further ones that question
     and images are made of.
     """
 
@@ -72,26 +72,26 @@ class Fields:
         return cls(joined, problem, answer, videos, image_files, max_frames, Columns(options, several))
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt:
-        """The prompt of a row, its images decoded to RGB; what the row holds besides goes to metadata.
+        """Returns the prompt of a row, its images decoded to RGB; other fields of the row go to metadata.
 
         Raises RowError as `check`, and for an image that cannot be decoded.
         """
-        text, answer, references, clips = self._checked(row)
-        images = tuple(self._each(self.images, "image", references, self.image_files.decoded))
-        videos = tuple(self._each(self.videos, "clip", clips, self._clips.decoded))
+        text, answer, image_references, video_references = self._checked(row)
+        images = tuple(self._each(self.images, "image", image_references, self.image_files.decoded))
+        videos = tuple(self._each(self.videos, "video", video_references, self._video_files.decoded))
         rest = {key: value for key, value in row.items() if key not in self._used}
         return Prompt(id=prompt_id, text=text, images=images, videos=videos, answer=answer, metadata=rest)
 
     def check(self, row: Any) -> None:
         """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
         not match the images, values that cannot be used, and an image whose header says that it cannot be."""
-        _, _, references, clips = self._checked(row)
-        self._each(self.images, "image", references, self.image_files.check)
-        self._each(self.videos, "clip", clips, self._clips.check)
+        _, _, image_references, video_references = self._checked(row)
+        self._each(self.images, "image", image_references, self.image_files.check)
+        self._each(self.videos, "video", video_references, self._video_files.check)
 
     @property
-    def _clips(self) -> ClipFiles:
-        return ClipFiles(self.image_files, self.max_frames)
+    def _video_files(self) -> VideoFiles:
+        return VideoFiles(self.image_files, self.max_frames)
 
     @property
     def _used(self) -> tuple[str, ...]:
@@ -109,11 +109,11 @@ class Fields:
         if not isinstance(problem, str):
             raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
         check_finite(answer, self.answer)
-        references, clips = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
-        if problem.count(MARKER) or problem.count(CLIP_MARKER):
-            self._match(problem, MARKER, self.images, references, "images")
-            self._match(problem, CLIP_MARKER, self.videos, clips, "clips")
-        return problem, answer, references, clips
+        images, videos = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
+        if problem.count(MARKER) or problem.count(VIDEO_MARKER):
+            self._match(problem, MARKER, self.images, images, "images")
+            self._match(problem, VIDEO_MARKER, self.videos, videos, "videos")
+        return problem, answer, images, videos
 
     def _match(self, problem: str, marker: str, field: str, shown: list[Any], what: str) -> None:
         if (markers := problem.count(marker)) != len(shown):
@@ -143,18 +143,18 @@ class Fields:
             raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set task.data.{key}={near[0]}")
 
     def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
-        found = []
+        values = []
         for index, one in enumerate(shown):
             try:
-                found.append(function(one))
+                values.append(function(one))
             except RowError as error:
                 raise RowError(f"field {field!r}, {what} {index}: {error}") from None
-        return found
+        return values
 
 
 class Rows(Protocol):
     """Rows by index, read when asked for, by several threads at once; `unit` is what `number` counts, for messages:
-    'line 7', 'row 7'. `stamp` changes when the rows do; None: nobody knows."""
+    'line 7', 'row 7'. `stamp` changes when the rows do; None where that cannot be known."""
 
     unit: str
 
@@ -165,7 +165,7 @@ class Rows(Protocol):
 
 
 class Mapped(Protocol):
-    """How rows become prompts; a dataclass, whose fields say what a verdict on rows belongs to. Both raise RowError."""
+    """A mapping of rows to prompts: a dataclass whose fields key the verdict on rows. Both methods raise RowError."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -176,8 +176,8 @@ class Mapped(Protocol):
 class RowSource:
     """Prompts from rows: a pass that checks every row and holds none of them, then lazy access to the good ones.
 
-    The pass reads what rows say and the headers of their images; what it finds is kept for the next start with the
-    same file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Images are decoded when they are
+    The pass reads the rows and the headers of their images; its verdict is cached for the next start with the same
+    file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Images are decoded when they are
     used: a row that turns out bad then, or was never checked (`validate=False`), is left out from there on, and the
     next good row takes its place.
 
@@ -211,8 +211,8 @@ class RowSource:
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
-        for place in chain(range(index, len(self)), range(index)):
-            row = self._good[place]
+        for position in chain(range(index, len(self)), range(index)):
+            row = self._good[position]
             if row in self._reasons:
                 continue
             try:
@@ -222,7 +222,7 @@ class RowSource:
         raise UserError(f"{self.name}: no row of it can be used; the first: {self._line(min(self._reasons))}")
 
     def read(self, index: int) -> Prompt:
-        """The prompt of the row of this place, and not of the next one where it can not be used. Raises RowError."""
+        """Returns the prompt of exactly this row, not of the next one if it cannot be used. Raises RowError."""
         return self._prompt(self._good[index])
 
     def _prompt(self, row: int) -> Prompt:
@@ -235,36 +235,36 @@ class RowSource:
             raise UserError(problem)
 
     def _verdict(self) -> dict[int, str]:
-        """Bad rows by index, with the reason."""
+        """Returns the bad rows by index, with the reason."""
         facts = self._rows.stamp()
         key = None if facts is None else [self.name, *facts, type(self._fields).__name__, asdict(self._fields)]
-        known = None if key is None else verdicts.recall(key, len(self._rows))
-        if known is not None:
-            return known
+        cached = None if key is None else verdicts.recall(key, len(self._rows))
+        if cached is not None:
+            return cached
         starts = range(0, len(self._rows), CHECKED_AT_ONCE)
         with ThreadPoolExecutor(THREADS, "rows") as pool:
-            found = self._gathered(pool.map(self._checked, starts))
+            bad = self._gathered(pool.map(self._checked, starts))
         if key is not None:
-            verdicts.remember(key, len(self._rows), found)
-        return found
+            verdicts.remember(key, len(self._rows), bad)
+        return bad
 
     def _gathered(self, parts: Iterable[dict[int, str]]) -> dict[int, str]:
-        """Bad rows of all parts, which are CHECKED_AT_ONCE rows each but for the last."""
-        found: dict[int, str] = {}
+        """Returns the bad rows of all parts, which are CHECKED_AT_ONCE rows each but for the last."""
+        bad: dict[int, str] = {}
         with display.work(f"checking {Path(self.name).name}", len(self._rows)) as work:
             for part in parts:
-                found |= part
+                bad |= part
                 work.advance(min(CHECKED_AT_ONCE, len(self._rows) - work.done))
-        return found
+        return bad
 
     def _checked(self, start: int) -> dict[int, str]:
-        found = {}
+        bad = {}
         for row in range(start, min(start + CHECKED_AT_ONCE, len(self._rows))):
             try:
                 self._fields.check(self._rows[row])
             except RowError as error:
-                found[row] = str(error)
-        return found
+                bad[row] = str(error)
+        return bad
 
     def _line(self, row: int) -> str:
         return f"{self.name}, {self._rows.unit} {self._rows.number(row)}: {self._reasons[row]}"

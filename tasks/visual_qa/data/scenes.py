@@ -1,5 +1,5 @@
 """Scenes of many handwritten digits, of which coloured ones are asked for: too small to read at the size at which the
-image is shown, and easy to read in a crop of the right place."""
+image is shown, and easy to read in a crop of the right region."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ScenesSource:
     for one of them.
 
     Train and held-out scenes are made of disjoint images. Metadata: `kind` (the colour), `target` (the box of the digit
-    that is asked for, in shares of width and height) and `demonstration`: a list of responses that zooms to a place and
-    then says the digit there, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
-    them the place is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
+    that is asked for, in shares of width and height) and `demonstration`: a list of responses that zooms to a cell and
+    then names its digit, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
+    them the cell is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
     itself is always right.
 
     Raises ValueError for an unknown split or colour, or a layout that is not possible.
@@ -68,15 +68,15 @@ class ScenesSource:
         chosen = rng.choice(self._pool, self.count, replace=False)
         marked = rng.choice(self.count, len(self.colours), replace=False)
         number = index % len(self.colours)
-        place, colour = int(marked[number]), self.colours[number]
+        target, colour = int(marked[number]), self.colours[number]
         offsets = rng.integers(-self.jitter, self.jitter + 1, (self.count, 2))
         image = self._drawn(images[chosen], dict(zip(marked.tolist(), self.colours, strict=True)), offsets)
         # Drawn last, so that demonstrations change no question.
-        shown = int(rng.integers(self.count)) if rng.random() < self.wandering else place
+        shown = int(rng.integers(self.count)) if rng.random() < self.wandering else target
         box = ",".join(f"{share * self.columns:g}" for share in self._box(shown))
-        told = [f"zoom({box})", str(labels[chosen[shown]])]
+        zoomed = [f"zoom({box})", str(labels[chosen[shown]])]
         direct = rng.random() < self.direct
-        answer = str(labels[chosen[place]])
+        answer = str(labels[chosen[target]])
         return Prompt(
             id=f"scenes-{self.split}-{self.seed}-{index}",
             text=f"Which digit is on {colour}?",
@@ -84,14 +84,14 @@ class ScenesSource:
             answer=answer,
             metadata={
                 "kind": colour,
-                "target": self._box(place),
+                "target": self._box(target),
                 "digits": labels[chosen].tolist(),
-                "demonstration": [answer] if direct else told,
+                "demonstration": [answer] if direct else zoomed,
             },
         )
 
-    def _box(self, place: int) -> list[float]:
-        row, column = divmod(place, self.columns)
+    def _box(self, index: int) -> list[float]:
+        row, column = divmod(index, self.columns)
         return [column / self.columns, row / self.rows, (column + 1) / self.columns, (row + 1) / self.rows]
 
     def _drawn(self, images: np.ndarray, marks: dict[int, str], offsets: np.ndarray) -> Image.Image:
@@ -99,7 +99,7 @@ class ScenesSource:
         canvas = np.zeros((self.rows * self.cell, self.columns * self.cell, 3), np.uint8)
         middle = (self.cell - CELL) // 2
         for number, (image, (down, right)) in enumerate(zip(images, offsets, strict=True)):
-            row, column = (self.cell * place for place in divmod(number, self.columns))
+            row, column = (self.cell * index for index in divmod(number, self.columns))
             if number in marks:
                 canvas[row : row + self.cell, column : column + self.cell] = COLOURS[marks[number]]
             top, left = row + middle + down, column + middle + right

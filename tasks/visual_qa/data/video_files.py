@@ -1,4 +1,4 @@
-"""Clips that a data file names or holds: animated GIF, WebP and PNG, and MP4, MOV and WebM."""
+"""Videos that a data file names or holds: animated GIF, WebP and PNG, and MP4, MOV and WebM."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ STARTS = 12  # bytes that tell what a file is
 
 
 @dataclass(frozen=True)
-class ClipFiles:
-    """Where clips may lie and how large their frames may be is as with `images`; of each clip at most `max_frames`
-    are kept, evenly spaced, the first among them.
+class VideoFiles:
+    """Opens the videos that rows refer to, within the folder and the frame size of `image_files`; of each video at most
+    `max_frames` are kept, evenly spaced, the first among them.
 
-    What a file is is told by its first bytes: a playlist, which would make the decoder open other files, is no clip.
+    Formats are told by a file's first bytes: a playlist, which would make the decoder open other files, is no video.
     """
 
     image_files: ImageFiles = ImageFiles()
     max_frames: int = MAX_FRAMES
 
-    def check(self, clip: Any) -> None:
-        """Raises RowError for a clip that can not be used, as far as its header tells."""
-        what, file = self.image_files.file(clip)
+    def check(self, video: Any) -> None:
+        """Raises RowError for a video that can not be used, as far as its header tells."""
+        what, file = self.image_files.file(video)
         with file:
             self._read(what, file, header=True)
 
-    def decoded(self, clip: Any) -> Video:
-        """Frames in RGB. Raises RowError for a clip that can not be used."""
-        what, file = self.image_files.file(clip)
+    def decoded(self, video: Any) -> Video:
+        """Returns the frames in RGB. Raises RowError for a video that can not be used."""
+        what, file = self.image_files.file(video)
         with file:
             return self._read(what, file, header=False)
 
@@ -52,42 +52,42 @@ class ClipFiles:
             raise
         except Image.UnidentifiedImageError:
             raise RowError(f"cannot read {what}: no MP4, MOV, WebM, {', '.join(ANIMATED)}") from None
-        except Exception as error:  # whatever a decoder says of bytes that nobody has checked
+        except Exception as error:  # any error of a decoder, for bytes that nobody has checked
             raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:
         with Image.open(file, formats=ANIMATED) as opened:
             self.image_files.check_size(what, *opened.size)
             count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
-            kept = evenly(count, 1 if header else self.max_frames)
+            indices = evenly(count, 1 if header else self.max_frames)
             frames, shown = [], 0.0
-            for index in kept:
+            for index in indices:
                 opened.seek(index)
                 frames.append(as_shown(opened))
                 shown = float(opened.info.get("duration", 0))
         fps = 1000 / shown if shown > 0 else GIF_FPS
-        return Video(tuple(frames), fps * len(kept) / count)
+        return Video(tuple(frames), fps * len(indices) / count)
 
     def _film(self, what: str, data: bytes, extension: str, header: bool) -> Video:
         import imageio.v3 as iio
 
         file: Any = {"uri": data, "plugin": "FFMPEG", "extension": extension}
-        about = iio.immeta(**file)
-        self.image_files.check_size(what, *about["size"])
-        count = max(1, round(about["fps"] * about["duration"]))
-        kept = evenly(count, 1 if header else self.max_frames)
-        frames, wanted = [], set(kept)
+        metadata = iio.immeta(**file)
+        self.image_files.check_size(what, *metadata["size"])
+        count = max(1, round(metadata["fps"] * metadata["duration"]))
+        indices = evenly(count, 1 if header else self.max_frames)
+        frames, wanted = [], set(indices)
         for index, frame in enumerate(iio.imiter(**file)):
             if index in wanted:
                 frames.append(Image.fromarray(frame).convert("RGB"))
-            if index >= kept[-1]:
+            if index >= indices[-1]:
                 break
         if not frames:
             raise RowError(f"{what} has no frames")
-        return Video(tuple(frames), about["fps"] * len(kept) / count)
+        return Video(tuple(frames), metadata["fps"] * len(indices) / count)
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Indices of at most `most` of `count` frames, evenly spaced from the first on."""
-    kept = min(count, most)
-    return [index * count // kept for index in range(kept)]
+    """Returns the indices of at most `most` of `count` frames, evenly spaced from the first on."""
+    chosen = min(count, most)
+    return [index * count // chosen for index in range(chosen)]

@@ -1,4 +1,4 @@
-"""Questions about words, without an image: for a language half that knew what they mean before it was trained."""
+"""Questions about words, without an image: for a language half that knew their meaning before it was trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS = {"food": "Can you eat {}? Answer yes or no.", "animal": "Is {} an animal
 
 
 class WordsSource:
-    """Whether one can eat a thing, and whether something is an animal: the same questions whatever the seed.
+    """Questions whether one can eat a thing, and whether something is an animal: the same whatever the seed.
 
     Answers yes and no come in turns, so that one answer to all is right for half of them. Every word is asked about
     once, and no word of a split is one of the other. Metadata: `kind`, food or animal, and `name`.
@@ -26,22 +26,22 @@ class WordsSource:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
         self.split = split
-        self._asked = [row for i, row in enumerate(_asked()) if i // 2 % 2 == SPLITS.index(split)]
+        self._questions = [row for i, row in enumerate(_questions()) if i // 2 % 2 == SPLITS.index(split)]
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._questions)
 
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        kind, name, answer = self._asked[index]
+        kind, name, answer = self._questions[index]
         named = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
         shown = {"kind": kind, "name": name, "demonstration": answer}
         return Prompt(f"words-{kind}-{name}", TEXTS[kind].format(named), answer=answer, metadata=shown)
 
 
-def _asked() -> list[tuple[str, str, str]]:
-    """Kind, word and answer, of all questions."""
+def _questions() -> list[tuple[str, str, str]]:
+    """Returns kind, word and answer of all questions."""
     of = list(zip(names(), groups(), strict=True))
     food = [name for name, group in of if group == "food" and name not in NO_FOOD]
     animals = [name for name, group in of if group == "nature" and name not in NO_ANIMALS]

@@ -1,1 +1,1 @@
-"""Small models for questions, made in code."""
+"""Small models for questions, built in code."""

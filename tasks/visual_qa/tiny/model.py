@@ -20,7 +20,8 @@ VOCABULARY = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most 512 entries; every decimal digit is a token of its own, so '14' is '1' and '4'."""
+    """Builds a byte-level BPE of at most 512 entries; every decimal digit is a token of its own, so '14' is '1' and
+    '4'."""
     source = DigitsSource("train", size=1000, seed=0)
     prompts = [source[index] for index in range(len(source))]
     corpus = [prompt.text for prompt in prompts] + [prompt.answer for prompt in prompts]

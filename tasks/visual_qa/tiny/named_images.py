@@ -1,8 +1,7 @@
 """A vision-language model small enough for a CPU that reads the rows of `NamedImagesSource`.
 
-An image of a row is one image token, and what that token holds depends on its image alone: the vision half of a
-Qwen2.5-VL looks within windows of an image's size, and knows places only as they lie to each other. So a name is known
-wherever its image stands.
+An image of a row is one image token, which depends on that image alone: the vision half of a Qwen2.5-VL attends
+within windows of an image's size, and knows relative positions only. So a name is known wherever its image stands.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WORDS = (  # of roles, questions and answers, beside the names
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: a name is the same token in a question and as an answer."""
+    """Builds a tokenizer with one token a word: a name is the same token in a question and as an answer."""
     entries = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *names()]
     tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

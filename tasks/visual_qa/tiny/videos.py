@@ -1,8 +1,8 @@
-"""A vision-language model small enough for a CPU that watches the clips of `ClipsSource`.
+"""A vision-language model small enough for a CPU that watches the videos of `VideosSource`.
 
-It is a Qwen3-VL, which puts the time of its frames into words: there transformers and vLLM agree on the places of
-tokens. Of Qwen2.5-VL's clips they do not (transformers 5.19 lets the text after a clip begin where its sides end, vLLM
-where its time does), which the probe of an engine notices.
+It is a Qwen3-VL, which puts the time of its frames into words: there transformers and vLLM agree on the positions of
+tokens. Of Qwen2.5-VL's videos they do not (transformers 5.19 lets the text after a video begin where its sides end,
+vLLM where its time does), which the probe of an engine notices.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
 from mmrl.tasks.data.moving_shapes import DIRECTIONS, SHAPES, SPEEDS
-from mmrl.tasks.visual_qa.data.videos import ClipsSource
+from mmrl.tasks.visual_qa.data.videos import VideosSource
 
 VOCABULARY = 400
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every answer is a token."""
-    source = ClipsSource("train", size=120, seed=0)
+    """Builds a byte-level BPE in which every answer is a token."""
+    source = VideosSource("train", size=120, seed=0)
     corpus = [source[index].text for index in range(len(source))]
     corpus += [word for words in (SHAPES, DIRECTIONS, SPEEDS) for word in words] * 20
     corpus += [f"<{second}.{tenth} seconds>" for second in range(3) for tenth in range(10)] * 20

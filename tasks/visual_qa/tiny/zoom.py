@@ -1,4 +1,4 @@
-"""A vision-language model small enough for a CPU that looks at the scenes of `ScenesSource` and calls `zoom`."""
+"""A vision-language model small enough for a CPU that reads the scenes of `ScenesSource` and calls `zoom`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 384
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own."""
+    """Builds a byte-level BPE in which every digit is a token of its own."""
     corpus = [f"Which digit is on {colour}?" for colour in COLOURS] * 10 + ["zoom(0,0,1,1)", "error: "] * 10
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     return byte_pairs(corpus, VOCABULARY)
