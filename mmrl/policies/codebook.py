@@ -1,4 +1,4 @@
-"""Images as rows of codes: a codebook of patches, saved beside the model that writes the codes."""
+"""A codebook of image patches: images as rows of tokens. It is saved beside the model that writes the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NAME = "codebook"
 
 @dataclass(frozen=True)
 class Codebook:
-    """Code c is the patch `patches[c]`, and the token `first + c` of the model. An image is read row by row."""
+    """Maps image patches to tokens: code c is the patch `patches[c]` and the token `first + c` of the model. An image
+    is read row by row."""
 
     patches: Tensor  # [code, channel, height, width] fp32, 0 to 1
     rows: int  # of patches in an image
@@ -26,7 +27,7 @@ class Codebook:
     first: int  # the token of code 0
 
     @property
-    def places(self) -> int:
+    def tokens_per_image(self) -> int:
         return self.rows * self.columns
 
     @property
@@ -36,7 +37,8 @@ class Codebook:
         return channels, self.rows * height, self.columns * width
 
     def outside(self, vocabulary: int) -> Tensor:
-        """[n] int64, the tokens of a model that are no codes. Raises UserError where codes are no tokens of it."""
+        """Returns the tokens of a model that are no codes, [n] int64. vocabulary: how many tokens it has. Raises
+        UserError where codes lie beyond them."""
         last = self.first + len(self.patches)
         if last > vocabulary:
             raise UserError(
@@ -46,18 +48,17 @@ class Codebook:
         return torch.cat([torch.arange(self.first), torch.arange(last, vocabulary)])
 
     def tokens(self, images: Tensor) -> Tensor:
-        """[image, channel, height, width] of 0 to 1 -> [image, place] int64, the nearest code's token each.
-
-        Raises UserError for images of another size."""
+        """Returns the nearest code's token of each patch: [image, channel, height, width] in [0, 1] -> [image,
+        position] int64. Raises UserError for images of another size."""
         if tuple(images.shape[1:]) != self.size:
             raise UserError(f"images of {list(images.shape[1:])} do not fit a codebook for {list(self.size)}")
         shape = {"r": self.rows, "c": self.columns}
         cut = rearrange(images.float(), "n k (r h) (c w) -> (n r c) (k h w)", **shape)
         nearest = torch.cdist(cut, self.patches.flatten(1)).argmin(1)
-        return self.first + nearest.view(len(images), self.places)
+        return self.first + nearest.view(len(images), self.tokens_per_image)
 
     def images(self, tokens: Tensor) -> Tensor:
-        """[image, place] -> [image, channel, height, width] fp32."""
+        """Returns images of tokens: [image, position] -> [image, channel, height, width] fp32."""
         shape = {"r": self.rows, "c": self.columns}
         return rearrange(self.patches[tokens - self.first], "n (r c) k h w -> n k (r h) (c w)", **shape)
 
@@ -69,7 +70,8 @@ def write(folder: str | Path, codebook: Codebook) -> None:
 
 
 def read(folder: str | Path) -> Codebook | None:
-    """The codebook in a model's folder, or None. Raises UserError for one that can not be."""
+    """Returns the codebook in a model's folder, or None where there is none. Raises UserError for one that can not be
+    read."""
     weights = Path(folder) / f"{NAME}.safetensors"
     if not weights.is_file():
         return None
@@ -80,15 +82,15 @@ def read(folder: str | Path) -> Codebook | None:
         raise UserError(f"the codebook in {folder} can not be read: {error}") from None
 
 
-def trained(images: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
-    """`count` codes for square patches of [image, channel, height, width], by k-means. Raises UserError where
-    scikit-learn is missing."""
+def fit(images: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Codebook:
+    """Fits `count` square patches of `patch` pixels to images [image, channel, height, width] by k-means. Raises
+    UserError where scikit-learn is missing."""
     try:
         from sklearn.cluster import KMeans
     except ModuleNotFoundError:
         raise UserError("making a codebook needs scikit-learn: pip install -e '.[codebook]'") from None
 
     cut = rearrange(images, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
-    found = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())
-    patches = torch.from_numpy(found.cluster_centers_).float().view(count, images.shape[1], patch, patch)
+    kmeans = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())
+    patches = torch.from_numpy(kmeans.cluster_centers_).float().view(count, images.shape[1], patch, patch)
     return Codebook(patches, images.shape[2] // patch, images.shape[3] // patch, first)

@@ -1,4 +1,4 @@
-"""How a number becomes a vector that a network can read."""
+"""Sinusoidal embeddings of numbers, as inputs of networks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sinusoids(time: Tensor, width: int) -> Tensor:
-    """[n] in [0, 1] -> [n, width]: sines and cosines of frequencies from 1 to 1000."""
+    """Embeds times [n] in [0, 1] as [n, width]: sines and cosines of frequencies from 1 to 1000."""
     frequency = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=time.device))
     angle = time[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], 1)

@@ -1,4 +1,4 @@
-"""Several networks in one module, for policies that are made of others."""
+"""Several networks in one module, for policies that consist of others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mmrl.policies.models import NetworkCall
 
 
 class Networks(nn.Module):
-    """What the engine wraps of such a policy: each network is reached through it, by its name."""
+    """The module that the engine wraps for several networks; each is reached through it, by its name."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(parts)
 
     def forward(self, part: str, *inputs: object, **options: object) -> Any:
-        """What the network called `part` makes of the rest."""
+        """Calls the network named `part` with the other arguments."""
         return self.parts[part](*inputs, **options)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the networks inside `whole`, which is a `Networks` or the engine around it."""
+    """One network inside `whole`, which is a `Networks` or the engine around it."""
 
     whole: NetworkCall
     name: str
@@ -34,6 +34,6 @@ class Part:
 
 
 def state_of(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of one network, out of those of all."""
-    own = f"parts.{part}."
-    return {name.removeprefix(own): value for name, value in state.items() if name.startswith(own)}
+    """Returns the weights of one network, out of those of all, without their prefix."""
+    prefix = f"parts.{part}."
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 
 
 def by_parts(compute: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """What `compute`, in which nothing is random, says of each part.
+    """Returns `compute(part)` for each part; nothing in `compute` may be random.
 
-    Of several parts nothing is kept for a backward pass but what goes in: each is computed again there.
+    For several parts only their inputs are kept for the backward pass, in which each part is computed again.
     """
     if len(parts) == 1 or not torch.is_grad_enabled():
         return [compute(part) for part in parts]
-    again: Any = checkpoint
-    return [again(compute, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    checkpointed: Any = checkpoint
+    return [checkpointed(compute, part, use_reentrant=False, preserve_rng_state=False) for part in parts]

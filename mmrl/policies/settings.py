@@ -1,4 +1,4 @@
-"""What the settings of every kind of model share."""
+"""Settings that every kind of model shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Policy
 
 Collects = Literal["groups", "rollouts", "demonstrations"]
-Sections = dict[str, type[Section]]  # by their names; a name of its own, for inside a choice `type` is a key
+Sections = dict[str, type[Section]]  # by name; an alias, because `type` is a field inside a Choice
 
 
 class LoRA(Section):
@@ -36,7 +36,7 @@ class LoRA(Section):
 
     @property
     def peft_init(self) -> Literal[True, "orthogonal"]:
-        """`init` as peft has it."""
+        """Returns `init` under the name that peft has for it."""
         return True if self.init == "zero" else "orthogonal"
 
     @model_validator(mode="after")
@@ -62,7 +62,7 @@ class ModelSettings(Choice):
         "vision_language_action": "mmrl.policies.vla.settings:VisionLanguageActionModel",
         "few_step_diffusion": "mmrl.policies.few_step_diffusion.settings:FewStepModel",
         "prompt_rewriting": "mmrl.policies.prompt_rewriting.settings:PromptRewritingModel",
-        "autoregressive_image": "mmrl.policies.autoregressive_image.settings:CodeModel",
+        "autoregressive_image": "mmrl.policies.autoregressive_image.settings:AutoregressiveImageModel",
         "discrete_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
@@ -86,22 +86,22 @@ class ModelSettings(Choice):
     @classmethod
     @abstractmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        """The sections that only jobs with this kind of model have, or whose keys it adds to: section classes that a
-        configuration inherits from beside its own, by name. tree: the configuration as it was written. collects: what
+        """Returns the sections that only jobs with this kind of model have, or to which it adds keys: by name, classes
+        that a configuration inherits from besides its own. tree: the configuration as it was written. collects: what
         the algorithm learns from."""
 
     @abstractmethod
     def capabilities(self, config: JobConfig) -> Capabilities:
-        """What decisions of this job support."""
+        """Returns what decisions of this job support."""
 
     @abstractmethod
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
-        """The policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can not be
-        loaded."""
+        """Loads the policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can
+        not be loaded."""
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
-        """The network at `path` and what this job computes with it, without weights, for an estimate of memory; None
-        for networks so small that nobody asks. Raises UserError where only the weights would tell."""
+        """Returns the network at `path` without weights and what this job computes with it, for the memory estimate;
+        None for networks too small to need one. Raises UserError where only the weights could tell."""
         return None
 
     def check(self, config: JobConfig) -> None:

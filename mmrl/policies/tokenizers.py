@@ -1,4 +1,4 @@
-"""What policies ask of transformers' tokenizers and processors."""
+"""Protocols of transformers' tokenizers and processors, as far as policies use them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class TokenIds(Protocol):
-    """A text as tokens."""
+    """One text as token ids."""
 
     @property
     def input_ids(self) -> list[int]: ...
 
 
 class TokenIdLists(Protocol):
-    """Texts as tokens."""
+    """Several texts as token ids."""
 
     @property
     def input_ids(self) -> list[list[int]]: ...
@@ -31,7 +31,7 @@ class SpecialToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Texts to ids and back."""
+    """A tokenizer: text to token ids and back."""
 
     pad_token_id: int | None
 
@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """Chats to texts, and texts with images and clips to the inputs of a model."""
+    """A processor: chats to text, and text with images and videos to the inputs of a model."""
 
     tokenizer: Tokenizer
 

@@ -145,7 +145,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "safe_set_full_optimizer_state(parameter, whole(name, key), key)",
      "safe_set_full_optimizer_state(parameter, whole(name, moments[0]), key)", ("engine/test_reshape.py::test_parameter_groups_go_on_under_another_stage",)),
     # --- policies ---
-    ("centre: alternatives are not normalised", VLM + "scorer.py", "logits - (target - found.logp)[:, None]",
+    ("centre: alternatives are not normalised", VLM + "scorer.py", "logits - (target - scores.logp)[:, None]",
      "logits - target[:, None]", SEAMS + ("engine/test_fused_head.py",)),
     ("centre: the least likely alternatives", VLM + "scorer.py", "part.topk(count).indices", "part.topk(count, largest=False).indices",
      SEAMS + ("policies/test_vlm.py",)),

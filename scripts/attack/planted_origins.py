@@ -170,8 +170,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CORRECTIONS),
     ("corrections: too long ones join", CO, "made.select(fits)", "made", CORRECTIONS),
     ("corrections: without a right one", CO, "if not right or not wrong:", "if not wrong:", CORRECTIONS),
-    ("corrections: the first response counts", "mmrl/policies/vlm/responses/reuse.py", "mask=made.mask & chosen", "mask=made.mask", RUN),
-    ("corrections: the text is left out", "mmrl/policies/vlm/responses/reuse.py", "torch.cat([begun, between])", "begun", RUN),
+    ("corrections: the first response counts", "mmrl/policies/vlm/responses/reuse.py", "mask=rollouts.mask & chosen", "mask=rollouts.mask", RUN),
+    ("corrections: the text is left out", "mmrl/policies/vlm/responses/reuse.py", "torch.cat([beginning, between])", "beginning", RUN),
     # --- critics of responses ---
     ("text critic: not asked before the updates", "mmrl/rollouts.py", "values.where(mask, 0.0), last", "blank, last",
      PPO),
@@ -192,6 +192,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CRITIC),
     ("text critic: not saved", V + "policy.py", "if self.module.critic is not None:\n            write", "if False:\n"
      "            write", CRITIC),
-    ("text critic: not loaded", V + "critic.py", "critic.load_state_dict(found)", "pass", CRITIC),
+    ("text critic: not loaded", V + "critic.py", "critic.load_state_dict(stored)", "pass", CRITIC),
     ("text critic: begins anywhere", V + "critic.py", "nn.init.zeros_(last.weight)", "pass", CRITIC),
 ]

@@ -22,7 +22,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "draft.grow(ids, torch.zeros(len(ids)), None)",
      "draft.grow(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
     ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
-     "grown = self.followed(more.prompt, decided=False)", "grown = self.followed(more.prompt, decided=True)", TALKS),
+     "grown = self.extended(observation.prompt, decided=False)", "grown = self.extended(observation.prompt, decided=True)", TALKS),
     ("files: images of the column in another order", C, "        shown = enumerate([] if images is None else images if "
      "isinstance(images, list | tuple) else [images])", "        shown = enumerate((images or [])[::-1])", TALKS),
     ("files: calls are dropped", C, "        if not calls:\n            return text",

@@ -59,7 +59,7 @@ def test_a_prompt_without_words_is_named(folder):
     policy = policy_of(folder)
     batch = policy.rollout(PROMPTS[:1], 1, [1])
     silent = replace(batch, samples=[replace(batch.samples[0], prompt=Prompt("c", ""))])
-    with pytest.raises(UserError, match="prompt c has no words"):
+    with pytest.raises(UserError, match="prompt c has no text"):
         policy.inverse(silent)
 
 

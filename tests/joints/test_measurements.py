@@ -22,7 +22,7 @@ HERE = "tests.joints.test_measurements"
 POLICIES = {  # what the kinds of decision are made by
     "text token": "mmrl.policies.vlm.policy:VisionLanguagePolicy",
     "masked token": "mmrl.policies.discrete_diffusion.policy:DiscreteDiffusionPolicy",
-    "code of an image": "mmrl.policies.autoregressive_image.policy:CodePolicy",
+    "code of an image": "mmrl.policies.autoregressive_image.policy:ImageTokenPolicy",
     "denoising step": "mmrl.policies.diffusion.policy:DiffusionPolicy",
     "action token": "mmrl.policies.vla.policy:VisionLanguageActionPolicy",
 }

@@ -1,1 +1,1 @@
-"""Language models that write images as codes, one after the other."""
+"""Autoregressive image generation: language models that write image tokens one after the other."""

@@ -1,4 +1,4 @@
-"""Models that write images as codes on the meta device: what a micro-batch and a batch of images take."""
+"""Models that write image tokens on the meta device: what a micro-batch and a batch of images take."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ from transformers import (
 from mmrl.engine.memory import MemoryModel, on_meta
 from mmrl.errors import UserError
 from mmrl.policies import codebook
-from mmrl.policies.autoregressive_image.settings import CodeDemonstrations, CodeDrawing, CodeLimits, CodeModel
+from mmrl.policies.autoregressive_image.settings import (
+    AutoregressiveImageModel,
+    ImageTokenDemonstrations,
+    ImageTokenDrawing,
+    ImageTokenLimits,
+)
 from mmrl.policies.autoregressive_image.writers import AT_ONCE, core_of, freeze_readers
-from mmrl.policies.vlm.loading import adapt, described, recompute_activations
-from mmrl.policies.vlm.memory_estimate import head_size, read
+from mmrl.policies.vlm.loading import adapt, load_config, recompute_activations
+from mmrl.policies.vlm.memory_estimate import head_size, last_hidden
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-# Sizes of published models, so that nothing is asked of a hub.
+# Sizes of published models, so that no hub is needed.
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 102400, "max_position_embeddings": 16384}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-community/Janus-Pro-1B": {
@@ -47,10 +52,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def described_model(path: str) -> PreTrainedConfig:
-    """The configuration of a model, from this file where it is a published one. Raises UserError."""
+def model_config(path: str) -> PreTrainedConfig:
+    """Returns the configuration of a model, from this file where it is a published one. Raises UserError."""
     if path not in PUBLISHED:
-        return described(path)
+        return load_config(path)
     text = PUBLISHED[path]
     width = text["hidden_size"]
     return JanusConfig(
@@ -61,9 +66,9 @@ def described_model(path: str) -> PreTrainedConfig:
     )
 
 
-def network(settings: CodeModel, path: str) -> nn.Module:
-    """The model at `path`, as `loading.load` makes it, without weights. Raises UserError for another kind."""
-    config = described_model(path)
+def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
+    """Builds the model at `path`, as `loading.load` does, without weights. Raises UserError for another kind."""
+    config = model_config(path)
     if not isinstance(config, JanusConfig) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not write token after token")
     lora, base = settings.lora, path
@@ -84,39 +89,46 @@ def network(settings: CodeModel, path: str) -> nn.Module:
     return model
 
 
-def memory_model(settings: CodeModel, config: JobConfig, path: str) -> MemoryModel:
-    """Of a job. Raises UserError as `described`, and for a model without a codebook."""
-    limits: CodeLimits = config.rollout
-    drawing: CodeDrawing = config.section("drawing")
+def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: str) -> MemoryModel:
+    """Returns the memory model of a job. Raises UserError as `load_config`, and for a model without a codebook."""
+    limits: ImageTokenLimits = config.rollout
+    drawing: ImageTokenDrawing = config.section("drawing")
     model = network(settings, path)
     core = core_of(model)
     janus = isinstance(core.config, JanusConfig)
     text = core.config.get_text_config()
     if janus:
-        places = core.config.vq_config.num_patches**2
+        image_tokens = core.config.vq_config.num_patches**2
     else:
-        found = codebook.read(path)
-        if found is None:
+        book = codebook.read(path)
+        if book is None:
             raise UserError(f"model.path={path} has no {codebook.NAME}.safetensors, which says how long an image is")
-        places = found.places
-    longest = limits.max_prompt_length + limits.reasoning_length + janus + places
-    both = 1 if isinstance(drawing, CodeDemonstrations) or drawing.guidance == 1 else 2
+        image_tokens = book.tokens_per_image
+    longest = limits.max_prompt_length + limits.reasoning_length + janus + image_tokens
+    branches = 1 if isinstance(drawing, ImageTokenDemonstrations) or drawing.guidance == 1 else 2
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
     width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
 
     def train(rows: int) -> tuple[Tensor, Tensor]:
-        """Hidden states of all tokens; logits of codes, those of both halves and of the guided one; words'."""
-        hidden = read(model, both * rows, longest, given=settings.lora is None)
+        """Computes hidden states of all tokens and logits of image tokens; returns the guided logits, and those of
+        text."""
+        hidden = last_hidden(model, branches * rows, longest, requires_grad=settings.lora is None)
         head = core.model.generation_head if janus else core.lm_head
-        told, *untold = head(hidden[:, -places:]).float().chunk(both)
-        codes = untold[0] + drawing.guidance * (told - untold[0]) if untold else told
-        words = core.lm_head(hidden[:rows, : limits.reasoning_length]).float() if limits.reasoning_length else codes
-        return codes, words
+        conditional, *unconditional = head(hidden[:, -image_tokens:]).float().chunk(branches)
+        logits = (
+            unconditional[0] + drawing.guidance * (conditional - unconditional[0]) if unconditional else conditional
+        )
+        text_logits = (
+            core.lm_head(hidden[:rows, : limits.reasoning_length]).float() if limits.reasoning_length else logits
+        )
+        return logits, text_logits
 
     def sample() -> Tensor:
-        drawn = read(model, both * at_once, limits.max_prompt_length + limits.reasoning_length, given=False)
+        drawn = last_hidden(
+            model, branches * at_once, limits.max_prompt_length + limits.reasoning_length, requires_grad=False
+        )
         if janus:
-            core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), places, dtype=torch.long, device="meta"))
+            core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), image_tokens, dtype=torch.long, device="meta"))
         return drawn
 
     heads = text.num_key_value_heads or text.num_attention_heads
@@ -124,8 +136,9 @@ def memory_model(settings: CodeModel, config: JobConfig, path: str) -> MemoryMod
         model,
         train,
         sample=sample,
-        cache=2.0 * width * text.num_hidden_layers * heads * head_size(text) * longest * both * at_once,
+        cache=2.0 * width * text.num_hidden_layers * heads * head_size(text) * longest * branches * at_once,
         words=[
-            f"a micro-batch is {config.engine.micro_batch} x {both} rows of up to {longest} tokens, {places} are codes"
+            f"a micro-batch is {config.engine.micro_batch} x {branches} rows of up to {longest} tokens, "
+            f"{image_tokens} are image tokens"
         ],
     )

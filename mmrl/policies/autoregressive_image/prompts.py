@@ -1,4 +1,4 @@
-"""Prompts, text and codes as rows of tokens."""
+"""Prompts, text and image tokens as rows of tokens."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.autoregressive_image.scorer import CodeScorer
-from mmrl.policies.autoregressive_image.settings import CodeDrawing
+from mmrl.policies.autoregressive_image.scorer import ImageTokenScorer
+from mmrl.policies.autoregressive_image.settings import ImageTokenDrawing
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.rollouts import Prompt
 
-NOTHING = torch.zeros(0, dtype=torch.long)
+NO_TEXT = torch.zeros(0, dtype=torch.long)
 
 
 @dataclass(frozen=True)
-class CodeRecord:
-    """A prompt, what was written about it and the image, on the CPU."""
+class ImageTokenRecord:
+    """One rollout on the CPU: the prompt, the text written about it, and the image."""
 
     prompt: Tensor  # [token] int64
-    tokens: Tensor  # [place] int64
+    tokens: Tensor  # [position] int64, the image
     temperature: float
-    text: Tensor  # [word] int64, before the codes; its end token too, where it has one
+    text: Tensor  # [text token] int64, before the image; its end token too, where it has one
 
 
-class CodePrompts:
-    """Prompts to tokens, and tokens to what the model reads. reasoning_length: of the longest text before codes."""
+class ImageTokenPrompts:
+    """Turns prompts into tokens, and tokens into model inputs. reasoning_length: the longest text before an image."""
 
     def __init__(
         self,
-        scorer: CodeScorer,
+        scorer: ImageTokenScorer,
         tokenizer: Tokenizer,
-        drawing: CodeDrawing,
+        drawing: ImageTokenDrawing,
         *,
         max_prompt_length: int,
         reasoning_length: int,
@@ -47,10 +47,11 @@ class CodePrompts:
         return next(self.scorer.parameters()).device
 
     def encode(self, text: str) -> Tensor:
-        """[token] int64. Raises UserError for a text that is too long, or nothing to the tokenizer."""
+        """Returns the tokens of a request, [token] int64. Raises UserError for a text that is too long, or that has no
+        tokens."""
         if self.tokenizer.chat_template is not None:
-            said = [{"role": "user", "content": self.writer.content(text)}]
-            ids = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+            messages = [{"role": "user", "content": self.writer.content(text)}]
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = self.tokenizer(text).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
@@ -60,18 +61,18 @@ class CodePrompts:
             )
         return torch.tensor(ids)
 
-    def asked(self, prompt: Prompt) -> str:
-        """What is asked of a prompt."""
+    def request(self, prompt: Prompt) -> str:
+        """Returns the request for an image: the template, filled with the prompt's text."""
         return self.drawing.template.replace("{}", prompt.text)
 
     def read(self, prompt: Prompt) -> Tensor:
-        """[token]. Raises UserError as `encode`, and for images."""
+        """Returns the tokens of a prompt, [token]. Raises UserError as `encode`, and for a prompt with images."""
         if prompt.images or prompt.videos or prompt.messages:
             raise UserError(f"prompt {prompt.id}: model.type=autoregressive_image reads a single text without images")
-        return self.encode(self.asked(prompt))
+        return self.encode(self.request(prompt))
 
-    def demonstrated(self, prompt: Prompt) -> Tensor:
-        """[word] the text that a prompt carries, and the end token."""
+    def reasoning(self, prompt: Prompt) -> Tensor:
+        """Returns the text that a prompt carries, and the end token, [text token]."""
         ids = self.ids(prompt.metadata["reasoning"])
         if len(ids) >= self.reasoning_length:
             raise UserError(
@@ -86,38 +87,38 @@ class CodePrompts:
         return torch.tensor([*ids, self.tokenizer.eos_token_id])
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text inside a prompt."""
+        """Returns the tokens of a text inside a prompt."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def before(self, prompts: Sequence[Tensor], texts: Sequence[Tensor]) -> list[Tensor]:
-        """What stands before the codes of each row."""
+    def prefixes(self, prompts: Sequence[Tensor], texts: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tokens before the image tokens of each row."""
         between = torch.tensor(self.writer.between, dtype=torch.long)
         return [torch.cat([prompt, text, between]) for prompt, text in zip(prompts, texts, strict=True)]
 
-    def guided(self, rows: list[Tensor], guidance: float, after: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Rows, and behind them as many unconditional ones where there is guidance; each has its row of `after` behind
-        it."""
+    def with_unconditional(self, rows: list[Tensor], guidance: float, after: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Returns rows, and behind them as many unconditional ones where there is guidance; each is followed by its row
+        of `after`."""
         if guidance != 1:
             negative = self.encode(self.drawing.negative_prompt)
             rows = [*rows, *(self.writer.unconditional(negative, row, self.tokenizer) for row in rows)]
         return [torch.cat([row, after[i % len(after)]]) for i, row in enumerate(rows)] if after else rows
 
     def collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens [row, token], padded in front, and where there is any."""
+        """Returns tokens, padded in front, and their attention mask, [row, token] each."""
         width = max(map(len, rows))
         ids = torch.zeros(len(rows), width, dtype=torch.long)
-        there = torch.zeros(len(rows), width, dtype=torch.bool)
+        mask = torch.zeros(len(rows), width, dtype=torch.bool)
         for i, row in enumerate(rows):
-            ids[i, width - len(row) :], there[i, width - len(row) :] = row, True
-        return ids.to(self.device), there.to(self.device)
+            ids[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+        return ids.to(self.device), mask.to(self.device)
 
-    def words(self, records: list[CodeRecord], width: int) -> tuple[Tensor, Tensor]:
-        """The words of each row, and behind which place of the row each stands, [row, word]; where a text is shorter,
-        the end token behind some place. width: of the rows."""
-        rest = len(self.writer.between) + self.writer.places - 1
+    def text_targets(self, records: list[ImageTokenRecord], width: int) -> tuple[Tensor, Tensor]:
+        """Returns the text tokens of each row, and the columns whose hidden states predict them, [row, text token]
+        each; behind a shorter text stand end tokens with any columns. width: of the rows."""
+        rest = len(self.writer.between) + self.writer.tokens_per_image - 1
         text = torch.full((len(records), self.reasoning_length), self.tokenizer.eos_token_id or 0)
         first = torch.tensor([width - rest - len(record.text) for record in records])[:, None]
         for i, record in enumerate(records):
             text[i, : len(record.text)] = record.text
-        before = (first + torch.arange(self.reasoning_length) - 1).clamp(max=width - 1)
-        return text.to(self.device), before.to(self.device)
+        columns = (first + torch.arange(self.reasoning_length) - 1).clamp(max=width - 1)
+        return text.to(self.device), columns.to(self.device)

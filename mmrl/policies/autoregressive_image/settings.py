@@ -1,4 +1,4 @@
-"""Settings of language models that write images as codes."""
+"""Settings of language models that write image tokens."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Policy
 
 
-class CodeLimits(Section):
-    """How long prompts are."""
+class ImageTokenLimits(Section):
+    """Longest prompts, and longest text before an image."""
 
     max_prompt_length: int = option(256, "longest prompt", unit="tokens", ge=1)
     reasoning_length: int = option(
-        0, "longest text before the codes, its end token included; 0: codes follow at once", unit="tokens", ge=0
+        0, "longest text before the image tokens, its end token included; 0: no text", unit="tokens", ge=0
     )
 
 
-class CodeSampling(CodeLimits):
-    """How codes are sampled."""
+class ImageTokenSampling(ImageTokenLimits):
+    """Sampling of image tokens."""
 
-    temperature: Schedule = number(1.0, "of the distributions that codes are drawn from and replayed", gt=0)
-
-
-class CodeEvaluation(Section):
-    """How codes are sampled in evaluation."""
-
-    temperature: float = option(1.0, "0: the most likely code each time", ge=0)
+    temperature: Schedule = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
 
 
-class CodeDrawing(Section):
-    """How a prompt leads what is written."""
+class ImageTokenEvaluation(Section):
+    """Sampling of image tokens in evaluation."""
+
+    temperature: float = option(1.0, "0: the most likely token each time", ge=0)
+
+
+class ImageTokenDrawing(Section):
+    """Guidance and templates: how a prompt leads what is written."""
 
     guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
     evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
@@ -56,25 +56,25 @@ class CodeDrawing(Section):
     )
 
     @model_validator(mode="after")
-    def _there_is_a_place(self) -> CodeDrawing:
+    def _there_is_a_place(self) -> ImageTokenDrawing:
         if self.template.count("{}") != 1:
             raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
         return self
 
 
-class CodeDemonstrations(CodeDrawing):
-    """How images that are given are learned."""
+class ImageTokenDemonstrations(ImageTokenDrawing):
+    """Learning from images that a data set holds."""
 
     prompt_dropout: float = option(0.0, "share of images shown without their prompt, which guidance needs", ge=0, lt=1)
 
 
-class CodeModel(ModelSettings):
-    """A causal language model of transformers that writes an image as codes of a codebook, or a model of its Janus
-    class. Text may come before the codes. One decision a token."""
+class AutoregressiveImageModel(ModelSettings):
+    """A causal language model of transformers that writes an image as tokens of a codebook, or a model of its Janus
+    class. Text may come before the image. One decision a token."""
 
     test: ClassVar[str] = "tests/policies/autoregressive_image/test_policy.py"
     source: ClassVar[str] = (
-        "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525; text before codes: ReasonGen-R1, "
+        "SimpleAR, arXiv 2504.11455; guidance on logits: LlamaGen, arXiv 2406.06525; text before images: ReasonGen-R1, "
         "arXiv 2505.24875, T2I-R1, arXiv 2505.00703; models: Janus-Pro, arXiv 2501.17811"
     )
     type: str = "autoregressive_image"
@@ -84,11 +84,11 @@ class CodeModel(ModelSettings):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        given = collects == "demonstrations"
+        supervised = collects == "demonstrations"
         return {
-            "rollout": CodeLimits if given else CodeSampling,
-            "drawing": CodeDemonstrations if given else CodeDrawing,
-            "evaluation": CodeEvaluation,
+            "rollout": ImageTokenLimits if supervised else ImageTokenSampling,
+            "drawing": ImageTokenDemonstrations if supervised else ImageTokenDrawing,
+            "evaluation": ImageTokenEvaluation,
         }
 
     def capabilities(self, config: JobConfig) -> Capabilities:
@@ -103,7 +103,7 @@ class CodeModel(ModelSettings):
             Inverting,
             "reference_rollouts",
         }
-        limits: CodeLimits = config.rollout
+        limits: ImageTokenLimits = config.rollout
         if limits.reasoning_length:
             offers |= {"text", "parts", "segments"}
         return Capabilities("model.type=autoregressive_image", frozenset(offers))

@@ -1,1 +1,1 @@
-"""Masked diffusion models of tokens: https://arxiv.org/abs/2502.09992 and what followed."""
+"""Discrete diffusion models of tokens, masked (arXiv 2502.09992 and what followed) and uniform."""

@@ -1,4 +1,5 @@
-"""Masked diffusion models as policies: empty places are filled step by step, one decision a token of the response."""
+"""Masked diffusion models as policies: masked positions are filled step by step, one decision a token of the
+response."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from mmrl.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class TokenDiffusionOptions:
-    """How responses are drawn and replayed. keeps_distributions: replays say the whole distribution of every decision
-    in every state, which takes as much memory as the logits."""
+    """Sampling and replay of responses. keeps_distributions: replays hold the whole distribution of every decision in
+    every state, which takes as much memory as the logits."""
 
     temperature: Schedule
     evaluation_temperature: float
@@ -37,8 +38,8 @@ class TokenDiffusionOptions:
 
 
 class DiscreteDiffusionPolicy(ABC):
-    """What policies share that make a response of tokens out of noise: it is replayed from states that its seed (and
-    its trace) decide, in one forward. `layout` says what places mean, `collator` what the model reads."""
+    """Base of policies that turn noise into a response of tokens. It is replayed from states that its seed (and its
+    trace) decide, in one forward. `layout` knows the kinds of positions, `collator` builds model inputs."""
 
     kind: ClassVar[str]  # as `model.type` has it
 
@@ -50,18 +51,18 @@ class DiscreteDiffusionPolicy(ABC):
 
     @abstractmethod
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+        """Samples one response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
 
     @abstractmethod
     def states_of(self, record: MaskedRecord) -> States:
-        """In which a response is replayed."""
+        """Returns the states in which a response is replayed."""
 
     @abstractmethod
-    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
-        """[place] the response as it is read in a state."""
+    def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        """Returns the response as it is read in a state, [position]."""
 
     def _forwards(self, record: MaskedRecord) -> int:
-        """Times that the model had to be asked for a response."""
+        """Returns how many forwards a response took."""
         return len(record.steps.unique())
 
     @property
@@ -76,7 +77,7 @@ class DiscreteDiffusionPolicy(ABC):
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """`group_size` responses a prompt. seeds: one a rollout, prompt by prompt."""
+        """Samples `group_size` responses a prompt. seeds: one a rollout, prompt by prompt."""
         each = [prompt for prompt in prompts for _ in range(group_size)]
         ids = [row for row in map(self.layout.encode, prompts) for _ in range(group_size)]
         records = self._draw(ids, seeds, self.temperature.value)
@@ -84,19 +85,19 @@ class DiscreteDiffusionPolicy(ABC):
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One response a prompt at the temperature of evaluation."""
+        """Samples one response a prompt at the temperature of evaluation."""
         ids = [self.layout.encode(prompt) for prompt in prompts]
         records = self._draw(ids, seeds, self.evaluation_temperature)
         return self.layout.rollouts(list(prompts), records, 1, self._forwards).samples
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """The prompts with the responses that they carry in metadata["demonstration"], or with their answers; places
-        behind the end are filled with end tokens. Of a model that writes images: with those in metadata["target"],
-        and with the text in metadata["reasoning"] before them."""
-        layout, heat = self.layout, self.temperature.value
-        none = torch.zeros(layout.length, dtype=torch.long)
+        """Returns the prompts with the responses that they carry in metadata["demonstration"], or with their answers;
+        positions behind the end are filled with end tokens. For a model that writes images: with those in
+        metadata["target"], and with the text in metadata["reasoning"] before them."""
+        layout, temperature = self.layout, self.temperature.value
+        steps = torch.zeros(layout.length, dtype=torch.long)
         records = [
-            MaskedRecord(layout.encode(p), layout.demonstrated(p), none, int(s), heat)
+            MaskedRecord(layout.encode(p), layout.demonstration(p), steps, int(s), temperature)
             for p, s in zip(prompts, seeds, strict=True)
         ]
         return layout.rollouts(list(prompts), records, 1, self._forwards)
@@ -104,63 +105,64 @@ class DiscreteDiffusionPolicy(ABC):
     # --- responses to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """What `model` (`self.module` or the engine around it) says of every token, weighted over the states in which
-        the likelihood asks about it; entropies and squares are means with the same weights. One forward for all."""
+        """Returns logp of every token under `model` (`self.module` or the engine around it), weighted over the states
+        in which the likelihood scores it; entropies and squares are means with the same weights. One forward computes
+        all."""
         records: list[MaskedRecord] = rollouts.inputs
-        found = [self.states_of(record) for record in records]
-        weight = torch.stack([states.weight for states in found])
-        rollout, state, place = weight.nonzero().unbind(1)
-        ids, there, first, options = self._inputs(records, found)
-        heat = torch.tensor([record.temperature for record in records])[rollout]
-        row, column = rollout * weight.shape[1] + state, first[rollout] + place
+        states = [self.states_of(record) for record in records]
+        weight = torch.stack([row_states.weight for row_states in states])
+        rollout, state, position = weight.nonzero().unbind(1)
+        ids, mask, first, options = self._inputs(records, states)
+        temperature = torch.tensor([record.temperature for record in records])[rollout]
+        row, column = rollout * weight.shape[1] + state, first[rollout] + position
         responses = torch.stack([record.response for record in records])
-        asked = [row, column, responses[rollout, place], heat]
-        if (codes := self.layout.codes_at(place)) is not None:
-            options["codes"] = codes.to(self.device)
+        queries = [row, column, responses[rollout, position], temperature]
+        if (is_image := self.layout.image_mask(position)) is not None:
+            options["is_image"] = is_image.to(self.device)
         if self.keeps_distributions and rollouts.old_prediction is not None:
-            options["old"] = rollouts.old_prediction[rollout, place, state].to(self.device)
-        scored = model(ids, there, *(part.to(self.device) for part in asked), **options)
-        w = weight[rollout, state, place].to(self.device)
-        total = weight.sum(1)[rollout, place].to(self.device)
-        where = (rollout.to(self.device), place.to(self.device))
+            options["old"] = rollouts.old_prediction[rollout, position, state].to(self.device)
+        scored = model(ids, mask, *(part.to(self.device) for part in queries), **options)
+        w = weight[rollout, state, position].to(self.device)
+        total = weight.sum(1)[rollout, position].to(self.device)
+        where = (rollout.to(self.device), position.to(self.device))
         blank = torch.zeros(len(records), self.layout.length, device=self.device)
         logp, entropy, square_sum = (
             blank.index_put(where, values * share_of, accumulate=True)
             for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
         )
-        told = Replay(logp, entropy, square_sum)
+        replay = Replay(logp, entropy, square_sum)
         if self.layout.in_parts:
             parts = text_and_image(len(records), self.layout.text_length, self.layout.length)
-            told.extras[SEGMENTS.name] = parts.to(self.device)
+            replay.extras[SEGMENTS.name] = parts.to(self.device)
         if self.module.critic is not None:
-            told.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
-            told.extras[MOMENTS.name] = torch.stack([moments(states) for states in found])
+            replay.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
+            replay.extras[MOMENTS.name] = torch.stack([moments(row_states) for row_states in states])
         if self.keeps_distributions:
-            kept = torch.zeros(len(records), self.layout.length, weight.shape[1], scored[3].shape[-1])
-            kept[rollout, place, state] = scored[3].cpu()
-            told.prediction = kept
+            distributions = torch.zeros(len(records), self.layout.length, weight.shape[1], scored[3].shape[-1])
+            distributions[rollout, position, state] = scored[3].cpu()
+            replay.prediction = distributions
         if "old" in options:
-            told.extras[OLD_CROSS_ENTROPY.name] = blank.index_put(where, scored[4] * w, accumulate=True)
-        return told
+            replay.extras[OLD_CROSS_ENTROPY.name] = blank.index_put(where, scored[4] * w, accumulate=True)
+        return replay
 
     def _inputs(
-        self, records: list[MaskedRecord], found: list[States]
+        self, records: list[MaskedRecord], states: list[States]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """What the model reads, where there is anything to read, where in a row a response is asked about [rollout],
-        and further inputs."""
-        options: dict[str, Any] = {"whole": True} if self.keeps_distributions else {}
+        """Returns token ids, their attention mask, the column at which each response is scored [rollout], and further
+        inputs."""
+        options: dict[str, Any] = {"distributions": True} if self.keeps_distributions else {}
         first = torch.tensor([len(record.prompt) for record in records])
-        orders, blocks = [states.order for states in found if states.order is not None], found[0].blocks
+        orders, blocks = [row_states.order for row_states in states if row_states.order is not None], states[0].blocks
         if not orders and blocks is None:
-            return *self.collator.in_states(records, found, self._shown), first, options
+            return *self.collator.in_states(records, states, self._response_in_state), first, options
         if blocks is None:
-            ids, there, options["positions"] = self.collator.in_one_pass(records, orders)
+            ids, mask, options["positions"] = self.collator.in_one_pass(records, orders)
         else:
-            ids, there, options["positions"] = self.collator.in_blocks(records, found, blocks, self._shown)
-        return ids, there, first + self.layout.length, options  # behind the response
+            ids, mask, options["positions"] = self.collator.in_blocks(records, states, blocks, self._response_in_state)
+        return ids, mask, first + self.layout.length, options  # behind the response
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """The same responses to changed prompts."""
+        """Returns the same responses to changed prompts."""
         inputs = [
             replace(record, prompt=self.layout.encode(change(sample.prompt)))
             for sample, record in zip(rollouts.samples, rollouts.inputs, strict=True)
@@ -168,20 +170,20 @@ class DiscreteDiffusionPolicy(ABC):
         return replace(rollouts, inputs=inputs)
 
     def numbers(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision] int64, which token was decided; -1 where no decision counts."""
+        """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
         return torch.stack([record.response for record in rollouts.inputs]).where(rollouts.mask, -1)
 
     # --- the rest of a policy ---
 
     def trained_by(self, engine: TrainingEngine) -> None:  # noqa: B027
-        """It has nothing to keep step with: every replay is one forward, and every rank takes as many steps."""
+        """Does nothing: every replay is one forward, and every rank takes as many steps."""
 
     def counts(self) -> dict[str, float]:
         return {}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write model (or adapter) and tokenizer in transformers' own format, and a critic beside them. state: of
-        `self.module`."""
+        """Saves model (or adapter) and tokenizer in transformers' own format, and a critic beside them. state: the
+        weights of `self.module`."""
         write_model(self.module.model, folder, state)
         self.layout.tokenizer.save_pretrained(folder)
         if self.module.critic is not None:
@@ -192,7 +194,7 @@ class DiscreteDiffusionPolicy(ABC):
 
 
 class MaskedPolicy(DiscreteDiffusionPolicy):
-    """Fills the places of a response step by step, and says how likely responses are by a named estimate."""
+    """Fills the positions of a response step by step, and estimates likelihoods of responses as `likelihood` says."""
 
     kind: ClassVar[str] = "discrete_diffusion"
 
@@ -207,23 +209,23 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         super().__init__(scorer, layout, options)
         self.unmasking, self.likelihood = unmasking, likelihood
         text = layout.text_length if layout.in_parts else 0
-        own, steps, block = unmasking.reasoning_steps, unmasking.steps, unmasking.block
-        self.steps = in_parts(text, layout.length - text, own, steps, block)
+        text_steps, steps, block = unmasking.reasoning_steps, unmasking.steps, unmasking.block
+        self.steps = in_parts(text, layout.length - text, text_steps, steps, block)
         starts = torch.tensor(sorted({step.start for step in self.steps}))
-        self.blocks = torch.searchsorted(starts, torch.arange(layout.length), right=True) - 1  # [place]
+        self.blocks = torch.searchsorted(starts, torch.arange(layout.length), right=True) - 1  # [position]
 
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """One response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+        """Samples one response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
         generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
         response = torch.full((len(prompts), self.layout.length), self.layout.vocabulary.mask)
         filled = torch.zeros_like(response)
         rows = torch.arange(len(prompts)).repeat_interleave(self.layout.length).to(self.device)
-        place = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
+        position = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
         first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        codes = self.layout.codes_at(place)
+        is_image = self.layout.image_mask(position)
         for turn, step in enumerate(self.steps):
-            ids, there, positions = self._begun(prompts, response)
-            logits = self.module.logits(ids, there, rows, first[rows] + place, positions, codes)
+            ids, mask, positions = self._partial_inputs(prompts, response)
+            logits = self.module.logits(ids, mask, rows, first[rows] + position, positions, is_image)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
             noisy = draw(logits, generators) if temperature else logits
             tokens = noisy.argmax(-1)
@@ -242,20 +244,23 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             now &= open_  # a response that is done keeps what it has
             response = torch.where(now, tokens.cpu(), response)
             filled = filled.masked_fill(now, turn)
-        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
-        return [MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+        replay_temperature = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+        return [
+            MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), replay_temperature)
+            for i, prompt in enumerate(prompts)
+        ]
 
-    def _begun(self, prompts: list[Tensor], response: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Responses in the making as `MaskScorer.logits` reads them."""
+    def _partial_inputs(self, prompts: list[Tensor], response: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns unfinished responses as `MaskScorer.logits` reads them."""
         rows = [torch.cat(pair) for pair in zip(prompts, response, strict=True)]
         if not self.unmasking.causal_blocks:
             return *self.collator.collate(rows), None
-        return self.collator.stepped(rows, [len(prompt) for prompt in prompts], self.blocks, noised=False)
+        return self.collator.with_block_mask(rows, [len(prompt) for prompt in prompts], self.blocks, noised=False)
 
     def states_of(self, record: MaskedRecord) -> States:
         return self.likelihood.states_in_blocks(
             record.seed, len(record.prompt), record.steps, len(self.steps), self.blocks
         )
 
-    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+    def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         return record.response.masked_fill(states.empty[state], self.layout.vocabulary.mask)

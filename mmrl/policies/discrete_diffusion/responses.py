@@ -1,4 +1,4 @@
-"""What the places of a response mean: words up to an end token, codes of an image, or one after the other."""
+"""Layout of responses: text up to an end token, the tokens of an image, or one after the other."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class MaskedRecord:
     """A prompt and its response, on the CPU."""
 
     prompt: Tensor  # [token] int64
-    response: Tensor  # [place] int64
-    steps: Tensor  # [place] int64, in which step of its rollout a place was filled; 0 where none is known
+    response: Tensor  # [position] int64
+    steps: Tensor  # [position] int64, the step in which a position was filled; 0 for demonstrations
     seed: int  # of the states in which it is scored
     temperature: float
 
 
 class ResponseLayout:
-    """Prompts to tokens, and the places of responses to texts and images."""
+    """Turns prompts into tokens, and the positions of responses into texts and images."""
 
     def __init__(
         self,
@@ -37,33 +37,33 @@ class ResponseLayout:
         *,
         length: int,
         max_prompt_length: int,
-        codes: Codebook | None = None,
+        codebook: Codebook | None = None,
         reasoning_length: int = 0,
     ) -> None:
-        """kind: of the model, as `model.type` has it. length: places of a response. codes: of a model that writes
-        images; None: it writes text. reasoning_length: so many of the places of a model that writes images are text
-        before the codes."""
+        """kind: `model.type`. length: positions of a response. codebook: of a model that writes images; None: it writes
+        text. reasoning_length: how many positions of a model that writes images are text before the image."""
         self.kind, self.tokenizer, self.vocabulary = kind, tokenizer, vocabulary
-        self.length, self.codebook, self.max_prompt_length = length, codes, max_prompt_length
-        self.text_length = length if codes is None else reasoning_length  # places of text; codes come behind them
+        self.length, self.codebook, self.max_prompt_length = length, codebook, max_prompt_length
+        self.text_length = length if codebook is None else reasoning_length  # positions of text; image tokens follow
 
     @property
     def in_parts(self) -> bool:
-        """Whether a response has text and codes."""
+        """Returns whether a response has text and image tokens."""
         return 0 < self.text_length < self.length
 
-    def codes_at(self, place: Tensor) -> Tensor | None:
-        """[n] bool, which of the places [n] are of codes; None where all are alike."""
-        return place >= self.text_length if self.in_parts else None
+    def image_mask(self, position: Tensor) -> Tensor | None:
+        """Returns which of the positions [n] hold image tokens, [n] bool; None where all are of one kind."""
+        return position >= self.text_length if self.in_parts else None
 
     def encode(self, prompt: Prompt) -> Tensor:
-        """[token] int64. Raises UserError for images, and for a prompt that is too long."""
+        """Returns the tokens of a prompt, [token] int64. Raises UserError for images, and for a prompt that is too
+        long."""
         if prompt.images or prompt.videos or prompt.messages:
             raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without images")
         if self.tokenizer.chat_template is not None:
-            said = [{"role": "system", "content": prompt.system}] if prompt.system else []
-            said.append({"role": "user", "content": prompt.text})
-            ids = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+            messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+            messages.append({"role": "user", "content": prompt.text})
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
@@ -73,21 +73,25 @@ class ResponseLayout:
             )
         return torch.tensor(ids)
 
-    def demonstrated(self, prompt: Prompt) -> Tensor:
-        """[place] the response that a prompt carries. Raises UserError where there is none, or one that the policy
-        could not give."""
+    def demonstration(self, prompt: Prompt) -> Tensor:
+        """Returns the response that a prompt carries, [position]. Raises UserError where there is none, or one that the
+        policy could not give."""
         if self.codebook is None:
-            return self._words(prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length")
-        for key, what in (("target", "image"), ("reasoning", "text")):
+            return self._text_tokens(
+                prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length"
+            )
+        for key, kind in (("target", "image"), ("reasoning", "text")):
             if key not in prompt.metadata and (key == "target" or self.text_length):
-                raise UserError(f"prompt {prompt.id} has no {what} to learn from: metadata[{key!r}] is missing")
-        codes = self.codebook.tokens(prompt.metadata["target"][None])[0]
+                raise UserError(f"prompt {prompt.id} has no {kind} to learn from: metadata[{key!r}] is missing")
+        image_tokens = self.codebook.tokens(prompt.metadata["target"][None])[0]
         if not self.text_length:
-            return codes
-        return torch.cat([self._words(prompt, str(prompt.metadata["reasoning"]), "reasoning_length"), codes])
+            return image_tokens
+        return torch.cat(
+            [self._text_tokens(prompt, str(prompt.metadata["reasoning"]), "reasoning_length"), image_tokens]
+        )
 
-    def _words(self, prompt: Prompt, text: str, limit: str) -> Tensor:
-        """[place] of a text, filled up with end tokens. limit: the key of its length."""
+    def _text_tokens(self, prompt: Prompt, text: str, limit: str) -> Tensor:
+        """Returns a text filled up with end tokens, [position]. limit: the key of its length."""
         end = self.vocabulary.end
         assert end is not None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -110,34 +114,34 @@ class ResponseLayout:
         group_size: int,
         forwards: Callable[[MaskedRecord], int],
     ) -> Rollouts:
-        """forwards: times that the model had to be asked for a response."""
+        """Builds rollouts of records. forwards: returns how many forwards a response took."""
         responses = torch.stack([record.response for record in records])
         mask = torch.ones_like(responses, dtype=torch.bool)
         if self.vocabulary.end is not None:
             ends = (responses[:, : self.text_length] == self.vocabulary.end).long()
             mask[:, : self.text_length] = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
         samples = [self.sample(*row, forwards) for row in zip(prompts, records, mask, strict=True)]
-        made = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
+        rollouts = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.in_parts:
-            made.extras[PARTS] = DecisionColumn(text_and_image(len(records), self.text_length, self.length))
-        return made
+            rollouts.extras[PARTS] = DecisionColumn(text_and_image(len(records), self.text_length, self.length))
+        return rollouts
 
     def sample(
         self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
     ) -> Sample:
-        """mask: [place] which places count."""
+        """Builds the sample of one record. mask: [position] which positions count."""
         image = None
         if self.codebook is not None:
             image = self.codebook.images(record.response[None, self.text_length :])[0]
         if not self.text_length:
             return Sample(prompt, image=image)
-        said = record.response[: self.text_length][mask[: self.text_length]]
+        text = record.response[: self.text_length][mask[: self.text_length]]
         return Sample(
             prompt,
             image=image,
-            response=self.tokenizer.decode(said, skip_special_tokens=True),
-            response_length=len(said),
-            truncated=self.vocabulary.end is not None and int(said[-1]) != self.vocabulary.end,
+            response=self.tokenizer.decode(text, skip_special_tokens=True),
+            response_length=len(text),
+            truncated=self.vocabulary.end is not None and int(text[-1]) != self.vocabulary.end,
             max_response_length=self.text_length,
             forwards=forwards(record),
         )

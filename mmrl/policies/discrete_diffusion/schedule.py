@@ -1,4 +1,4 @@
-"""How many places of a response are filled in each step, and which of them may be."""
+"""The unmasking schedule: how many positions of a response are filled in each step, and which of them may be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class UnmaskingStep(NamedTuple):
-    """`number` of the places [start, stop) that are still empty are filled."""
+    """A step that fills `number` of the positions [start, stop) that are still empty."""
 
     start: int
     stop: int
@@ -20,9 +20,10 @@ def schedule(
     *,
     names: tuple[str, str] = ("unmasking.steps", "rollout.response_length"),
 ) -> list[UnmaskingStep]:
-    """`steps` steps (None: one a place) for responses of `length` places, block by block (None: all at once).
+    """Plans `steps` steps (None: one a position) for responses of `length` positions, block by block (None: all at
+    once).
 
-    Steps are shared out among blocks, and places among the steps of a block, as evenly as can be; what is left over
+    Steps are shared out among blocks, and positions among the steps of a block, as evenly as can be; what is left over
     comes first. names: the keys of steps and length, for messages. Raises ValueError for steps that leave a block or a
     step without anything to do.
     """
@@ -30,24 +31,24 @@ def schedule(
     steps = length if steps is None else steps
     if not len(blocks) <= steps <= length:
         raise ValueError(
-            f"{names[0]}={steps} do not fill {names[1]}={length} places in {len(blocks)} "
+            f"{names[0]}={steps} do not fill {names[1]}={length} positions in {len(blocks)} "
             f"block{'s' if len(blocks) > 1 else ''}; use {len(blocks)} to {length}"
         )
-    found, start = [], 0
-    for size, own in zip(blocks, _shared(steps, len(blocks)), strict=True):
-        found += [UnmaskingStep(start, start + size, count) for count in _shared(size, own)]
+    planned, start = [], 0
+    for size, block_steps in zip(blocks, _shared(steps, len(blocks)), strict=True):
+        planned += [UnmaskingStep(start, start + size, count) for count in _shared(size, block_steps)]
         start += size
-    return found
+    return planned
 
 
 def in_parts(
-    text: int, codes: int, text_steps: int | None, steps: int | None, block: int | None
+    text: int, image: int, text_steps: int | None, steps: int | None, block: int | None
 ) -> list[UnmaskingStep]:
-    """The schedule of `text` places and behind them that of `codes` places, each with steps and blocks of its own; the
-    former may be 0. Raises ValueError as `schedule`."""
+    """Plans the schedule of `text` positions and behind them that of `image` positions, each with steps and blocks of
+    its own; `text` may be 0. Raises ValueError as `schedule`."""
     names = ("unmasking.reasoning_steps", "rollout.reasoning_length")
     first = schedule(text, text_steps, block, names=names) if text else []
-    then = schedule(codes, steps, block)
+    then = schedule(image, steps, block)
     return [*first, *(UnmaskingStep(text + step.start, text + step.stop, step.number) for step in then)]
 
 

@@ -1,4 +1,4 @@
-"""What a masked language model says of chosen places of a response."""
+"""Likelihoods of tokens at chosen positions of a response, under a masked language model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from mmrl.policies.vlm.critic import TokenCritic
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What tokens mean to a policy."""
+    """Token ids with a meaning, and those that are never drawn."""
 
-    mask: int  # stands in empty places
+    mask: int  # stands at empty positions
     pad: int
-    end: int | None  # ends a response; None: responses fill all of their places
+    end: int | None  # ends a response; None: responses fill all of their positions
     suppressed: Tensor  # [n] int64, ids that are never drawn
-    outside: Tensor | None = None  # [n] int64, ids that are never drawn as codes, where text comes before these
+    outside: Tensor | None = None  # [n] int64, ids that are never drawn as image tokens, where text comes before these
 
 
 class MaskScorer(nn.Module):
-    """What a model says of chosen places; this is the module that the engine wraps."""
+    """Computes likelihoods at chosen positions; this is the module that the engine wraps."""
 
     def __init__(self, model: nn.Module, vocabulary: Vocabulary, *, causal: bool, shifted: bool) -> None:
-        """causal: the model would look at earlier tokens only, and is made to look at all. shifted: see
-        `MaskedModel`."""
+        """causal: the model's own attention is causal, and is made bidirectional. shifted: see `MaskedModel`."""
         super().__init__()
         self.model, self.causal, self.shifted = model, causal, shifted
-        self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
+        self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
         self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
         nothing = torch.zeros(0, dtype=torch.long)
         self.register_buffer("outside", nothing if vocabulary.outside is None else vocabulary.outside, persistent=False)
@@ -39,74 +38,74 @@ class MaskScorer(nn.Module):
     def logits(
         self,
         ids: Tensor,
-        there: Tensor,
+        mask: Tensor,
         row: Tensor,
         column: Tensor,
         positions: Tensor | None = None,
-        codes: Tensor | None = None,
+        is_image: Tensor | None = None,
     ) -> Tensor:
-        """[place, vocabulary] fp32, at position column[i] of row row[i]. ids, there: [row, token], what is read and
-        where there is anything to read; or there: [row, token, token], which tokens each of them sees, with positions
-        [row, token]. codes: [place] bool, which places are of codes, where others are of text."""
-        return self._read(ids, there, row, column, positions, codes, states=False)[0]
+        """Returns fp32 logits [position, vocabulary] at column[i] of row row[i]. ids, mask: [row, token], token ids and
+        attention mask; or mask [row, token, token], with positions [row, token]. is_image: [position] bool, which
+        positions hold image tokens, where others hold text."""
+        return self._read(ids, mask, row, column, positions, is_image, states=False)[0]
 
     def _read(
         self,
         ids: Tensor,
-        there: Tensor,
+        mask: Tensor,
         row: Tensor,
         column: Tensor,
         positions: Tensor | None,
-        codes: Tensor | None,
+        is_image: Tensor | None,
         *,
         states: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """`logits`, and with `states` what the model made of the places that they are said at, [place, width]."""
+        """Returns `logits`, and with `states` the last hidden states that they are computed from, [position, width]."""
         options: dict[str, Any] = {"output_hidden_states": True} if states else {}
         if positions is not None:
-            options |= {"attention_mask": there[:, None], "position_ids": positions}
+            options |= {"attention_mask": mask[:, None], "position_ids": positions}
         elif self.causal:
-            seen = there[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
-            options["attention_mask"] = seen.bool()
+            bidirectional = mask[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+            options["attention_mask"] = bidirectional.bool()
         else:
-            options["attention_mask"] = there.long()
-        found = self.model(input_ids=ids, **options)
-        place = (row, column - 1 if self.shifted else column)
-        said = found.logits[place].float()
-        logits = said.index_fill(-1, self.suppressed, -torch.inf)
-        if codes is not None:
-            logits = said.index_fill(-1, self.outside, -torch.inf).where(codes[:, None], logits)
-        return logits, found.hidden_states[-1][place] if states else None
+            options["attention_mask"] = mask.long()
+        outputs = self.model(input_ids=ids, **options)
+        index = (row, column - 1 if self.shifted else column)
+        unrestricted = outputs.logits[index].float()
+        logits = unrestricted.index_fill(-1, self.suppressed, -torch.inf)
+        if is_image is not None:
+            logits = unrestricted.index_fill(-1, self.outside, -torch.inf).where(is_image[:, None], logits)
+        return logits, outputs.hidden_states[-1][index] if states else None
 
     def forward(
         self,
         ids: Tensor,
-        there: Tensor,
+        mask: Tensor,
         row: Tensor,
         column: Tensor,
         targets: Tensor,
         temperature: Tensor,
-        whole: bool = False,
+        distributions: bool = False,
         old: Tensor | None = None,
         positions: Tensor | None = None,
-        codes: Tensor | None = None,
+        is_image: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """logp, entropy and sum of squared probabilities of tokens `targets`, [place] fp32 each. temperature: [place]
-        too. whole: the logarithms of all probabilities besides, [place, vocabulary] without gradient. old: those of
-        another policy; then the cross-entropy to it besides, [place]. Where there is a critic, the value of the state
-        comes last, [place]."""
-        said, hidden = self._read(ids, there, row, column, positions, codes, states=self.critic is not None)
-        known = self._known(said / temperature[:, None], targets, whole, old)
-        return known if self.critic is None or hidden is None else (*known, self.critic(hidden))
+        """Returns logp, entropy and sum of squared probabilities of tokens `targets`, [position] fp32 each.
+        temperature: [position] too. distributions: also the log-probabilities of all tokens, [position, vocabulary]
+        without gradient. old: those of another policy; then also the cross-entropy to it, [position]. Where there is a
+        critic, the value of the state comes last, [position]."""
+        logits, hidden = self._read(ids, mask, row, column, positions, is_image, states=self.critic is not None)
+        scores = self._scores(logits / temperature[:, None], targets, distributions, old)
+        return scores if self.critic is None or hidden is None else (*scores, self.critic(hidden))
 
-    def _known(self, logits: Tensor, targets: Tensor, whole: bool, old: Tensor | None) -> tuple[Tensor, ...]:
-        found = token_logprob(logits, targets)
-        known = (found.logp, found.entropy, found.square_sum)
-        if not whole:
-            return known
+    def _scores(self, logits: Tensor, targets: Tensor, distributions: bool, old: Tensor | None) -> tuple[Tensor, ...]:
+        selected = token_logprob(logits, targets)
+        scores = (selected.logp, selected.entropy, selected.square_sum)
+        if not distributions:
+            return scores
         logp = logits.log_softmax(-1)
         if old is None:
-            return *known, logp.detach()
+            return *scores, logp.detach()
         possible = old > -torch.inf
         cross = -(old.exp() * logp.where(possible, 0.0)).sum(-1)
-        return *known, logp.detach(), cross
+        return *scores, logp.detach(), cross

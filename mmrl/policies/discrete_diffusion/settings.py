@@ -1,4 +1,4 @@
-"""Settings of masked diffusion models, which write tokens into empty places in any order."""
+"""Settings of masked diffusion models, which fill the positions of a response in any order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HERE = "mmrl.policies.discrete_diffusion.settings"
 
 
 class Order(Choice):
-    """Which empty places are filled next."""
+    """The order in which empty positions are filled."""
 
     title: ClassVar[str] = "order of unmasking"
     kinds: ClassVar[dict[str, str]] = {
@@ -41,12 +41,12 @@ class Order(Choice):
 
     @abstractmethod
     def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
-        """[row, place], the higher the sooner. chosen: log-probability of the token that was drawn for a place;
-        entropy: of its distribution; chance: uniform draws of the row. Each is [row, place]."""
+        """Returns scores [row, position], the higher the sooner. chosen: log-probability of the token that was drawn
+        for a position; entropy: of its distribution; chance: uniform draws of the row. Each is [row, position]."""
 
 
 class Confidence(Order):
-    """The places whose drawn token is most likely come first."""
+    """Fills first the positions whose drawn token is most likely."""
 
     equation: ClassVar[str] = "argmax p(x_k | state)"
     type: str = "confidence"
@@ -56,7 +56,7 @@ class Confidence(Order):
 
 
 class LowEntropy(Order):
-    """The places about which the model is surest come first, whatever was drawn."""
+    """Fills first the positions at which the model is surest, whatever token was drawn."""
 
     equation: ClassVar[str] = "argmin H(. | state)"
     source: ClassVar[str] = "Dream 7B, arXiv 2508.15487"
@@ -67,7 +67,7 @@ class LowEntropy(Order):
 
 
 class RandomOrder(Order):
-    """Any place may be next. Only then is the likelihood of a trace all that there is to it."""
+    """Fills positions in random order. Only then is the likelihood of a trace that of the whole rollout."""
 
     equation: ClassVar[str] = "uniform"
     type: str = "random"
@@ -77,7 +77,7 @@ class RandomOrder(Order):
 
 
 class LeftToRight(Order):
-    """The first empty place is next, as in an autoregressive model."""
+    """Fills the first empty position next, as in an autoregressive model."""
 
     equation: ClassVar[str] = "argmin k"
     type: str = "left_to_right"
@@ -89,10 +89,10 @@ class LeftToRight(Order):
 
 
 class MaskedLikelihood(Choice):
-    """How likely a response is: which states of it the model is shown, and what of its answers counts.
+    """The estimate of a response's likelihood: the states in which the model scores it, and the weights of the scores.
 
     The states follow from a rollout's seed (and from its trace), so that the old, the present and the reference policy
-    are asked about the same ones.
+    score it in the same ones.
     """
 
     title: ClassVar[str] = "likelihood of a masked response"
@@ -107,23 +107,23 @@ class MaskedLikelihood(Choice):
         "staircase": f"{_HERE}:StaircaseBound",
     }
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_likelihoods.py"
-    of_trace: ClassVar[bool] = False  # each place is asked about once, in a state that the rollout went through
+    of_trace: ClassVar[bool] = False  # each position is scored once, in a state that the rollout went through
     type: str = "one_step"
 
     @abstractmethod
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
-        """Of one rollout. prompt: tokens of its prompt; steps: [place] the step in which a place was filled; last: so
-        many steps a rollout has."""
+        """Returns the states of one rollout. prompt: number of tokens of its prompt; steps: [position] the step in
+        which each was filled; last: number of steps of a rollout."""
 
     def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
-        """`states` of a response whose places are of `blocks` [place]; most do not ask for these."""
+        """Returns `states` of a response with `blocks` [position]; most estimates do not depend on them."""
         return self.states(seed, prompt, steps, last)
 
 
 class OneStep(MaskedLikelihood):
-    """All places at once, from a response that is empty and a prompt of which some tokens are hidden."""
+    """Scores all positions at once, with the whole response masked and some tokens of the prompt masked."""
 
-    equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all places empty)"
+    equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all positions empty)"
     source: ClassVar[str] = "d1 (diffu-GRPO), arXiv 2504.12216"
     type: str = "one_step"
     prompt_mask: float = option(0.15, "chance that a token of the prompt is hidden", ge=0, lt=1)
@@ -135,7 +135,8 @@ class OneStep(MaskedLikelihood):
 
 
 class Coupled(MaskedLikelihood):
-    """Pairs of states that complete each other, so that each place is asked about once a pair, and the empty one."""
+    """Scores complementary pairs of masks, so that each position is scored once a pair, and the fully masked
+    response."""
 
     equation: ClassVar[str] = (
         "(sum over pairs log p(x_k | the state of the pair in which k is empty) + log p(x_k | all empty)) / (pairs + 1)"
@@ -144,7 +145,7 @@ class Coupled(MaskedLikelihood):
     type: str = "coupled"
     pairs: int = option(1, "pairs of states", ge=1)
     levels: tuple[float, float] = option(
-        (0.2, 0.8), "least and largest share of places that are empty in one of a pair"
+        (0.2, 0.8), "least and largest share of positions that are empty in one of a pair"
     )
 
     @model_validator(mode="after")
@@ -161,14 +162,14 @@ class Coupled(MaskedLikelihood):
 
 
 class ELBO(MaskedLikelihood):
-    """The evidence lower bound, from states at stratified levels: so many places are empty, no matter which."""
+    """The evidence lower bound, from stratified numbers of masked positions; which positions are masked is random."""
 
-    equation: ClassVar[str] = "E_l (L / l) sum over l empty places log p(x_k | the others), l from 1 to L"
+    equation: ClassVar[str] = "E_l (L / l) sum over l empty positions log p(x_k | the others), l from 1 to L"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
     type: str = "elbo"
     draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
     antithetic: bool = option(
-        False, "states come in pairs: where the first of a pair has few empty places, the second has the many others"
+        False, "states come in pairs: where the first of a pair has few empty positions, the second has the many others"
     )
 
     @model_validator(mode="after")
@@ -184,13 +185,13 @@ class ELBO(MaskedLikelihood):
 
 
 class Spread(MaskedLikelihood):
-    """Tokens, where they are masked, with masks of all densities: chances to be masked are spread evenly from a start
-    that is drawn. The prompt stays in sight. All states of a response are shown in every update; UniGRPO shows one an
-    update, and spreads its levels over the updates of a step."""
+    """Scores tokens where they are masked, with masks of all densities: mask ratios are spread evenly from a random
+    start. The prompt is not masked. All states of a response are scored in every update; UniGRPO scores one an update,
+    and spreads its levels over the updates of a step."""
 
     equation: ClassVar[str] = (
-        "mean of log p(x_k | prompt, places that are not empty) over the states in which k is empty; state j of n "
-        "empties each place with chance (u + j / n) mod 1"
+        "mean of log p(x_k | prompt, positions that are not empty) over the states in which k is empty; state j of n "
+        "empties each position with chance (u + j / n) mod 1"
     )
     source: ClassVar[str] = "reconstructed from summaries of MMaDA (UniGRPO), arXiv 2505.15809"
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_parts.py"
@@ -204,7 +205,7 @@ class Spread(MaskedLikelihood):
 
 
 class Trace(MaskedLikelihood):
-    """What was drawn in each step, from the state that it was drawn in."""
+    """Scores what was drawn in each step, in the state in which it was drawn."""
 
     equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
     source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
@@ -219,8 +220,8 @@ class Trace(MaskedLikelihood):
 
 
 class StepMerge(MaskedLikelihood):
-    """What was drawn, from the states before so many equally long runs of steps: the more of them, the nearer it is to
-    the trace, which it is where every step is a run of its own."""
+    """Scores what was drawn in the states before runs of steps of equal length: with more of them it comes nearer to
+    the trace, which it equals with one step a run."""
 
     equation: ClassVar[str] = "log p(x_k | the state before the segment of steps that filled k)"
     source: ClassVar[str] = "d2-StepMerge, arXiv 2509.21474"
@@ -236,11 +237,11 @@ class StepMerge(MaskedLikelihood):
 
 
 class AnyOrder(MaskedLikelihood):
-    """The whole trace in one pass: each place's mask token stands beside the response and sees the prompt and what was
-    filled before, and what was filled sees no more than that either. Exact for models that decode this way; of others,
-    which read states in both directions and with their empty places, it is an approximation."""
+    """Scores the whole trace in one pass: each position's mask token stands beside the response and sees the prompt and
+    what was filled before, and what was filled sees no more than that either. Exact for models that decode this way; an
+    approximation for others, which read states in both directions and with their masked positions."""
 
-    equation: ClassVar[str] = "log p(x_k | prompt, places filled before k, which see nothing that was filled later)"
+    equation: ClassVar[str] = "log p(x_k | prompt, positions filled before k, which see nothing that was filled later)"
     source: ClassVar[str] = "d2-AnyOrder, arXiv 2509.21474"
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_traces.py"
     of_trace: ClassVar[bool] = True
@@ -254,19 +255,19 @@ class AnyOrder(MaskedLikelihood):
 
 class StaircaseBound(MaskedLikelihood):
     """The bound of `elbo` block by block, for models that are read by blocks (`unmasking.causal_blocks`): all blocks
-    are asked about at once, each with empty places of its own and with the finished blocks before it in sight. Response
-    and noised copy stand in one row, and the mask of attention is a staircase."""
+    are scored at once, each with masked positions of its own, and sees the finished blocks before it. Response and
+    noised copy stand in one row, and the attention mask is a staircase."""
 
     equation: ClassVar[str] = (
-        "sum over blocks b of n places of E_l n / l log p(x_k | prompt, blocks before b, places of b that are not "
-        "empty), k empty, l = 1 ... n"
+        "sum over blocks b of n positions of E_l n / l log p(x_k | prompt, blocks before b, positions of b that are "
+        "not empty), k empty, l = 1 ... n"
     )
     source: ClassVar[str] = (
         "reconstructed from the abstract of StableDRL, arXiv 2603.06743; block diffusion: arXiv 2503.09573"
     )
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_staircase.py"
     type: str = "staircase"
-    draws: int = option(2, "states of a response, each of which has empty places in every block", ge=1)
+    draws: int = option(2, "states of a response, each of which has empty positions in every block", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         import torch
@@ -280,71 +281,71 @@ class StaircaseBound(MaskedLikelihood):
 
 
 class MaskedLimits(Section):
-    """How long prompts and responses are."""
+    """Lengths of prompts and responses."""
 
     max_prompt_length: int = option(1024, "longest prompt", unit="tokens", ge=1)
     response_length: int = option(
-        64, "places of every response; what stands behind its end token is left out", unit="tokens", ge=1
+        64, "positions of every response; those behind its end token are left out", unit="tokens", ge=1
     )
 
 
 class MaskedSampling(MaskedLimits):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     temperature: Schedule = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
 
 
 class WritingLimits(MaskedLimits):
-    """How long prompts and responses are, and text before an image."""
+    """Lengths of prompts and responses, and of text before an image."""
 
     reasoning_length: int = option(
-        0, "places of text before the codes of an image; 0: codes alone, or text alone", unit="tokens", ge=0
+        0, "positions of text before the tokens of an image; 0: an image alone, or text alone", unit="tokens", ge=0
     )
 
 
 class WritingSampling(MaskedSampling, WritingLimits):
-    """How responses are sampled."""
+    """Sampling of responses with text and an image."""
 
 
 class MaskedEvaluation(Section):
-    """How responses are sampled in evaluation."""
+    """Sampling of responses in evaluation."""
 
     temperature: float = option(0.0, "0: the most likely token each time", ge=0)
 
 
 class Unmasking(Section):
-    """In how many steps, and in which order, the places of a response are filled."""
+    """The number of steps and the order in which the positions of a response are filled."""
 
-    steps: int | None = option(None, "of a response; default: one a place", unit="steps", ge=1)
+    steps: int | None = option(None, "of a response; default: one a position", unit="steps", ge=1)
     block: int | None = option(
-        None, "places that are filled before those behind them; default: all", unit="tokens", ge=1
+        None, "positions that are filled before those behind them; default: all", unit="tokens", ge=1
     )
     reasoning_steps: int | None = option(
-        None, "of the text before the codes of an image; default: one a place", unit="steps", ge=1
+        None, "of the text before the tokens of an image; default: one a position", unit="steps", ge=1
     )
-    order: Order = option(Confidence(), "which places are filled next")
+    order: Order = option(Confidence(), "which positions are filled next")
     causal_blocks: bool = option(
         False,
         "a block sees the prompt, the blocks before it and itself, as block diffusion models (SDAR, TraDo) do; "
-        "false: every place sees all others",
+        "false: every position sees all others",
     )
     threshold: float | None = option(
         None,
-        "places whose drawn token is at least this likely are filled at once, beside those of the step, so that a "
-        "response may need fewer steps; null: those of the step alone",
+        "positions whose drawn token has at least this probability are filled at once, besides those of the step, so "
+        "that a response may need fewer steps; null: those of the step alone",
         gt=0,
         le=1,
     )
 
 
 class UnmaskingRollouts(Unmasking):
-    """How responses are drawn in training, and how likely they are."""
+    """Sampling of responses in training, and the estimate of their likelihoods."""
 
-    likelihood: MaskedLikelihood = option(OneStep(), "what is known of a response's likelihood")
+    likelihood: MaskedLikelihood = option(OneStep(), "the estimate of a response's likelihood")
 
 
 class UnmaskingDemonstrations(Unmasking):
-    """How a masked diffusion model learns responses that are given."""
+    """Learning of a masked diffusion model from demonstrations."""
 
     draws: int = option(1, "states of a response", ge=1)
 
@@ -354,14 +355,15 @@ class UnmaskingDemonstrations(Unmasking):
 
 
 class TokenDiffusionModel(ModelSettings):
-    """What kinds of discrete diffusion share."""
+    """Options that all kinds of discrete diffusion share."""
 
     type: str = "discrete_diffusion"
     attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     shifted: bool = option(
-        False, "the model says at each place what stands at the next, as those made of autoregressive ones do (Dream)"
+        False,
+        "the model predicts at each position the token at the next, as those made of autoregressive ones do (Dream)",
     )
 
     def capabilities(self, config: JobConfig) -> Capabilities:
@@ -372,47 +374,47 @@ class TokenDiffusionModel(ModelSettings):
 
 class MaskedModel(TokenDiffusionModel):
     """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
-    directions. One decision a token of the response. With a codebook beside it it writes images as codes, and text
-    about them before, in the same way."""
+    directions. One decision a token of the response. With a codebook beside it it writes images, and text about them
+    before, in the same way."""
 
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_policy.py"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and images: MMaDA, arXiv 2505.15809"
     type: str = "discrete_diffusion"
-    mask_token: str | None = option(None, "that stands in empty places; default: the tokenizer's own")
+    mask_token: str | None = option(None, "that stands at empty positions; default: the tokenizer's own")
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        given = collects == "demonstrations"
+        supervised = collects == "demonstrations"
         return {
-            "rollout": WritingLimits if given else WritingSampling,
-            "unmasking": UnmaskingDemonstrations if given else UnmaskingRollouts,
+            "rollout": WritingLimits if supervised else WritingSampling,
+            "unmasking": UnmaskingDemonstrations if supervised else UnmaskingRollouts,
             "evaluation": MaskedEvaluation,
         }
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        known = super().capabilities(config)
+        shared = super().capabilities(config)
         limits: WritingLimits = config.rollout
         parts = {"parts", "segments"} if limits.reasoning_length else set()
-        return Capabilities(known.of, known.offers | {"critic"} | parts, groups=("critic",))
+        return Capabilities(shared.of, shared.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
         from mmrl.policies.discrete_diffusion.schedule import in_parts
 
         unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
         limits: WritingLimits = config.rollout
-        text, own = limits.reasoning_length, unmasking.reasoning_steps
-        if own is not None and not text:
+        text, text_steps = limits.reasoning_length, unmasking.reasoning_steps
+        if text_steps is not None and not text:
             raise ValueError(
-                f"unmasking.reasoning_steps={own} fills text before the codes of an image; set "
+                f"unmasking.reasoning_steps={text_steps} fills text before the tokens of an image; set "
                 "rollout.reasoning_length, or leave it out"
             )
-        in_parts(text, limits.response_length, own, unmasking.steps, unmasking.block)
+        in_parts(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking.likelihood)
         _check_blocks(unmasking, self.shifted)
         if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
             raise ValueError(
-                "unmasking.likelihood=any_order asks for a place at its own mask token, and with model.shifted=true "
-                "the model answers at the place before; choose another likelihood, such as step_merge"
+                "unmasking.likelihood=any_order scores a position at its own mask token, and with model.shifted=true "
+                "the model predicts it at the position before; choose another likelihood, such as step_merge"
             )
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
@@ -420,7 +422,7 @@ class MaskedModel(TokenDiffusionModel):
 
 
 def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:
-    """Raises ValueError for a critic that reads something else than the states of the trace."""
+    """Raises ValueError for a critic of states that are not those of the trace."""
     if critic is None:
         return
     if not isinstance(critic, SharedCritic):
@@ -431,12 +433,12 @@ def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -
     if not likelihood.of_trace:
         raise ValueError(
             f"unmasking.likelihood={likelihood.type} shows the model states that the rollout was never in, "
-            "and algorithm.critic asks what those of its trace are worth; use trace, step_merge or any_order"
+            "and algorithm.critic values those of its trace; use trace, step_merge or any_order"
         )
 
 
 def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifted: bool) -> None:
-    """Raises ValueError where a model is read by blocks in one place and not in another."""
+    """Raises ValueError where a model is read by blocks in sampling or in replay alone."""
     by_blocks = unmasking.likelihood.type == "staircase"
     if not unmasking.causal_blocks:
         if by_blocks:
@@ -454,6 +456,6 @@ def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifte
         )
     if shifted:
         raise ValueError(
-            "unmasking.causal_blocks=true asks for a place in its own block, and with model.shifted=true the model "
-            "answers at the place before; set one of them to false"
+            "unmasking.causal_blocks=true scores a position in its own block, and with model.shifted=true the model "
+            "predicts it at the position before; set one of them to false"
         )

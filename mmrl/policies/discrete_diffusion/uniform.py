@@ -1,5 +1,5 @@
-"""Uniform discrete diffusion: a response begins as tokens drawn at random, and step by step more of them become what
-the model says."""
+"""Uniform discrete diffusion: a response begins as random tokens, and step by step more of them are replaced by the
+model's predictions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising
 from mmrl.policies.vlm.scorer import transformers_model
 
-APART = 1 << 40  # added to a rollout's seed: the noise that it is replayed under is not that which it was made from
+REPLAY_SEED_OFFSET = 1 << 40  # added to a rollout's seed: it is replayed under other noise than it was sampled from
 
 
 class UniformPolicy(DiscreteDiffusionPolicy):
-    """Its decisions are the tokens of the finished response, asked about in states that are noised from it anew: what
-    it went through when it was made does not matter."""
+    """Decides the tokens of the finished response, which are scored in states that are noised from it anew; the states
+    of sampling do not matter."""
 
     kind: ClassVar[str] = "uniform_diffusion"
 
@@ -34,51 +34,54 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         size = transformers_model(scorer.model).get_output_embeddings().weight.shape[0]
         allowed = torch.ones(size, dtype=torch.bool)
         allowed[layout.vocabulary.suppressed] = False
-        self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise is made of, and that are drawn
+        self.allowed = allowed.nonzero().flatten()  # [n] tokens that noise and samples consist of
 
     def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """With steps of equal size in the chance t that a token is noise: of what is not yet kept at t, the share that
-        is kept at s < t, (t - s) / t, becomes what the model says; the last step leaves nothing."""
+        """Samples with steps of equal size in the chance t that a token is noise: of the tokens not yet kept at t, the
+        share that is kept at s < t, (t - s) / t, is replaced by the model's predictions; the last step leaves none."""
         generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
         response = self._tokens(self._uniform(generators))
         rows = torch.arange(len(prompts)).repeat_interleave(self.layout.length).to(self.device)
-        place = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
+        position = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
         first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         for turn in range(self.noising.steps):
-            ids, there = self.collator.collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
-            logits = self.module.logits(ids, there, rows, first[rows] + place)
+            ids, mask = self.collator.collate([torch.cat(pair) for pair in zip(prompts, response, strict=True)])
+            logits = self.module.logits(ids, mask, rows, first[rows] + position)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
             tokens = (draw(logits, generators) if temperature else logits).argmax(-1).cpu()
             now = self._uniform(generators) < 1 / (self.noising.steps - turn)
             response = torch.where(now, tokens, response)
-        heat = temperature or 1.0  # responses of the most likely tokens are replayed as they are
-        none = torch.zeros(self.layout.length, dtype=torch.long)
-        return [MaskedRecord(prompt, response[i], none, int(seeds[i]), heat) for i, prompt in enumerate(prompts)]
+        replay_temperature = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+        steps = torch.zeros(self.layout.length, dtype=torch.long)
+        return [
+            MaskedRecord(prompt, response[i], steps, int(seeds[i]), replay_temperature)
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _forwards(self, record: MaskedRecord) -> int:
         return self.noising.steps
 
     def _uniform(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """[row, place] from 0 to 1, on the CPU."""
+        """Draws numbers in [0, 1), [row, position], on the CPU."""
         drawn = [torch.rand(self.layout.length, generator=generator, device=self.device) for generator in generators]
         return torch.stack(drawn).cpu()
 
     def _tokens(self, uniform: Tensor) -> Tensor:
-        """Of the allowed tokens that which a number from 0 to 1 means."""
+        """Maps numbers in [0, 1) to allowed tokens."""
         return self.allowed[(uniform * len(self.allowed)).long().clamp(max=len(self.allowed) - 1)]
 
     def states_of(self, record: MaskedRecord) -> States:
         return noised(record.seed, self.layout.length, self.noising.draws, self.noising.levels)
 
-    def _shown(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+    def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         assert states.noise is not None
         return torch.where(states.empty[state], self._tokens(states.noise[state]), record.response)
 
 
 def noised(seed: int, length: int, draws: int, levels: tuple[float, float]) -> States:
-    """In draw j of n every place is replaced with a chance from the j-th of n equal parts of `levels`. All places are
-    asked about, for the model can not tell which are noise."""
-    generator, (low, high) = torch.Generator().manual_seed(seed + APART), levels
+    """Noises every position in draw j of n with a chance from the j-th of n equal parts of `levels`. All positions are
+    scored, for the model can not tell which are noise."""
+    generator, (low, high) = torch.Generator().manual_seed(seed + REPLAY_SEED_OFFSET), levels
     level = low + (high - low) * (torch.arange(draws) + torch.rand(draws, generator=generator)) / draws
     empty = torch.rand(draws, length, generator=generator) < level[:, None]
     noise = torch.rand(draws, length, generator=generator)

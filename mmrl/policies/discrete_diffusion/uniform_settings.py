@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Noising(Section):
-    """In how many steps noise becomes a response, and in which noised states of it its tokens are asked about."""
+    """The number of steps from noise to a response, and the noised states in which its tokens are scored."""
 
     steps: int = option(8, "of a response", unit="steps", ge=1)
     draws: int = option(
@@ -41,7 +41,7 @@ class Noising(Section):
 
 
 class NoisingRollouts(Noising):
-    """How responses are drawn in training, and how likely they are."""
+    """Sampling of responses in training, and the estimate of their likelihoods."""
 
     draws: int = option(
         4, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
@@ -49,9 +49,9 @@ class NoisingRollouts(Noising):
 
 
 class UniformModel(TokenDiffusionModel):
-    """A uniform discrete diffusion model of text or codes: a masked language model of transformers, or a causal one
-    that is read in both directions, which is shown a response with some tokens replaced by others and says what stood
-    there. It is not told how many were replaced. One decision a token of the response."""
+    """A uniform discrete diffusion model of text or image tokens: a masked language model of transformers, or a causal
+    one that is read in both directions. It reads a response with some tokens replaced by others, without knowing how
+    many, and predicts the original. One decision a token of the response."""
 
     equation: ClassVar[str] = (
         "mean over levels t of log p(x_k | x with each token replaced with chance t), x the response"
@@ -65,10 +65,10 @@ class UniformModel(TokenDiffusionModel):
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        given = collects == "demonstrations"
+        supervised = collects == "demonstrations"
         return {
-            "rollout": MaskedLimits if given else MaskedSampling,
-            "noising": Noising if given else NoisingRollouts,
+            "rollout": MaskedLimits if supervised else MaskedSampling,
+            "noising": Noising if supervised else NoisingRollouts,
             "evaluation": MaskedEvaluation,
         }
 

@@ -215,7 +215,7 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
         if frozen:
             hidden = torch.empty(steps, length, width, device="meta", dtype=dtype)
         else:
-            hidden = vlm.read(model, steps, length + action.chunk * ACTION, given=True)[:, :length]
+            hidden = vlm.last_hidden(model, steps, length + action.chunk * ACTION, requires_grad=True)[:, :length]
         if not isinstance(action.head, FlowActions):
             return hidden
         reading = CachedReading(hidden, torch.ones(steps, length, dtype=torch.bool, device="meta"))
@@ -227,7 +227,7 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
     return MemoryModel(
         module,
         lambda rows: in_parts(score, rows, config),
-        sample=lambda: vlm.read(model, _played(config), length, given=False),
+        sample=lambda: vlm.last_hidden(model, _played(config), length, requires_grad=False),
         words=notes,
     )
 

@@ -1,4 +1,4 @@
-"""Responses that engines draw in one go or in several."""
+"""Responses that an engine samples in one go or in several."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mmrl.rollouts import Prompt
 
 @dataclass(eq=False)
 class Draft:
-    """A response in the making by an engine, which may get other weights before it is finished."""
+    """An unfinished response of an engine, whose weights may change before it is finished."""
 
     prompt: Prompt
-    request: Request  # for all of it
-    tokens: RolloutTokens  # the response as far as it goes
+    request: Request  # for the whole response
+    tokens: RolloutTokens  # with the response so far
     logp: Tensor  # [response token] fp32, each by the weights that drew it
 
     def finished(self, eos: tuple[int, ...]) -> bool:
@@ -27,18 +27,18 @@ class Draft:
         return len(response) > 0 and (len(response) == self.request.limit or int(response[-1]) in eos)
 
     def next(self, count: int) -> Request:
-        """For so many tokens more."""
+        """Returns the request for up to `count` more tokens."""
         request, length = self.request.after(self.tokens.response), len(self.tokens.response)
         seed = continued_seed(self.request.seed, length)
         return replace(request, seed=seed, limit=min(count, self.request.limit - length))
 
     def state(self) -> dict[str, Tensor | None]:
-        """All that a new draft of the same prompt and seed lacks to be this one."""
+        """Returns all that a new draft of the same prompt and seed lacks to be this one."""
         return {"response": self.tokens.response, "logp": self.logp, "experts": self.tokens.experts}
 
     def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
-        """experts: of all tokens but the last, where they are recorded. Of what was known before the old record stays:
-        a token keeps the experts with which the token after it was drawn, like that one's likelihood."""
+        """Adds tokens [token] with their logp. experts: of all tokens but the last, where they are recorded. Earlier
+        records stay: a token keeps the experts with which the token after it was drawn, like that one's likelihood."""
         old = self.tokens.experts
         if experts is not None and old is not None:
             experts = torch.cat([old, experts[len(old) :]])
@@ -47,5 +47,6 @@ class Draft:
 
 
 def continued_seed(seed: int, tokens: int) -> int:
-    """Of a response that goes on after so many tokens: the same seed would draw the same noise again."""
+    """Returns the seed of a response that is continued after so many tokens: the same seed would draw the same noise
+    again."""
     return seed if tokens == 0 else int(np.random.SeedSequence([seed, tokens]).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""The vLLM engines of a job, made from its settings."""
+"""Builds the vLLM engines of a job from its settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def synced(
     config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
 ) -> Synced:
-    """Engines that have the policy's weights after each synchronisation. source: of the prompts that prove it.
+    """Builds engines that have the policy's weights after each synchronisation. source: of the prompts that check it.
 
     Raises UserError where they can not start.
     """
@@ -54,11 +54,11 @@ def synced(
 
 
 def engine_options(config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
-    """What an engine of the job is made with."""
+    """Returns the options of an engine of the job."""
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
-    talks = policy.drafter.conversations
+    conversations = policy.drafter.conversations
     return EngineOptions(
-        observed=0 if talks is None else talks.settings.limits.max_images,
+        observed=0 if conversations is None else conversations.settings.limits.max_images,
         context=min(policy.tokens.max_prompt_length + policy.max_decisions, positions),
         settings=settings,
         dtype=config.model.dtype,

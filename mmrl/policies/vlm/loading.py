@@ -1,4 +1,4 @@
-"""Vision-language policies from folders and hub names."""
+"""Loads vision-language policies from folders and hub names."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from mmrl.protocols.parts import ConversationTask
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-# Names of modules, as path components of parameter names, over the families of transformers.
+# Names of modules, as path components of parameter names, in all families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
 def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: object = None) -> VisionLanguagePolicy:
-    """The policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
+    """Loads the policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model, processor = load_model(path, settings)
     text = transformers_model(model).config.get_text_config()
-    longest, most = rollout.max_response_length.extremes[1], text.max_position_embeddings
-    if longest >= most:
+    longest, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
+    if longest >= context:
         raise UserError(
-            f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {most} tokens that "
+            f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {context} tokens that "
             f"model.path={path} can read; lower it"
         )
     if settings.activation_checkpointing:
@@ -76,7 +76,7 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: obje
 
 
 class VisionLanguageSettings(Protocol):
-    """What the settings of any model with a vision-language model in it say of that."""
+    """Settings of a vision-language model, shared by all kinds of model that contain one."""
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]: ...
@@ -94,8 +94,8 @@ class VisionLanguageSettings(Protocol):
     def processor(self) -> dict[str, Any]: ...
 
 
-def described(path: str) -> PreTrainedConfig:
-    """The configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
+def load_config(path: str) -> PreTrainedConfig:
+    """Returns the configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
     UserError where there is none."""
     try:
         return AutoConfig.from_pretrained(base_of(path))
@@ -103,13 +103,13 @@ def described(path: str) -> PreTrainedConfig:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
 
 
-def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
-    """A model by transformers' class `made`, without its adapter. Raises UserError where files lack some of its
-    weights, which transformers would leave at random."""
-    model, found = made.from_pretrained(
+def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> Any:
+    """Loads a model of transformers' class `model_class`, without its adapter. Raises UserError where files lack some
+    of its weights, which transformers would leave at random."""
+    model, info = model_class.from_pretrained(
         base_of(path), dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
         )
@@ -117,30 +117,32 @@ def whole(made: Any, path: str, dtype: str, attention: str) -> Any:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer at `path`."""
-    made: Any = AutoTokenizer
-    return made.from_pretrained(path)
+    """Loads the tokenizer at `path`."""
+    tokenizer_class: Any = AutoTokenizer
+    return tokenizer_class.from_pretrained(path)
 
 
 def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Processor]:
-    """An image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for one.
+    """Loads an image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for
+    one.
 
     Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
     """
-    config = described(path)
+    config = load_config(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model = whole(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
+    model = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
     write_as_published(model)
     model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     return model, AutoProcessor.from_pretrained(path, **settings.processor)
 
 
 def write_as_published(model: Any) -> None:
-    """Has transformers write all weights in the layout of the published checkpoint, which is what other libraries read.
+    """Has transformers save all weights in the layout of the published checkpoint, which is what other libraries read.
 
-    Where experts lie transposed in it, transformers reads both layouts, told apart by their shape; but by the same rule
-    it finds that what it writes need not be transposed back, unless ZeRO-3 has emptied the parameter it compares with.
+    Where experts lie transposed in it, transformers reads both layouts and tells them apart by their shape; by the same
+    rule it decides that what it writes need not be transposed back, unless ZeRO-3 has emptied the parameter it compares
+    with.
     """
     for conversion in model._weight_conversions:
         if isinstance(conversion, WeightConverter):
@@ -150,19 +152,20 @@ def write_as_published(model: Any) -> None:
 
 
 def base_of(path: str) -> str:
-    """What `path` is a LoRA of, or itself."""
+    """Returns the base model of the LoRA at `path`, or `path` itself if it is none."""
     if (Path(path) / "adapter_config.json").is_file():
-        import peft  # a second, which only a LoRA needs
+        import peft  # takes a second, and only a LoRA needs it
 
         return str(peft.PeftConfig.from_pretrained(path).base_model_name_or_path)
     return path
 
 
 def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> Any:
-    """`model` with the LoRA at `path` if there is one, or a new one if `lora` is given; parts in `freeze` stay."""
+    """Returns `model` with the LoRA at `path` if there is one, or a new one if `lora` is given; freezes the parts in
+    `freeze`."""
     adapted = (Path(path) / "adapter_config.json").is_file()
     if adapted or lora is not None:
-        import peft  # a second, which only a LoRA needs
+        import peft  # takes a second, and only a LoRA needs it
     if adapted:
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
@@ -175,16 +178,16 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Layers keep only their inputs for the backward pass."""
+    """Has layers keep only their inputs for the backward pass (gradient checkpointing)."""
     core: Any = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})
-    # Which transformers has every embedding give something that asks for a gradient, patches of images too: a vision
-    # tower that is not trained would be recomputed and run backward. Only reentrant checkpoints need that.
+    # For reentrant checkpoints transformers makes the outputs of all embeddings require a gradient, image patches
+    # included. These checkpoints need none, and a frozen vision tower would be recomputed and run backward.
     core.disable_input_require_grads()
 
 
 def part_of(parameter: str) -> str:
-    """Which part a parameter belongs to, by its name: vision, connector or language."""
+    """Returns the part that a parameter belongs to, by its name: vision, connector or language."""
     names = set(parameter.split("."))
     if names & CONNECTORS:
         return "connector"

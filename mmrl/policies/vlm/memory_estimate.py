@@ -14,18 +14,19 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_
 from mmrl.engine.memory import MemoryModel, everything_seen, on_meta
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.policies.settings import LoRA
-from mmrl.policies.vlm.loading import adapt, described, part_of, recompute_activations
+from mmrl.policies.vlm.loading import adapt, load_config, part_of, recompute_activations
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import TokenEngine, TokenLimits, TokenSampling, VisionLanguageModel
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-A_LAYER = 34  # numbers of a vision token's width that a layer keeps, of two bytes each (arXiv 2205.05198, table 2)
+# Bytes that a layer keeps per vision token and unit of width, at two bytes a number (arXiv 2205.05198, table 2)
+A_LAYER = 34
 QWEN_VISION: dict[str, Any] = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 QWEN_VISION |= {"fullatt_block_indexes": [7, 15, 23, 31]}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-# Sizes of published models, so that nothing is asked of a hub.
+# Sizes of published models, so that no hub is needed.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": {
         "hidden_size": 2048,
@@ -48,10 +49,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def described_model(path: str) -> PreTrainedConfig:
-    """The configuration of a transformers model, from this file where it is a published one. Raises UserError."""
+def model_config(path: str) -> PreTrainedConfig:
+    """Returns the configuration of a transformers model, from this file where it is a published one. Raises
+    UserError."""
     if path not in PUBLISHED:
-        return described(path)
+        return load_config(path)
     text = PUBLISHED[path]
     vision = {**QWEN_VISION, "out_hidden_size": text["hidden_size"]}
     tied = text["tie_word_embeddings"]
@@ -59,11 +61,11 @@ def described_model(path: str) -> PreTrainedConfig:
 
 
 def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
-    """The image-text model at `path`, or the one that the adapter there belongs to, as `loading.load_model` makes it,
-    without weights."""
-    made: Any = AutoModelForImageTextToText
+    """Builds the image-text model at `path`, or the one that the adapter there belongs to, as `loading.load_model`
+    does, without weights."""
+    model_class: Any = AutoModelForImageTextToText
     with on_meta(dtype):
-        model = made.from_config(described_model(path), attn_implementation="sdpa")
+        model = model_class.from_config(model_config(path), attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
             model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
             path = ""
@@ -72,26 +74,25 @@ def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) 
 
 
 def decoder(model: nn.Module) -> Any:
-    """The layers that read words."""
+    """Returns the decoder of text."""
     return transformers_model(model).get_decoder()
 
 
-def read(model: nn.Module, rows: int, length: int, *, given: bool) -> Tensor:
-    """The last layer [row, token, width] of so many tokens. given: whether what they are embedded as asks for a
-    gradient."""
+def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool) -> Tensor:
+    """Returns the last hidden states [row, token, width] of so many tokens. requires_grad: of the embedded tokens."""
     core = decoder(model)
     dtype = next(model.parameters()).dtype
     width = core.get_input_embeddings().embedding_dim
-    tokens = torch.empty(rows, length, width, device="meta", dtype=dtype, requires_grad=given)
+    tokens = torch.empty(rows, length, width, device="meta", dtype=dtype, requires_grad=requires_grad)
     mask = everything_seen(rows, length)
-    places = torch.zeros(3, rows, length, dtype=torch.long, device="meta")
-    with_places = {"position_ids": places} if "mrope_section" in str(core.config.to_dict()) else {}
-    out: Tensor = core(inputs_embeds=tokens, attention_mask=mask, use_cache=False, **with_places).last_hidden_state
+    position_ids = torch.zeros(3, rows, length, dtype=torch.long, device="meta")
+    options = {"position_ids": position_ids} if "mrope_section" in str(core.config.to_dict()) else {}
+    out: Tensor = core(inputs_embeds=tokens, attention_mask=mask, use_cache=False, **options).last_hidden_state
     return out
 
 
 def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Of a job; what is read of an image counts as tokens of the prompt. Raises UserError as `described`."""
+    """Returns the memory model of a job; an image counts as tokens of the prompt. Raises UserError as `load_config`."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model = network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
@@ -104,42 +105,42 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     text, width = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
     shared = config.group_size if config.engine.zero_stage < 3 else 1
-    together = engine.longest_at_once(config.engine.micro_batch, length)
-    words = [f"a micro-batch is {together} responses of up to {length} tokens, prompts included"]
+    batch_rows = engine.longest_at_once(config.engine.micro_batch, length)
+    notes = [f"a micro-batch is {batch_rows} responses of up to {length} tokens, prompts included"]
 
     def train(rows: int) -> Tensor:
-        words_given = settings.lora is None and "language" in settings.freeze
-        return read(model, engine.longest_at_once(rows, length), length, given=not words_given)
+        frozen = settings.lora is None and "language" in settings.freeze
+        return last_hidden(model, engine.longest_at_once(rows, length), length, requires_grad=not frozen)
 
-    made = MemoryModel(
+    memory = MemoryModel(
         model,
         train,
-        sample=lambda: read(model, max(1, at_once // shared), rollout.max_prompt_length, given=False),
+        sample=lambda: last_hidden(model, max(1, at_once // shared), rollout.max_prompt_length, requires_grad=False),
         logits=engine.logp_chunk * text.vocab_size * 4 * 2,  # fp32, and their gradient
-        words=words,
+        words=notes,
     )
     if any(p.requires_grad for n, p in model.named_parameters() if part_of(n) == "vision"):
-        made.beside_training["activations of images"] = images(model, together, rollout, settings)
-        words.append(f"of images by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
+        memory.beside_training["activations of images"] = image_activations(model, batch_rows, rollout, settings)
+        notes.append(f"of images by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:
         heads = text.num_key_value_heads or text.num_attention_heads
-        made.cache = 2 * width * text.num_hidden_layers * heads * head_size(text) * length * at_once
+        memory.cache = 2 * width * text.num_hidden_layers * heads * head_size(text) * length * at_once
     if colocated:
-        made.sample = None
-    return made
+        memory.sample = None
+    return memory
 
 
 def head_size(text: PreTrainedConfig) -> int:
-    """Numbers of a key, which only some families name."""
+    """Returns the width of a key, which only some families name."""
     return text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
 
 
-def images(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
-    """Bytes that a vision tower which is trained keeps of the images of a micro-batch, of at most as many tokens as a
-    prompt has; four patches are one of them in Qwen's towers, which is the most among those known here."""
+def image_activations(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
+    """Returns the bytes that a trained vision tower keeps of the images of a micro-batch, which are at most as many
+    tokens as a prompt has; four patches make one token in Qwen's towers, more than in any other known here."""
     vision = transformers_model(model).config.vision_config
     depth = vision.to_dict().get("depth") or vision.num_hidden_layers
     patches = rows * rollout.max_prompt_length * 4
-    kept = 2 if settings.activation_checkpointing else A_LAYER
-    return float(kept * patches * vision.hidden_size * depth + A_LAYER * patches * vision.hidden_size)
+    per_layer = 2 if settings.activation_checkpointing else A_LAYER
+    return float(per_layer * patches * vision.hidden_size * depth + A_LAYER * patches * vision.hidden_size)

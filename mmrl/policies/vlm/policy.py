@@ -34,9 +34,9 @@ from mmrl.schedules.schedule import Schedule, constant
 class VisionLanguagePolicy:
     """Turns prompts into rollouts and rollouts into log-probabilities.
 
-    Token in, token out: the ids a rollout was sampled with are the ids it is replayed with; text is decoded for
-    rewards only. Its parts: `tokens` are texts as ids, `runner` runs the model, `drafter` draws responses,
-    `likelihoods` replays them.
+    Token in, token out: the ids a rollout was sampled with are the ids it is replayed with; text is decoded for rewards
+    only. Its parts: `tokens` converts text and ids, `runner` runs the model, `drafter` samples responses, `likelihoods`
+    replays them.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VisionLanguagePolicy:
         gathers: bool = True,
     ) -> None:
         """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response.
-        gathers: see `ModelRunner.own_weights`."""
+        gathers: see `ModelRunner.gathered_weights`."""
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
@@ -62,7 +62,7 @@ class VisionLanguagePolicy:
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
         self.temperature = constant(sampling.temperature) if temperature is None else temperature
         vocabulary = core.get_output_embeddings().weight.shape[0]
-        # Temperature 1: it is a factor that changes from rollout to rollout
+        # Temperature 1: each rollout has its own
         drawn = replace(sampling, temperature=1.0, suppressed=tokens.suppressed, vocabulary=vocabulary)
         self.evaluation_temperature = evaluation_temperature
         self.module = TokenScorer(model, drawn, logp_chunk)
@@ -71,7 +71,7 @@ class VisionLanguagePolicy:
         recompute(self.module, True)
         self.drafter = Drafter(self.runner, drawn, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)
-        # Generates instead of the model; whoever sets it keeps its weights current
+        # Generates in place of the model; the code that sets it keeps its weights current
         self.engine: Answering | None = None
 
     @property
@@ -80,7 +80,7 @@ class VisionLanguagePolicy:
         return self.tokens.eos
 
     def read_by(self, reader: PromptReader) -> None:
-        """From now on prompts are asked for here first, where they may have been encoded."""
+        """Takes encoded prompts from `reader`, where it has them."""
         self.tokens.reader = reader
 
     @property
@@ -89,14 +89,14 @@ class VisionLanguagePolicy:
         return int(self.tokens.response_limit.extremes[1])
 
     def trained_by(self, engine: TrainingEngine) -> None:
-        """Under ZeRO-3 ranks have to make the same number of passes as those of `engine`."""
+        """Keeps passes in lockstep over the ranks of `engine` under ZeRO-3."""
         if engine.zero_stage == 3:
             self.runner.lockstep = Lockstep(engine.max, engine.whole)
 
     # --- prompts to rollouts ---
 
     def encoder(self) -> PromptEncoder | None:
-        """None where environments make other prompts of those of a source."""
+        """Returns the encoder of prompts; None where environments change the prompts of a source."""
         return None if self.drafter.conversations is not None else self.tokens.encoder()
 
     def rollout(
@@ -109,17 +109,21 @@ class VisionLanguagePolicy:
         temperature: float | None = None,
         max_response_length: int | None = None,
     ) -> Rollouts:
-        """Sample `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. group: the prompt's place.
+        """Samples `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. The group of a rollout is
+        the index of its prompt.
 
-        Sampling is the same at every `step` of training. Where there is an engine, it generates; see `Drafter.ask`."""
-        heat = self.temperature.value if temperature is None else temperature
+        Sampling is the same at every `step` of training. Where there is an engine, it generates; see `Drafter.ask`.
+        """
+        sampling_temperature = self.temperature.value if temperature is None else temperature
         limit = max_response_length or self.tokens.max_response_length
         if self.engine is not None:
-            return self.drafter.ask(self.engine, prompts, group_size, seeds, limit=limit, temperature=heat)
-        return self.drafter.sample(prompts, group_size, seeds, heat, limit)
+            return self.drafter.ask(
+                self.engine, prompts, group_size, seeds, limit=limit, temperature=sampling_temperature
+            )
+        return self.drafter.sample(prompts, group_size, seeds, sampling_temperature, limit)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One response a prompt at the temperature of evaluation."""
+        """Samples one response a prompt at the temperature of evaluation."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
 
     def draft(
@@ -131,23 +135,24 @@ class VisionLanguagePolicy:
         limit: int | None = None,
         temperature: float | None = None,
     ) -> list[Draft]:
-        """Responses of no tokens yet; see `Drafter.draft`."""
+        """Returns responses without tokens; see `Drafter.draft`."""
         return self.drafter.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
 
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
-        """Gives drafts up to `count` tokens more; see `Drafter.extend`."""
+        """Extends drafts by up to `count` tokens; see `Drafter.extend`."""
         self.drafter.extend(engine, drafts, count)
 
     def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
-        """Makes new drafts those that once had these states; see `Drafter.restore`."""
+        """Restores the states of drafts; see `Drafter.restore`."""
         self.drafter.restore(drafts, states)
 
     def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
-        """Finished drafts as rollouts, `group_size` a prompt."""
+        """Returns finished drafts as rollouts, `group_size` a prompt."""
         return self.drafter.complete(drafts, group_size)
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
-        """The prompts with their known answers as responses, for supervised learning; nothing here is random."""
+        """Returns the prompts with their reference answers as responses, for supervised learning; nothing in it is
+        random."""
         if self.drafter.conversations is not None:
             return self.drafter.conversations.demonstrate(self.drafter, prompts)
         return demonstrate(self.tokens, prompts, self.temperature.value)  # the policy that is trained samples at it
@@ -155,23 +160,23 @@ class VisionLanguagePolicy:
     # --- rollouts to rollouts ---
 
     def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """What `recalled` needs of each rollout beside its prompt."""
+        """Returns what `recalled` needs of each rollout besides its prompt."""
         return reuse.stored(rollouts.inputs)
 
     def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-        """Rollouts as they were stored, not scored; their experts are chosen anew."""
+        """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
         return reuse.recalled(self.tokens, prompts, states)
 
     def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
-        """Of each response the first so many tokens, and what is sampled after them; not scored."""
+        """Keeps the first lengths[i] tokens of each response and samples the rest; not scored."""
         return reuse.continued(self.drafter, self.engine, rollouts, lengths, seeds)
 
     def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
-        """Responses that are one of `first`, the text, and one of `second`, whose tokens alone are decisions."""
+        """Returns responses of `first`, the text, and responses of `second`, whose tokens alone are decisions."""
         return reuse.recombined(self.tokens, first, second, text)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """The same responses to changed prompts."""
+        """Returns the same responses to changed prompts."""
         return reuse.with_prompts(self.tokens, rollouts, change)
 
     # --- rollouts to log-probabilities ---
@@ -179,31 +184,32 @@ class VisionLanguagePolicy:
     def replay(
         self, rollouts: Rollouts, model: Scorer, *, reference: bool = False, padding_side: str = "right"
     ) -> Replay:
-        """logp, entropy and sum of squared probabilities [rollout, decision] of the responses under `model`:
+        """Returns logp, entropy and sum of squared probabilities [rollout, decision] of the responses under `model`:
         `self.module`, or the engine around it. Decisions that do not count hold 0.
 
-        Tokens with a record of their experts go to these again; such rows read their prompts each for itself. The
-        reference routes tokens by itself, as it would if it were used: what is likely with experts that it did not
-        choose says nothing of it, and a trained router could move away unseen."""
+        Tokens with recorded experts go to these again; such rows share no prompts. The reference routes tokens by
+        itself, as it would if it were used: likelihoods with experts that it did not choose are not its own, and a
+        trained router could move away unseen.
+        """
         return self.likelihoods.replay(rollouts, model, reference=reference, padding_side=padding_side)
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] int64: tokens of prompt and response."""
+        """Returns the tokens of prompt and response, [rollout] int64."""
         return torch.tensor([len(tokens.prompt) + len(tokens.response) for tokens in rollouts.inputs])
 
     def numbers(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision] int64, which token was decided; -1 where no decision counts."""
-        found = torch.full(rollouts.mask.shape, -1)
+        """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
+        ids = torch.full(rollouts.mask.shape, -1)
         for row, tokens in enumerate(rollouts.inputs):
-            found[row, : len(tokens.response)] = tokens.response.cpu()
-        return found.where(rollouts.mask, -1)
+            ids[row, : len(tokens.response)] = tokens.response.cpu()
+        return ids.where(rollouts.mask, -1)
 
     def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
-        """[rollout, decision, count] int64, the likeliest tokens of each decision under `model`, best first."""
+        """Returns the likeliest tokens of each decision under `model`, best first, [rollout, decision, count] int64."""
         return self.likelihoods.likeliest(rollouts, model, count)
 
     def pieces(self, rollouts: Rollouts) -> list[list[str]]:
-        """The text that each token adds to the response before it, the end token included."""
+        """Returns the text that each token adds to the response before it, the end token included."""
         return [self.tokens.pieces(tokens.response) for tokens in rollouts.inputs]
 
     # --- files ---
@@ -213,8 +219,8 @@ class VisionLanguagePolicy:
         return {} if conversations is None else conversations.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write model (or adapter) and processor in transformers' own format, and a critic beside them. state: of
-        `self.module`."""
+        """Saves model (or adapter) and processor in transformers' own format, and a critic beside them. state: the
+        weights of `self.module`."""
         write_model(self.module.model, folder, state)
         save_processor(self.tokens.processor, folder)
         if self.module.critic is not None:

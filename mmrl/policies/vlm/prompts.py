@@ -1,4 +1,4 @@
-"""Prompts as a transformers image-text model reads them: chat template, processor, batches."""
+"""Prompts as inputs of a transformers image-text model: chat template, processor, batches."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor
 from mmrl.rollouts import Message, Prompt, Video
 
-# What a processor returns with one value a token. Listed by name: by shape, an image's [1, 3] grid looks like three
-# tokens.
+# Outputs of a processor with one value a token. Listed by name: by shape, an image's [1, 3] grid could be three tokens.
 PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
-RESPONSE = "\u2402response\u2403"  # stands for one in a chat template; no template takes it for anything else
+RESPONSE = "\u2402response\u2403"  # stands for a response in a chat template; no template contains it
 
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """One rollout as the model sees it. `sequence` holds further inputs with one value a prompt token
-    (mm_token_type_ids), `images` those that are laid out by image (pixel_values, image_grid_thw). `experts` are
-    those that an engine routed prompt and response to, but for the last token, which it only drew.
+    """The model inputs of one rollout. `sequence` holds further inputs with one value a prompt token
+    (mm_token_type_ids), `images` those that are laid out by image (pixel_values, image_grid_thw). `experts` are those
+    that an engine routed prompt and response to, but for the last token, which it only drew.
 
-    In a conversation the response holds what the policy read between its turns too. `decided` says which of its tokens
-    the policy chose; `read_sequence` and `read_images` are for the response what `sequence` and `images` are for
-    the prompt (the former may end before the response does: tokens that the policy chose at its end have zeros).
+    In a conversation the response also holds the observations between its turns. `decided` marks the tokens that the
+    policy chose; `read_sequence` and `read_images` are for the response what `sequence` and `images` are for the prompt
+    (the former may end before the response does: tokens that the policy chose at its end have zeros).
     """
 
     prompt: Tensor  # [prompt token] int64
@@ -46,36 +45,37 @@ class RolloutTokens:
 
     @property
     def chosen(self) -> Tensor:
-        """[response token] bool: which tokens are the policy's decisions."""
+        """The mask of the policy's decisions, [response token] bool."""
         return torch.ones_like(self.response, dtype=torch.bool) if self.decided is None else self.decided
 
-    def followed(self, ids: Tensor, *, decided: bool) -> RolloutTokens:
-        """The response goes on with text that the policy chose, or read."""
+    def extended(self, ids: Tensor, *, decided: bool) -> RolloutTokens:
+        """Returns the rollout with `ids` appended to the response. decided: whether the policy chose them."""
         return replace(
             self,
             response=torch.cat([self.response, ids]),
             decided=torch.cat([self.chosen, torch.full_like(ids, decided, dtype=torch.bool)]),
         )
 
-    def shown(self, more: RolloutTokens) -> RolloutTokens:
-        """The response goes on with what the policy reads: the prompt of `more`, images and all."""
+    def with_observation(self, observation: RolloutTokens) -> RolloutTokens:
+        """Returns the rollout with an observation appended to the response: the prompt of `observation`, images and
+        all."""
         start = len(self.response)
         sequence = {
             key: torch.cat([_to_length(self.read_sequence.get(key), start, value), value])
-            for key, value in more.sequence.items()
+            for key, value in observation.sequence.items()
         }
         images = dict(self.read_images)
-        for key, value in more.images.items():
+        for key, value in observation.images.items():
             images[key] = cat_padded([images[key], value]) if key in images else value
-        grown = self.followed(more.prompt, decided=False)
+        grown = self.extended(observation.prompt, decided=False)
         return replace(grown, read_sequence=self.read_sequence | sequence, read_images=images)
 
-    def asked(self) -> RolloutTokens:
-        """The prompt with an empty response."""
+    def without_response(self) -> RolloutTokens:
+        """Returns the prompt with an empty response."""
         return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_images={})
 
-    def answering(self, prompt: RolloutTokens) -> RolloutTokens:
-        """The same response to another prompt, routed anew."""
+    def with_prompt(self, prompt: RolloutTokens) -> RolloutTokens:
+        """Returns the same response to another prompt, routed anew."""
         return replace(
             prompt,
             response=self.response,
@@ -87,13 +87,14 @@ class RolloutTokens:
 
 
 def _to_length(values: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """`values` followed by zeros up to so many."""
-    held = like.new_zeros(0) if values is None else values
-    return torch.cat([held, held.new_zeros(length - len(held))])
+    """Pads `values` with zeros to `length`. like: gives dtype and device of missing values."""
+    present = like.new_zeros(0) if values is None else values
+    return torch.cat([present, present.new_zeros(length - len(present))])
 
 
 def save_processor(processor: Processor, folder: Path) -> None:
-    """As it was loaded: a fast tokenizer remembers how it padded and cut the last texts, and would write that down."""
+    """Saves the processor as it was loaded: a fast tokenizer remembers the last padding and truncation, and would save
+    them."""
     if isinstance(processor.tokenizer, PreTrainedTokenizerFast):
         processor.tokenizer.backend_tokenizer.no_padding()
         processor.tokenizer.backend_tokenizer.no_truncation()
@@ -101,25 +102,25 @@ def save_processor(processor: Processor, folder: Path) -> None:
 
 
 def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
-    """The prompts through the chat template and the processor, with empty responses.
+    """Encodes prompts by the chat template and the processor, with empty responses.
 
     Raises UserError if a prompt is longer than max_length tokens; cutting it would cut image tokens.
     """
     names = [f"prompt {prompt.id}" for prompt in prompts]
-    images, clips = [images_of(prompt) for prompt in prompts], [clips_of(prompt) for prompt in prompts]
-    found = read(processor, chat_texts(processor, prompts), images, names, clips=clips)
-    for prompt, tokens in zip(prompts, found, strict=True):
+    images, videos = [images_of(prompt) for prompt in prompts], [videos_of(prompt) for prompt in prompts]
+    encoded = read(processor, chat_texts(processor, prompts), images, names, videos=videos)
+    for prompt, tokens in zip(prompts, encoded, strict=True):
         if len(tokens.prompt) > max_length:
             raise UserError(
                 f"prompt {prompt.id} has {len(tokens.prompt)} tokens, more than rollout.max_prompt_length="
                 f"{max_length}; raise it, or lower model.processor.max_pixels"
             )
-    return found
+    return encoded
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """`encode` of one prompt, for another process."""
+    """Encodes one prompt as `encode` does, in another process."""
 
     processor: Processor
     max_length: int
@@ -134,27 +135,27 @@ def read(
     images: Sequence[Sequence[Image.Image]],
     names: Sequence[str],
     *,
-    clips: Sequence[Sequence[Video]] | None = None,
+    videos: Sequence[Sequence[Video]] | None = None,
     inside: bool = False,
 ) -> list[RolloutTokens]:
-    """Texts with one marker an image or clip through the processor, as prompts. names: of the texts, for messages.
-    inside: a text is no beginning, so that nothing is put before it. Raises UserError for one that the processor does
-    not take.
+    """Encodes texts with one marker an image or video by the processor, as prompts. names: of the texts, for messages.
+    inside: a text continues a prompt, so that nothing is put before it. Raises UserError for one that the processor
+    does not take.
 
-    Texts with as many images and clips of the same sizes go through the processor together: what it returns for them
-    then falls into equal parts, which holds for every family.
+    Texts with as many images and videos of the same sizes go through the processor together: its outputs then fall into
+    equal parts, which holds for every family.
     """
-    clips = [()] * len(texts) if clips is None else clips
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for place, (stills, moving) in enumerate(zip(images, clips, strict=True)):
-        sizes = (*(image.size for image in stills), *(clip.shape for clip in moving))
-        alike.setdefault(sizes, []).append(place)
-    found: dict[int, RolloutTokens] = {}
-    for places in alike.values():
-        rows = [_Row(names[p], texts[p], list(images[p]), list(clips[p])) for p in places]
+    videos = [()] * len(texts) if videos is None else videos
+    by_sizes: dict[tuple[Any, ...], list[int]] = {}
+    for index, (row_images, row_videos) in enumerate(zip(images, videos, strict=True)):
+        sizes = (*(image.size for image in row_images), *(video.shape for video in row_videos))
+        by_sizes.setdefault(sizes, []).append(index)
+    encoded: dict[int, RolloutTokens] = {}
+    for indices in by_sizes.values():
+        rows = [_Row(names[i], texts[i], list(images[i]), list(videos[i])) for i in indices]
         part = _read_alike(processor, rows, inside)
-        found |= dict(zip(places, part, strict=True))
-    return [found[place] for place in range(len(texts))]
+        encoded |= dict(zip(indices, part, strict=True))
+    return [encoded[index] for index in range(len(texts))]
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class _Row:
     name: str
     text: str
     images: list[Image.Image]
-    clips: list[Video]
+    videos: list[Video]
 
 
 def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
@@ -170,49 +171,52 @@ def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> lis
     more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:
         more["images"] = [row.images for row in rows]  # nested: by text
-    if rows[0].clips:
-        clips = [clip for row in rows for clip in row.clips]
-        more |= {"videos": [list(clip.frames) for clip in clips], "video_metadata": [clip.times() for clip in clips]}
-        more["do_sample_frames"] = False  # what the model sees of a clip is what rewards and tables see
+    if rows[0].videos:
+        videos = [video for row in rows for video in row.videos]
+        more |= {
+            "videos": [list(video.frames) for video in videos],
+            "video_metadata": [video.times() for video in videos],
+        }
+        more["do_sample_frames"] = False  # the model sees the frames that rewards and tables see
     try:
         encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **more))
     except ValueError as error:
-        if len(rows) > 1:  # which of them?
-            return [found for row in rows for found in _read_alike(processor, [row], inside)]
+        if len(rows) > 1:  # find out which
+            return [tokens for row in rows for tokens in _read_alike(processor, [row], inside)]
         raise UserError(f"{rows[0].name}: the model's processor does not take it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
-    found = []
+    tokens = []
     for i in range(len(texts)):
         sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        found.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in images.items()}))
-    return found
+        tokens.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in images.items()}))
+    return tokens
 
 
 def chat_texts(processor: Processor, prompts: Sequence[Prompt]) -> list[str]:
-    """The prompts through the chat template, with one marker an image or clip."""
+    """Renders prompts by the chat template, with one marker an image or video."""
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
-def rendered(processor: Processor, talk: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """Messages through the chat template, up to where the policy's next response begins."""
-    shown = {"tools": list(tools)} if tools else {}
+def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    """Renders messages by the chat template, up to where the policy's next response begins."""
+    options = {"tools": list(tools)} if tools else {}
     return processor.apply_chat_template(
-        [as_template(message) for message in talk], add_generation_prompt=True, tokenize=False, **shown
+        [as_template(message) for message in messages], add_generation_prompt=True, tokenize=False, **options
     )
 
 
-def between(processor: Processor, talk: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
-    """What the chat template puts between a response to `talk` that ended with the text `ending` and the next response,
-    which the policy gives after `observation`. Where the template closes a response with another text than `ending`,
-    that is a part of it.
+def between(processor: Processor, messages: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
+    """Returns the chat template's text between a response to `messages` that ended with the text `ending` and the next
+    response, which follows `observation`. Where the template closes a response with another text than `ending`, the
+    result includes it.
 
     Raises UserError for a template that does not show what assistants said.
     """
-    whole = rendered(processor, [*talk, Message("assistant", (RESPONSE,)), *observation])
-    _, found, rest = whole.rpartition(RESPONSE)
-    if not found:
+    whole = rendered(processor, [*messages, Message("assistant", (RESPONSE,)), *observation])
+    _, marker, rest = whole.rpartition(RESPONSE)
+    if not marker:
         raise UserError("the model's chat template does not show responses, so a conversation can not go on with it")
     return rest.removeprefix(ending)
 
@@ -220,8 +224,8 @@ def between(processor: Processor, talk: Sequence[Message], observation: Sequence
 def collate(
     rows: Sequence[RolloutTokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """One batch of model inputs. Per-token inputs are padded to the longest row; per-image inputs are zero-padded
-    in their trailing dimensions and concatenated in the order of the rows."""
+    """Returns one batch of model inputs. Per-token inputs are padded to the longest row; per-image inputs are
+    zero-padded in their trailing dimensions and concatenated in the order of the rows."""
     ids = [torch.cat([r.prompt, r.response]) for r in rows]
     padded = {
         "input_ids": (ids, pad),
@@ -239,21 +243,21 @@ def collate(
 
 
 def _per_token(row: RolloutTokens, key: str) -> Tensor:
-    """[token] an input of prompt and response."""
+    """Returns an input of prompt and response with one value a token, [token]."""
     first = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
     return torch.cat([first, _to_length(row.read_sequence.get(key), len(row.response), row.prompt)])
 
 
 def messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt as chat templates take it; see `chat`."""
+    """Returns the prompt as chat templates take it; see `chat`."""
     return [as_template(message) for message in chat(prompt)]
 
 
 def chat(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as chat messages; `<image>` and `<video>` in its text say where an image and a clip go, else they
-    come first.
+    """Returns the prompt as chat messages; `<image>` and `<video>` in its text mark where an image and a video go, else
+    they come first.
 
-    Raises UserError if the markers do not match the images and clips.
+    Raises UserError if the markers do not match the images and videos.
     """
     if prompt.messages:
         return prompt.messages
@@ -273,17 +277,17 @@ def chat(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def images_of(prompt: Prompt) -> tuple[Image.Image, ...]:
-    """All images that the policy sees of a prompt, in order."""
+    """Returns all images of a prompt that the policy sees, in order."""
     return tuple(image for message in chat(prompt) for image in message.images)
 
 
-def clips_of(prompt: Prompt) -> tuple[Video, ...]:
-    """All clips that the policy sees of a prompt, in order."""
-    return tuple(clip for message in chat(prompt) for clip in message.videos)
+def videos_of(prompt: Prompt) -> tuple[Video, ...]:
+    """Returns all videos of a prompt that the policy sees, in order."""
+    return tuple(video for message in chat(prompt) for video in message.videos)
 
 
 def as_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """Returns a message as chat templates take it."""
     return {"role": message.role, "content": [_as_part(part) for part in message.parts]}
 
 
@@ -294,7 +298,7 @@ def _as_part(part: str | Image.Image | Video) -> dict[str, str]:
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate on the first dimension, zero-padding the others to the largest."""
+    """Concatenates on the first dimension, zero-padding the others to the largest."""
     target = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
 
     def pad(t: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""How it is judged whether engines compute with the trained weights: by the tensors that they have, and by what they
-answer."""
+"""Checks that engines compute with the trained weights: by the tensors that they hold, and by log-probabilities of
+their responses."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ AFTER = "nothing was sampled with them; set rollout.generator=transformers"
 
 
 class Arrivals:
-    """Compares what engines have with what they were sent, time after time."""
+    """Compares the tensors that engines hold with those that were sent, after each synchronisation."""
 
     def __init__(self) -> None:
-        self.unused: dict[str, Checksum] | None = None  # what no engine took the first time
+        self.unused: dict[str, Checksum] | None = None  # tensors that no engine took the first time
 
     def judge(
         self, base: Mapping[str, Checksum], adapter: Mapping[str, Checksum], reports: Sequence[Report]
     ) -> tuple[str | None, dict[str, float]]:
-        """What is wrong, in one line; and how many tensors were compared where the engine computes with them, and how
-        many before it packed them."""
+        """Returns an error in one line or None, and how many tensors were compared as the engine computes with them
+        (held), as they were before it packed them (packed), and not taken (unused)."""
         first = self.unused is None
-        for found in reports:
-            unused = {name: base[name] for name in absent(base, found.tensors)}
+        for report in reports:
+            unused = {name: base[name] for name in absent(base, report.tensors)}
             self.unused = unused if self.unused is None else self.unused
-            if problem := self._problem(base, adapter, found, unused, first):
+            if problem := self._problem(base, adapter, report, unused, first):
                 return f"{BEFORE} {problem}; {AFTER}", {}
-        states = [own.state for found in reports[:1] for own in found.tensors.values()]
+        states = [tensor.state for report in reports[:1] for tensor in report.tensors.values()]
         held = sum(state == HELD for state in states)
         counts = {"held": held, "packed": len(states) - held, "unused": len(self.unused or ())}
         return None, {f"generation/tensors_{name}": float(count) for name, count in counts.items() if reports}
@@ -44,33 +44,33 @@ class Arrivals:
         self,
         base: Mapping[str, Checksum],
         adapter: Mapping[str, Checksum],
-        found: Report,
+        report: Report,
         unused: Mapping[str, Checksum],
         first: bool,
     ) -> str | None:
         sent = {**base, **adapter}
-        if missing := [name for name in adapter if name not in found.tensors]:
+        if missing := [name for name in adapter if name not in report.tensors]:
             return f"its LoRA lacks {names(missing)}"
-        if other := differing(sent, found.tensors):
+        if other := differing(sent, report.tensors):
             return f"{len(other)} of {len(sent)} tensors are not as they were sent: {names(other)}"
-        if found.misplaced:
+        if report.misplaced:
             return (
-                f"{names(found.misplaced)} came as they were sent, but lie in another layout than at the start: its "
+                f"{names(report.misplaced)} came as they were sent, but lie in another layout than at the start: its "
                 "kernels read something else (repacked or transposed weights)"
             )
-        if first and found.blank:
+        if first and report.blank:
             others = f", while it did not take {names(list(unused))}: names do not fit" if unused else ""
-            return f"its parameters {names(found.blank)} got nothing{others}"
+            return f"its parameters {names(report.blank)} got nothing{others}"
         assert self.unused is not None
-        if trained := [name for name, own in unused.items() if self.unused.get(name) != own]:
+        if trained := [name for name, checksum in unused.items() if self.unused.get(name) != checksum]:
             return f"{names(trained)} are trained, and it does not take them"
         return None
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with images
-    and of those without."""
+    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with images and
+    of those without."""
 
     mean: float
     images: float | None = None
@@ -78,17 +78,18 @@ class Gap:
 
 
 class Limit:
-    """The largest gap that is noise. Unless it is given, the gap at the start says what the model's own noise is, in
-    its precision and with its engine."""
+    """The largest gap that is still noise. Unless it is given, the first gap measures the model's own noise, in its
+    precision and with its engine."""
 
-    def __init__(self, given: float | None, dtype: torch.dtype) -> None:
+    def __init__(self, limit: float | None, dtype: torch.dtype) -> None:
         self.floor, start = FLOORS[dtype]
-        self.calibrated = given is not None
-        self.value = start if given is None else given
+        self.calibrated = limit is not None
+        self.value = start if limit is None else limit
 
     def problem(self, gap: Gap, *, compared: bool) -> str | None:
-        """Where it is above the limit, why, in one line. compared: the weights were, and are right."""
-        if not gap.mean <= self.value:  # nor is NaN
+        """Returns an error in one line if the gap is above the limit. compared: the weights were compared, and are
+        right."""
+        if not gap.mean <= self.value:  # true for NaN too
             return self._stale(gap, compared)
         if not self.calibrated:
             self.value, self.calibrated = max(self.floor, NOISE * gap.mean), True
@@ -109,11 +110,12 @@ class Limit:
         )
 
     def _remembered(self, gap: Gap) -> str:
-        """Keys and values are remembered of text as well."""
+        """Returns which caches are stale. Keys and values are cached of text too, so a gap of text means all of
+        them."""
         alone = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
         return "of encoded images the" if alone else "its"
 
 
-def names(found: Sequence[str]) -> str:
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return ", ".join(found[:NAMED]) + more
+def names(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+    return ", ".join(parts[:NAMED]) + more

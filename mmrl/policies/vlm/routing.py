@@ -1,4 +1,4 @@
-"""The experts that a sampling engine routed tokens to, used again where these tokens are replayed.
+"""Routing replay: the experts that a sampling engine routed tokens to are used again where these tokens are replayed.
 
 In a mixture of experts a difference in rounding can send a token to other experts than in the engine that sampled it,
 and then likelihoods differ by far more than rounding. Rollout routing replay (R3, arXiv 2510.11370) repeats the choice
@@ -25,7 +25,8 @@ ROUTES = "recorded_experts"  # argument of a decoder layer
 
 
 def renormalised_softmax(logits: Tensor, experts: Tensor) -> Tensor:
-    """Weights [token, k] in the dtype of `logits` [token, expert]: probabilities of the chosen ones, which sum to 1."""
+    """Returns the weights of chosen experts, [token, k], in the dtype of `logits` [token, expert]: their probabilities,
+    scaled to sum to 1."""
     chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
     return (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype)
 
@@ -36,10 +37,10 @@ ROUTERS = {"qwen3_vl_moe": ("mlp.gate", renormalised_softmax)}
 
 
 class Routing:
-    """Has the routers of a model repeat recorded choices inside `replayed`, and choose by themselves outside it."""
+    """Makes a model's routers repeat recorded choices inside `replayed`; outside it they choose by themselves."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UserError for a model that has no experts, or of a family for which this was not tested."""
+        """Raises UserError for a model without experts, or of a family for which this was not tested."""
         family, text = model.config.model_type, model.config.get_text_config()
         if family not in ROUTERS:
             raise UserError(
@@ -61,7 +62,8 @@ class Routing:
                     module.register_forward_hook(partial(self._choose, number))
 
     def check(self, prompt: str, tokens: int, experts: Tensor | None) -> Tensor:
-        """The record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or another."""
+        """Returns the record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or one of
+        another shape."""
         if experts is None:
             raise UserError(
                 "rollout.generator.routing_replay is set and vLLM returned no experts; start servers of "
@@ -76,40 +78,44 @@ class Routing:
 
     @contextmanager
     def replayed(self, routes: Tensor | None) -> Iterator[None]:
-        """routes: [row, length, layer, k] of the input, NONE where a token is to be routed anew; or None.
+        """Replays routes inside the context. routes: [row, length, layer, k] of the input, NONE where a token is to be
+        routed anew; or None.
 
-        Layers keep what they got for the recomputation of their activations, whenever that comes."""
+        Layers keep their routes for the recomputation of their activations, whenever that comes.
+        """
         self.routes = routes
         yield
         self.routes = None
 
     def differences(self) -> Tensor:
-        """[token] of the last pass: the share of its recorded experts, over all layers, that routers would not have
-        chosen; NaN where there is no record."""
+        """Returns the share of recorded experts, over all layers, that routers would not have chosen, [token] of the
+        last pass; NaN where there is no record."""
         return torch.stack(list(self.differing.values())).mean(0)
 
     def _enter(self, decoder: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
         return args, kwargs if self.routes is None else kwargs | {ROUTES: self.routes}
 
     def _enter_layer(self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, Any]:
-        """An argument of a layer is there again when the layer is recomputed; state would be that of a later pass."""
+        """Takes routes from a layer's arguments, which are there again when the layer is recomputed; an attribute would
+        hold those of a later pass."""
         routes = kwargs.get(ROUTES)
         self.current = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}
 
     def _choose(self, number: int, router: nn.Module, args: Inputs, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        logits, weights, own = output
+        logits, weights, chosen = output
         if self.current is None:
             return output
-        known = self.current != NONE
-        experts = torch.where(known, self.current.long(), own)
-        missed = (experts[:, :, None] != own[:, None]).all(-1).float()
-        self.differing[number] = missed.where(known, torch.nan).mean(-1)
+        recorded = self.current != NONE
+        experts = torch.where(recorded, self.current.long(), chosen)
+        missed = (experts[:, :, None] != chosen[:, None]).all(-1).float()
+        self.differing[number] = missed.where(recorded, torch.nan).mean(-1)
         return logits, self.weigh(logits, experts), experts
 
 
 def collate_routes(rows: Sequence[RolloutTokens], padding_side: str, device: torch.device) -> Tensor | None:
-    """[row, length, layer, k] int16 of rows laid out as by `collate`, or None if none of them has a record."""
+    """Returns routes [row, length, layer, k] int16 of rows laid out as by `collate`, or None if none of them has a
+    record."""
     shape = next((row.experts.shape[1:] for row in rows if row.experts is not None), None)
     if shape is None:
         return None

@@ -1,4 +1,5 @@
-"""What the engine wraps of a vision-language model: likelihoods of chosen tokens, without the logits of a batch."""
+"""The module that the engine wraps of a vision-language model: likelihoods of chosen tokens, without the logits of a
+batch."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from mmrl.policies.vlm.critic import TokenCritic
 
 @dataclass(frozen=True)
 class PrefixContinuations:
-    """What follows prompts that are read once: `prompt` [response] says which, `ids` and `mask` [response, token] are
-    the responses without their last token, padded on the right."""
+    """Continuations of prompts that are read once: `prompt` [response] is the index of each one's prompt, `ids` and
+    `mask` [response, token] are the responses without their last token, padded on the right."""
 
     prompt: Tensor
     ids: Tensor
@@ -29,19 +30,20 @@ class PrefixContinuations:
 
 
 class FusedHead(nn.Module):
-    """Likelihoods of chosen tokens by the output matrix of another module, whose logits exist a chunk at a time.
+    """Computes likelihoods of chosen tokens by the output matrix of another module, whose logits exist a chunk at a
+    time.
 
     A module of its own: ZeRO-3 notices whose matrix it reads and gathers it once for its forward and once for its
-    backward pass, however many chunks there are. The matrix keeps the one name that it has.
+    backward pass, however many chunks there are. The matrix keeps its one parameter name.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self._layer = (layer,)  # in a tuple, by which it is no part of this module
+        self._layer = (layer,)  # in a tuple, so that it is no submodule
 
     @property
     def weight(self) -> Tensor:
-        """[token, hidden], the output matrix."""
+        """The output matrix, [token, hidden]."""
         return self._layer[0].weight
 
     def forward(
@@ -53,29 +55,29 @@ class FusedHead(nn.Module):
         chunk: int,
         others: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """hidden: [decision, hidden], targets: [decision]. Returns logp, entropy and square sum, [decision] fp32; with
-        others [decision, k] the logp of these tokens too."""
+        """Returns logp, entropy and sum of squared probabilities, [decision] fp32; with others [decision, k] the logp
+        of these tokens too. hidden: [decision, hidden], targets: [decision]."""
         if len(targets) == 0:  # the gradient is 0, but other ranks wait for this one to take part
             nothing = (hidden @ self.weight.t()).float().sum(1)
             empty = () if others is None else (nothing[:, None].expand(others.shape),)
             return nothing, nothing.clone(), nothing.clone(), *empty
         if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
             hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
-        found = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
-        scored = found.logp, found.entropy, found.square_sum
+        scores = hidden_logprob(hidden, self.weight, targets, temperature=temperature, excluded=excluded, chunk=chunk)
+        scored = scores.logp, scores.entropy, scores.square_sum
         if others is None:
             return scored
         # log softmax = logit - normaliser, and the normaliser is the target's logit less its logp
         logits = torch.einsum("dh,dkh->dk", hidden.float(), self.weight[others].float()) / temperature
         target = (hidden.float() * self.weight[targets].float()).sum(1) / temperature
-        return *scored, logits - (target - found.logp)[:, None]
+        return *scored, logits - (target - scores.logp)[:, None]
 
 
 class TokenScorer(nn.Module):
-    """Log-probability and entropy of chosen tokens; this is the module the engine wraps.
+    """Computes log-probability and entropy of chosen tokens; this is the module the engine wraps.
 
-    The vocabulary is only ever looked at in chunks of `chunk` decisions, recomputed in the backward pass, so the
-    logits of a whole batch never exist.
+    Logits over the vocabulary exist only in chunks of `chunk` decisions, recomputed in the backward pass; the logits of
+    a whole batch never exist.
     """
 
     suppressed: Tensor
@@ -85,7 +87,7 @@ class TokenScorer(nn.Module):
         self.model = model
         self.sampling = sampling
         self.chunk = chunk
-        self.critic: TokenCritic | None = None  # whoever sets it does so before the engine wraps this
+        self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
@@ -103,11 +105,11 @@ class TokenScorer(nn.Module):
         others: Tensor | None = None,
         count: int = 0,
     ) -> tuple[Tensor, ...]:
-        """inputs: the model's own, with input_ids [row, length]. row, column, targets: [decision], the token targets[i]
-        is predicted at position column[i] of row row[i]. temperature: of the distribution, or [decision]. Returns logp,
-        entropy and the sum of squared probabilities, and where there is a critic the value of what came before the
-        decision: [decision] fp32. With others [decision, k], tokens that might have been, the logp of these comes last.
-        With a count above 0 it returns in place of all this the ids of so many likeliest tokens [decision, count].
+        """Returns logp, entropy and the sum of squared probabilities, and where there is a critic the value of what
+        came before the decision: [decision] fp32. inputs: the model's own, with input_ids [row, length]. row, column,
+        targets: [decision], the token targets[i] is predicted at position column[i] of row row[i]. temperature: of the
+        distribution, or [decision]. With others [decision, k], alternative tokens, their logp comes last. With a count
+        above 0 it returns only the ids of so many likeliest tokens [decision, count].
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
         `chunks` is the number of passes through an output layer that can not be fused, which under ZeRO-3 must be the
@@ -130,8 +132,8 @@ class TokenScorer(nn.Module):
     def _likeliest(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, count: int
     ) -> Tensor:
-        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        pieces = zip(*(values.split(self.chunk) for values in (hidden, targets, heat)), strict=True)
+        temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
+        pieces = zip(*(values.split(self.chunk) for values in (hidden, targets, temperatures)), strict=True)
         logits = (shape_logits(head(h).float() / t[:, None], self.sampling, keep=chosen) for h, chosen, t in pieces)
         return torch.cat([part.topk(count).indices for part in logits])
 
@@ -144,21 +146,21 @@ class TokenScorer(nn.Module):
         temperature: float | Tensor,
         others: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """hidden: [decision, hidden], of the tokens before. Else as `forward`."""
+        """Returns scores as `forward` does. hidden: [decision, hidden], of the tokens before."""
         if self.fused is not None:
             excluded = self.suppressed if len(self.suppressed) else None
             scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, others)
             return scored
         head = core.get_output_embeddings()
         chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
-        heat = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        columns = (hidden, targets, heat, *(() if others is None else (others,)))
+        temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
+        columns = (hidden, targets, temperatures, *(() if others is None else (others,)))
         pieces = (values.tensor_split(chunks) for values in columns)
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: PrefixContinuations) -> Tensor:
-        """Hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
+        """Returns hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
         prefix = Prefix(core, inputs).select(after.prompt)
         last = rearrange(prefix.last, "b h -> b 1 h")
         return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
@@ -170,19 +172,20 @@ class TokenScorer(nn.Module):
         more = () if others is None else (logits.log_softmax(-1).gather(1, others),)
         if len(targets) == 0:
             return logits.sum(-1), logits.sum(-1), logits.sum(-1), *more
-        found = token_logprob(logits, targets)
-        return found.logp, found.entropy, found.square_sum, *more
+        scores = token_logprob(logits, targets)
+        return scores.logp, scores.entropy, scores.square_sum, *more
 
 
 def recompute(module: nn.Module, on: bool) -> None:
-    """Layers recompute their activations only in training mode, and then ignore the key-value cache."""
+    """Switches recomputation of activations on or off: layers do it only in training mode, and then ignore the
+    key-value cache."""
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = on
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, out of its LoRA wrapper if it has one."""
+    """Returns the transformers model itself, out of its LoRA wrapper if it has one."""
     if isinstance(model, PreTrainedModel):
         return model
     core: Any = model

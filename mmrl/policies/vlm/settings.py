@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TokenLimits(Section):
-    """How long prompts and responses may be."""
+    """Longest prompts and responses."""
 
     max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
     max_response_length: Schedule = number(256, "longest response, its end token included", unit="tokens", ge=1)
@@ -38,7 +38,7 @@ class TokenLimits(Section):
 
 
 class TokenSampling(TokenLimits):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     temperature: Schedule = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
     top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
@@ -65,17 +65,17 @@ class TokenSampling(TokenLimits):
 
 
 class TokenEvaluation(Section):
-    """How responses are sampled in evaluation."""
+    """Sampling of responses in evaluation."""
 
     temperature: float = option(0.0, "0: the most likely token each time", ge=0)
 
 
 class TokenEngine(UnevenEngine):
-    """What replaying tokens costs."""
+    """Memory and time of replaying tokens."""
 
     micro_tokens: int | None = option(
         None,
-        "most tokens of prompts and responses, filled up to the longest, that are replayed at once on a rank, beside "
+        "most tokens of prompts and responses, padded to the longest, that are replayed at once on a rank, besides "
         "engine.micro_batch as a bound on rollouts; a longer rollout is alone; changes memory and time, not results",
         unit="tokens",
         ge=1,
@@ -86,7 +86,7 @@ class TokenEngine(UnevenEngine):
     )
 
     def longest_at_once(self, rows: int, length: int) -> int:
-        """Of so many rollouts of this length, how many a micro-batch may hold."""
+        """Returns how many of so many rollouts of this length a micro-batch may hold."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
 
     @property
@@ -95,7 +95,7 @@ class TokenEngine(UnevenEngine):
 
 
 def converses(config: JobConfig) -> bool:
-    """Whether an environment or a game answers the responses of a job."""
+    """Returns whether an environment or a game answers the responses of a job."""
     return any(vars(config.task).get(key) is not None for key in ("environment", "game"))
 
 
@@ -128,7 +128,7 @@ class VisionLanguageModel(ModelSettings):
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
             offers |= {"temperatures", Continuing}
         if converses(config):
-            # what an environment said belongs to the prompt that it was said to, and no critic is asked about it
+            # an observation belongs to the prompt that it answers, and no critic values it
             offers -= {"views", Storing, "critic", Continuing, Recombining, Spelling}
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))

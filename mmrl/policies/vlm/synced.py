@@ -1,4 +1,4 @@
-"""Engines that generate for the model that is trained: they get its current weights, and have to prove it."""
+"""Engines that generate for the model that is trained: they get its current weights, which are then verified."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PROBE_TOKENS = 16
 
 
 class Synced:
-    """Generation by engines with weights that are known to be the trained ones.
+    """Generates by engines whose weights are verified to be the trained ones.
 
-    After each synchronisation every engine tells the checksums of the tensors it has, which have to be those of the
-    tensors that were sent. Then it answers `probes`, the same prompts with the same seeds every time, and the trained
-    model says how likely it finds these answers: what the engine remembers of earlier weights shows there.
+    After each synchronisation every engine returns the checksums of its tensors, which have to be those of the tensors
+    that were sent. Then it answers `probes`, the same prompts with the same seeds every time, and the trained model
+    computes the likelihoods of these answers: stale caches of earlier weights show there.
     """
 
     def __init__(
@@ -49,9 +49,8 @@ class Synced:
         adapters: bool = False,
         checksums: bool = True,
     ) -> None:
-        """gather: the values of all ranks; every method here but `close` is a collective. limit: of the probe, see
-        `Limit`. adapters: after the first time engines get the LoRA alone, see `adapter_rank`. checksums: compare
-        those too."""
+        """gather: the values of all ranks; every method but `close` is a collective. limit: of the probe, see `Limit`.
+        adapters: after the first time engines get the LoRA alone, see `adapter_rank`. checksums: compare those too."""
         self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather
         self.limit = Limit(limit, next(policy.module.parameters()).dtype)
@@ -62,18 +61,19 @@ class Synced:
 
     @contextmanager
     def generation(self) -> Iterator[dict[str, float]]:
-        """Inside it the engine is awake and computes with the weights the policy has now. Gives metrics."""
+        """Wakes the engine inside the context, with the weights that the policy has now. Yields metrics."""
         self.engine.wake()
         yield self.synchronise()
         self.engine.sleep()
 
     def synchronise(self) -> dict[str, float]:
-        """Raises UserError, on all ranks, if an engine does not compute with the policy's weights afterwards."""
+        """Sends the weights and verifies them; returns metrics. Raises UserError, on all ranks, if an engine does not
+        compute with the policy's weights afterwards."""
         started, model = time.perf_counter(), self.policy.module.model
         if not (self.adapters and self.has_base):
-            given = self.base.recorded(weights(model, merged=not self.adapters))
-            self.engine.load(given)
-            for _ in given:  # what an engine did not ask for is missing there
+            tensors = self.base.recorded(weights(model, merged=not self.adapters))
+            self.engine.load(tensors)
+            for _ in tensors:  # records also those that no engine took
                 pass
             self.has_base = True
         if self.adapters:
@@ -95,35 +95,39 @@ class Synced:
         }
 
     def compare(self, arrivals: Arrivals) -> dict[str, float]:
-        """Raises UserError, on all ranks, if an engine has not what it was sent."""
+        """Returns counts of tensors. Raises UserError, on all ranks, if an engine has not the tensors that were
+        sent."""
         problem: str | None
         counts: dict[str, float] = {}
         try:
             problem, counts = arrivals.judge(self.base.sent, self.adapter.sent, self.engine.arrived())
         except UserError as error:  # the other ranks wait
             problem = str(error)
-        if found := next((problem for problem in self.gather(problem) if problem), None):
-            raise UserError(found)
+        if message := next((problem for problem in self.gather(problem) if problem), None):
+            raise UserError(message)
         return counts
 
     def judge(self) -> float:
-        """The gap of the worst engine of all ranks. Raises UserError, on all of them, if it is above the limit."""
-        found = [gap for gaps in self.gather([self.probe(engine) for engine in self.engine.replicas]) for gap in gaps]
-        worst = max(found, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
+        """Returns the gap of the worst engine of all ranks. Raises UserError, on all of them, if it is above the
+        limit."""
+        replica_gaps = [
+            gap for gaps in self.gather([self.probe(engine) for engine in self.engine.replicas]) for gap in gaps
+        ]
+        worst = max(replica_gaps, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
         if problem := self.limit.problem(worst, compared=self.arrivals is not None):
             raise UserError(problem)
         return worst.mean
 
     @torch.no_grad()
     def probe(self, engine: Answering) -> Gap:
-        """How far engine and model are apart on the engine's answers to the probes."""
+        """Returns the gap between engine and model on the engine's answers to the probes."""
         policy, longest = self.policy, min(PROBE_TOKENS, self.policy.tokens.max_response_length)
         answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
         assert answers.behaviour_logp is not None
-        away = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
+        difference = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
         images = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
-        parts = [mean(away[rows][answers.mask[rows]]) for rows in (images, ~images)]
-        return Gap(float(away[answers.mask].mean()), *parts)
+        parts = [mean(difference[rows][answers.mask[rows]]) for rows in (images, ~images)]
+        return Gap(float(difference[answers.mask].mean()), *parts)
 
     def close(self) -> None:
         self.engine.close()
@@ -134,7 +138,7 @@ def mean(values: Tensor) -> float | None:
 
 
 def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
-    """Writes all that an engine reads of a policy but its weights."""
+    """Saves all files that an engine reads of a policy except its weights."""
     core = transformers_model(policy.module.model)
     core.config.save_pretrained(folder)
     core.generation_config.save_pretrained(folder)
@@ -142,9 +146,9 @@ def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
 
 
 def adapter_rank(model: nn.Module) -> int:
-    """Of a model whose LoRA can be handed over as such.
+    """Returns the rank of a model's LoRA that can be sent by itself.
 
-    Raises UserError if it has none, or one of more than the language model: vLLM applies that to nothing else.
+    Raises UserError if it has none, or one of more than the language model: vLLM applies a LoRA to nothing else.
     """
     if not isinstance(model, peft.PeftModel):
         raise UserError(
@@ -160,7 +164,7 @@ def adapter_rank(model: nn.Module) -> int:
 
 
 def write_adapter(model: Any, folder: Path | None) -> None:
-    """The language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
+    """Saves the language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
     parts = adapter_parts(model)
     with gathered(list(parts.values())):
         if folder is not None:
@@ -168,15 +172,15 @@ def write_adapter(model: Any, folder: Path | None) -> None:
 
 
 def adapter_checksums(model: Any) -> dict[str, Checksum]:
-    """Of the language model's LoRA by the names of peft's files, as engines use it: the second factor is scaled. Under
-    ZeRO-3 a collective."""
-    parts, modules, found = adapter_parts(model), dict(model.named_modules()), {}
+    """Returns checksums of the language model's LoRA by the names of peft's files, as engines use it: the second factor
+    is scaled. Under ZeRO-3 a collective."""
+    parts, modules, checksums = adapter_parts(model), dict(model.named_modules()), {}
     with gathered(list(parts.values())):
         for name, value in parts.items():
             path, factor, adapter, _ = name.rsplit(".", 3)
             size = modules[path].scaling[adapter] if factor == "lora_B" else 1.0
-            found[f"{path}.{factor}.weight"] = checksum(value.detach() * size)
-    return found
+            checksums[f"{path}.{factor}.weight"] = checksum(value.detach() * size)
+    return checksums
 
 
 def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -188,8 +192,8 @@ def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the transformers model by the name and in the layout of its published checkpoint, LoRA merged
-    or left out, a tied one under each of its names.
+    """Yields every parameter of the transformers model by the name and in the layout of its published checkpoint, LoRA
+    merged or left out, a tied one under each of its names.
 
     Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
     """
@@ -203,8 +207,8 @@ def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Ten
             continue
         with gathered(parameters):
             layer: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
-            found = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
+            tensors = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
             for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
-                found["weight"] += module.get_delta_weight(adapter).detach()
-        named = {f"{path}.{name}" if path else name: value for name, value in found.items()}
+                tensors["weight"] += module.get_delta_weight(adapter).detach()
+        named = {f"{path}.{name}" if path else name: value for name, value in tensors.items()}
         yield from revert_weight_conversion(core, named).items()

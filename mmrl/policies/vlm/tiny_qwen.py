@@ -39,10 +39,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads are 32 wide, the smallest that vLLM's CPU attention takes.
+    """Sizes of a tiny model. Heads are 32 wide, the smallest that vLLM's CPU attention takes.
 
-    Generation 2.5 knows only how places in an image lie to each other; generation 3 also learns what each place is,
-    which a small model needs where it has to say where something is.
+    Generation 2.5 knows only relative positions in an image; generation 3 also learns absolute ones, which a small
+    model needs to tell where something is.
     """
 
     generation: Literal["2.5", "3"] = "2.5"
@@ -57,12 +57,12 @@ class Sizes:
     spread: float | None = (
         None  # standard deviation of the vision half's weights; None: the family's own of generation 3
     )
-    # pixels, along each side, of the squares within which the vision half of generation 2.5 looks; None: everywhere
+    # pixels, along each side, of the squares within which the vision half of generation 2.5 attends; None: everywhere
     window: int | None = None
 
 
 def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most so many entries, trained on `corpus`. digits_apart: every decimal digit is a token of
+    """Trains a byte-level BPE of at most so many entries on `corpus`. digits_apart: every decimal digit is a token of
     its own, so '14' is '1' and '4'."""
     tokenizer = Tokenizer(models.BPE())
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True
 
 
 def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrainedTokenizerFast:
-    """With the special tokens of the family; `more` names further ones."""
+    """Wraps a tokenizer with the special tokens of the family; `more` names further ones."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -94,21 +94,21 @@ def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrained
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
-    """Images keep their size wherever both sides are multiples of patch * merge pixels and no more than `longest`
-    patches come together."""
+    """Builds a processor. Images keep their size wherever both sides are multiples of patch * merge pixels and have at
+    most `longest` patches together."""
     patches = {"patch_size": sizes.patch, "merge_size": sizes.merge, "temporal_patch_size": 2}
     area = sizes.patch**2  # sizes are in pixels of the whole image
     size = {"shortest_edge": area * sizes.merge**2, "longest_edge": sizes.longest * area}
-    made, video = (
+    processor_class, video_class = (
         (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
         if sizes.generation == "2.5"
         else (Qwen3VLProcessor, Qwen3VLVideoProcessor)
     )
     images = Qwen2VLImageProcessor(size=size, **patches)
-    return made(
+    return processor_class(
         image_processor=images,
-        # vLLM brings clips to the mean and deviation of images
-        video_processor=video(size=size, image_mean=images.image_mean, image_std=images.image_std, **patches),
+        # vLLM normalises videos by the mean and deviation of images
+        video_processor=video_class(size=size, image_mean=images.image_mean, image_std=images.image_std, **patches),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
@@ -118,7 +118,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
     ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in VISION]
     vision_start, vision_end, image, video = ids
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    # Rows are a few tokens wide: none of the frequencies is so slow that neighbours look alike.
+    # Rows are a few tokens wide: no frequency may be so slow that neighbours get the same phase.
     rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": list(sizes.rope)}
     config: Any
     text: dict[str, Any]
@@ -168,14 +168,16 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
 
 
 def write(path: str | Path, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, seed: int) -> None:
-    """Model, processor and generation config into a folder that transformers' Auto classes load offline.
+    """Saves model, processor and generation config into a folder that transformers' Auto classes load offline.
 
     The weights are random, the same for the same seed; torch's global generator is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Qwen2_5_VLForConditionalGeneration if sizes.generation == "2.5" else Qwen3VLForConditionalGeneration
-        model: Any = made(build_config(tokenizer, sizes))
+        model_class = (
+            Qwen2_5_VLForConditionalGeneration if sizes.generation == "2.5" else Qwen3VLForConditionalGeneration
+        )
+        model: Any = model_class(build_config(tokenizer, sizes))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

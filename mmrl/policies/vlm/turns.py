@@ -1,7 +1,7 @@
-"""Responses of several turns: what a policy samples, and what it reads in between.
+"""Responses of several turns: what a policy samples, and the observations in between.
 
-Token in, token out: what was sampled is never made into text and back. The chat template's text between two responses
-and an observation's images are added as tokens of their own, which are no decisions.
+Token in, token out: sampled ids are never made into text and back. The chat template's text between two responses and
+an observation's images are added as tokens of their own, which are no decisions.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ENDS = {
 
 @dataclass(eq=False)
 class ConversationDraft(Draft):
-    """A conversation in the making. `request` is for its first response; `limit` counts the tokens of all that comes
-    after the prompt."""
+    """An unfinished conversation. `request` is for its first response; its `limit` counts all tokens after the
+    prompt."""
 
     dialogue: Dialogue
     turn_tokens: int
-    begin: int = 0  # where in the response the present turn begins
-    turns: list[Tensor] = field(default_factory=list)  # [token] int64 each: of which turn a token of the response is
+    begin: int = 0  # index in the response at which the present turn begins
+    turns: list[Tensor] = field(default_factory=list)  # [token] int64 each, the turn of each token of the response
     marked: list[int] = field(default_factory=list)  # ids of prompt and response with one marker an image
     images: tuple[Image.Image, ...] = ()
 
@@ -54,7 +54,7 @@ class ConversationDraft(Draft):
         return self.dialogue.end is not None
 
     def whole(self, eos: tuple[int, ...]) -> bool:
-        """Whether the present response has ended."""
+        """Returns whether the present response has ended."""
         response = self.tokens.response
         return len(response) > self.begin and int(response[-1]) in eos
 
@@ -76,7 +76,7 @@ class ConversationDraft(Draft):
         )
 
     def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
-        self.tokens = self.tokens.followed(ids, decided=True)
+        self.tokens = self.tokens.extended(ids, decided=True)
         self.logp = torch.cat([self.logp, logp])
         self.turns.append(torch.full_like(ids, len(self.dialogue.turns)))
         self.marked = [*self.marked, *ids.tolist()]
@@ -84,27 +84,27 @@ class ConversationDraft(Draft):
     def state(self) -> dict[str, Tensor | None]:
         return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
 
-    def see(self, more: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
-        """The response goes on with an observation, if that leaves room for an answer; else the conversation ends."""
-        if len(self.tokens.response) + len(more.prompt) >= self.request.limit:
+    def observe(self, observation: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
+        """Appends an observation to the response, if that leaves room for an answer; else the conversation ends."""
+        if len(self.tokens.response) + len(observation.prompt) >= self.request.limit:
             self.dialogue.finish("length")
             return
-        self.tokens = self.tokens.shown(more)
-        self.logp = torch.cat([self.logp, torch.zeros(len(more.prompt))])
-        self.turns.append(torch.full_like(more.prompt, len(self.dialogue.turns) - 1))
+        self.tokens = self.tokens.with_observation(observation)
+        self.logp = torch.cat([self.logp, torch.zeros(len(observation.prompt))])
+        self.turns.append(torch.full_like(observation.prompt, len(self.dialogue.turns) - 1))
         self.marked, self.images = [*self.marked, *marked], (*self.images, *images)
         self.begin = len(self.tokens.response)
 
 
 class ConversingPolicy(Protocol):
-    """What conversations ask of the policy that speaks in them."""
+    """The policy of a conversation, as far as conversations use it."""
 
     @property
     def max_response_length(self) -> int: ...
 
     def anywhere(self, count: int) -> bool: ...
 
-    def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None: ...
+    def continue_all(self, engine: Answering | None, pairs: Sequence[tuple[Draft, Request]]) -> None: ...
 
     def draft(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int]) -> Sequence[Any]: ...
 
@@ -112,7 +112,7 @@ class ConversingPolicy(Protocol):
 
 
 class Conversations:
-    """Makes and goes on with conversations of a policy with environments."""
+    """Starts and continues conversations of a policy with environments."""
 
     def __init__(self, settings: EnvironmentSettings, processor: Processor, eos: tuple[int, ...]) -> None:
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
@@ -120,22 +120,22 @@ class Conversations:
         self.make = settings.make if isolation is None else Processes(settings, isolation).make
         self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
         self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
-        self.lost = 0  # conversations since the beginning
+        self.lost = 0  # conversations of the whole run
 
     # --- beginnings ---
 
     def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
-        """An environment for each rollout, started; those of a group begin alike."""
-        asked = [replace(prompt, messages=chat(prompt)) for prompt in prompts for _ in range(group_size)]
+        """Starts an environment for each rollout; those of a group begin alike."""
+        chats = [replace(prompt, messages=chat(prompt)) for prompt in prompts for _ in range(group_size)]
         with self.stepping() as steps:
-            found = list(steps.map(self._opened, asked))
-        for first in range(0, len(found), group_size):
-            group = [dialogue for dialogue in found[first : first + group_size] if dialogue.end is None]
+            dialogues = list(steps.map(self._start, chats))
+        for first in range(0, len(dialogues), group_size):
+            group = [dialogue for dialogue in dialogues[first : first + group_size] if dialogue.end is None]
             for dialogue in group:
                 dialogue.join(group[0].prompt)
-        return found
+        return dialogues
 
-    def _opened(self, prompt: Prompt) -> Dialogue:
+    def _start(self, prompt: Prompt) -> Dialogue:
         return Dialogue(self.make(), prompt, self.settings.limits)
 
     def stepping(self) -> LocalSteps:
@@ -146,7 +146,7 @@ class Conversations:
     def extend(
         self, policy: ConversingPolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
     ) -> None:
-        """Each draft gets up to `count` tokens of its own more, over as many turns as these last. Environments in
+        """Extends each draft by up to `count` tokens of its own, over as many turns as these last. Environments in
         processes of their own answer while the policy generates for those that have been answered."""
         left = {id(draft): count for draft in drafts}
         with self.stepping() as steps:
@@ -170,30 +170,30 @@ class Conversations:
 
     @staticmethod
     def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: LocalSteps) -> list[ConversationDraft]:
-        """Those that the policy may go on with."""
+        """Returns the drafts that the policy may continue."""
         return [d for d in drafts if d.dialogue.end is None and left[id(d)] > 0 and id(d) not in steps.waiting]
 
     def text(self, draft: ConversationDraft) -> str:
-        """Of the present response."""
+        """Returns the text of the present response."""
         return self.tokenizer.decode(draft.tokens.response[draft.begin :], skip_special_tokens=True)
 
     def show(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
-        """What environments answered goes into the drafts."""
+        """Appends the answers of environments to the drafts."""
         answered = [(draft, observation) for draft, observation in answered if observation]
         texts = [self._bridge(draft, observation) for draft, observation in answered]
         images = [[image for message in observation for image in message.images] for _, observation in answered]
         names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
-        shown = read(self.processor, texts, images, names, inside=True)
-        for (draft, _), text, more, added in zip(answered, texts, shown, images, strict=True):
-            draft.see(more, self.tokenizer(text, add_special_tokens=False).input_ids, added)
+        encoded = read(self.processor, texts, images, names, inside=True)
+        for (draft, _), text, tokens, added in zip(answered, texts, encoded, images, strict=True):
+            draft.observe(tokens, self.tokenizer(text, add_special_tokens=False).input_ids, added)
 
     def _bridge(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
-        """The template's text from the end of the last response to the beginning of the next one."""
+        """Returns the template's text from the end of the last response to the beginning of the next one."""
         ending = self.tokenizer.decode(draft.tokens.response[-1:])
         return between(self.processor, history(draft.dialogue), observation, ending)
 
     def restore(self, draft: ConversationDraft, state: dict[str, Tensor]) -> None:
-        """Has the environment answer the responses of `state` again. Raises UserError where it says something else."""
+        """Has the environment answer the responses of `state` again. Raises UserError where its answers differ."""
         response, decided = state["response"], state["decided"]
         while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
             begin = len(draft.tokens.response)
@@ -208,7 +208,7 @@ class Conversations:
             )
 
     def follow(self, draft: ConversationDraft) -> None:
-        """What comes after the draft's last token: the environment's answer where the response has ended."""
+        """Appends what comes after the draft's last token: the environment's answer where the response has ended."""
         if draft.whole(self.eos):
             self.show([(draft, draft.dialogue.answer(self.text(draft)))])
         elif draft.room == 0:
@@ -217,16 +217,16 @@ class Conversations:
     # --- demonstrations ---
 
     def demonstrate(self, policy: ConversingPolicy, prompts: Sequence[Prompt]) -> Rollouts:
-        """Conversations whose responses are given: a list in `prompt.metadata["demonstration"]`, or one of its own. The
-        environment answers them as it would the policy.
+        """Returns conversations with given responses: a list in `prompt.metadata["demonstration"]`, or a single one.
+        The environment answers them as it would the policy.
 
         Raises UserError for one that the policy could not hold, or in which the environment fails.
         """
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
-        said = [demonstrated(prompt) for prompt in prompts]
-        for number in range(max(map(len, said))):
-            going = [(draft, texts) for draft, texts in zip(drafts, said, strict=True) if number < len(texts)]
-            for draft, texts in going:
+        responses = [demonstrated(prompt) for prompt in prompts]
+        for number in range(max(map(len, responses))):
+            ongoing = [(draft, texts) for draft, texts in zip(drafts, responses, strict=True) if number < len(texts)]
+            for draft, texts in ongoing:
                 if draft.dialogue.end is not None:
                     raise UserError(
                         f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
@@ -234,7 +234,7 @@ class Conversations:
                     )
                 ids = policy.demonstrated_ids(draft.prompt, texts[number])
                 draft.grow(ids, torch.zeros(len(ids)), None)
-            self.show([(draft, draft.dialogue.answer(texts[number])) for draft, texts in going])
+            self.show([(draft, draft.dialogue.answer(texts[number])) for draft, texts in ongoing])
         for draft in drafts:
             if draft.dialogue.end is None:
                 draft.dialogue.finish("demonstration")
@@ -249,20 +249,20 @@ class Conversations:
         group_size: int,
         policy: ConversingPolicy,
     ) -> Rollouts:
-        """Of conversations that are over; nothing of one that was lost counts."""
-        kept = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
+        """Builds rollouts of finished conversations; no token of a lost one counts."""
+        masks = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
         return Rollouts(
             samples=[self.sample(draft, policy.max_response_length) for draft in drafts],
             inputs=rows,
             group=torch.arange(len(rows)) // group_size,
-            mask=nn.utils.rnn.pad_sequence(kept, batch_first=True),
+            mask=nn.utils.rnn.pad_sequence(masks, batch_first=True),
             extras={"turns": turns_of(drafts)},
         )
 
     def sample(self, draft: ConversationDraft, longest: int) -> Sample:
         record = draft.dialogue.record
         if record.end == "lost":
-            self._tell_loss(draft.prompt, record.problem)
+            self._warn_lost(draft.prompt, record.problem)
         self.counted["environment/lost"] += record.end == "lost"
         self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
         return Sample(
@@ -274,22 +274,22 @@ class Conversations:
             conversation=record,
         )
 
-    def _tell_loss(self, prompt: Prompt, why: str) -> None:
-        """A warning the first time, the tenth, the hundredth and so on."""
+    def _warn_lost(self, prompt: Prompt, problem: str) -> None:
+        """Warns of a lost conversation the first time, the tenth, the hundredth and so on."""
         self.lost += 1
         if str(self.lost).strip("0") == "1":
             _log.warning(
-                "the environment lost its conversation about prompt %s: %s (number %d)", prompt.id, why, self.lost
+                "the environment lost its conversation about prompt %s: %s (number %d)", prompt.id, problem, self.lost
             )
 
     def counts(self) -> dict[str, float]:
-        """Since they were last asked for."""
-        found, self.counted = self.counted, dict.fromkeys(self.counted, 0.0)
-        return found
+        """Returns counts since the last call."""
+        counts, self.counted = self.counted, dict.fromkeys(self.counted, 0.0)
+        return counts
 
 
 class LocalSteps:
-    """Answers of environments in this process: each is there when it was asked for."""
+    """Answers of environments in this process: each is computed when it is begun."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Any] = {}  # by the draft's id
@@ -308,13 +308,13 @@ class LocalSteps:
         self._done.append((draft, answer()))
 
     def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
-        """What was answered since it was last asked for. block: waits until something is, where anything is due."""
-        found, self._done = self._done, []
-        return found
+        """Returns the answers since the last call. block: waits for at least one, if any is due."""
+        answers, self._done = self._done, []
+        return answers
 
 
 class ThreadedSteps(LocalSteps):
-    """Answers of environments elsewhere: a thread waits for each."""
+    """Answers of environments elsewhere: one thread waits for each."""
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
@@ -332,18 +332,18 @@ class ThreadedSteps(LocalSteps):
     def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
         if block:
             wait([future for _, future in self.waiting.values()], return_when=FIRST_COMPLETED)
-        found = [(draft, future.result()) for draft, future in self.waiting.values() if future.done()]
-        for draft, _ in found:
+        answers = [(draft, future.result()) for draft, future in self.waiting.values() if future.done()]
+        for draft, _ in answers:
             del self.waiting[id(draft)]
-        return found
+        return answers
 
 
 def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
-    """Drafts of first responses as drafts of conversations."""
-    found: list[Draft] = []
+    """Returns drafts of first responses as drafts of conversations."""
+    conversations: list[Draft] = []
     for draft, dialogue in zip(drafts, dialogues, strict=True):
         request = draft.request
-        own = ConversationDraft(
+        conversation = ConversationDraft(
             prompt=draft.prompt,
             request=request,
             tokens=draft.tokens,
@@ -353,30 +353,30 @@ def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[D
             marked=request.marked,
             images=request.images,
         )
-        if dialogue.end is not None:  # lost before it began: a token stands for what never was
-            own.tokens = own.tokens.followed(torch.tensor([0]), decided=False)
-            own.logp = torch.zeros(1)
-        found.append(own)
-    return found
+        if dialogue.end is not None:  # lost before it began: a token stands in for the response
+            conversation.tokens = conversation.tokens.extended(torch.tensor([0]), decided=False)
+            conversation.logp = torch.zeros(1)
+        conversations.append(conversation)
+    return conversations
 
 
 def demonstrated(prompt: Prompt) -> list[str]:
-    """The responses of a prompt's demonstration, which may be a function that gives them; else its answer."""
-    given = prompt.metadata.get("demonstration", prompt.answer)
-    given = given() if callable(given) else given
-    return [str(text) for text in given] if isinstance(given, list) else [str(given)]
+    """Returns the responses of a prompt's demonstration, which may be a function that returns them; else its answer."""
+    demonstration = prompt.metadata.get("demonstration", prompt.answer)
+    demonstration = demonstration() if callable(demonstration) else demonstration
+    return [str(text) for text in demonstration] if isinstance(demonstration, list) else [str(demonstration)]
 
 
 def history(dialogue: Dialogue) -> list[Message]:
-    """All that was said before the last response."""
-    said = list(dialogue.prompt.messages)
+    """Returns all messages before the last response."""
+    messages = list(dialogue.prompt.messages)
     for turn in dialogue.turns[:-1]:
-        said += [Message("assistant", (turn.response,)), *turn.observation]
-    return said
+        messages += [Message("assistant", (turn.response,)), *turn.observation]
+    return messages
 
 
 def turns_of(drafts: Sequence[ConversationDraft]) -> Turns:
-    """Of decisions and turns; the environment's rewards."""
+    """Returns the turn of each decision, a mask of turns, and the environment's rewards."""
     pad = nn.utils.rnn.pad_sequence
     numbers = [torch.cat(draft.turns) if draft.turns else torch.zeros(1, dtype=torch.int64) for draft in drafts]
     rewards = [torch.tensor([turn.reward for turn in draft.dialogue.turns] or [0.0]) for draft in drafts]

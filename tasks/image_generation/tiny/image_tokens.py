@@ -26,7 +26,7 @@ MASK = "<mask>"
 def digit_codebook(first: int) -> codebook.Codebook:
     """Builds the codebook of the images to train on. first: the id of its first token."""
     images = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
-    return codebook.trained(images, CODEBOOK_SIZE, PATCH, first)
+    return codebook.fit(images, CODEBOOK_SIZE, PATCH, first)
 
 
 def build_autoregressive(folder: str, seed: int) -> None:

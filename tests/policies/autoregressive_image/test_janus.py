@@ -96,5 +96,5 @@ def test_a_tokenizer_without_a_beginning_of_images_is_refused(folder, tmp_path):
     made = policy_of(folder)
     made.save(tmp_path, made.module.state_dict())
     image_tokens.tiny.word_tokenizer(["draw"], 8).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no boi_token, which stands before codes"):
+    with pytest.raises(UserError, match="no boi_token, which stands before image tokens"):
         policy_of(tmp_path)

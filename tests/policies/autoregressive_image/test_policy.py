@@ -40,7 +40,7 @@ def by_hand(policy, record, guidance):
     """[place, code] logits of one image, one call of the model for each place, nothing padded and nothing kept."""
     model, first, count = policy.module.model, policy.writer.first, policy.writer.count
     rows = []
-    for place in range(policy.writer.places):
+    for place in range(policy.writer.tokens_per_image):
         found = []
         for prompt in (record.prompt, policy.prompts.encode(policy.drawing.negative_prompt)):
             with torch.no_grad():

@@ -39,7 +39,7 @@ def by_hand(policy, record, guidance, heat):
     """Log-probabilities of every word and every code, one call of the model for each of them."""
     model, writer, found = policy.module.model, policy.writer, []
     for t, word in enumerate(record.text):
-        logits = writer.words(model, read(policy, torch.cat([record.prompt, record.text[:t]])))[0, -1].double()
+        logits = writer.text_logits(model, read(policy, torch.cat([record.prompt, record.text[:t]])))[0, -1].double()
         logits[~policy.module.allowed] = -torch.inf
         found.append((logits / heat).log_softmax(-1)[word])
     told = torch.cat([record.prompt, record.text, torch.tensor(writer.between, dtype=torch.long)])
@@ -49,7 +49,7 @@ def by_hand(policy, record, guidance, heat):
         untold = torch.where(kept, told, policy.tokenizer.pad_token_id)
     for k, code in enumerate(record.tokens):
         rows = [read(policy, torch.cat([row, record.tokens[:k]])) for row in (told, untold)]
-        c, u = (writer.codes(model, row)[0, -1].double() for row in rows)
+        c, u = (writer.image_logits(model, row)[0, -1].double() for row in rows)
         found.append(((u + guidance * (c - u)) / heat).log_softmax(-1)[code - writer.first])
     return torch.stack(found)
 
@@ -76,13 +76,13 @@ def test_the_first_ratio_is_exactly_one(folder, guidance):
     now = made.replay(batch, made.module)
     with torch.no_grad():
         assert torch.equal(now.logp, made.replay(batch, made.module).logp)
-    assert now.logp.requires_grad and now.logp.shape == batch.mask.shape == (4, LONGEST + made.writer.places)
+    assert now.logp.requires_grad and now.logp.shape == batch.mask.shape == (4, LONGEST + made.writer.tokens_per_image)
 
 
 def test_parts_and_what_counts(folder):
     made = policy(folder)
     batch = made.rollout(PROMPTS, 4, list(range(8)))
-    assert made.max_decisions == LONGEST + made.writer.places
+    assert made.max_decisions == LONGEST + made.writer.tokens_per_image
     for i, (record, sample) in enumerate(zip(batch.inputs, batch.samples, strict=True)):
         count, end = len(record.text), made.tokenizer.eos_token_id
         assert batch.mask[i].tolist() == [t < count or t >= LONGEST for t in range(made.max_decisions)]
@@ -92,7 +92,7 @@ def test_parts_and_what_counts(folder):
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert made.module.allowed[record.text].all() and not made.module.allowed[made.tokenizer.bos_token_id]
         assert (record.tokens >= made.writer.first).all()
-    assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.places
+    assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.tokens_per_image
     assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
     assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, IMAGE).long())
     numbers = made.numbers(batch)
@@ -114,7 +114,7 @@ def test_text_and_image_depend_on_the_seed_alone(folder):
 def test_first_words_are_drawn_as_likely_as_they_are(folder):
     made = policy(folder, guidance=2.0, rollout={"temperature": 0.5, "reasoning_length": 1})
     batch = made.rollout(PROMPTS[:1], 500, list(range(500)))
-    logits = made.writer.words(made.module.model, read(made, batch.inputs[0].prompt))[0, -1]
+    logits = made.writer.text_logits(made.module.model, read(made, batch.inputs[0].prompt))[0, -1]
     chance = (logits.masked_fill(~made.module.allowed, -torch.inf) / 0.5).softmax(-1)
     share = torch.bincount(torch.stack([r.text[0] for r in batch.inputs]), minlength=len(chance)) / 500
     assert ((share - chance).abs() < 4.5 * (chance * (1 - chance) / 500).sqrt() + 1e-3).all()
@@ -128,8 +128,8 @@ def test_the_most_likely_codes_are_those_behind_the_text(folder):
     record = made.sampler.draw(PROMPTS[1:], [3], 0.0, 2.0)[0]
     told = torch.cat([record.prompt, record.text, torch.tensor(made.writer.between, dtype=torch.long)])
     untold = made.writer.unconditional(made.prompts.encode(""), told, made.tokenizer)
-    c, u = (made.writer.codes(made.module.model, read(made, row))[0, -1] for row in (told, untold))
-    plain = made.writer.codes(made.module.model, read(made, record.prompt))[0, -1]
+    c, u = (made.writer.image_logits(made.module.model, read(made, row))[0, -1] for row in (told, untold))
+    plain = made.writer.image_logits(made.module.model, read(made, record.prompt))[0, -1]
     assert int((u + 2 * (c - u)).argmax()) == int(record.tokens[0]) - made.writer.first
     assert (c - plain).abs().max() > 1e-2  # the text says something
 

@@ -180,7 +180,7 @@ def tree(**more):
 
 def test_what_can_not_be_is_one_line(folder, tmp_path):
     """What needs no model is said before it is looked for."""
-    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 fills text before the codes of an image; set"):
+    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 fills text before the tokens of an image; set"):
         validate(tree(unmasking={"reasoning_steps": 3}), "test")
     with pytest.raises(UserError, match="unmasking.reasoning_steps=9 do not fill rollout.reasoning_length=6"):
         validate(tree(rollout={"reasoning_length": 6}, unmasking={"reasoning_steps": 9}), "test")

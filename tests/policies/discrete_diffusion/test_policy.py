@@ -177,8 +177,8 @@ def test_images_are_written_as_codes(tmp_path):
     shown = policy_of(tmp_path, length=16, build=False, algorithm="supervised").demonstrate([prompt], [0])
     assert (shown.samples[0].image - prompt.metadata["target"]).square().mean() < 0.05
     policy.save(tmp_path / "again", policy.module.state_dict())
-    assert policy_of(tmp_path / "again", length=16, build=False).layout.codebook.places == 16
-    with pytest.raises(UserError, match="writes images of 16 codes; set rollout.response_length=16"):
+    assert policy_of(tmp_path / "again", length=16, build=False).layout.codebook.tokens_per_image == 16
+    with pytest.raises(UserError, match="writes images of 16 tokens; set rollout.response_length=16"):
         policy_of(tmp_path, length=4, build=False)
 
 

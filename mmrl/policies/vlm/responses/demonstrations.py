@@ -1,4 +1,4 @@
-"""Known answers as responses, for supervised learning."""
+"""Reference answers as responses, for supervised learning."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmrl.rollouts import Prompt, Rollouts
 
 
 def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: float) -> Rollouts:
-    """The prompts with their known answers, of one response each. temperature: at which they are replayed. Raises
-    UserError for a demonstration of several responses."""
+    """Returns the prompts with their reference answers, one response each. temperature: at which they are replayed.
+    Raises UserError for a demonstration of several responses."""
     answers = []
     for prompt in prompts:
         texts = demonstrated(prompt)
@@ -34,7 +34,7 @@ def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: f
 
 
 def demonstrated_ids(tokens: ChatTokenizer, prompt: Prompt, text: str) -> Tensor:
-    """[token] of a response that ends. Raises UserError for one that the policy could not give."""
+    """Returns the tokens of a response that ends, [token]. Raises UserError for one that the policy could not give."""
     ids = tokens.ids(text) + [tokens.eos[0]]
     if len(ids) > tokens.max_response_length:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Responses in the making: begun, gone on with by the model or by an engine, and finished."""
+"""Unfinished responses: started, continued by the model or by an engine, and finished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import chat_texts, clips_of, images_of
+from mmrl.policies.vlm.prompts import chat_texts, images_of, videos_of
 from mmrl.policies.vlm.responses.demonstrations import demonstrated_ids
 from mmrl.policies.vlm.responses.runner import ModelRunner
 from mmrl.policies.vlm.turns import Conversations, conversing
@@ -23,17 +23,15 @@ from mmrl.sims.turns.settings import EnvironmentSettings
 
 
 class Drafter:
-    """Has the model, or an engine, draw responses. temperature: of those for which none is given.
-
-    conversations: where an environment answers responses.
-    """
+    """Samples responses by the model or by an engine. temperature: the default. conversations: where an environment
+    answers responses."""
 
     def __init__(self, runner: ModelRunner, sampling: Sampling, temperature: Schedule) -> None:
         self.runner, self.tokens, self.sampling, self.temperature = runner, runner.tokens, sampling, temperature
         self.conversations: Conversations | None = None
 
     def converse(self, settings: EnvironmentSettings) -> None:
-        """From now on responses are answered by environments, and rollouts are conversations."""
+        """Makes rollouts conversations: environments answer responses."""
         self.conversations = Conversations(settings, self.tokens.processor, self.tokens.eos)
 
     @property
@@ -42,27 +40,30 @@ class Drafter:
         return self.tokens.max_response_length
 
     def anywhere(self, count: int) -> bool:
-        """Whether it is more than 0; under ZeRO-3, on any rank."""
+        """Returns whether `count` is above 0; under ZeRO-3, on any rank."""
         return self.runner.anywhere(count)
 
     def demonstrated_ids(self, prompt: Prompt, text: str) -> Tensor:
-        """[token] of a response that ends. Raises UserError for one that the policy could not give."""
+        """Returns the tokens of a response that ends, [token]. Raises UserError for one that the policy could not
+        give."""
         return demonstrated_ids(self.tokens, prompt, text)
 
     def sample(
         self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], temperature: float, limit: int
     ) -> Rollouts:
-        """Rollouts by the model itself, of at most `limit` tokens."""
+        """Samples rollouts by the model itself, of at most `limit` tokens."""
         if self.conversations is not None:
             drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
             self.extend(None, drafts, limit)
-            return self.complete(drafts, group_size, drawn_here=True)
+            return self.complete(drafts, group_size, by_model=True)
         rows = [tokens for tokens in self.tokens.encode(prompts) for _ in range(group_size)]
         each = [prompt for prompt in prompts for _ in range(group_size)]
-        with self.runner.own_weights():
+        with self.runner.gathered_weights():
             responses = self.runner.generate(rows, seeds, replace(self.sampling, temperature=temperature), limit)
-        heat = temperature or 1.0  # greedy responses are replayed as they are
-        answered = [replace(t, response=r, temperature=heat) for t, r in zip(rows, responses, strict=True)]
+        replay_temperature = temperature or 1.0  # greedy responses are replayed as they are
+        answered = [
+            replace(t, response=r, temperature=replay_temperature) for t, r in zip(rows, responses, strict=True)
+        ]
         return self.tokens.rollouts(each, answered, group_size)
 
     def ask(
@@ -75,7 +76,8 @@ class Drafter:
         limit: int,
         temperature: float | None = None,
     ) -> Rollouts:
-        """Rollouts by an engine, whose likelihoods are kept as behaviour_logp. The model has no part in it."""
+        """Samples rollouts by an engine, whose log-probabilities are kept as behaviour_logp. The model has no part in
+        it."""
         drafts = self.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
         self.extend(engine, drafts, limit)
         return self.complete(drafts, group_size)
@@ -89,37 +91,37 @@ class Drafter:
         limit: int | None = None,
         temperature: float | None = None,
     ) -> list[Draft]:
-        """Responses of no tokens yet, `group_size` a prompt. A group is drawn with the first of its seeds and those
-        that follow it, by which an engine takes it as one request. All of a draft is sampled at one temperature, by
-        default that of now."""
-        heat = self.temperature.value if temperature is None else temperature
-        talks = None if self.conversations is None else self.conversations.open(prompts, group_size)
-        if talks is not None:
-            prompts = [dialogue.prompt for dialogue in talks[::group_size]]
-        encoded = [replace(tokens, temperature=heat) for tokens in self.tokens.encode(prompts)]
+        """Returns responses without tokens, `group_size` a prompt. A group is drawn with the first of its seeds and
+        those that follow it, by which an engine takes it as one request. A draft is sampled at one temperature, by
+        default the present one."""
+        sampling_temperature = self.temperature.value if temperature is None else temperature
+        dialogues = None if self.conversations is None else self.conversations.open(prompts, group_size)
+        if dialogues is not None:
+            prompts = [dialogue.prompt for dialogue in dialogues[::group_size]]
+        encoded = [replace(tokens, temperature=sampling_temperature) for tokens in self.tokens.encode(prompts)]
         marked = self.tokens.tokenizer(chat_texts(self.tokens.processor, prompts)).input_ids
-        limit, found = limit or self.max_response_length, []
+        limit, drafts = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
-            first = Request(prompt.id, ids, images_of(prompt), tokens.prompt, seed, limit, clips=clips_of(prompt))
+            first = Request(prompt.id, ids, images_of(prompt), tokens.prompt, seed, limit, clips=videos_of(prompt))
             group = [replace(first, seed=seed + i) for i in range(group_size)]
-            found += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
-        return found if talks is None else conversing(found, talks)
+            drafts += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
+        return drafts if dialogues is None else conversing(drafts, dialogues)
 
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
-        """Gives each draft that is not finished up to `count` tokens more. What is drawn depends on the draft's seed
+        """Extends each draft that is not finished by up to `count` tokens. What is drawn depends on the draft's seed
         and temperature, its tokens so far and the weights; not on when that is. Without an engine the model draws."""
-        with self.runner.own_weights() if engine is None else nullcontext():
+        with self.runner.gathered_weights() if engine is None else nullcontext():
             if self.conversations is not None:
                 self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
                 return
             unfinished = [draft for draft in drafts if not draft.finished(self.tokens.eos)]
             self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
 
-    def continue_all(self, engine: Answering | None, asked: Sequence[tuple[Draft, Request]]) -> None:
-        """Has each draft grow by the answer to its request; those of one temperature go together."""
-        for heat in dict.fromkeys(draft.tokens.temperature for draft, _ in asked):
-            drafts, requests = zip(*[pair for pair in asked if pair[0].tokens.temperature == heat], strict=True)
-            sampling = replace(self.sampling, temperature=heat)
+    def continue_all(self, engine: Answering | None, pairs: Sequence[tuple[Draft, Request]]) -> None:
+        """Extends each draft by the answer to its request; those of one temperature go together."""
+        for temperature in dict.fromkeys(draft.tokens.temperature for draft, _ in pairs):
+            drafts, requests = zip(*[pair for pair in pairs if pair[0].tokens.temperature == temperature], strict=True)
+            sampling = replace(self.sampling, temperature=temperature)
             if engine is None:
                 self._draw(drafts, requests, sampling)
             else:
@@ -142,22 +144,21 @@ class Drafter:
             draft.grow(answer.ids, answer.logp, experts)
 
     def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
-        """Makes new drafts those that once had these states. Raises UserError where an environment does not repeat what
-        it did."""
+        """Restores the states of drafts. Raises UserError where an environment does not repeat its answers."""
         for draft, state in zip(drafts, states, strict=True):
             if self.conversations is not None:
                 self.conversations.restore(draft, state)  # type: ignore[arg-type]
             else:
                 draft.grow(state["response"], state["logp"], state["experts"])
 
-    def complete(self, drafts: Sequence[Draft], group_size: int, *, drawn_here: bool = False) -> Rollouts:
-        """Finished drafts as rollouts, `group_size` a prompt. drawn_here: by the model itself, so that the generator's
-        likelihoods are none of their own."""
+    def complete(self, drafts: Sequence[Draft], group_size: int, *, by_model: bool = False) -> Rollouts:
+        """Returns finished drafts as rollouts, `group_size` a prompt. by_model: sampled by the model itself, so that
+        there are no log-probabilities of another generator."""
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
         if self.conversations is not None:
             rollouts = self.conversations.rollouts(drafts, rows, group_size, self)  # type: ignore[arg-type]
         else:
             rollouts = self.tokens.rollouts([draft.prompt for draft in drafts], rows, group_size)
-        if not drawn_here:
+        if not by_model:
             rollouts.behaviour_logp = nn.utils.rnn.pad_sequence([draft.logp for draft in drafts], batch_first=True)
         return rollouts

@@ -1,4 +1,4 @@
-"""Likelihoods of responses by the model that is trained."""
+"""Likelihoods of responses under the model that is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollo
 
 
 class Layout(NamedTuple):
-    """What the model reads of responses, and at which position of a row each of their decisions is predicted."""
+    """Model inputs of responses, and the position in its row at which each decision is predicted."""
 
     inputs: dict[str, Tensor]
     continuations: PrefixContinuations | None
@@ -27,7 +27,8 @@ class Layout(NamedTuple):
 
 
 class ResponseReplay:
-    """Says how likely the tokens of responses are. segment: tokens of a segment of a response; None: it has none."""
+    """Computes likelihoods of the tokens of responses. segment: tokens of a segment of a response; None: it has
+    none."""
 
     def __init__(self, runner: ModelRunner, segment: int | None) -> None:
         self.runner, self.segment = runner, segment
@@ -38,34 +39,36 @@ class ResponseReplay:
         rows: list[RolloutTokens] = rollouts.inputs
         if reference:
             rows = [replace(tokens, experts=None) for tokens in rows]
-        row, decision, targets, heat = self._decisions(rows)
+        row, decision, targets, temperature = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
-        known = alternatives_of(rollouts)
-        others = None if known is None else known.to(runner.device)[row, decision]
+        alternatives = alternatives_of(rollouts)
+        others = None if alternatives is None else alternatives.to(runner.device)[row, decision]
         with nullcontext() if routing is None else routing.replayed(routes):
-            scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), heat, others)
+            scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), temperature, others)
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
-        place, columns = (row, decision), list(scored)
-        said = None if others is None else columns.pop()
-        logp, entropy, square_sum, *value = (blank.index_put(place, values) for values in columns)
-        found = Replay(logp, entropy, square_sum, value=value[0] if value else None)
-        if said is not None:
-            found.extras[ALTERNATIVES.name] = blank[..., None].repeat(1, 1, said.shape[1]).index_put(place, said)
+        index, columns = (row, decision), list(scored)
+        other_logp = None if others is None else columns.pop()
+        logp, entropy, square_sum, *value = (blank.index_put(index, values) for values in columns)
+        replay = Replay(logp, entropy, square_sum, value=value[0] if value else None)
+        if other_logp is not None:
+            replay.extras[ALTERNATIVES.name] = (
+                blank[..., None].repeat(1, 1, other_logp.shape[1]).index_put(index, other_logp)
+            )
         if self.segment is not None:
-            places = torch.arange(rollouts.mask.shape[1], device=runner.device) // self.segment
-            found.extras[SEGMENTS.name] = places.expand(rollouts.mask.shape)
+            segments = torch.arange(rollouts.mask.shape[1], device=runner.device) // self.segment
+            replay.extras[SEGMENTS.name] = segments.expand(rollouts.mask.shape)
         if routing is not None and routes is not None:
             differing = routing.differences().view(routes.shape[:2])[row, column]
-            found.extras[ROUTING_DIFFERS.name] = blank.index_put(place, differing)
-        return found
+            replay.extras[ROUTING_DIFFERS.name] = blank.index_put(index, differing)
+        return replay
 
     def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
         """See `VisionLanguagePolicy.likeliest`."""
         rows: list[RolloutTokens] = rollouts.inputs
-        row, decision, targets, heat = self._decisions(rows)
+        row, decision, targets, temperature = self._decisions(rows)
         inputs, continuations, column = self._layout(rows, row, decision, False, "right")
-        (ids,) = model(inputs, continuations, row, column, targets, None, heat, None, count)
+        (ids,) = model(inputs, continuations, row, column, targets, None, temperature, None, count)
         blank = torch.zeros((*rollouts.mask.shape, count), dtype=torch.int64, device=self.runner.device)
         return blank.index_put((row, decision), ids).cpu()
 
@@ -76,14 +79,15 @@ class ResponseReplay:
         targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(device)
         chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(device)
         row, decision = chosen.nonzero().unbind(1)
-        heats = [tokens.temperature for tokens in rows]
-        heat = heats[0] if len(set(heats)) == 1 else torch.tensor(heats, device=device)[row]
-        return row, decision, targets, heat
+        temperatures = [tokens.temperature for tokens in rows]
+        temperature = temperatures[0] if len(set(temperatures)) == 1 else torch.tensor(temperatures, device=device)[row]
+        return row, decision, targets, temperature
 
     def _layout(
         self, rows: list[RolloutTokens], row: Tensor, decision: Tensor, routed: bool, padding_side: str
     ) -> Layout:
-        """row, decision: [decision], where decisions stand. routed: rows read their prompts each for itself."""
+        """Returns the model inputs. row, decision: [decision], row and index of each decision. routed: rows share no
+        prompts."""
         runner = self.runner
         prompts, which = distinct_prompts(rows)
         shared = len(prompts) < len(rows) and not any(tokens.read_images for tokens in rows)
@@ -105,7 +109,7 @@ class ResponseReplay:
         )
 
     def _chunks(self, targets: int) -> int | None:
-        """Passes through the output layer, where ranks gather it for each of them."""
+        """Returns the number of passes through the output layer, where ranks gather it for each of them."""
         lockstep, module = self.runner.lockstep, self.runner.module
         if lockstep is None or module.fused is not None:
             return None
@@ -113,9 +117,9 @@ class ResponseReplay:
 
 
 def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """Each prompt once, without a response, and for each row its prompt's place. Rollouts of one `rollout` call hold
-    the same tensor; equal prompts that were encoded apart stay apart."""
-    place: dict[int, int] = {}
-    which = [place.setdefault(id(tokens.prompt), len(place)) for tokens in rows]
-    firsts = [rows[which.index(number)] for number in range(len(place))]
-    return [tokens.asked() for tokens in firsts], which
+    """Returns each prompt once, without a response, and for each row the index of its prompt. Rollouts of one `rollout`
+    call hold the same tensor; equal prompts that were encoded apart stay apart."""
+    indices: dict[int, int] = {}
+    which = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]
+    firsts = [rows[which.index(number)] for number in range(len(indices))]
+    return [tokens.without_response() for tokens in firsts], which

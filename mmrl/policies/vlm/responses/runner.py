@@ -1,4 +1,4 @@
-"""Passes of the model on rows of tokens, in step with other ranks where these wait for one another."""
+"""Passes of the model on rows of tokens, in lockstep with other ranks where these wait for one another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_o
 
 @dataclass
 class Lockstep:
-    """What keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
+    """Keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
     `whole` passes of the network are no collectives."""
 
     max: Callable[[int], int]
@@ -35,13 +35,13 @@ class Lockstep:
 
 
 class ModelRunner:
-    """Runs the model that is trained: generates with it, and lays out what it reads.
+    """Runs the model that is trained: generates with it, and collates its inputs.
 
-    lockstep: under ZeRO-3. routing: where engines told the experts they routed tokens to, and replay repeats them.
+    lockstep: under ZeRO-3. routing: where engines record the experts they routed tokens to, and replay repeats them.
     """
 
     def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool) -> None:
-        """gathers: see `own_weights`."""
+        """gathers: see `gathered_weights`."""
         self.module, self.tokens, self.gathers = module, tokens, gathers
         self.lockstep: Lockstep | None = None
         self.routing: Routing | None = None
@@ -55,9 +55,9 @@ class ModelRunner:
         return next(self.module.parameters()).device
 
     @contextmanager
-    def own_weights(self) -> Iterator[None]:
-        """Inside it this rank generates without the others, also under ZeRO-3, which gathers all weights for that long:
-        otherwise every token would gather them layer by layer. A collective at both ends."""
+    def gathered_weights(self) -> Iterator[None]:
+        """Lets this rank generate without the others inside the context, also under ZeRO-3, which gathers all weights
+        for that long: otherwise every token would gather them layer by layer. A collective at both ends."""
         lockstep = self.lockstep
         if lockstep is None or not self.gathers:
             yield
@@ -70,21 +70,22 @@ class ModelRunner:
                 self.lockstep = lockstep
 
     def anywhere(self, count: int) -> bool:
-        """Whether it is more than 0; under ZeRO-3, on any rank."""
+        """Returns whether `count` is above 0; under ZeRO-3, on any rank."""
         return (count if self.lockstep is None else self.lockstep.max(count)) > 0
 
     def replay_routing(self) -> None:
-        """From now on engines have to tell the experts they routed tokens to, and replay repeats their choice.
+        """Requires engines to return the experts they routed tokens to, and has replay repeat their choice.
 
-        Raises UserError as `Routing` does."""
+        Raises UserError as `Routing` does.
+        """
         self.routing = Routing(self.core)
 
     def shares_prompts(self, *, training: bool) -> bool:
-        """Whether a prompt is read once for all of its responses, and these then continue from its cache.
+        """Returns whether a prompt is read once for all of its responses, and these then continue from its cache.
 
         Not in a family for which it was not tested, nor where a layer remembers less than all keys and values; nor
-        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are
-        recomputed, which does without a cache.
+        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are recomputed,
+        which does without a cache.
         """
         core = self.core
         layers = DynamicCache(config=core.config.get_text_config()).layers
@@ -96,7 +97,7 @@ class ModelRunner:
         )
 
     def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
-        """The model's own continuations of `rows`, of at most `limit` tokens: [token] int64 each."""
+        """Generates continuations of `rows` by the model, of at most `limit` tokens: [token] int64 each."""
         recompute(self.module, False)
         draw = self._generate_shared if self.shares_prompts(training=False) else self._generate_apart
         responses = draw(rows, seeds, sampling, limit)
@@ -136,8 +137,8 @@ class ModelRunner:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
     def with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Under ZeRO-3 a rank whose batch holds no image would skip the vision tower, whose parameters the others
-        wait for. It gets one more row with an image; nothing of that row is ever counted."""
+        """Adds a row with an image where a batch holds none under ZeRO-3: such a rank would skip the vision tower,
+        whose parameters the others wait for. Nothing of that row is ever counted."""
         if self.lockstep is None or any(r.images for r in rows):
             return rows
         if self.lockstep.ballast is None:
@@ -147,9 +148,9 @@ class ModelRunner:
 
 
 def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """What is to be continued, each once: prompts without a response are shared by their group. And for each row its
-    place among them."""
-    place: dict[tuple[int, int], int] = {}
+    """Returns the rows to be continued, each once, and for each row its index among them: prompts without a response
+    are shared by their group."""
+    indices: dict[tuple[int, int], int] = {}
     keys = [(id(t.prompt), -1 if len(t.response) == 0 else number) for number, t in enumerate(rows)]
-    which = [place.setdefault(key, len(place)) for key in keys]
-    return [rows[which.index(number)] for number in range(len(place))], which
+    which = [indices.setdefault(key, len(indices)) for key in keys]
+    return [rows[which.index(number)] for number in range(len(indices))], which

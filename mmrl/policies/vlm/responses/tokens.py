@@ -17,7 +17,7 @@ from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
 
-# Keys of a model's configuration whose token stands for pixels and so can not be an answer.
+# Keys of a model's configuration whose token stands for pixels and so can not be part of an answer.
 PLACEHOLDER_KEYS = (
     "image_token_id",
     "image_token_index",
@@ -30,7 +30,7 @@ PLACEHOLDER_KEYS = (
 
 
 class ChatTokenizer:
-    """What texts and tokens are to one another, and how long prompts and responses may be."""
+    """Converts text and tokens, and knows the longest prompt and response."""
 
     def __init__(
         self, processor: Processor, model: PreTrainedModel, max_prompt_length: int, response_limit: Schedule
@@ -42,7 +42,7 @@ class ChatTokenizer:
         self.pad = self.tokenizer.pad_token_id
         self.suppressed = never_sampled(model, self.tokenizer, self.eos)
         self.max_prompt_length, self.response_limit = max_prompt_length, response_limit
-        self.reader: PromptReader | None = None  # who may have encoded prompts already
+        self.reader: PromptReader | None = None  # may have encoded prompts already
 
     @property
     def max_response_length(self) -> int:
@@ -50,28 +50,29 @@ class ChatTokenizer:
         return int(self.response_limit.value)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[RolloutTokens]:
-        """The prompts with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
-        made = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
-        rest = [prompt for prompt, known in zip(prompts, made, strict=True) if known is None]
+        """Encodes prompts, with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
+        cached = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
+        rest = [prompt for prompt, tokens in zip(prompts, cached, strict=True) if tokens is None]
         encoded = iter(encode(self.processor, rest, self.max_prompt_length))
-        return [next(encoded) if known is None else known for known in made]
+        return [next(encoded) if tokens is None else tokens for tokens in cached]
 
     def encoder(self) -> PromptEncoder:
-        """Encodes one prompt, in another process."""
+        """Returns an encoder of one prompt, for another process."""
         return PromptEncoder(self.processor, self.max_prompt_length)
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text inside a response."""
+        """Returns the tokens of a text inside a response."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def pieces(self, ids: Tensor) -> list[str]:
-        """The text that each token [token] adds to those before it; a letter that takes several comes with the last."""
+        """Returns the text that each token [token] adds to those before it; a letter that takes several comes with the
+        last."""
         whole = [self.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
         texts = [*(text.rstrip("\ufffd") for text in whole[:-1]), whole[-1]]
         return [text[len(before) :] for before, text in pairwise(texts)]
 
     def rollouts(self, prompts: Sequence[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
-        """Rows as the rollouts of these prompts, `group_size` of them a prompt."""
+        """Builds the rollouts of these prompts from rows, `group_size` of them a prompt."""
         lengths = torch.tensor([len(r.response) for r in rows])
         texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
         samples = [
@@ -93,18 +94,18 @@ class ChatTokenizer:
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """All ids that end a response, the model's own first."""
+    """Returns all ids that end a response, the model's own first."""
     declared = generation.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
-    found = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
-    if not found:
+    distinct = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
+    if not distinct:
         raise UserError("the model declares no end token: set eos_token_id in its generation_config.json")
-    return tuple(found)
+    return tuple(distinct)
 
 
 def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids that can not be part of an answer: placeholders of images and videos, special tokens that do not end a
-    response, and rows of the output matrix beyond the tokenizer's last id."""
+    """Returns ids that can not be part of an answer: placeholders of images and videos, special tokens that do not end
+    a response, and rows of the output matrix beyond the tokenizer's last id."""
     declared = model.config.to_dict()
     placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
