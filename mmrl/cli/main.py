@@ -343,7 +343,7 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
             policy.evaluation_temperature = policy.temperature.value
         mark = protocols.digest({**told, "decoding": decoding}, options.model)
         journal = Journal(beside(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
-        if journal.known:
+        if journal.parts:
             print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
         result, samples, _ = job.measure(told["episodes"], journal)
         journals.append(journal.file)
@@ -352,7 +352,7 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
             record = {**result, "protocol": told, "versions": told["versions"]}
         found[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
         for name, of_task in found[decoding].items():
-            print(protocols.told_success(name, decoding, of_task))
+            print(protocols.success_line(name, decoding, of_task))
     if ranks.rank == 0:
         command = ["mmrl", "eval", options.model, *options.overrides]
         protocols.add_line(beside(options.model, protocols.LINES), command, told, found)

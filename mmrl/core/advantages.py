@@ -1,4 +1,4 @@
-"""From rewards to advantages: statistics within a group of rollouts, and generalised advantage estimation.
+"""Advantages from rewards: statistics within a group of rollouts, and generalised advantage estimation.
 
 Baselines, scales and components (`mmrl.algorithms`) are composed of the functions here. Shapes: B rollouts, K reward
 components, T decisions, U units (a unit is a group, a bucket or the whole batch). `index` [B] holds the unit of each
@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl import kernels
 from mmrl.kernels import gae as gae
 
-EPS = 1e-6  # what is added to a standard deviation that divides
+EPS = 1e-6  # added to a standard deviation that divides
 
 
 class Moments(NamedTuple):
@@ -35,8 +35,8 @@ def moments(values: Tensor, index: Tensor, units: int) -> Moments:
     exactly, so that rounding cannot turn "no signal" into a tiny signal that a division then magnifies. A unit without
     any scored value has mean 0 and std 0, and counts as equal.
     """
-    found = kernels.group_advantage(values, index, units, baseline="none", scale="none")
-    return Moments(found.scored, found.mean, found.std, found.equal)
+    fused = kernels.group_advantage(values, index, units, baseline="none", scale="none")
+    return Moments(fused.scored, fused.mean, fused.std, fused.equal)
 
 
 def group_index(ids: Tensor) -> tuple[Tensor, int]:
@@ -59,10 +59,10 @@ def group_advantages(
     """
     table = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     index, groups = group_index(group)
-    found = kernels.group_advantage(
+    fused = kernels.group_advantage(
         table, index, groups, weights=None if weights is None else weights.to(table), scale=scale
     )
-    return found.advantages, Moments(found.scored, found.mean, found.std, found.equal)
+    return fused.advantages, Moments(fused.scored, fused.mean, fused.std, fused.equal)
 
 
 # --- several rewards as one ---
@@ -101,13 +101,13 @@ def less_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
 
 
 def less_mean_of_others(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
-    """As `less_mean`, with the mean of the others: r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean). RLOO,
-    arXiv 2402.14740."""
+    """[B] -> [B]: rewards less the mean of the other rollouts of their group, arguments as in `less_mean`:
+    r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean). RLOO, arXiv 2402.14740."""
     return less_mean(rewards, index, m) * (m.scored / (m.scored - 1).clamp(min=1))[index]
 
 
 def less_length_weighted_mean(rewards: Tensor, index: Tensor, m: Moments, lengths: Tensor) -> Tensor:
-    """As `less_mean`, with sum(l r) / sum(l) for `lengths` l [B]. OPO, arXiv 2505.23585."""
+    """[B] -> [B]: rewards less sum(l r) / sum(l) of their group, for `lengths` l [B]. OPO, arXiv 2505.23585."""
     centred = less_mean(rewards, index, m)  # weighted around the mean, so that equal rewards stay exactly 0
     long = lengths.to(centred).where(~rewards.isnan(), 0)
     none = centred.new_zeros(len(m.scored))
@@ -116,14 +116,14 @@ def less_length_weighted_mean(rewards: Tensor, index: Tensor, m: Moments, length
 
 
 def less_shrunken_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
-    """As `less_mean`, with a James-Stein baseline: the idea of arXiv 2511.03710 with the plug-in estimates below.
+    """[B] -> [B]: rewards less a James-Stein baseline, the idea of arXiv 2511.03710 with the plug-in estimates below.
 
     For rollout i of group g, with n_h, m_h, s_h^2 the count, mean and unbiased variance of group h, and averages over
     the G' other groups h != g (of at least two scored rollouts):
 
-        own    = mean of the other rollouts of g            others = average of m_h
+        local  = mean of the other rollouts of g            others = average of m_h
         v      = average of s_h^2 / (n_g - 1)               tau^2  = max(0, var of m_h - average of s_h^2 / n_h)
-        b_i    = (1 - q) own + q others                     q      = v / (v + tau^2)
+        b_i    = (1 - q) local + q others                   q      = v / (v + tau^2)
 
     No term holds reward i, so the policy gradient stays unbiased. With G' < 2 the spread of the groups is unknown and
     q = 0. Groups of equal rewards get 0 here as under every baseline, which trades that guarantee for them.
@@ -132,14 +132,14 @@ def less_shrunken_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
     groups = usable.sum()
     # Each "others" quantity is the sum over all usable groups minus the group's own share.
     peers = groups - usable
-    known = peers.clamp(min=1)
+    count = peers.clamp(min=1)
     variance, noise = usable * m.std.square(), usable * m.std.square() / m.scored.clamp(min=1)
-    variance = (variance.sum() - variance) / known
-    noise = (noise.sum() - noise) / known
+    variance = (variance.sum() - variance) / count
+    noise = (noise.sum() - noise) / count
     grand = (usable * m.mean).sum() / groups.clamp(min=1)
     offset = usable * (m.mean - grand)  # sums to 0 over the groups
-    others = grand - offset / known
-    spread = (offset.square().sum() - offset.square() * (1 + 1 / known)).clamp(min=0) / (peers - 1).clamp(min=1)
+    others = grand - offset / count
+    spread = (offset.square().sum() - offset.square() * (1 + 1 / count)).clamp(min=0) / (peers - 1).clamp(min=1)
     tau2 = (spread - noise).clamp(min=0)
     v = variance / (m.scored - 1).clamp(min=1)
     q = torch.where((v > 0) & (peers > 1), v / (v + tau2).clamp(min=1e-30), 0)[index]
@@ -162,7 +162,7 @@ def whitened(values: Tensor, *, eps: float = EPS) -> Tensor:
     return torch.where(m.std > 0, (values - m.mean) / (m.std + eps), 0)
 
 
-# --- what is told of them ---
+# --- statistics ---
 
 
 def reward_statistics(rewards: Tensor, varied: Tensor, index: Tensor, groups: int) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ def reward_statistics(rewards: Tensor, varied: Tensor, index: Tensor, groups: in
 
 
 def lone_groups(rewards: Tensor, index: Tensor) -> Tensor:
-    """0-d bool: whether a group has one rollout alone, and that is scored."""
+    """0-d bool: whether some group has a single rollout, and that one is scored."""
     alone = torch.bincount(index)[index] == 1
     return (alone & ~rewards.isnan()).any()
 
@@ -221,12 +221,12 @@ def finite_gae(
     after[:, :-1] = values[:, 1:]
     after = bootstrap.where(mask & ~terminated & ~runs_on, after.where(runs_on, 0.0))
     weight = earned = valued = torch.zeros_like(rewards[:, 0])
-    found = []
+    columns = []
     for t in reversed(range(rewards.shape[1])):
         on = runs_on[:, t]
         weight = 1 + lam * weight.where(on, 0.0)
         earned = weight * rewards[:, t] + gamma * lam * earned.where(on, 0.0)
         valued = gamma * after[:, t] + gamma * lam * valued.where(on, 0.0)
-        found.append((earned + valued) / weight - values[:, t])
-    advantages = torch.stack(found[::-1], 1).where(mask, 0.0)
+        columns.append((earned + valued) / weight - values[:, t])
+    advantages = torch.stack(columns[::-1], 1).where(mask, 0.0)
     return advantages, (advantages + values).where(mask, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class MatchedSamples(Protocol):
-    """Noisy samples with what is predicted of them; see `mmrl.rollouts.MatchingTargets`."""
+    """Noisy samples with the predictions for them; see `mmrl.rollouts.MatchingTargets`."""
 
     noisy: Tensor
     prediction: Tensor
@@ -49,7 +49,7 @@ def contrast(
 
 
 def optimality(advantages: Tensor, bound: float) -> Tensor:
-    """How good a sample counts as, 0 to 1: clamp(A / (2 bound) + 1/2, 0, 1), of any shape."""
+    """The weight of a sample as a positive one, 0 to 1: clamp(A / (2 bound) + 1/2, 0, 1), of any shape."""
     return (advantages / (2 * bound) + 0.5).clamp(0, 1)
 
 

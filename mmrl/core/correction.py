@@ -1,4 +1,4 @@
-"""What to do about decisions that another engine sampled: its likelihoods are not quite the training model's."""
+"""Importance weights and masks for decisions that another engine sampled, with slightly different likelihoods."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def correction_weight(
     raw = counted.to(old_logp.dtype)
     if weight is not None:
         raw = log_weight(old_logp, behaviour_logp, mask, level=weight).exp().where(counted, 0)
-    kept = counted
+    accepted = counted
     if reject is not None:
         compared = log_weight(old_logp, behaviour_logp, mask, level=reject).exp()
-        kept = counted & (compared >= low) & (compared <= high)
+        accepted = counted & (compared >= low) & (compared <= high)
     stats = {
         "logp_gap": (old_logp - behaviour_logp).abs().where(counted, 0),
         "weight": raw,
         "weight_squared": raw.square(),
         "clipped": (raw > cap).to(raw.dtype),
-        "rejected": (counted & ~kept).to(raw.dtype),
+        "rejected": (counted & ~accepted).to(raw.dtype),
     }
-    return raw.clamp(max=cap).where(kept, 0), stats
+    return raw.clamp(max=cap).where(accepted, 0), stats
 
 
 def effective_sample_size(weight: float, weight_squared: float) -> float:

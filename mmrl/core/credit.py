@@ -1,4 +1,4 @@
-"""Which decision gets which share of the credit."""
+"""Credit assignment: the share of a rollout's credit that each decision gets."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def branch_advantages(
     for g in group.unique():
         rows = (group == g).nonzero().flatten()
         for t in range(nodes.shape[1]):
-            _, place = nodes[rows, t].unique(return_inverse=True)
-            worth = torch.stack([rewards[rows][place == n].nanmean() for n in range(int(place.max()) + 1)])
-            known = worth[~worth.isnan()]
-            if len(known) < 2 or bool((known == known[0]).all()):
+            _, node = nodes[rows, t].unique(return_inverse=True)
+            worth = torch.stack([rewards[rows][node == n].nanmean() for n in range(int(node.max()) + 1)])
+            scored = worth[~worth.isnan()]
+            if len(scored) < 2 or bool((scored == scored[0]).all()):
                 continue
-            advantage = worth - known.mean()
+            advantage = worth - scored.mean()
             if scale == "group_std":
-                advantage = advantage / (known.std() + eps)
-            result[rows, t] = advantage.nan_to_num(0.0)[place]
+                advantage = advantage / (scored.std() + eps)
+            result[rows, t] = advantage.nan_to_num(0.0)[node]
     return result
 
 
@@ -80,9 +80,9 @@ def dense_moments(moment: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     number = torch.zeros_like(moment)
     for row in range(len(moment)):
         _, number[row, mask[row]] = moment[row, mask[row]].unique(return_inverse=True)
-    most = int(number.max()) + 1 if number.numel() else 0
+    count = int(number.max()) + 1 if number.numel() else 0
     counted = mask.any(1) * (number.where(mask, 0).amax(1) + 1)
-    return number, torch.arange(most) < counted[:, None]
+    return number, torch.arange(count) < counted[:, None]
 
 
 def mean_by_moment(values: Tensor, number: Tensor, mask: Tensor, count: int) -> Tensor:

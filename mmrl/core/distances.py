@@ -30,8 +30,8 @@ def kernel_distance(features: Tensor, reference: Tensor) -> Tensor:
         return (a @ b.T / a.shape[1] + 1) ** 3
 
     def inside(a: Tensor) -> Tensor:
-        found = kernel(a, a)
-        return (found.sum() - found.diagonal().sum()) / (len(a) * (len(a) - 1))
+        gram = kernel(a, a)
+        return (gram.sum() - gram.diagonal().sum()) / (len(a) * (len(a) - 1))
 
     return inside(x) + inside(y) - 2 * kernel(x, y).mean()
 
@@ -49,8 +49,8 @@ def replacement_gains(features: Tensor, member: Tensor, distance: Callable[[Tens
         return gains.float()
     whole = distance(features)
     for i in subsets:
-        own = features[member == i]
-        changed = [distance(torch.cat([features[member != j], own])) for j in subsets if j != i]
+        subset = features[member == i]
+        changed = [distance(torch.cat([features[member != j], subset])) for j in subsets if j != i]
         gains[member == i] = whole - torch.stack(changed).mean()
     return gains.float()
 
@@ -71,10 +71,10 @@ def similarity(texts: Sequence[str], n: int) -> Tensor:
     """[text, text] float64, 0 to 1: the cosine of the counts of n-grams of characters. A shorter text is one gram; an
     empty one is like nothing but itself."""
     counts = [Counter(text[i : i + n] for i in range(max(1, len(text) - n + 1))) for text in texts]
-    places = {gram: i for i, gram in enumerate({gram for count in counts for gram in count})}
-    table = torch.zeros(len(texts), max(1, len(places)), dtype=torch.float64)
+    columns = {gram: i for i, gram in enumerate({gram for count in counts for gram in count})}
+    table = torch.zeros(len(texts), max(1, len(columns)), dtype=torch.float64)
     for row, count in enumerate(counts):
         for gram, times in count.items():
-            table[row, places[gram]] = times
+            table[row, columns[gram]] = times
     table = table / table.norm(dim=1, keepdim=True).clamp(min=1e-12)
     return (table @ table.T).clamp(0, 1)

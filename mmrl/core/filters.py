@@ -1,4 +1,4 @@
-"""Which groups are worth a gradient (dynamic sampling, DAPO, arXiv 2503.14476)."""
+"""Filters for groups that are worth a gradient (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def groups_within(values: Tensor, group: Tensor, *, low: float | None, high: flo
 def whole_groups(group: Tensor, least: int) -> Tensor:
     """[n] int64: the rollouts of the groups that come first in `group` [rollout], group by group: of as many groups as
     it takes to have `least` rollouts, or of all."""
-    found: list[int] = []
+    rows: list[int] = []
     for one in dict.fromkeys(group.tolist()):
-        if len(found) >= least:
+        if len(rows) >= least:
             break
-        found += (group == one).nonzero().flatten().tolist()
-    return torch.tensor(found, dtype=torch.int64)
+        rows += (group == one).nonzero().flatten().tolist()
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def varied_components(rewards: Tensor, group: Tensor, weights: Tensor) -> Tensor:

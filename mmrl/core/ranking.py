@@ -20,11 +20,11 @@ def share_beaten(values: Tensor) -> Tensor:
 
 
 def inverse_normal(values: Tensor) -> Tensor:
-    """[n] -> [n]: the normal quantile of a value's place, Phi^-1((place + 1/2) / n), where place counts the values
-    below it, an equal one half. Ties share a place; equal values all get 0."""
+    """[n] -> [n]: the normal quantile of a value's rank, Phi^-1((rank + 1/2) / n), where the rank counts the values
+    below it, an equal one half. Ties share a rank; equal values all get 0."""
     n = len(values)
-    place = share_beaten(values) * (n - 1) if n > 1 else torch.zeros_like(values)
-    return torch.special.ndtri((place + 0.5) / n)
+    rank = share_beaten(values) * (n - 1) if n > 1 else torch.zeros_like(values)
+    return torch.special.ndtri((rank + 0.5) / n)
 
 
 def mean_preference(values: Tensor, temperature: float) -> Tensor:
@@ -44,7 +44,8 @@ class BestOfSubsets(NamedTuple):
 
 
 def best_of_subsets(values: Tensor, k: int) -> BestOfSubsets:
-    """values: [n] float, 1 <= k <= n. In float64, from the sorted values and binomial coefficients.
+    """Statistics of the subsets of k of `values` [n], 1 <= k <= n. In float64, from the sorted values and binomial
+    coefficients.
 
     Raises ValueError if k is not in 1 .. n.
     """
@@ -52,15 +53,15 @@ def best_of_subsets(values: Tensor, k: int) -> BestOfSubsets:
     if not 1 <= k <= n:
         raise ValueError(f"k={k} is not in 1 .. {n}")
     ranked, order = values.double().sort()
-    # The value of place j (from 0) is the maximum of the subsets whose other members have lower places.
+    # The value of rank j (from 0) is the maximum of the subsets whose other members have lower ranks.
     mean, square = (sum(float(v) ** p * comb(j, k - 1) for j, v in enumerate(ranked)) / comb(n, k) for p in (1, 2))
     holding, without = torch.empty(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for i in range(n):
-        own = float(ranked[i]) * comb(i, k - 1)
+        total = float(ranked[i]) * comb(i, k - 1)
         if k > 1:
-            own += sum(float(ranked[j]) * comb(j - 1, k - 2) for j in range(i + 1, n))
-            rest = [float(v) for j, v in enumerate(ranked) if j != i]
-            without[order[i]] = sum(v * comb(j, k - 2) for j, v in enumerate(rest)) / comb(n - 1, k - 1)
-        holding[order[i]] = own / comb(n - 1, k - 1)
+            total += sum(float(ranked[j]) * comb(j - 1, k - 2) for j in range(i + 1, n))
+            others = [float(v) for j, v in enumerate(ranked) if j != i]
+            without[order[i]] = sum(v * comb(j, k - 2) for j, v in enumerate(others)) / comb(n - 1, k - 1)
+        holding[order[i]] = total / comb(n - 1, k - 1)
     std = max(0.0, square - mean * mean) ** 0.5
     return BestOfSubsets(mean, std, holding.to(values.dtype), without.to(values.dtype))

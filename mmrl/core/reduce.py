@@ -31,7 +31,7 @@ def reduce(
     Raises ValueError for an unknown mode, and for "constant" without a positive `length`.
     """
     counted = mask.bool()
-    own = denominator(counted, mode=mode)
+    local = denominator(counted, mode=mode)
     rows = values.where(counted, 0).sum(1)
     if mode == "sequence_mean":
         rows = rows / counted.sum(1).clamp(min=1)
@@ -40,11 +40,11 @@ def reduce(
             raise ValueError(f"mode 'constant' needs a positive length, got {length}")
         rows = rows / length
     # A total of 0 means an empty mask everywhere: the sum is 0 and only the division needs care.
-    return rows.sum() / torch.as_tensor(own if total is None else total, device=rows.device).clamp(min=1)
+    return rows.sum() / torch.as_tensor(local if total is None else total, device=rows.device).clamp(min=1)
 
 
 def denominator(mask: Tensor, *, mode: str = "token_mean") -> Tensor:
-    """What `mask` [B, T] adds to the `total` of `reduce`, a 0-d int64.
+    """The part of `mask` [B, T] in the `total` of `reduce`, a 0-d int64.
 
     The number of counted decisions for token_mean, of rollouts with any for the other modes.
 

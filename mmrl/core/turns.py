@@ -51,13 +51,13 @@ def turn_advantages(
 
 
 def milestone_segments(rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns [rollout, turn] cut behind every one that earned something: which segment each turn is of, int64; what each
-    segment is worth, gamma^(its turns - 1) if it ends with a milestone, else 0; and whether it is there, bool;
-    [rollout, segment] both. BEACON, as a reading of "milestone-partitioned trajectories"."""
+    """Cuts turns [rollout, turn] behind every one that earned something. Returns each turn's segment, int64; and, both
+    [rollout, segment], its worth, gamma^(its turns - 1) if it ends with a milestone, else 0, and whether it exists,
+    bool. BEACON, as a reading of "milestone-partitioned trajectories"."""
     reached = rewards > 0
     number = reached.cumsum(1) - reached.long()
     count = rewards.shape[1]
-    own = torch.nn.functional.one_hot(number, count) * mask[..., None]  # [rollout, turn, segment]
-    length, ended = own.sum(1), (own * reached[..., None]).sum(1)
+    member = torch.nn.functional.one_hot(number, count) * mask[..., None]  # [rollout, turn, segment]
+    length, ended = member.sum(1), (member * reached[..., None]).sum(1)
     worth = gamma ** (length - 1).clamp(min=0).to(rewards) * ended
     return number, worth, length > 0

@@ -17,9 +17,9 @@ def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
     if eta == 0:
         return apart.square() / 2
     z = eta * apart
-    most = z.clamp(max=5.0)
-    rest = (math.exp(5.0) - 1) * (z - most)
-    return (most.exp() - 1 - most + rest) / eta**2
+    bounded = z.clamp(max=5.0)
+    linear = (math.exp(5.0) - 1) * (z - bounded)
+    return (bounded.exp() - 1 - bounded + linear) / eta**2
 
 
 class ValueNetwork(nn.Module):
@@ -38,8 +38,8 @@ class ValueNetwork(nn.Module):
         self.layers = nn.Sequential(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x.double())
-        return found[:, 0]
+        output: Tensor = self.layers(x.double())
+        return output[:, 0]
 
 
 def fit_values(
@@ -53,8 +53,8 @@ def fit_values(
     size: int,
     seed: int,
 ) -> float:
-    """Some passes over the rows of `x` in batches of `size`, an `update` down the loss of each; the mean loss of the
-    last one."""
+    """Trains `network` in passes over the rows of `x`, with an `update` down the loss of each batch of `size`. Returns
+    the mean loss of the last pass."""
     chance, last = torch.Generator().manual_seed(seed), 0.0
     for _ in range(passes):
         losses = []
@@ -67,8 +67,8 @@ def fit_values(
 
 
 def word_counts(text: str, count: int) -> Tensor:
-    """[count] how many words of a text fall into each of as many places, by a hash that is the same everywhere."""
-    found = torch.zeros(count, dtype=torch.float64)
+    """[count] how many words of a text fall into each bucket, by a hash that is the same everywhere."""
+    counts = torch.zeros(count, dtype=torch.float64)
     for word in text.lower().split():
-        found[zlib.crc32(word.encode()) % count] += 1.0
-    return found
+        counts[zlib.crc32(word.encode()) % count] += 1.0
+    return counts

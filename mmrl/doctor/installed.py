@@ -125,7 +125,7 @@ def kernels() -> Iterator[InstalledCheck]:
     from mmrl.kernels import health
 
     for part in health():
-        yield InstalledCheck("kernels", part.said, part.mend)
+        yield InstalledCheck("kernels", part.summary, part.mend)
 
 
 def renderers() -> Iterator[InstalledCheck]:

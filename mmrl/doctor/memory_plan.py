@@ -131,15 +131,15 @@ def plan(config: Config, made: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) 
         "fp32 gradients of a step": 8 * shared if engine.zero_stage and engine.offload == "none" else 0.0,
         "activations": peaks.of(config, made, trains=True),
         "logits chunk": made.logits,
-        **made.beside_training,
+        **made.training_parts,
     }
-    sampling = {**both, **made.beside, "keys and values": made.cache}
+    sampling = {**both, **made.sampling_parts, "keys and values": made.cache}
     sampling["activations"] = peaks.of(config, made, trains=False)
     if engine.zero_stage == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
         sampling["gathered weights"] = every * width
     if isinstance(config.generator, VLLMColocated):
         sampling["vLLM's share"] = config.generator.memory * gpu.size
-    return Plan(training, sampling, tuple(made.words))
+    return Plan(training, sampling, tuple(made.notes))
 
 
 def simulators(config: Config) -> float:

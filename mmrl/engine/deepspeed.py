@@ -33,7 +33,7 @@ from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 from mmrl.engine import files, reshape  # noqa: E402
 from mmrl.engine.ema import reshaped, share  # noqa: E402
 from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
-from mmrl.engine.launcher import ANY_PORT, MEETING, end_with_launcher, take_device  # noqa: E402
+from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, take_device  # noqa: E402
 from mmrl.engine.packing import packed  # noqa: E402
 
 LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
@@ -46,7 +46,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Before an optimizer of torch's: it clips, and leaves weights alone when the gradient's norm is not finite.
+    """Mixin before an optimizer of torch's: clips gradients, and leaves weights alone when the gradient's norm is not
+    finite.
 
     ZeRO's optimizers do both around the optimizer they wrap; without ZeRO (`clip_grad_norm` given) nobody does. The
     gradients are already summed over ranks here, so all ranks decide alike. The attributes are those that DeepSpeed
@@ -74,7 +75,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
 
 def guarded(kind: type[torch.optim.Optimizer]) -> Any:
-    """A class of optimizers of this kind that are `GuardedOptimizer`."""
+    """Returns the class of optimizers of this kind that are a `GuardedOptimizer` too."""
     return type(f"Guarded{kind.__name__}", (GuardedOptimizer, kind), {})
 
 
@@ -103,13 +104,13 @@ def parameter_groups(
     groups: list[dict[str, Any]] = []
     rates: list[Callable[[int], float]] = []
     for name in ("", *optim.groups):
-        own = optim.groups.get(name, ParameterGroup())
+        overrides = optim.groups.get(name, ParameterGroup())
         members = [p for n, p in module.named_parameters() if p.requires_grad and _group_of(n, optim) == name]
-        decay = optim.weight_decay if own.weight_decay is None else own.weight_decay
+        decay = optim.weight_decay if overrides.weight_decay is None else overrides.weight_decay
         rate = partial(
             learning_rate,
-            lr=optim.lr if own.lr is None else own.lr,
-            warmup=optim.warmup_steps if own.warmup_steps is None else own.warmup_steps,
+            lr=optim.lr if overrides.lr is None else overrides.lr,
+            warmup=optim.warmup_steps if overrides.warmup_steps is None else overrides.warmup_steps,
             schedule=optim.schedule,
             total=total,
             hold=0 if name else optim.hold_steps,
@@ -129,14 +130,14 @@ def _group_of(parameter: str, optim: Optim) -> str:
 
 
 class Ranks:
-    """The group of processes a job runs in, and what they tell each other."""
+    """The group of processes that a job runs in, with its collectives."""
 
     def __init__(self, timeout: float = 1800.0) -> None:
         """timeout: seconds that this rank waits for another one."""
         start_distributed(timeout)
         self._objects = objects_group(timeout)
         self.timeout = timeout
-        self.waited = 0.0  # seconds in collectives that are asked for here
+        self.waited = 0.0  # seconds in the collectives of this object
         self._watch: Heartbeat | None = None
 
     @property
@@ -149,13 +150,13 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of a collective must lie."""
+        """The device of tensors in a collective."""
         return (
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
 
     def watch(self, folder: Path) -> None:
-        """From now on ranks watch each other through the run directory `folder`; see `mmrl.engine.heartbeat`."""
+        """Starts the heartbeat by which ranks watch each other through the run directory `folder`."""
         if self.world > 1:
             self._watch = Heartbeat(folder, self.rank, self.world, self.timeout)
 
@@ -165,9 +166,9 @@ class Ranks:
             self._watch.mark(phase)
 
     def dead(self) -> str | None:
-        """A rank of this host whose process is gone, in words."""
-        life = None if self._watch is None else self._watch.dead()
-        return None if life is None else str(life)
+        """Describes a rank of this host whose process is gone; None where there is none."""
+        state = None if self._watch is None else self._watch.dead()
+        return None if state is None else str(state)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
@@ -194,20 +195,20 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._objects)
         return values
 
-    def exchange(self, parcels: list[Any], instead: str) -> list[Any]:
-        """What every rank has for this one, in rank order. parcels: what this one has for every rank, picklable and on
-        the CPU; they may be large, for each goes to its rank alone. Raises UserError for what can not be sent, which
-        names the setting without it, `instead`."""
-        written = [b"" if rank == self.rank else packed(parcel, instead) for rank, parcel in enumerate(parcels)]
+    def exchange(self, values: list[Any], instead: str) -> list[Any]:
+        """Sends each rank its value, and returns those that all ranks have for this one, in rank order. values: one a
+        rank, picklable and on the CPU; they may be large, for each goes to its rank alone. Raises UserError for what
+        can not be pickled; it names `instead`, the setting without this exchange."""
+        written = [b"" if rank == self.rank else packed(value, instead) for rank, value in enumerate(values)]
         sizes = [len(data) for data in written]
         with self._waiting():
             coming = torch.zeros(self.world, dtype=torch.int64)
             dist.all_to_all_single(coming, torch.tensor(sizes), group=self._objects)
             received = torch.zeros(int(coming.sum()), dtype=torch.uint8)
-            given = torch.frombuffer(bytearray(b"".join(written)), dtype=torch.uint8)
-            dist.all_to_all_single(received, given, coming.tolist(), sizes, group=self._objects)
-        found = [part.numpy().tobytes() for part in received.split(coming.tolist())]
-        return [parcels[rank] if rank == self.rank else pickle.loads(data) for rank, data in enumerate(found)]
+            outgoing = torch.frombuffer(bytearray(b"".join(written)), dtype=torch.uint8)
+            dist.all_to_all_single(received, outgoing, coming.tolist(), sizes, group=self._objects)
+        payloads = [part.numpy().tobytes() for part in received.split(coming.tolist())]
+        return [values[rank] if rank == self.rank else pickle.loads(data) for rank, data in enumerate(payloads)]
 
     def barrier(self) -> None:
         with self._waiting():
@@ -221,7 +222,7 @@ class Ranks:
         self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Leave the process group in order; without this gloo's thread aborts the interpreter at exit.
+        """Leaves the process group in order; without this gloo's thread aborts the interpreter at exit.
 
         Called while an exception unwinds it waits for nobody: the other ranks may be in the middle of a step, and the
         launcher ends them once this one has ended.
@@ -257,14 +258,14 @@ class Engine(Ranks):
         groups, self._rates = parameter_groups(module, optim, total_steps)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._by_name = {names[p]: p for group in groups for p in group["params"]}  # in the optimizer's order
-        own_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
+        guard_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
         self._moments = optim.moments
-        optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=own_clip, **optim.options)
+        optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=guard_clip, **optim.options)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
             config=self._deepspeed_config(
-                0.0 if own_clip is not None else optim.clip_grad_norm, settings.offload, dtype
+                0.0 if guard_clip is not None else optim.clip_grad_norm, settings.offload, dtype
             ),
         )
         self.alone = self.world == 1 and self.zero_stage == 0
@@ -296,7 +297,7 @@ class Engine(Ranks):
 
     @property
     def lr(self) -> float:
-        """The learning rate of what has no group of its own."""
+        """The learning rate of parameters in no named group."""
         return self.lr_factor * self._rates[0](self.updates)
 
     # --- one optimizer step ---
@@ -307,8 +308,8 @@ class Engine(Ranks):
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def step(self) -> tuple[bool, float]:
-        """Clip, update, clear gradients. Returns whether weights changed, and the gradient's norm before clipping (not
-        finite when the update was skipped)."""
+        """Clips, updates, clears gradients. Returns whether weights changed, and the gradient's norm before clipping
+        (not finite when the update was skipped)."""
         self.mark()
         for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = self.lr_factor * rate(self.updates)
@@ -323,8 +324,8 @@ class Engine(Ranks):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside it every rank has all weights, also under ZeRO-3, and its passes of the network are no collectives.
-        For passes without gradient. A collective at both ends."""
+        """Context in which every rank has all weights, also under ZeRO-3, and its passes of the network are no
+        collectives. For passes without gradient. A collective at both ends."""
         with unwrap_model_for_generation(self._engine) if self.zero_stage == 3 else nullcontext():
             yield
 
@@ -342,13 +343,14 @@ class Engine(Ranks):
         return {k: v.detach().cpu() for k, v in state.items()} if self.rank == 0 else {}
 
     def finite(self) -> bool:
-        """Whether no trained weight of any rank is NaN or infinite. A collective."""
-        mine = all(bool(share(p).isfinite().all()) for p in self._trained)
-        return self.max(not mine) == 0
+        """Returns whether all trained weights of all ranks are finite. A collective."""
+        finite = all(bool(share(p).isfinite().all()) for p in self._trained)
+        return self.max(not finite) == 0
 
     @cached_property
     def frozen_digest(self) -> str:
-        """Tells the weights that are not trained from others, whatever ranks and ZeRO stage. A collective once."""
+        """A digest of the weights that are not trained, equal for all ranks and ZeRO stages. A collective the first
+        time."""
         sums = self.sum(torch.stack([torch.tensor(0), *(self._bits(p) for p in self._frozen)]))
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
 
@@ -356,25 +358,27 @@ class Engine(Ranks):
         """This rank's part of the sum of a parameter's bit patterns, modulo 2^64."""
         if self.rank > 0 and self.zero_stage < 3:  # every rank has all of it
             return torch.tensor(0)
-        mine = share(parameter).detach().flatten()
-        return mine.view(BITS[mine.element_size()]).sum(dtype=torch.int64).cpu()
+        local = share(parameter).detach().flatten()
+        return local.view(BITS[local.element_size()]).sum(dtype=torch.int64).cpu()
 
     @property
     def saved_bytes(self) -> int:
-        """At least what this rank writes into a checkpoint: weights, and the optimizer's own ones with its moments."""
+        """A lower bound of what this rank writes into a checkpoint: weights, the optimizer's fp32 copies and
+        moments."""
         shared = self.world if self.zero_stage in (1, 2) else 1  # under ZeRO-3 a rank has its share of all
-        kept = 4 * (1 + len(self._moments)) / shared
-        return int(sum(share(p).numel() * (p.element_size() + kept) for p in self._trained))
+        optimizer = 4 * (1 + len(self._moments)) / shared
+        return int(sum(share(p).numel() * (p.element_size() + optimizer) for p in self._trained))
 
     def save(self, folder: Path, write: files.Write) -> None:
-        """Hand weights, optimizer and step count of this rank to `write`, as files below `folder` (DeepSpeed's format);
-        weights that are not trained are left out. A collective, so `write` raises nothing: the others would wait.
+        """Hands weights, optimizer and step count of this rank to `write`, as files below `folder` (DeepSpeed's
+        format); weights that are not trained are left out. A collective, so `write` raises nothing: the others would
+        wait.
         """
         files.save(self._engine, folder, {"updates": self.updates}, write)
 
     def load(self, folder: Path, zero_stage: int, ranks: int) -> None:
-        """What `save` wrote, on so many ranks under that ZeRO stage. Raises UserError if a file holds more than tensors
-        and plain values."""
+        """Loads what `save` wrote on `ranks` ranks under `zero_stage`. Raises UserError if a file holds more than
+        tensors and plain values."""
         if zero_stage == self.zero_stage and (ranks == self.world or zero_stage == 0):
             self.updates = files.load(self._engine, folder)["updates"]
             return
@@ -388,7 +392,7 @@ class Engine(Ranks):
         return reshaped(states, zero_stage == 3, self._trained)
 
     def release(self) -> None:
-        """Give up weights and optimizer. Before an engine for generation is closed: that may end the process group,
+        """Gives up weights and optimizer. Before an engine for generation is closed: that may end the process group,
         which DeepSpeed still asks here under ZeRO-3."""
         if self._engine is not None:
             self._engine.destroy()
@@ -401,7 +405,7 @@ class Engine(Ranks):
 
 
 def start_distributed(timeout: float) -> None:
-    """Join the launcher's process group; without a launcher, be a group of one on a free port."""
+    """Joins the launcher's process group; without a launcher, a group of one on a free port."""
     if dist.is_initialized():
         return
     end_with_launcher()
@@ -415,17 +419,18 @@ def start_distributed(timeout: float) -> None:
             "MASTER_PORT": ANY_PORT,
         }
         os.environ.update(alone)
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=MEETING)
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=INIT_METHOD)
 
 
 def objects_group(timeout: float) -> dist.ProcessGroup | None:
-    """A group of all ranks whose collectives stay on the hosts; None: the one that there is does. A collective."""
+    """A gloo group of all ranks, whose collectives stay on the hosts; None where the default group is one. A
+    collective."""
     if dist.get_backend() == "gloo":
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + LATER))
 
 
 def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside it parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
+    """Context in which parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
     split = [p for p in parameters if "ds_id" in vars(p)]
     return deepspeed.zero.GatheredParameters(split) if split else nullcontext()

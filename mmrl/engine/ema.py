@@ -33,20 +33,20 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside it the module computes with the averages. Nothing may be trained inside."""
-        kept = [share(p).detach().clone() for p in self._parameters]
+        """Context in which the module computes with the averages. Nothing may be trained inside."""
+        trained = [share(p).detach().clone() for p in self._parameters]
         self._write(self.average)
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(trained)
 
     def state(self) -> dict[str, Tensor]:
         named = {str(i): average for i, average in enumerate(self.average)}
         return {**named, "updates": torch.tensor(self.updates)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """A `state` of a run with as many ranks and the same ZeRO stage, or one that `reshaped` has made so."""
+        """Loads the `state` of a run with as many ranks and the same ZeRO stage, or one that `reshaped` has made so."""
         self.updates = int(state["updates"])
         for i, average in enumerate(self.average):
             average.copy_(state[str(i)])
@@ -70,28 +70,28 @@ def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.
 
 
 def share(parameter: nn.Parameter) -> Tensor:
-    """What of a parameter lies on this rank: under ZeRO-3 a slice of its elements in order, without the padding of the
+    """The part of a parameter on this rank: under ZeRO-3 a slice of its elements in order, without the padding of the
     last one, else all of it."""
     if not _sliced(parameter):
         return parameter.data
-    kept: Tensor = vars(parameter)["ds_tensor"]
-    return kept.narrow(0, 0, _own_slice(parameter)[1])
+    local: Tensor = vars(parameter)["ds_tensor"]
+    return local.narrow(0, 0, _local_slice(parameter)[1])
 
 
 def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Of the elements of a parameter, [element], those that lie on this rank, shaped as `share` gives them."""
+    """The elements of a parameter, [element], that lie on this rank, in the shape of `share`."""
     if not _sliced(parameter):
         return whole.view_as(parameter)
-    return whole.narrow(0, *_own_slice(parameter))
+    return whole.narrow(0, *_local_slice(parameter))
 
 
 def _sliced(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 has cut the parameter, which it tells by fields of its own."""
+    """Returns whether ZeRO-3 has cut the parameter, which the fields that it adds show."""
     return "ds_tensor" in vars(parameter)
 
 
-def _own_slice(parameter: nn.Parameter) -> tuple[int, int]:
-    """Where this rank's slice begins, and how many elements it has."""
+def _local_slice(parameter: nn.Parameter) -> tuple[int, int]:
+    """The first element of this rank's slice, and its number of elements."""
     numel, size = vars(parameter)["ds_numel"], vars(parameter)["ds_tensor"].numel()
     start = min(numel, dist.get_rank() * size)
     return start, min(size, numel - start)
@@ -99,8 +99,8 @@ def _own_slice(parameter: nn.Parameter) -> tuple[int, int]:
 
 @torch.no_grad()
 def gather_again(parameters: list[nn.Parameter]) -> None:
-    """After slices have changed: ZeRO-3 keeps small parameters whole between steps, as copies of what the slices were.
-    A collective under ZeRO-3."""
+    """Refreshes small parameters after slices have changed: ZeRO-3 keeps these whole between steps, as copies of what
+    the slices were. A collective under ZeRO-3."""
     whole: list[Any] = [p for p in parameters if _sliced(p) and vars(p)["ds_status"] is ZeroParamStatus.AVAILABLE]
     if whole:
         whole[0].partition(param_list=whole)  # drops the copies
@@ -124,5 +124,5 @@ class OtherWeights(Protocol):
 
 
 def applied(weights: OtherWeights | None) -> AbstractContextManager[None]:
-    """Inside it the policy computes with other weights, where there are any."""
+    """Context in which the policy computes with other weights, where there are any."""
     return nullcontext() if weights is None else weights.applied()

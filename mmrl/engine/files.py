@@ -19,13 +19,13 @@ from mmrl.errors import UserError
 
 TAG = "engine"  # DeepSpeed's name of the folder in which its files lie
 PLAIN = [LossScaler, ZeroStageEnum, fragment_address]  # records of numbers, the only classes in DeepSpeed's files
-Write = Callable[[Any, Path], None]  # of a file: what torch.save takes, and where it goes
+Write = Callable[[Any, Path], None]  # writes a file: the object for torch.save, and the path
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch; DeepSpeed asks for weights_only=False
 
 
 @contextmanager
 def weights_only(folder: Path) -> Iterator[None]:
-    """Inside it torch.load reads tensors and plain values, whoever calls it and whatever he asks for. A pickle that
+    """Context in which torch.load reads tensors and plain values alone, whoever calls it and however. A pickle that
     names anything else is refused before a line of it runs, with a UserError that names the checkpoint `folder`."""
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
@@ -55,18 +55,18 @@ def save(engine: Any, folder: Path, state: dict[str, Any], write: Write) -> None
 
 
 def load(engine: Any, folder: Path) -> dict[str, Any]:
-    """The state that was given to `save`. engine: DeepSpeed's, which gets weights and optimizer.
+    """Loads weights and optimizer into DeepSpeed's `engine`. Returns the state that was given to `save`.
 
     Raises UserError if a file holds more than tensors and plain values.
     """
     frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
 
-    def place(src: dict[str, Any], dst: nn.Module) -> None:
-        found = dst.load_state_dict(src, strict=False)
-        unlike = [*found.unexpected_keys, *(name for name in found.missing_keys if name not in frozen)]
+    def load_module(src: dict[str, Any], dst: nn.Module) -> None:
+        unmatched = dst.load_state_dict(src, strict=False)
+        unlike = [*unmatched.unexpected_keys, *(name for name in unmatched.missing_keys if name not in frozen)]
         if unlike:
             raise UserError(f"checkpoint {folder} is of another model: {unlike[0]} is only in one of them")
 
     with weights_only(folder):
-        _, state = engine.load_checkpoint(folder, tag=TAG, load_lr_scheduler_states=False, custom_load_fn=place)
+        _, state = engine.load_checkpoint(folder, tag=TAG, load_lr_scheduler_states=False, custom_load_fn=load_module)
     return state

@@ -9,8 +9,8 @@ from typing import Any
 
 
 class Interruption:
-    """Inside it SIGTERM and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that looks there between
-    two steps; a second SIGINT ends the process at once."""
+    """Context in which SIGTERM and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that reads it
+    between two steps; a second SIGINT ends the process at once."""
 
     def __init__(self) -> None:
         self.signum = 0

@@ -1,4 +1,4 @@
-"""What a rank's GPU has to hold, told without one: by counting, and by running on the meta device."""
+"""The memory that a rank's GPU needs, estimated without one: by counting, and by running on the meta device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryModel:
 
     module: with adapters, and with what is not trained frozen. train: the outputs of a micro-batch of so many rollouts,
     of which `peak` takes a loss. sample: what is computed at once when rollouts are made. logits: bytes of a chunk's
-    logits and their gradient. cache: bytes of keys and values while rollouts are made. beside: bytes of parts that lie
-    on the GPU only while rollouts are made, by name; beside_training: the same while it trains. words: lines for
-    the user.
+    logits and their gradient. cache: bytes of keys and values while rollouts are made. sampling_parts: bytes of
+    parts that lie on the GPU only while rollouts are made, by name; training_parts: the same while it trains. notes:
+    lines for the user.
     """
 
     module: nn.Module
@@ -33,9 +33,9 @@ class MemoryModel:
     sample: Callable[[], Any] | None = None
     logits: float = 0.0
     cache: float = 0.0
-    beside: dict[str, float] = field(default_factory=dict)
-    beside_training: dict[str, float] = field(default_factory=dict)
-    words: list[str] = field(default_factory=list)
+    sampling_parts: dict[str, float] = field(default_factory=dict)
+    training_parts: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
@@ -59,31 +59,31 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
+        self.now = self.peak = 0
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in given | self._seen:
-                self._hold(made.untyped_storage())
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in inputs | self._storages:
+                self._hold(tensor.untyped_storage())
         return out
 
     def _hold(self, storage: Any) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        self._seen.add(place)
+        address, size = storage._cdata, storage.nbytes()
+        self._storages.add(address)
         self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._let_go, place, size)
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._let_go, address, size)
 
-    def _let_go(self, place: int, size: int) -> None:
-        self._seen.discard(place)
+    def _let_go(self, address: int, size: int) -> None:
+        self._storages.discard(address)
         self.now -= size
 
 
 class _Fused(torch.autograd.Function):
-    """Attention of which a backward pass keeps what the fused kernels keep: query, key, value, output and a sum a row
+    """Attention whose backward pass keeps what the fused kernels keep: query, key, value, output and a sum a row
     (arXiv 2205.14135). Nothing is computed."""
 
     @staticmethod
@@ -95,12 +95,12 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(given) for given in ctx.saved_tensors[:3])
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside it scaled_dot_product_attention takes the memory that it takes on a GPU, also where a backward pass
+    """Context in which scaled_dot_product_attention takes the memory that it takes on a GPU, also where a backward pass
     computes it again; on the meta device it would otherwise take the plainest path, which keeps its matrices."""
     usual = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _attention  # a mode would not reach into a backward pass
@@ -133,21 +133,21 @@ def peak(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) 
     finally:
         for hook in hooks:
             hook.remove()
-    return live.most
+    return live.peak
 
 
 def _ones(outputs: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t) for t in outputs if t.requires_grad]
 
 
-def everything_seen(rows: int, length: int) -> Tensor:
-    """An attention mask [row, 1, token, token] that hides nothing, of which models do not ask what is in it."""
+def full_attention_mask(rows: int, length: int) -> Tensor:
+    """An attention mask [row, 1, token, token] that hides nothing; on the meta device nobody reads its values."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta").expand(rows, -1, -1, -1)
 
 
 @contextmanager
 def on_meta(dtype: str) -> Iterator[None]:
-    """Modules that are made inside it have no weights, and the dtype."""
+    """Context in which modules are built without weights, in this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -13,7 +13,7 @@ from mmrl.errors import UserError, told
 
 
 class Packer(pickle.Pickler):
-    """Tensors that are parts of larger ones are written without the rest."""
+    """Pickler that writes a tensor which is part of a larger one without the rest."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor) and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
@@ -22,8 +22,8 @@ class Packer(pickle.Pickler):
 
 
 def packed(value: Any, instead: str) -> bytes:
-    """Raises UserError for what can not be sent, such as an open file in a prompt's metadata, and names `instead`, the
-    setting with which nothing is."""
+    """Pickles a value. Raises UserError for what can not be sent, such as an open file in a prompt's metadata; it names
+    `instead`, the setting with which nothing is sent."""
     stream = io.BytesIO()
     try:
         Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)

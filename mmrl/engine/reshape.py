@@ -25,21 +25,21 @@ from torch import Tensor, nn
 from mmrl.engine.ema import gather_again, share, take
 
 MASTER = "fp32"  # the weights that the optimizer steps; beside them its moments
-STEP = "step"  # how many it has taken, where it counts them
-Moments = tuple[str, ...]  # what the optimizer keeps of a parameter, see `settings.Optim`
+STEP = "step"  # the optimizer's count of its steps, where it has one
+Moments = tuple[str, ...]  # names of tensors, see `settings.Optim.moments`
 Trained = Mapping[str, nn.Parameter]  # by name, in the order of the optimizer's groups
 Piece = dict[str, Tensor]  # of one parameter: weights and moments, flat
-Whole = Callable[[str, str], Tensor]  # of a parameter's name, and of what of it: the whole tensor, flat
-States = dict[int, dict[str, Any]]  # an optimizer's, by the place of what it steps
+Whole = Callable[[str, str], Tensor]  # (name of a parameter, MASTER or a moment) -> the whole tensor, flat
+States = dict[int, dict[str, Any]]  # of an optimizer, by the index of the tensor that it steps
 
 
 @torch.no_grad()
 def load(
     engine: Any, folder: Path, zero_stage: int, ranks: int, now: int, moments: Moments, trained: Trained
 ) -> dict[str, Any]:
-    """Weights and optimizer from the files in `folder`, which `ranks` ranks wrote under `zero_stage`, into DeepSpeed's
-    engine, which runs under stage `now`; returns the state that was saved with them. moments: of the optimizer, the
-    same before and now."""
+    """Loads weights and optimizer from the files in `folder`, which `ranks` ranks wrote under `zero_stage`, into
+    DeepSpeed's engine, which runs under stage `now`; returns the state that was saved with them. moments: of the
+    optimizer, the same before and now."""
     model = [read(path) for path in sorted(folder.glob("*model_states.pt"), key=rank_of)]
     optimizer = [read(path)["optimizer_state_dict"] for path in sorted(folder.glob("*optim_states.pt"), key=rank_of)]
     assert len(optimizer) == (ranks if zero_stage > 0 else 0)
@@ -64,20 +64,21 @@ def load(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Tensors are mapped: they are read when they are used."""
+    """Opens a file; its tensors are mapped, and read when they are used."""
     return torch.load(str(path), map_location="cpu", mmap=True)
 
 
 def rank_of(path: Path) -> int:
-    words = path.name.split("_")
-    return int(words[words.index("pp") + 2]) if "pp" in words else 0
+    parts = path.name.split("_")
+    return int(parts[parts.index("pp") + 2]) if "pp" in parts else 0
 
 
-# --- what was written ---
+# --- reading ---
 
 
 def unsharded(model: dict[str, Any], names: Sequence[str], moments: Moments) -> tuple[dict[str, list[Piece]], States]:
-    """ZeRO 0: one file holds everything. Of weights in bfloat16 DeepSpeed keeps fp32 ones here too, `fp32_groups`."""
+    """Reads ZeRO 0's checkpoint: one file holds everything. Of weights in bfloat16 DeepSpeed keeps fp32 ones here too,
+    `fp32_groups`."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         states = optimizer["optimizer_state_dict"]["state"]
@@ -85,14 +86,14 @@ def unsharded(model: dict[str, Any], names: Sequence[str], moments: Moments) -> 
     else:
         states, masters = optimizer["state"], [model["module"][name] for name in names]
     pieces = {
-        name: [{MASTER: master.flatten(), **{key: states[place][key].flatten() for key in moments}}]
-        for place, (name, master) in enumerate(zip(names, masters, strict=True))
+        name: [{MASTER: master.flatten(), **{key: states[index][key].flatten() for key in moments}}]
+        for index, (name, master) in enumerate(zip(names, masters, strict=True))
     }
     return pieces, states
 
 
 def sharded_optimizer(optimizer: list[dict[str, Any]], moments: Moments) -> tuple[dict[str, list[Piece]], States]:
-    """ZeRO 1 and 2: all parameters of a group lie one behind the other, and each rank has a stretch of that."""
+    """Reads optimizer state sharded by ZeRO 1 or 2: each rank holds a contiguous slice of the flattened group."""
     pieces: dict[str, list[Piece]] = {}
     for rank in optimizer:
         states, masters = rank["base_optimizer_state"]["state"], rank["single_partition_of_fp32_groups"]
@@ -107,23 +108,24 @@ def sharded_optimizer(optimizer: list[dict[str, Any]], moments: Moments) -> tupl
 def sharded_weights(
     optimizer: list[dict[str, Any]], shapes: list[dict[str, torch.Size]], moments: Moments
 ) -> tuple[dict[str, list[Piece]], States]:
-    """ZeRO 3: each rank has a slice of each parameter, all of one length; the last ones are padded."""
+    """Reads weights sharded by ZeRO 3: each rank has a slice of each parameter, all of one length; the last ones are
+    padded."""
     pieces: dict[str, list[Piece]] = {}
     for rank, state in enumerate(optimizer):
         for group, group_shapes in enumerate(shapes):
-            kept = state["optimizer_state_dict"]["state"]
-            flat = {MASTER: state["fp32_flat_groups"][group], **{key: kept[group][key] for key in moments}}
+            states = state["optimizer_state_dict"]["state"]
+            flat = {MASTER: state["fp32_flat_groups"][group], **{key: states[group][key] for key in moments}}
             start = 0
             for name, shape in group_shapes.items():
                 size = -(-shape.numel() // len(optimizer))
-                own = max(0, min(size, shape.numel() - rank * size))
-                piece = {key: values.narrow(0, start, own) for key, values in flat.items()}
+                length = max(0, min(size, shape.numel() - rank * size))
+                piece = {key: values.narrow(0, start, length) for key, values in flat.items()}
                 pieces.setdefault(name, []).append(piece)
                 start += size
     return pieces, optimizer[0]["optimizer_state_dict"]["state"]
 
 
-# --- where it goes ---
+# --- installing ---
 
 
 def begin(engine: Any, now: int, states: States) -> None:
@@ -144,14 +146,15 @@ def begin(engine: Any, now: int, states: States) -> None:
 
 
 def masters(engine: Any, now: int) -> list[Tensor]:
-    """What the optimizer steps on this rank: fp32 weights, flat but under stage 0."""
+    """The tensors that the optimizer steps on this rank: fp32 weights, flat but under stage 0."""
     if now == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [master for group in engine.optimizer.param_groups for master in group["params"]]
 
 
 def into_plain(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """ZeRO 0. What is stepped is the parameter itself, or an fp32 copy of one in bfloat16."""
+    """Installs a state under ZeRO 0. The tensor that is stepped is the parameter itself, or an fp32 copy of one in
+    bfloat16."""
     for (name, parameter), master in zip(trained.items(), masters(engine, now=0), strict=True):
         parameter.copy_(whole(name, MASTER).view_as(parameter))
         master.copy_(whole(name, MASTER).view_as(parameter))
@@ -160,7 +163,7 @@ def into_plain(engine: Any, trained: Trained, whole: Whole, moments: Moments) ->
 
 
 def into_sharded_optimizer(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """ZeRO 1 and 2."""
+    """Installs a state under ZeRO 1 or 2."""
     optimizer = engine.optimizer
     for parameters, group in zip(optimizer.bit16_groups, optimizer.param_groups, strict=True):
         lazy_init_hp_params_optimizer_state(parameters, group["params"][0], optimizer.state)
@@ -172,7 +175,7 @@ def into_sharded_optimizer(engine: Any, trained: Trained, whole: Whole, moments:
 
 
 def into_sharded_weights(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """ZeRO 3."""
+    """Installs a state under ZeRO 3."""
     for name, parameter in trained.items():
         share(parameter).copy_(take(parameter, whole(name, MASTER)))
         safe_set_local_fp32_param(parameter, padded(parameter, whole(name, MASTER)))

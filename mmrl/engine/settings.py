@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ParameterGroup(Section):
-    """What differs for a named group of parameters."""
+    """Options of a named group of parameters that differ from the optimizer's."""
 
     lr: float | None = option(None, "learning rate; default: optim.lr", gt=0)
     weight_decay: float | None = option(None, "default: optim.weight_decay", ge=0)
@@ -26,7 +26,7 @@ class ParameterGroup(Section):
 
 
 class Optim(Choice):
-    """The optimizer and its learning rate. One of one's own gives a class of torch's kind, and says what that keeps."""
+    """The optimizer and its learning rate. One of your own names its class, of torch's kind, and its moments."""
 
     title: ClassVar[str] = "optimizer"
     kinds: ClassVar[dict[str, str]] = {
@@ -52,8 +52,8 @@ class Optim(Choice):
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """What the optimizer keeps of a parameter, beside its weights and of their shape, by torch's names: memory is
-        counted for it, and a checkpoint is cut anew for other ranks with it."""
+        """Names, by torch, of the tensors that the optimizer keeps for a parameter, of its shape: memory is counted for
+        them, and a checkpoint is cut anew for other ranks with them."""
 
     @abstractmethod
     def kind(self) -> OptimizerClass:
@@ -128,7 +128,7 @@ class SGD(Optim):
 
 
 class EngineSettings(Section):
-    """How DeepSpeed runs the job."""
+    """Settings of DeepSpeed, which runs the job."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(
         0, "what ranks share out: 1 the optimizer, 2 the gradients too, 3 the weights too"
@@ -158,19 +158,19 @@ class EngineSettings(Section):
 
 
 class UnevenEngine(Section):
-    """Of jobs whose rollouts differ in length."""
+    """Settings of jobs whose rollouts differ in length."""
 
     balance: Literal["lengths", "none"] = option(
         "lengths",
         "how several ranks share an update's work. lengths: they exchange groups until each has about as many tokens "
-        "(of robots: looks) in every minibatch, and replay rollouts of similar lengths together; results agree to "
+        "(robots: policy steps) in every minibatch, and replay rollouts of similar lengths together; results agree to "
         "rounding, but for masks that are drawn at random. none: a rank learns from what it sampled, as it does with "
         "algorithm.shuffle=steps",
     )
 
 
 class Kernels(Section):
-    """Who computes the fused operators (mmrl.kernels). The choices agree to rounding."""
+    """The backend of the fused operators (mmrl.kernels). The choices agree to rounding."""
 
     backend: Literal["auto", "cuda", "cpu", "torch"] = option(
         "auto", "auto: the compiled kernels of each tensor's device, where they can be built; torch: plain PyTorch"

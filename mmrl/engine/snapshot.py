@@ -19,35 +19,35 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self.kept: list[Tensor] = []
+        self.copies: list[Tensor] = []
         self.take()
 
     def take(self) -> None:
-        self.kept = [share(p).detach().clone() for p in self._parameters]
+        self.copies = [share(p).detach().clone() for p in self._parameters]
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Moves towards the weights of now: kept <- decay kept + (1 - decay) now."""
-        for kept, parameter in zip(self.kept, self._parameters, strict=True):
-            kept.lerp_(share(parameter).to(kept), 1 - decay)
+        """Moves towards the weights of now: copy <- decay copy + (1 - decay) now."""
+        for copy, parameter in zip(self.copies, self._parameters, strict=True):
+            copy.lerp_(share(parameter).to(copy), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside it the module computes with the copy. Nothing may be trained inside."""
+        """Context in which the module computes with the copy. Nothing may be trained inside."""
         now = [share(p).detach().clone() for p in self._parameters]
-        self._write(self.kept)
+        self._write(self.copies)
         try:
             yield
         finally:
             self._write(now)
 
     def state(self) -> dict[str, Tensor]:
-        """Laid out as a `EMA`'s, so that it can be reshaped for other ranks like one."""
-        return {**{str(i): kept for i, kept in enumerate(self.kept)}, "updates": torch.tensor(0)}
+        """The copies in the layout of an `EMA`'s state, so that they can be reshaped for other ranks like one."""
+        return {**{str(i): copy for i, copy in enumerate(self.copies)}, "updates": torch.tensor(0)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        for i, kept in enumerate(self.kept):
-            kept.copy_(state[str(i)])
+        for i, copy in enumerate(self.copies):
+            copy.copy_(state[str(i)])
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:
@@ -66,7 +66,7 @@ class AdaptersOff:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside it the module computes without adapters. Nothing may be trained inside."""
+        """Context in which the module computes without adapters. Nothing may be trained inside."""
         self._switch(True)
         try:
             yield
@@ -92,9 +92,9 @@ def idle_adapters(module: nn.Module) -> list[Any]:
 
     layers: list[Any] = [part for part in module.modules() if isinstance(part, LoraLayer)]
     second = [part.weight for layer in layers for part in layer.lora_B.values()]  # y + scale B A x
-    known = {id(p) for layer in layers for part in layer.lora_A.values() for p in part.parameters()}
-    known |= {id(p) for layer in layers for part in layer.lora_B.values() for p in part.parameters()}
-    others = [p for p in module.parameters() if p.requires_grad and id(p) not in known]
+    adapters = {id(p) for layer in layers for part in layer.lora_A.values() for p in part.parameters()}
+    adapters |= {id(p) for layer in layers for part in layer.lora_B.values() for p in part.parameters()}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in adapters]
     plain = all(not layer.merged and len(layer.lora_B) == 1 for layer in layers)
     if others or not plain or any(bool(weight.any()) for weight in second):
         return []

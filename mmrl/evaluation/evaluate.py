@@ -24,45 +24,45 @@ from mmrl.runtime.seeds import rollout_seeds
 class Journal:
     """Episodes of an evaluation that were played, in a file, so that one that was stopped can go on.
 
-    A line is a part that was played at once. What was made under another `digest`, that is, under another protocol or
-    with other weights, is left aside, and so is a last line that was not written to its end.
+    A line is a part that was played at once. One that was made under another `digest`, that is, under another protocol
+    or with other weights, is left aside, and so is a last line that was not written to its end.
     """
 
     def __init__(self, file: Path, digest: str) -> None:
         self.file, self.digest = file, digest
-        self.known: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        self.parts: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         whole = ""
         for line in file.read_text().splitlines(keepends=True) if file.is_file() else []:
             if not line.endswith("\n"):
                 continue
             part = json.loads(line)
             if part["digest"] == digest:
-                self.known[tuple(part["indices"])] = part["episodes"]
+                self.parts[tuple(part["indices"])] = part["episodes"]
                 whole += line
         file.write_text(whole)
 
     @property
     def episodes(self) -> int:
-        """How many of them it knows."""
-        return sum(map(len, self.known.values()))
+        """The number of episodes that it holds."""
+        return sum(map(len, self.parts.values()))
 
     def find(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample] | None:
-        """The samples of a part that was played before."""
-        if tuple(indices) not in self.known:
+        """Returns the samples of a part that was played before, or None."""
+        if tuple(indices) not in self.parts:
             return None
-        known = self.known[tuple(indices)]
+        episodes = self.parts[tuple(indices)]
         return [
             Sample(p, response=e["response"], episode=Episode(**e["episode"]))
-            for p, e in zip(prompts, known, strict=True)
+            for p, e in zip(prompts, episodes, strict=True)
         ]
 
     def add(self, indices: Sequence[int], samples: Sequence[Sample]) -> None:
-        told = []
+        records = []
         for sample in samples:
             assert sample.episode is not None
-            told.append({"response": sample.response, "episode": asdict(replace(sample.episode, frames=None))})
+            records.append({"response": sample.response, "episode": asdict(replace(sample.episode, frames=None))})
         with self.file.open("a") as out:
-            out.write(json.dumps({"digest": self.digest, "indices": list(indices), "episodes": told}) + "\n")
+            out.write(json.dumps({"digest": self.digest, "indices": list(indices), "episodes": records}) + "\n")
 
 
 def evaluate(
@@ -84,12 +84,12 @@ def evaluate(
         for start in range(0, share, settings.micro_batch):
             part = indices[start : start + settings.micro_batch]
             prompts = [task.evaluation[i] for i in part]
-            made = None if journal is None else journal.find(part, prompts)
-            if made is None:
-                made = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
+            answers = None if journal is None else journal.find(part, prompts)
+            if answers is None:
+                answers = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
                 if journal is not None:
-                    journal.add(part, made)
-            samples += made
+                    journal.add(part, answers)
+            samples += answers
             work.advance(len(part))
     columns = {"accuracy": task.accuracy(samples), **task.measures(samples, torch.tensor(indices))}
     rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
@@ -108,32 +108,34 @@ def evaluate(
 
 
 def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:
-    """Means of what is known, by kind of prompt too, for rows of measured numbers (NaN: not known) and a kind."""
+    """Means of the measured numbers, also by kind of prompt. rows: numbers by column (NaN: not measured), and a
+    kind."""
     result = {}
     for name in columns:
-        if known := _known([row[name] for row, _ in rows]):
-            result[f"evaluation/{name}"] = sum(known) / len(known)
+        if values := _not_nan([row[name] for row, _ in rows]):
+            result[f"evaluation/{name}"] = sum(values) / len(values)
     for kind in sorted({kind for _, kind in rows} - {""}):
-        if known := _known([row["accuracy"] for row, k in rows if k == kind]):
-            result[f"evaluation/accuracy/{kind}"] = sum(known) / len(known)
-    marks = torch.tensor(_known([row["accuracy"] for row, _ in rows]))
+        if values := _not_nan([row["accuracy"] for row, k in rows if k == kind]):
+            result[f"evaluation/accuracy/{kind}"] = sum(values) / len(values)
+    marks = torch.tensor(_not_nan([row["accuracy"] for row, _ in rows]))
     result["evaluation/n"] = float(len(marks))
     result["evaluation/unscored"] = 1 - len(marks) / len(rows)
     result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0
     return result
 
 
-def _known(values: list[Any]) -> list[float]:
+def _not_nan(values: list[Any]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def worth(result: dict[str, float], kept: Checkpoint) -> float:
-    """What the weights that an evaluation measured are kept for, the higher the better; -inf where nothing could be
-    measured. Raises UserError for a metric that there is not."""
-    if kept.best_by not in result and kept.best_by != "evaluation/accuracy":
+def worth(result: dict[str, float], checkpoint: Checkpoint) -> float:
+    """The number by which the best weights are chosen, the higher the better; -inf where nothing could be measured.
+    Raises UserError for a metric that does not exist."""
+    if checkpoint.best_by not in result and checkpoint.best_by != "evaluation/accuracy":
         raise UserError(
-            f"checkpoint.best_by={kept.best_by} is no metric of this evaluation; it has {', '.join(sorted(result))}"
+            f"checkpoint.best_by={checkpoint.best_by} is no metric of this evaluation; it has "
+            f"{', '.join(sorted(result))}"
         )
-    if kept.best_by not in result:
+    if checkpoint.best_by not in result:
         return -math.inf
-    return (1 if kept.best_is == "highest" else -1) * result[kept.best_by]
+    return (1 if checkpoint.best_is == "highest" else -1) * result[checkpoint.best_by]

@@ -1,4 +1,4 @@
-"""What an evaluation in a simulator was, in the words that papers use, so that another person can get it again."""
+"""The protocol of an evaluation in a simulator, in the words that papers use, so that others can repeat it."""
 
 from __future__ import annotations
 
@@ -44,32 +44,33 @@ def protocol(config: JobConfig, task: Any, chunk: int) -> dict[str, Any]:
 
 def packages(simulator: str) -> dict[str, str]:
     """Versions of what a shipped simulator is made of."""
-    there = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
-    return {name: there[name] for name in PACKAGES.get(simulator, ()) if name in there}
+    installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES.get(simulator, ()) if name in installed}
 
 
-def digest(told: dict[str, Any], model: str) -> str:
-    """Tells evaluations apart: of the protocol, and of the size and age of the files of `model`."""
+def digest(facts: dict[str, Any], model: str) -> str:
+    """A digest that tells evaluations apart: of the protocol `facts`, and of the size and age of the files of
+    `model`."""
     folder = Path(model)
     files = sorted(p for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")) if folder.is_dir() else []
     weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(json.dumps([told, model, weights], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([facts, model, weights], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def described(told: dict[str, Any], temperature: float) -> list[str]:
+def described(facts: dict[str, Any], temperature: float) -> list[str]:
     """Lines for people. temperature: of the decoding that the success rates behind them are of."""
-    action, options = told["action"], told["options"]
+    action, options = facts["action"], facts["options"]
     shown = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-    tasks = told["tasks"]
+    tasks = facts["tasks"]
     named = ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
     units = action["statistics_key"] or ("of its own file" if action["statistics"] else "none")
-    pinned = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    pinned = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return [
-        f"simulator   {told['simulator']}: {shown or 'no options'}",
-        f"tasks       {len(tasks)}: {named}; instructions {told['instructions']}",
-        f"episodes    {told['episodes']}, start states {told['starts'][0]} to {told['starts'][1]} of each task, "
-        f"{told['split']}; seed {told['seed']}",
-        f"policy      chunk {told['chunk']}, temperature {temperature:g}, crop {action['center_crop']:g}, statistics "
+        f"simulator   {facts['simulator']}: {shown or 'no options'}",
+        f"tasks       {len(tasks)}: {named}; instructions {facts['instructions']}",
+        f"episodes    {facts['episodes']}, start states {facts['starts'][0]} to {facts['starts'][1]} of each task, "
+        f"{facts['split']}; seed {facts['seed']}",
+        f"policy      chunk {facts['chunk']}, temperature {temperature:g}, crop {action['center_crop']:g}, statistics "
         f"{units}, state {'read' if action['proprioception'] else 'not read'}",
         f"versions    {pinned}",
     ]
@@ -101,16 +102,16 @@ def _summary(played: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def told_success(name: str, decoding: str, found: dict[str, float]) -> str:
+def success_line(name: str, decoding: str, rates: dict[str, float]) -> str:
     return (
-        f"{name + ', ' + decoding:>28}  {found['success']:.4f}  ({found['low']:.3f} .. {found['high']:.3f} at 95 %, "
-        f"{found['episodes']} episodes; at their end {found['success_at_end']:.4f}, {found['length']:.1f} actions long)"
+        f"{name + ', ' + decoding:>28}  {rates['success']:.4f}  ({rates['low']:.3f} .. {rates['high']:.3f} at 95 %, "
+        f"{rates['episodes']} episodes; at their end {rates['success_at_end']:.4f}, {rates['length']:.1f} actions long)"
     )
 
 
-def add_line(file: Path, command: Sequence[str], told: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
-    """One line of JSON for a table, which `scripts/bench/evaluations.py` prints and runs again. found: by decoding, by
-    task."""
-    line = {"command": list(command), "protocol": told, "found": found}
+def add_line(file: Path, command: Sequence[str], facts: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    """One line of JSON for a table, which `scripts/bench/evaluations.py` prints and runs again. results: by decoding,
+    by task."""
+    line = {"command": list(command), "protocol": facts, "found": results}
     with file.open("a") as out:
         out.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""Search at inference: more than one answer to a prompt is made, and the task's rewards say which is kept."""
+"""Search at inference: more than one answer to a prompt is made, and the task's rewards choose one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Search(Choice):
-    """How the answer to a prompt is looked for."""
+    """The search for the answer to a prompt."""
 
     title: ClassVar[str] = "search"
     kinds: ClassVar[dict[str, str]] = {
@@ -30,7 +30,7 @@ class Search(Choice):
 
     @abstractmethod
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """One answer a prompt."""
+        """Returns one answer a prompt."""
 
     def check(self, offered: Capabilities) -> None:
         """Raises ValueError in one line for a policy that can not be searched so."""
@@ -51,10 +51,10 @@ class BestOf(Search):
         from mmrl.samplers.chain import mixed
 
         each = [prompt for prompt in prompts for _ in range(self.count)]
-        own = [mixed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
-        made = policy.respond(each, own)
-        earned = rewards_of(task, made, torch.arange(len(prompts)).repeat_interleave(self.count))
-        return [made[i * self.count + int(part.argmax())] for i, part in enumerate(earned.view(-1, self.count))]
+        each_seed = [mixed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
+        samples = policy.respond(each, each_seed)
+        earned = rewards_of(task, samples, torch.arange(len(prompts)).repeat_interleave(self.count))
+        return [samples[i * self.count + int(part.argmax())] for i, part in enumerate(earned.view(-1, self.count))]
 
 
 class Particles(Search):
@@ -86,7 +86,7 @@ class Particles(Search):
 
 
 class SampleSettings(Section):
-    """How `mmrl sample` and `mmrl eval` look for answers."""
+    """Settings of `mmrl sample` and `mmrl eval`."""
 
     search: Search | None = option(None, "make several answers a prompt, and keep the best by the rewards; null: one")
 
@@ -112,5 +112,5 @@ def rewards_of(task: Task, samples: Sequence[Sample], group: Tensor) -> Tensor:
 
     from mmrl.core.advantages import combined_reward
 
-    found = combined_reward(task.score(samples, group), torch.tensor(task.reward_weights))
-    return found.where(~found.isnan(), -torch.inf)
+    rewards = combined_reward(task.score(samples, group), torch.tensor(task.reward_weights))
+    return rewards.where(~rewards.isnan(), -torch.inf)

@@ -1,5 +1,4 @@
-"""What keeps the cost of a token from growing with what the tokens before it have cost: keys and values that are not
-copied when one more comes, nor repeated for the heads that share them."""
+"""Cheap decoding: keys and values are neither copied for one more token nor repeated for the heads that share them."""
 
 from __future__ import annotations
 
@@ -43,15 +42,15 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _move(self, key_states: Tensor, value_states: Tensor, tokens: int) -> None:
-        """Into memory for so many tokens, of the shape of new keys and values."""
-        length, made = self.get_seq_length(), []
+        """Moves keys and values into memory for so many tokens, of the shape of the new ones."""
+        length, moved = self.get_seq_length(), []
         for old, like in ((self.keys, key_states), (self.values, value_states)):
             room = like.new_empty(*like.shape[:2], tokens, like.shape[3])
             if length:
                 assert old is not None
                 room[:, :, :length] = old
-            made.append(room)
-        self._room = (made[0], made[1])
+            moved.append(room)
+        self._room = (moved[0], moved[1])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -63,8 +62,8 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing_cache(config: Any, longest: int) -> DynamicCache:
-    """For a model with this configuration of its text half, whose sequences will have at most `longest` tokens. Layers
-    that keep something else than all keys and values are transformers' own."""
+    """An empty cache for a model with this configuration of its text half, and sequences of at most `longest` tokens.
+    Layers that keep something else than all keys and values are transformers' own."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -83,7 +82,7 @@ def shared_heads(
     if not plain or options.get("position_bias") is not None or options.get("cache") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, _, _, size = query.shape
-    found = torch.nn.functional.scaled_dot_product_attention(
+    output = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, shared, heads // shared, size),
         key,
         value,
@@ -91,7 +90,7 @@ def shared_heads(
         dropout_p=options.get("dropout", 0.0),
         scale=options.get("scaling"),
     )
-    return found.reshape(rows, 1, heads, value.shape[-1]), None
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(SHARED_HEADS, shared_heads)
@@ -100,8 +99,8 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 
 @contextmanager
 def decoding(config: Any) -> Iterator[None]:
-    """Inside it a model with this configuration of its text half computes attention by `shared_heads`, if it does by
-    SDPA."""
+    """Context in which a model with this configuration of its text half computes attention by `shared_heads`, if it
+    does by SDPA."""
     usual = config._attn_implementation
     if usual == "sdpa":
         config._attn_implementation = SHARED_HEADS

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. `suppressed` holds the ids that may never be sampled (image placeholders)."""
+    """The distribution of the next token. `suppressed` holds the ids that may never be sampled (image placeholders)."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0

@@ -30,7 +30,7 @@ class Rejection(Section):
 
 
 class Correction(Section):
-    """What becomes of tokens whose likelihood in the generator is not that in the trained model."""
+    """The treatment of tokens whose likelihood in the generator is not that in the trained model."""
 
     weight: ImportanceWeight | None = option(ImportanceWeight(), "their weight in the loss; null: 1")
     reject: Rejection | None = option(None, "which of them leave the loss; null: none")
@@ -49,7 +49,7 @@ class Partial(Section):
         ge=1,
     )
     segment: int = option(
-        256, "tokens that responses grow by between two looks at who is finished", unit="tokens", ge=1
+        256, "tokens that responses grow by between two checks for finished ones", unit="tokens", ge=1
     )
     max_staleness: int = option(
         4,
@@ -60,7 +60,7 @@ class Partial(Section):
 
 
 class GeneratorSettings(Choice):
-    """Who samples tokens."""
+    """The engine that samples tokens."""
 
     where: ClassVar[str] = "rollout.generator"  # the key that holds it
     instead: ClassVar[str] = "rollout.generator=transformers"  # the setting without it
@@ -73,7 +73,7 @@ class GeneratorSettings(Choice):
 
     @property
     def steps_ahead(self) -> int:
-        """Batches that are made while an earlier one is trained on."""
+        """The number of batches that are made while an earlier one is trained on."""
         return 0
 
     @property
@@ -94,7 +94,7 @@ class TransformersGenerator(GeneratorSettings):
 
 
 class VLLMGenerator(GeneratorSettings):
-    """What vLLM's engines share, wherever they run."""
+    """Options that all of vLLM's engines share, wherever they run."""
 
     memory: float = option(0.4, "share of a GPU's memory, for weights, activations and cache", gt=0, lt=1)
     cache_gib: float | None = option(
@@ -102,7 +102,7 @@ class VLLMGenerator(GeneratorSettings):
     )
     max_sequences: int = option(256, "responses in the making at the same time", ge=1)
     images: int = option(1, "the most images that one prompt holds", ge=0)
-    videos: int = option(0, "the most clips that one prompt holds", ge=0)
+    videos: int = option(0, "the most videos that one prompt holds", ge=0)
     lora: Literal["merged", "adapter"] = option(
         "merged",
         "how a LoRA gets to the engines: added to all weights, or alone as an adapter, which is quicker to hand over "
@@ -221,7 +221,7 @@ class RolloutWorkers(Section):
     correction: Correction = option(Correction(), "for weights that are some steps old")
 
     def check(self, needs: Needs, offers: frozenset[Offer], temperature: Schedule | None = None) -> None:
-        """What a batch that is made ahead of training does not go with. offers: of the policy's decisions.
+        """Checks that batches may be made ahead of training. offers: of the policy's decisions.
 
         Raises ValueError in one line that names the key."""
         ahead = f"rollout.workers.async_steps={self.async_steps}"
@@ -232,7 +232,7 @@ class RolloutWorkers(Section):
                 f"{ahead} is corrected by likelihoods of decisions, which this job's have not: take a likelihood of "
                 "type chain, or set async_steps to 0"
             )
-        bound = next((found for found in needs.measurements if found.of_sampling_weights), None)
+        bound = next((measurement for measurement in needs.measurements if measurement.of_sampling_weights), None)
         if bound is not None:
             raise ValueError(
                 f"{ahead}: the algorithm needs {bound.cost}, by the weights that made the rollouts, which are trained "
@@ -253,7 +253,7 @@ class RolloutWorkers(Section):
 
 
 class WorkerSampling(Section):
-    """Who makes rollouts."""
+    """The processes that make rollouts."""
 
     workers: RolloutWorkers | None = option(
         None, "processes that make rollouts apart from training; null: the training process makes them itself"

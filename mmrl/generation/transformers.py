@@ -38,7 +38,7 @@ def generate(
     max_new_tokens: int,
     synced: bool = False,
 ) -> list[Tensor]:
-    """Sample one response a row. inputs: left-padded, `input_ids` [row, length] among them.
+    """Samples one response a row. inputs: left-padded, `input_ids` [row, length] among them.
 
     Returns a list of int64 tensors [tokens], each with its end token if it produced one. `synced` keeps all ranks in
     the decoding loop until the last has finished, which ZeRO-3 needs because a forward pass is a collective there.
@@ -77,29 +77,29 @@ class Prefix:
         self.layers: tuple[Tensor, ...] = ()
         self.cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
         self.mask = inputs["attention_mask"]
-        places = positions(model, inputs)
-        self.next_place = places.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
-        self.hidden = self._forward(**inputs, position_ids=places)  # [row, length, hidden]
+        position_ids = positions(model, inputs)
+        self.next_position = position_ids.amax(-1).view(-1, len(self.mask)).amax(0) + 1  # [row]
+        self.hidden = self._forward(**inputs, position_ids=position_ids)  # [row, length, hidden]
         end = self.mask.cumsum(1).argmax(1)  # the first column at which all tokens have been counted
         self.last = self.hidden[torch.arange(len(end), device=end.device), end]  # [row, hidden]
 
     def select(self, index: Tensor) -> Prefix:
-        """Rows `index` take the place of the prompts: a prompt may come often, or not at all. Returns self."""
+        """Replaces the prompts by rows `index` of them: a prompt may come often, or not at all. Returns self."""
         self.cache.batch_select_indices(index)
-        self.mask, self.next_place = self.mask[index], self.next_place[index]
+        self.mask, self.next_position = self.mask[index], self.next_position[index]
         self.last = self.last[index]
-        # Of prompts, not of rows: a copy for every response would be large, and nobody asks for it.
+        # Of prompts, not of rows: a copy for every response would be large, and nobody needs it.
         self.hidden = self.hidden.new_empty(0)
         return self
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """tokens: ids [row, token], or embeddings [row, token, hidden]; mask: [row, token], padded on the right.
         Returns the last hidden states [row, token, hidden]."""
-        places = self.next_place[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        position_ids = self.next_position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.mask = torch.cat([self.mask, mask], 1)
-        self.next_place = self.next_place + tokens.shape[1]
-        given = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
-        return self._forward(**given, attention_mask=self.mask, position_ids=places)
+        self.next_position = self.next_position + tokens.shape[1]
+        inputs = {"inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens}
+        return self._forward(**inputs, attention_mask=self.mask, position_ids=position_ids)
 
     def _forward(self, **inputs: Tensor) -> Tensor:
         output = self.model(**inputs, past_key_values=self.cache, use_cache=True, output_hidden_states=self.every_layer)
@@ -107,9 +107,9 @@ class Prefix:
         return output.last_hidden_state
 
 
-# What places of tokens depend on in models with images and clips; the seconds between two rows of a clip's grid among
-# them, where a family goes by seconds.
-PLACED_BY = (
+# Inputs of the positions of tokens in models with images and videos. second_per_grid_ts, the seconds between two rows
+# of a video's grid, is there where a family counts seconds.
+POSITION_INPUTS = (
     "input_ids",
     "mm_token_type_ids",
     "image_grid_thw",
@@ -120,10 +120,10 @@ PLACED_BY = (
 
 
 def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Of each token: [row, length], or [3, row, length] where tokens of images and clips have a time and a place."""
+    """The position of each token: [row, length], or [3, row, length], time, row and column, with images or videos."""
     if "image_grid_thw" in inputs or "video_grid_thw" in inputs:
         base: Any = model.base_model
-        return base.get_rope_index(**{key: inputs[key] for key in PLACED_BY if key in inputs})[0]
+        return base.get_rope_index(**{key: inputs[key] for key in POSITION_INPUTS if key in inputs})[0]
     return (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
 
 
@@ -138,7 +138,7 @@ def generate_groups(
     eos: tuple[int, ...],
     max_new_tokens: int,
 ) -> list[Tensor]:
-    """What `generate` returns for responses to prompts that each are read once.
+    """Samples responses as `generate` does, and reads each prompt once for all of its responses.
 
     inputs: one row a prompt. rows: [response] int64, which prompt it answers. seeds: one a response.
     """
@@ -147,24 +147,24 @@ def generate_groups(
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     cache = growing_cache(config, inputs["input_ids"].shape[1] + max_new_tokens)
     tokens = torch.full((count, max_new_tokens), eos[0], device=device)
-    going = torch.arange(count, device=device)  # responses that the model goes on with
-    ended = torch.zeros_like(going, dtype=torch.bool)  # of them, those that it need not
+    active = torch.arange(count, device=device)  # responses that the model continues
+    ended = torch.zeros_like(active, dtype=torch.bool)  # of these, those that have ended
     with decoding(config):
         prefix = Prefix(model, inputs, cache=cache).select(rows.to(device))
         hidden = prefix.last
         for step in range(max_new_tokens):
             logits = shape_logits(model.get_output_embeddings()(hidden), sampling)
             if sampling.temperature != 0:
-                logits = draw(logits, [generators[response] for response in going.tolist()])
+                logits = draw(logits, [generators[response] for response in active.tolist()])
             token = logits.argmax(-1)
-            tokens[going, step] = token
+            tokens[active, step] = token
             ended |= torch.isin(token, ends)
             if step + 1 == max_new_tokens or ended.all():
                 break
             if ended.sum() * LEAVING >= len(ended):
                 stay = (~ended).nonzero().flatten()
                 prefix.select(stay)
-                going, token, ended = going[stay], token[stay], ended[stay]
+                active, token, ended = active[stay], token[stay], ended[stay]
             hidden = prefix.extend(token[:, None], torch.ones_like(token[:, None]))[:, -1]
     return [_until_end(row, eos) for row in tokens[:, : step + 1].cpu()]
 

@@ -16,11 +16,11 @@ Backend = Literal["auto", "cuda", "cpu", "torch"]
 _log = logging.getLogger("mmrl.kernels")
 _backend: Backend = "auto"
 _state: dict[str, str] = {}  # "cpu", "cuda" -> "" once loaded, or why it could not be
-loaded: dict[str, Path] = {}  # "cpu", "cuda" -> what was loaded
+loaded: dict[str, Path] = {}  # "cpu", "cuda" -> path of the library
 
 
 def use(backend: Backend) -> None:
-    """Choose who computes from now on, in this process.
+    """Chooses who computes from now on, in this process.
 
     auto    the compiled kernels of each tensor's device, where they can be built; elsewhere the torch reference, with
             one line in the log that says so
@@ -44,7 +44,7 @@ def use(backend: Backend) -> None:
 
 
 def chosen(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled kernels compute for these tensors of one device; builds them on first use."""
+    """Returns whether the compiled kernels compute for these tensors of one device; builds them on first use."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or _backend not in ("auto", device):
         return False

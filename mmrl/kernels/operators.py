@@ -1,8 +1,8 @@
-"""What users call: shapes and dtypes checked, then the compiled kernel of the tensors' device or the torch reference.
+"""The operators that users call: they check shapes and dtypes, then call the compiled kernel or the torch reference.
 
 Every argument that does not fit raises ValueError, naming it. Conditions on values (a negative std, a group id out of
-range) raise RuntimeError on the CPU; on a GPU, where the host does not wait to look, the rows concerned become NaN.
-Results are fp32 (float64 for float64 inputs, which the reference computes).
+range) raise RuntimeError on the CPU; on a GPU, where the host does not wait for the check, the rows concerned become
+NaN. Results are fp32 (float64 for float64 inputs, which the reference computes).
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def denoise_logprob(
     logp, ratio, kl = (
         torch.ops.mmrl.denoise_logprob(*args) if chosen(x, v, x_next) else reference.denoise_logprob(*args)
     )
-    asked = mean_old is not None or v_old is not None
-    return StepLikelihood(logp, ratio if asked else None, None if v_ref is None else kl)
+    has_old = mean_old is not None or v_old is not None
+    return StepLikelihood(logp, ratio if has_old else None, None if v_ref is None else kl)
 
 
 def token_logprob(
@@ -208,7 +208,7 @@ def group_advantage(
 ) -> GroupAdvantage:
     """Advantage of every rollout within its group, on the tensors' device and without waiting for it.
 
-    rewards: [B] or [B, K] (then sum_k w_k r_k, `weights` [K], ones if None; a component of weight 0 is not looked at);
+    rewards: [B] or [B, K] (then sum_k w_k r_k, `weights` [K], ones if None; a component of weight 0 is ignored);
     group: [B] int64 ids in [0, groups), in any order; a group may be empty.
 
     baseline  mean (arXiv 2402.03300), leave_one_out (arXiv 2402.14740) or none

@@ -94,9 +94,9 @@ def _(hidden: Tensor, *_: Any) -> Grads:
 
 @torch.library.register_fake("mmrl::hidden_logprob_backward")
 def _(
-    g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, hidden: Tensor, weight: Tensor, *rest: Any
+    g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, hidden: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape if rest[-1] else (0,))
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape if others[-1] else (0,))
 
 
 @torch.library.register_fake("mmrl::group_advantage")

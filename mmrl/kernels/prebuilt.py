@@ -24,29 +24,29 @@ OLDEST_TORCH = "2.11"  # whose stable ABI the libraries are made for: toolchain.
 
 
 def build(into: Path | None = None) -> tuple[list[Path], str]:
-    """Every library that this machine can build, in place of what lies in the folder, and a line about those that it
-    can not. Raises KernelError if a compiler fails, or if there is none."""
+    """Builds every library that this machine can, in place of what lies in the folder. Returns their paths, and a line
+    about those that it can not build. Raises KernelError if a compiler fails, or if there is none."""
     folder = into or toolchain.SHIPPED
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("mmrl_*.so"), *folder.glob("mmrl_*.lock"), folder / MANIFEST]:
         old.unlink(missing_ok=True)
-    told: dict[str, dict[str, Any]] = {}
+    manifest: dict[str, dict[str, Any]] = {}
     for level in toolchain.LEVELS:
-        path = toolchain.made("cpu", folder, level)
-        told[path.name] = {"kind": "cpu", "level": level}
+        path = toolchain.built("cpu", folder, level)
+        manifest[path.name] = {"kind": "cpu", "level": level}
     missing = "no nvcc here: only the C++ kernels were built"
     if toolchain.compiler("cuda"):
         architectures = toolchain.architectures()
-        path = toolchain.made("cuda", folder)
-        told[path.name] = {"kind": "cuda", "cuda": toolchain.toolkit(), "architectures": list(architectures)}
+        path = toolchain.built("cuda", folder)
+        manifest[path.name] = {"kind": "cuda", "cuda": toolchain.toolkit(), "architectures": list(architectures)}
         absent = [f"sm_{a}" for a in toolchain.CUDA_ARCHITECTURES if a not in architectures]
         missing = f"this nvcc does not know {', '.join(absent)}" if absent else ""
     for lock in folder.glob("*.lock"):
         lock.unlink()
-    for name, facts in told.items():
+    for name, facts in manifest.items():
         facts |= {"sha256": _digest(folder / name), "machine": platform.machine(), "sources": toolchain.sources()}
-    (folder / MANIFEST).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
-    return [folder / name for name in told], missing
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in manifest], missing
 
 
 def fitting(kind: str) -> tuple[Path | None, str]:
@@ -56,8 +56,8 @@ def fitting(kind: str) -> tuple[Path | None, str]:
     if not (folder / MANIFEST).is_file():
         return None, ""
     try:
-        told = json.loads((folder / MANIFEST).read_text())
-        wanted = {name: facts for name, facts in told.items() if facts["kind"] == kind}
+        manifest = json.loads((folder / MANIFEST).read_text())
+        wanted = {name: facts for name, facts in manifest.items() if facts["kind"] == kind}
         reasons = {name: _unfit(folder / name, facts) for name, facts in wanted.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, f"{folder / MANIFEST} can not be read: {error}"
@@ -68,7 +68,7 @@ def fitting(kind: str) -> tuple[Path | None, str]:
 
 
 def _unfit(path: Path, facts: dict[str, Any]) -> str:
-    """Why a shipped library is not for this machine; "" where it is."""
+    """The reason why a shipped library is not for this machine; "" where it is."""
     if facts["machine"] != platform.machine():
         return f"it is for {facts['machine']}, this is {platform.machine()}"
     if facts["sources"] != toolchain.sources():
@@ -85,7 +85,7 @@ def _unfit(path: Path, facts: dict[str, Any]) -> str:
 
 
 def _other_cuda(facts: dict[str, Any]) -> str:
-    """Why the CUDA library can not run with this torch or on this GPU."""
+    """The reason why the CUDA library can not run with this torch or on this GPU; "" where it can."""
     major = facts["cuda"].split(".")[0]
     if torch.version.cuda is None or torch.version.cuda.split(".")[0] != major:
         return f"it was made with CUDA {facts['cuda']}, this torch with {torch.version.cuda}"
@@ -95,10 +95,10 @@ def _other_cuda(facts: dict[str, Any]) -> str:
 
 
 def _other_gpu(capability: tuple[int, int], architectures: list[str]) -> str:
-    """Code for a GPU of the same major and an older minor number runs; the newest is also there as PTX, for those that
-    come after it."""
-    known = [(int(a[:-1]), int(a[-1])) for a in architectures]
-    if capability >= max(known) or any(a[0] == capability[0] and a[1] <= capability[1] for a in known):
+    """The reason why code for `architectures` does not run on this GPU; "" where it does: code of the same major and an
+    older minor number runs, and of the newest there is PTX, for GPUs that come after it."""
+    supported = [(int(a[:-1]), int(a[-1])) for a in architectures]
+    if capability >= max(supported) or any(a[0] == capability[0] and a[1] <= capability[1] for a in supported):
         return ""
     return f"it is for sm_{', sm_'.join(architectures)}, this GPU is an sm_{capability[0]}{capability[1]}"
 

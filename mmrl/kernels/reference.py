@@ -128,8 +128,8 @@ def clipped_surrogate(
     rows = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).where(mask, 0).sum(1)
     if reduction == 1:
         rows = rows / mask.sum(1).clamp(min=1)
-    own = mask.sum() if reduction == 0 else mask.any(1).sum()
-    loss = rows.sum() / ((own if total is None else total).clamp(min=1) * divisor)
+    count = mask.sum() if reduction == 0 else mask.any(1).sum()
+    loss = rows.sum() / ((count if total is None else total).clamp(min=1) * divisor)
     stats = torch.stack([ratio.where(mask, 0), (a < 0) & (ratio < 1 - low), (a > 0) & (ratio > 1 + high)])
     return loss.to(ratio.dtype), stats.detach().sum((1, 2)) / mask.sum().clamp(min=1)
 

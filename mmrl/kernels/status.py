@@ -1,4 +1,4 @@
-"""Which libraries are built and loaded, and whether their numbers are those of the reference."""
+"""The status of the libraries: built or not, loaded or not, and whether their numbers are the reference's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BUILD = "python -m mmrl.kernels build"
 
 
 class Health(NamedTuple):
-    """What there is to say of one kind of kernels. mend: the command that brings it, where it is missing."""
+    """The state of one kind of kernels. mend: the command that installs it, where it is missing."""
 
-    said: str
+    summary: str
     mend: str = ""
 
 
 def health() -> list[Health]:
-    """Of the C++ and of the CUDA kernels. Builds and loads the former, and the latter where there is a GPU; compares
+    """Checks the C++ and the CUDA kernels. Builds and loads the former, and the latter where there is a GPU; compares
     every operator with the torch reference on small inputs.
     """
     return [_health("cpu"), _health("cuda") if torch.cuda.is_available() else Health(_without_gpu())]
@@ -29,7 +29,7 @@ def health() -> list[Health]:
 
 def status() -> list[str]:
     """One line each for the C++ and the CUDA kernels; see `health`."""
-    return [part.said for part in health()]
+    return [part.summary for part in health()]
 
 
 def _health(kind: compiled.Backend) -> Health:
@@ -39,8 +39,8 @@ def _health(kind: compiled.Backend) -> Health:
         mend = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
         return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
-        said = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
-        return Health(said, f"rm {compiled.loaded[kind]} && {BUILD}")
+        summary = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
+        return Health(summary, f"rm {compiled.loaded[kind]} && {BUILD}")
     return Health(f"{kind}: built, loaded, numerically right ({compiled.loaded[kind]})")
 
 

@@ -43,7 +43,7 @@ class KernelError(RuntimeError):
 
 
 def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[Path]:
-    """Build the libraries that this machine has compilers for, and return their paths.
+    """Builds the libraries that this machine has compilers for, and returns their paths.
 
     "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache. Raises KernelError if a
     compiler fails, or if one of the `kinds` asked for has none.
@@ -54,10 +54,10 @@ def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[
 
 def library(kind: str, into: Path | None = None) -> Path:
     """Path of the library "cpu" or "cuda", built if it is not there yet. Raises KernelError with the reason if not."""
-    return made(kind, into or cache())
+    return built(kind, into or cache())
 
 
-def made(kind: str, folder: Path, for_level: str | None = None) -> Path:
+def built(kind: str, folder: Path, for_level: str | None = None) -> Path:
     """The library in a folder, built if it is not there yet; `for_level`: of another processor than this one."""
     if not compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
@@ -73,7 +73,7 @@ def made(kind: str, folder: Path, for_level: str | None = None) -> Path:
 
 
 def cache() -> Path:
-    """Where libraries are kept: $MMRL_KERNEL_CACHE, or mmrl/kernels in the user's cache folder."""
+    """The folder of built libraries: $MMRL_KERNEL_CACHE, or mmrl/kernels in the user's cache folder."""
     if chosen_by_user := os.environ.get("MMRL_KERNEL_CACHE"):
         return Path(chosen_by_user)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / "kernels"
@@ -86,9 +86,9 @@ def compiler(kind: str) -> str | None:
 
 
 def level() -> str:
-    """What this processor can, in torch's words; one of LEVELS."""
-    found = torch.backends.cpu.get_cpu_capability()
-    return found if found in LEVELS else "DEFAULT"
+    """The instruction set of this processor by torch's name, one of LEVELS."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability if capability in LEVELS else "DEFAULT"
 
 
 def architectures() -> list[str]:
@@ -99,12 +99,12 @@ def architectures() -> list[str]:
 
 def toolkit() -> str:
     """The version of nvcc, such as 13.0."""
-    said = subprocess.run([str(compiler("cuda")), "--version"], capture_output=True, text=True).stdout
-    return said.partition("release ")[2].partition(",")[0]
+    output = subprocess.run([str(compiler("cuda")), "--version"], capture_output=True, text=True).stdout
+    return output.partition("release ")[2].partition(",")[0]
 
 
 def sources() -> str:
-    """A digest of what all libraries are made of."""
+    """A digest of the sources of all libraries."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -115,11 +115,11 @@ def _flags(kind: str, for_level: str | None = None) -> list[str]:
     if kind != "cuda":
         march = LEVELS[for_level or level()] if platform.machine() == "x86_64" else ""
         return [*CPU_FLAGS, *DEFINES, *([f"-march={march}"] if march else [])]
-    known = architectures()
-    if not known:
+    supported = architectures()
+    if not supported:
         raise KernelError(f"nvcc knows none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in known]
-    return [*CUDA_FLAGS, *DEFINES, *codes, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in supported]
+    return [*CUDA_FLAGS, *DEFINES, *targets, f"-gencode=arch=compute_{supported[-1]},code=compute_{supported[-1]}"]
 
 
 def file_name(kind: str, for_level: str | None = None) -> str:

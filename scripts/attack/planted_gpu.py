@@ -11,7 +11,7 @@ MEMORY = ("doctor/test_gpu_memory.py",)
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("memory: what is let go of is still counted", M, "self.now -= size", "self.now -= 0", MEMORY),
-    ("memory: the end and not the peak", M, "return live.most", "return live.now", MEMORY),
+    ("memory: the end and not the peak", M, "return live.peak", "return live.now", MEMORY),
     ("memory: no backward pass", M, "torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))",
      "pass", MEMORY),
     ("memory: gradients of weights stay", M, "parameter.grad = None  # counted", "pass  # counted", MEMORY),

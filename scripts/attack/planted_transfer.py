@@ -24,21 +24,21 @@ STARTED = (f"{F}servers_that_are_started_here_are_told_to_wait_for_their_weights
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("bucket: tensors lie at any byte", B, "-(-entry.bytes // ALIGNED) * ALIGNED", "entry.bytes", PACKED),
     ("bucket: of any size", B, "if entries and filled + room(entry) > size:", "if False:", SHARED),
-    ("broadcast: the old group serves one that was started again", T, "last is not None and {own",
-     "last is not None or {own", RESTARTED),
-    ("broadcast: what an engine missed is not given again", T, 'if all(own["base"] == weights.base for own in '
+    ("broadcast: the old group serves one that was started again", T, "last is not None and {state",
+     "last is not None or {state", RESTARTED),
+    ("broadcast: what an engine missed is not given again", T, 'if all(state["base"] == weights.base for state in '
      "standings):", "if standings:", BETWEEN),
-    ("broadcast: every engine gets it twice", T, 'if all(own["base"] == weights.base for own in standings):',
+    ("broadcast: every engine gets it twice", T, 'if all(state["base"] == weights.base for state in standings):',
      "if False:", VERSIONS),
     ("broadcast: the copy ends where the broadcast broke off", T, "        for _ in buckets:\n            pass\n", "",
      MIDDLE),
-    ("broadcast: the copy grows with each version", T, "        self.kept = []\n        buckets", "        buckets",
+    ("broadcast: the copy grows with each version", T, "        self.last_sent = []\n        buckets", "        buckets",
      VERSIONS),
     ("broadcast: other ranks give what they have not", T, "if self.rank != 0:", "if False:", OTHERS),
     ("broadcast: members wait for a trainer that gave up", T, "for number in (sent, sent + 1):",
      "for number in (sent,):", STUCK),
     ("broadcast: the first server is always the silent one", T, "key=lambda i: (receiving[i].done(), firsts[i] not in "
-     "absent, places[i])", "key=lambda i: i", SILENT),
+     "absent, reached[i])", "key=lambda i: i", SILENT),
     ("broadcast: workers have ranks of others", T, "initial=1))[:-1]", "initial=0))[:-1]", VERSIONS),
     ("broadcast: announcements stay", T, "        nccl.forget(group, base, sent)\n", "", VERSIONS),
     ("broadcast: the meeting place is the first server's", T,

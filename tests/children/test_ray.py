@@ -415,7 +415,7 @@ def test_engines_that_have_nowhere_to_go_end_the_run_with_the_reason(nodes, stan
         process.patience = 0.3
     for node in list(nodes.others):
         nodes.lose(node)
-    while first._bearable():
+    while first._may_recover():
         time.sleep(0.1)
     monkeypatch.setattr(processes, "versions", lambda: "")
     with pytest.raises(

@@ -229,9 +229,9 @@ def test_a_server_rests_longer_each_time_that_it_fails(monkeypatch):
     for _ in range(6):
         server.failed(runs=True)
         server.failed(runs=True)  # sent at the same time
-        rests.append(server.rest_until - now[0])
-        now[0] = server.rest_until
-        assert server.suspect and not server.rests()
+        rests.append(server.retry_at - now[0])
+        now[0] = server.retry_at
+        assert server.suspect and not server.backs_off()
     assert rests == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
 
 

@@ -10,8 +10,8 @@ from mmrl.generation.weight_sync.checksums import (
     HELD,
     PACKED,
     Checksum,
-    Ledger,
     Report,
+    SentWeights,
     absent,
     checksum,
     differing,
@@ -82,7 +82,7 @@ def test_processes_of_an_engine_make_one_report():
 
 
 def test_a_tied_tensor_is_taken_under_either_name():
-    ledger = Ledger()
+    ledger = SentWeights()
     head = numbers(3, 2)
     list(ledger.recorded([("embedding", head), ("head", head.clone()), ("norm", numbers(3))]))
     found = {"embedding": ledger.sent["embedding"]}
@@ -149,7 +149,7 @@ def sums(given):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_packed_into_one_tensor_is_found_by_its_published_names(dtype):
     given = weights(dtype=dtype)
-    found = loaded(Packing(dtype=dtype), given).found()
+    found = loaded(Packing(dtype=dtype), given).checksums()
     assert found == sums(given) and {own.state for own in found.values()} == {HELD}
 
 
@@ -157,12 +157,12 @@ def test_weights_come_as_views_and_in_any_order():
     given = weights()
     together = torch.stack([given[name] for name in "qkv"])
     views = dict(zip("qkv", together, strict=True)) | {"experts": given["experts"].transpose(1, 2).contiguous().mT}
-    assert loaded(Packing(), views | {"norm": given["norm"]}).found() == sums(given)
+    assert loaded(Packing(), views | {"norm": given["norm"]}).checksums() == sums(given)
 
 
 def test_processes_have_slices():
     given = weights()
-    parts = [loaded(Packing(rank, 2), given).found() for rank in range(2)]
+    parts = [loaded(Packing(rank, 2), given).checksums() for rank in range(2)]
     whole = {name: parts[0][name] + parts[1][name] for name in given}
     assert differing(sums(given), whole) == [] and whole["q"].count == SIZE * SIZE
     assert whole["norm"].count == 2 * SIZE  # each has all of it
@@ -172,15 +172,15 @@ def test_processes_have_slices():
 def test_an_engine_in_another_precision_has_what_was_sent():
     given, engine = weights(), Packing(dtype=torch.bfloat16)
     watch = loaded(engine, given)
-    assert watch.found() == sums(given)
+    assert watch.checksums() == sums(given)
     engine.norm += 1
-    assert differing(sums(given), watch.found()) == ["norm"]
+    assert differing(sums(given), watch.checksums()) == ["norm"]
 
 
 def test_what_a_kernel_reads_in_a_layout_of_its_own_is_looked_at_as_it_comes():
     given = weights()
     watch = loaded(Packing(pack=["qkv"]), given)
-    found = watch.found()
+    found = watch.checksums()
     assert differing(sums(given), found) == [] and watch.misplaced() == []
     assert {name for name, own in found.items() if own.state == PACKED} == {"q", "k", "v"}
 
@@ -200,8 +200,8 @@ class Shuffling(Packing):
 def test_a_layout_that_is_made_in_place_is_looked_at_as_it_comes():
     given = weights()
     watch = loaded(Shuffling(pack=["qkv"]), given)
-    assert differing(sums(given), watch.found()) == [] and watch.misplaced() == []
-    assert {name for name, own in watch.found().items() if own.state == PACKED} == {"q", "k", "v"}
+    assert differing(sums(given), watch.checksums()) == [] and watch.misplaced() == []
+    assert {name for name, own in watch.checksums().items() if own.state == PACKED} == {"q", "k", "v"}
 
 
 @pytest.mark.parametrize("name", ["qkv", "experts", "norm"])
@@ -209,7 +209,7 @@ def test_memory_that_changes_afterwards_is_found_by_name(name):
     given, engine = weights(), Packing()
     watch = loaded(engine, given)
     engine.get_parameter(name).view(-1)[-1] += 1e-3
-    assert differing(sums(given), watch.found()) == ["v" if name == "qkv" else name]
+    assert differing(sums(given), watch.checksums()) == ["v" if name == "qkv" else name]
 
 
 def test_a_tensor_that_is_not_taken_is_absent_and_its_place_blank():
@@ -223,14 +223,14 @@ def test_a_tensor_that_is_not_taken_is_absent_and_its_place_blank():
         for name in ("qkv", "experts"):
             engine.get_parameter(name).copy_(staged[name])
     watch.finish(engine)
-    assert absent(sums(sent), watch.found()) == ["norm.weight"] and watch.blank(engine) == ["norm"]
+    assert absent(sums(sent), watch.checksums()) == ["norm.weight"] and watch.blank(engine) == ["norm"]
 
 
 def test_an_engine_that_packs_at_the_start_alone_is_found():
     given, engine = weights(), Packing(pack=["experts"])
     engine.pack = set()
     watch = loaded(engine, given)
-    assert watch.misplaced() == ["experts"] and differing(sums(given), watch.found()) == []
+    assert watch.misplaced() == ["experts"] and differing(sums(given), watch.checksums()) == []
     assert loaded(engine, weights(seed=9), watch).misplaced() == ["experts"]
 
 

@@ -133,7 +133,7 @@ def test_all_servers_have_each_version_through_one_group(two):
     assert len({name for pair in names for name in pair}) == 1 and said == []
     assert [server.receiver.group.rank for server in running] == [1, 2]
     assert [server.version for server in running] == [made.current.version] * 2
-    assert sum(len(bucket.entries) for bucket in made.transfer.kept) == 5
+    assert sum(len(bucket.entries) for bucket in made.transfer.last_sent) == 5
     assert not list(made.exchange.path.rglob("*.safetensors")) and made.transfer.store.num_keys() < 20
 
 
@@ -291,13 +291,13 @@ def test_servers_that_are_started_here_are_told_to_wait_for_their_weights(tmp_pa
 
 def test_the_meeting_place_is_an_address_that_other_hosts_reach(monkeypatch):
     own = {"127.0.0.1": "127.0.0.1", "here": "127.0.0.1", "far": "10.0.0.7", "further": "10.1.0.7"}
-    monkeypatch.setattr(nccl, "own_address", own.__getitem__)
-    assert transfer.meeting_place(["http://127.0.0.1:1", "http://here:2"]) == "127.0.0.1"
-    assert transfer.meeting_place(["http://here:1", "http://far:2", "https://further:3"]) == "10.0.0.7"
+    monkeypatch.setattr(nccl, "local_address", own.__getitem__)
+    assert transfer.reachable_address(["http://127.0.0.1:1", "http://here:2"]) == "127.0.0.1"
+    assert transfer.reachable_address(["http://here:1", "http://far:2", "https://further:3"]) == "10.0.0.7"
 
 
 def test_this_host_knows_its_address():
-    assert nccl.own_address("127.0.0.1") == "127.0.0.1" == nccl.own_address("127.0.0.2").replace("0.2", "0.1")
+    assert nccl.local_address("127.0.0.1") == "127.0.0.1" == nccl.local_address("127.0.0.2").replace("0.2", "0.1")
 
 
 @pytest.mark.parametrize(("key", "value"), [("transfer", "network"), ("transfer", None)])
@@ -313,7 +313,7 @@ def test_a_member_that_waits_gives_up_when_the_trainer_does_or_is_gone():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = Rendezvous("127.0.0.1", store.port, "g", 2, GLOO, 2.0)
     trainer, worker = BroadcastGroup(meeting, 0, store), Receiver()
-    joining = threading.Thread(target=worker.join, args=(nccl.told(meeting), 1))
+    joining = threading.Thread(target=worker.join, args=(nccl.rendezvous_arguments(meeting), 1))
     joining.start()
     while trainer.absent():
         time.sleep(0.01)

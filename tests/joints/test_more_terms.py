@@ -85,7 +85,7 @@ def test_the_average_follows_the_policy(given):
     kept = [0.0]
     for now in (0.5, 1.0):
         kept.append(0.75 * kept[-1] + 0.25 * now)
-    reference = made.trainer.reference.kept[0][:2, 0]
+    reference = made.trainer.reference.copies[0][:2, 0]
     last = 0.75 * kept[-1] + 0.25 * 1.5
     close(reference, [last, -last])
 

@@ -616,7 +616,7 @@ def test_reference_is_a_copy_of_the_start(load):
     assert torch.equal(replay(policy, rollouts).logp.detach(), moved)  # what is trained is back
     start.take()
     assert torch.equal(reference(start, policy, rollouts), moved)
-    assert not any(kept.requires_grad for kept in start.kept)
+    assert not any(kept.requires_grad for kept in start.copies)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])

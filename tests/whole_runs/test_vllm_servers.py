@@ -299,7 +299,7 @@ def test_a_batch_hands_out_each_request_once_and_takes_back_what_was_lost():
     assert sorted([second, *left]) == [0, 1, 2] and batch.unfinished()
     for place in left:
         batch.put(place, 0, [place])
-    assert batch.take() is None and batch.found == [[0], [1], [2]]
+    assert batch.take() is None and batch.answers == [[0], [1], [2]]
 
 
 def test_arguments_become_options():

@@ -21,20 +21,20 @@ from mmrl.errors import UserError
 from mmrl.generation.vllm.api_key import KEY
 
 PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts, the first time and at most
-ATTEMPTS = 3  # at what a server that runs fails to do
-LOST = requests.RequestException  # what becomes of a request to a server that went away, or is going
+ATTEMPTS = 3  # of a request that a running server fails to answer
+LOST = requests.RequestException  # raised by a request to a server that has ended or is ending
 SILENT = 60  # seconds without a sign of a host's network after which it is lost
 MAX_ANSWER = 2**30  # bytes
-Step = tuple[str, Callable[[], Any]]  # what a server is to do, in words that follow "to", and how it is told
+Step = tuple[str, Callable[[], Any]]  # what a server is to do, for messages, and the call that does it
 
 
 class Failed(requests.ConnectionError):
-    """The server runs, and says that it could not do what it was asked to."""
+    """Raised where a server runs, and reports that it could not do what it was asked to."""
 
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """What engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
+    """The weights that engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
 
     base: str
     folder: Path
@@ -87,7 +87,7 @@ class Server:
     key: str = field(default="", repr=False)
     suspect: bool = False
     failures: int = 0
-    rest_until: float = 0.0  # by the monotonic clock
+    retry_at: float = 0.0  # by the monotonic clock
     lock: threading.Lock = field(default_factory=threading.Lock)
     session: requests.Session = field(default_factory=watched)
 
@@ -96,46 +96,46 @@ class Server:
         return self.where()
 
     def failed(self, *, runs: bool) -> None:
-        """It is left alone for a while, longer each time. What fails in that while was sent before, and is not counted
-        again."""
+        """Leaves it alone for a while, longer each time. A request that fails in that while was sent before, and is not
+        counted again."""
         self.suspect = True
-        if not self.rests():
+        if not self.backs_off():
             self.failures += runs
-            self.rest_until = time.monotonic() + min(PAUSE * 2 ** max(0, self.failures - 1), LONGEST_PAUSE)
+            self.retry_at = time.monotonic() + min(PAUSE * 2 ** max(0, self.failures - 1), LONGEST_PAUSE)
 
-    def rests(self) -> bool:
-        return time.monotonic() < self.rest_until
+    def backs_off(self) -> bool:
+        return time.monotonic() < self.retry_at
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Raises one of LOST where it does not answer, and UserError where it refuses."""
+        """Posts a request. Raises one of LOST where there is no answer, and UserError where it is refused."""
         return self._exchange("POST", path, body)
 
     def version(self) -> str:
-        found = self._exchange("GET", "weight_info")
-        if not isinstance(found, dict) or not isinstance(found.get("weight_version"), str):
-            raise Failed(f"/weight_info names no version: {str(found)[:100]}")
-        return found["weight_version"]
+        info = self._exchange("GET", "weight_info")
+        if not isinstance(info, dict) or not isinstance(info.get("weight_version"), str):
+            raise Failed(f"/weight_info names no version: {str(info)[:100]}")
+        return info["weight_version"]
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The timeout of requests bounds each wait for bytes, and `_text` their sum."""
+        """Sends a request. The timeout of requests bounds each wait for bytes, and `_text` their sum."""
         end, auth = time.monotonic() + self.timeout, Bearer(self.key) if self.key else None
         options: dict[str, Any] = {"timeout": self.timeout, "stream": True, "allow_redirects": False}
         with self.session.request(method, f"{self.address}/{path}", json=body, auth=auth, **options) as answer:
             text = self._read(answer.status_code, _text(answer, end), path)
-            # Some paths answer in words
+            # Some paths answer in plain text
             return parsed(text) if "json" in answer.headers.get("content-type", "") else {}
 
     def _read(self, status: int, text: str, path: str) -> str:
         """The text of an answer that is no refusal."""
-        said = " ".join(text.split())[:300]
+        message = " ".join(text.split())[:300]
         if status >= 500:
-            raise Failed(f"{status} {said}")
+            raise Failed(f"{status} {message}")
         if status == 401:
             raise UserError(
                 f"the vLLM server at {self.address} asks for a key; set {KEY} to the one it was started with"
             )
         if status == 404 and "does not exist" in text:  # the LoRA: it was started again
-            raise requests.ConnectionError(said)
+            raise requests.ConnectionError(message)
         if status == 404 and '"error"' not in text:  # of the path
             more = ", VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora" if "lora" in path else ""
             raise UserError(
@@ -144,7 +144,7 @@ class Server:
                 f"--worker-extension-cls mmrl.generation.weight_sync.receiver.Arrival{more}"
             )
         if status >= 300:
-            raise UserError(f"the vLLM server at {self.address} refuses /{path}: {status} {said}")
+            raise UserError(f"the vLLM server at {self.address} refuses /{path}: {status} {message}")
         return text
 
     def refresh(self, weights: EngineWeights, give: Give, alive: Callable[[], bool] = lambda: True) -> None:
@@ -154,11 +154,11 @@ class Server:
         self.suspect = False
 
     def ask(self, method: str, alive: Callable[[], bool] = lambda: True) -> list[Any]:
-        """What `call` of a method without arguments gives, of each process, as soon as it answers. Raises UserError as
-        `refresh` does."""
-        found: list[Any] = []
-        self._persist(lambda: iter([("answer", lambda: found.extend(self.call(method)["results"]))]), alive)
-        return found
+        """Returns what each process of the engine returns for a method without arguments, as soon as it answers. Raises
+        UserError as `refresh` does."""
+        results: list[Any] = []
+        self._persist(lambda: iter([("answer", lambda: results.extend(self.call(method)["results"]))]), alive)
+        return results
 
     def _persist(self, steps: Callable[[], Iterator[Step]], alive: Callable[[], bool]) -> None:
         deadline, failures, pause = time.monotonic() + self.timeout, 0, PAUSE
@@ -185,26 +185,26 @@ class Server:
         raise UserError(f"the vLLM server at {self.address} {how} to {doing} ({last})")
 
     def _steps(self, old: str, weights: EngineWeights, give: Give) -> Iterator[Step]:
-        """From the version `old` to the wanted one."""
+        """Yields the steps from the version `old` to the wanted one."""
         base, _, adapter = old.partition(".")
         if old == weights.version:
             return
         if base != weights.base:
             yield "take the weights", lambda: give(self, weights)
         if weights.adapter is not None:
-            given = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
-            yield "take the LoRA", lambda: self.post("v1/load_lora_adapter", given)
+            lora = {"lora_name": weights.version, "lora_path": str(weights.adapter), "load_inplace": True}
+            yield "take the LoRA", lambda: self.post("v1/load_lora_adapter", lora)
             if adapter:
                 yield "forget the last LoRA", lambda: self.post("v1/unload_lora_adapter", {"lora_name": old})
         yield "empty its caches", self.forget
         yield "name its weights", lambda: self.post("update_weight_version", {"new_version": weights.version})
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """A method of `mmrl.generation.weight_sync.receiver.Arrival`, in each process of the engine."""
+        """Calls a method of `mmrl.generation.weight_sync.receiver.Arrival` in each process of the engine."""
         return self.post("collective_rpc", {"method": method, "kwargs": arguments})
 
     def forget(self) -> None:
-        """Empty the caches of keys and values, of processed images and of encoded images."""
+        """Empties the caches of keys and values, of processed images and of encoded images."""
         for cache in ("prefix", "mm", "encoder"):
             self.post(f"reset_{cache}_cache")
 
@@ -217,14 +217,14 @@ def parsed(text: str) -> Any:
 
 
 def _text(answer: requests.Response, end: float) -> str:
-    found = b""
+    content = b""
     try:
         while chunk := answer.raw.read1(2**16, decode_content=True):
-            found += chunk
-            if len(found) > MAX_ANSWER:
+            content += chunk
+            if len(content) > MAX_ANSWER:
                 raise Failed(f"the answer is longer than {MAX_ANSWER} bytes")
             if time.monotonic() > end:
                 raise requests.Timeout("the answer was not complete in time")
     except urllib3.exceptions.HTTPError as error:
         raise requests.ConnectionError(str(error)) from error
-    return found.decode(errors="replace")
+    return content.decode(errors="replace")

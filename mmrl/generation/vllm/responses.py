@@ -1,4 +1,4 @@
-"""What engines answer, looked at before anything is trained with it."""
+"""Responses of engines, checked before anything is trained with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Answer:
 
 
 class BadAnswer(ValueError):
-    """The message says in a few words what is wrong with an answer."""
+    """Raised for an answer that can not be used; the message says in a few words why."""
 
 
 def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> None:
@@ -37,9 +37,9 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
         raise BadAnswer(f"a response has {count} tokens, where 1 to {limit} were asked for")
     if len(logp) != count:
         raise BadAnswer(f"a response has {len(logp)} log-probabilities for {count} tokens")
-    known = (ids >= 0) & ((ids < sampling.vocabulary) if sampling.vocabulary else ids.ge(0))
-    if not known.all():
-        raise BadAnswer(f"a response holds the token {int(ids[~known][0])}, which the vocabulary does not have")
+    in_vocabulary = (ids >= 0) & ((ids < sampling.vocabulary) if sampling.vocabulary else ids.ge(0))
+    if not in_vocabulary.all():
+        raise BadAnswer(f"a response holds the token {int(ids[~in_vocabulary][0])}, which the vocabulary does not have")
     allowed = ~torch.isin(ids, torch.tensor(sampling.suppressed, dtype=torch.int64))
     if not allowed.all():
         raise BadAnswer(f"a response holds the token {int(ids[~allowed][0])}, which is never to be sampled")
@@ -53,10 +53,10 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
         raise BadAnswer(f"a response ends after {count} of {limit} tokens without an end token")
 
 
-def read(found: Any, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-    """The responses in what /inference/v1/generate answered, `count` of at most `limit` tokens. Raises BadAnswer as
-    `check`, and for anything that it would not have written."""
-    answers = [_answer(choice) for choice in choices(found)]
+def read(payload: Any, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+    """Reads the responses of an answer of /inference/v1/generate, `count` of at most `limit` tokens. Raises BadAnswer
+    as `check`, and for anything that it would not have written."""
+    answers = [_answer(choice) for choice in choices(payload)]
     if len(answers) != count:
         raise BadAnswer(f"{len(answers)} responses came, where {count} were asked for")
     for answer in answers:
@@ -64,21 +64,21 @@ def read(found: Any, count: int, limit: int, sampling: Sampling, eos: tuple[int,
     return answers
 
 
-def choices(found: Any) -> list[dict[str, Any]]:
-    rows = found.get("choices") if isinstance(found, dict) else None
+def choices(payload: Any) -> list[dict[str, Any]]:
+    rows = payload.get("choices") if isinstance(payload, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadAnswer("what came is no JSON object with a list of choices")
     return rows
 
 
-def prompt_ids(found: dict[str, Any]) -> list[int]:
-    return _integers(found.get("prompt_token_ids"), "prompt_token_ids")
+def prompt_ids(payload: dict[str, Any]) -> list[int]:
+    return _integers(payload.get("prompt_token_ids"), "prompt_token_ids")
 
 
-def versions(found: Any) -> set[str]:
-    """Of the weights that made any part of any response."""
+def versions(payload: Any) -> set[str]:
+    """Versions of the weights that made any part of any response."""
     try:
-        return {part["version"] for choice in choices(found) for part in choice["weight_versions"]}
+        return {part["version"] for choice in choices(payload) for part in choice["weight_versions"]}
     except (KeyError, TypeError):
         raise BadAnswer("a response does not tell the version of the weights that made it") from None
 
@@ -101,7 +101,7 @@ def _integers(values: Any, name: str) -> list[int]:
 
 
 def _experts(text: Any) -> Tensor | None:
-    """A file of numpy's, in base64."""
+    """Reads an array from a file of numpy's in base64."""
     if text is None:
         return None
     try:

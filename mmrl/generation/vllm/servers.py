@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 class Servers:
     """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one holds nobody
-    up. What an engine had when it died is asked again elsewhere. Engines that were started here are started again.
+    up. Requests of an engine that died go to another one. Engines that were started here are started again.
 
     Methods marked collective are called by all ranks. Rank 0 starts engines, gives weights and looks after both.
     """
@@ -79,32 +79,34 @@ class Servers:
         self.options, self.describe, self.gather, self.rank = options, describe, gather, rank
         self.in_flight, self.say = settings.in_flight, say
         count, addresses, host, timeout = settings.servers, settings.addresses, settings.host, settings.timeout
-        # Engines that are started here get a key; whoever gives addresses says with what those were started
+        # Engines that are started here get a key; engines by address were started with one of the user's
         key = os.environ.get(KEY, "") if addresses else gather(secrets.token_urlsafe(32))[0]
         self.processes: list[Process] = []
-        self.known: TCPStore | None = None  # where Ray has them, for all ranks
+        self.store: TCPStore | None = None  # where Ray has them, for all ranks
         if not addresses:
             check_installed()
             logs = [folder / f"server-{i}.log" for i in range(count)]
             if settings.ray is not None:
                 self._prepare(settings.ray, logs, timeout, key)
             else:
-                places = devices_of(settings, gather)
+                first_devices = devices_of(settings, gather)
                 ports = gather([free_port(host) for _ in range(count)])[0]
                 addresses = [f"http://{host}:{port}" for port in ports]
                 if rank == 0:
-                    self.processes = [Process(options, key, *own) for own in zip(logs, addresses, places, strict=True)]
-        if self.known is None:
+                    self.processes = [
+                        Process(options, key, *each) for each in zip(logs, addresses, first_devices, strict=True)
+                    ]
+        if self.store is None:
             self.servers = [Server(partial(str, address.rstrip("/")), timeout, key) for address in addresses]
         else:
-            self.servers = [Server(partial(read, self.known, i), timeout, key) for i in range(count)]
+            self.servers = [Server(partial(read, self.store, i), timeout, key) for i in range(count)]
         self.run = gather(uuid4().hex[:8])[0]  # engines by address may have served another one
         self.exchange = Exchange(folder, self.run)
         if rank == 0:
             for left in remove_abandoned(folder):
                 say(f"removed {left}, weights that a run which has ended left behind")
         self.number = self.adapters = 0  # of the weights, and of LoRAs on them
-        self.restarts = self.asked_again = 0
+        self.restarts = self.retries = 0
         self.answered = [0] * len(self.servers)
         self.transfer: Transfer = Folder(self.exchange, describe)
         if settings.transfer == "broadcast":
@@ -121,24 +123,24 @@ class Servers:
         if self.rank == 0:
             try:
                 cluster = Cluster(ray, "rollout.generator.ray")
-                host, self.known = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
-                tell = [partial(self.known.set, str(i)) for i in range(len(logs))]
+                host, self.store = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
+                publishers = [partial(self.store.set, str(i)) for i in range(len(logs))]
                 self.processes = [
-                    PlacedProcess(self.options, key, log, cluster=cluster, tell=told, patience=timeout)
-                    for log, told in zip(logs, tell, strict=True)
+                    PlacedProcess(self.options, key, log, cluster=cluster, publish=publish, patience=timeout)
+                    for log, publish in zip(logs, publishers, strict=True)
                 ]
-                port = self.known.port
+                port = self.store.port
             except UserError as error:
                 problem = str(error)
         problem, host, port = self.gather((problem, host, port))[0]
         if problem:
             raise UserError(problem)
-        if self.known is None:
-            self.known = TCPStore(host, port, wait_for_workers=False)
+        if self.store is None:
+            self.store = TCPStore(host, port, wait_for_workers=False)
 
     @property
     def current(self) -> EngineWeights:
-        """What engines have or are about to get."""
+        """The weights that engines have or are about to get."""
         return self._weights(self.number)
 
     def _weights(self, number: int) -> EngineWeights:
@@ -153,7 +155,7 @@ class Servers:
     # --- weights ---
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Collective. Replace the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
+        """Collective. Replaces the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
         weights, problem, before = iter(weights), None, self.current.folder
         with self._giving:
             if self.rank == 0:
@@ -161,22 +163,22 @@ class Servers:
             self.number += 1
             if self.rank == 0 and problem is None:
                 problem = self._tried(self._start) or self._tried(
-                    partial(self.transfer.send, weights, self.current, self._bearable)
+                    partial(self.transfer.send, weights, self.current, self._may_recover)
                 )
             for _ in weights:  # parts may have to be gathered from all ranks
                 pass
             self._share(problem, before)
 
     def _tried(self, step: Callable[[], None]) -> str | None:
-        """What went wrong."""
+        """Runs a step. Returns what went wrong, or None."""
         try:
             step()
         except (UserError, ConnectionError) as error:
-            return f"{error}{last_words(self.processes)}"
+            return f"{error}{first_failure(self.processes)}"
         return None
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
-        """Collective. Replace the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
+        """Collective. Replaces the LoRA of all engines; see `VLLM.adapt`. `write` is a collective too, and writes where
         it gets a folder. Raises UserError on every rank."""
         coming, problem = self.exchange.path / f"adapter-{self.adapters + 1}", None
         try:
@@ -188,10 +190,11 @@ class Servers:
             self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
 
     def _share(self, problem: str | None, before: Path) -> None:
-        """Gives engines what was written, unless there was a problem. before: what is not needed after that."""
+        """Gives engines what was written, unless there was a problem. before: the folder that is not needed after
+        that."""
         if self.rank == 0 and problem is None:
             problem = self._give()
-        problem = next((found for found in self.gather(problem) if found), None)
+        problem = next((each for each in self.gather(problem) if each), None)
         if self.rank == 0:
             shutil.rmtree(before, ignore_errors=True)
         if problem:
@@ -199,7 +202,7 @@ class Servers:
             raise UserError(problem)
 
     def arrived(self) -> list[Report]:
-        """Of each engine on rank 0; the other ranks leave that to it. Raises UserError."""
+        """Reports of all engines on rank 0; none on the other ranks. Raises UserError."""
         return [self._arrived(server) for server in self.servers] if self.rank == 0 else []
 
     def _arrived(self, server: Server) -> Report:
@@ -209,13 +212,13 @@ class Servers:
                 return report(server.call("arrived", adapter=adapter and str(adapter))["results"])
             except LOST as error:  # it may have been started again
                 last = " ".join(str(error).split())[:300]
-                self._refresh(server, self._bearable)
+                self._refresh(server, self._may_recover)
             except (LookupError, TypeError, ValueError) as error:
                 last = repr(error)
         raise UserError(f"the vLLM server at {server.address} does not tell what weights it has ({last})")
 
     def _start(self) -> None:
-        """Engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
+        """Starts engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""
         new = [process for process in self.processes if process.running is None]
         at_once(lambda process: process.start(self.transfer.model(self.current)), new)
         if self.processes and not self._keeper.is_alive():
@@ -225,22 +228,24 @@ class Servers:
         server.refresh(self.current, self.transfer.give, alive)
 
     def _give(self) -> str | None:
-        """What went wrong. Each engine takes the weights in its own time."""
-        if problem := self._tried(lambda: at_once(lambda server: self._refresh(server, self._bearable), self.servers)):
+        """Gives engines the weights, each in its own time. Returns what went wrong, or None."""
+        if problem := self._tried(
+            lambda: at_once(lambda server: self._refresh(server, self._may_recover), self.servers)
+        ):
             return problem
         for process in self.processes:
             process.failures = 0
         return None
 
-    def _bearable(self) -> bool:
-        """Whether an engine still may come up: one that ends each time it is started does not."""
+    def _may_recover(self) -> bool:
+        """Returns whether all engines may still come up: one that ends each time it is started does not."""
         return all(process.failures < 3 for process in self.processes)
 
     def _keep_alive(self) -> None:
         """Starts engines again that have ended, and gives them the weights of now: other ranks may wait for that."""
         while not self._closed.wait(PAUSE):
             for process, server in zip(self.processes, self.servers, strict=True):
-                if process.ended() and self._bearable() and not self._closed.is_set():
+                if process.ended() and self._may_recover() and not self._closed.is_set():
                     self.restarts += 1
                     self.say(f"the vLLM server at {process.address} ended; starting it again ({process.log})")
                     try:
@@ -252,20 +257,21 @@ class Servers:
                         threading.Thread(target=self._bring_up_to_date, args=(server,), daemon=True).start()
 
     def _bring_up_to_date(self, server: Server) -> None:
-        """What goes wrong is met again, and said, by who asks this engine next."""
+        """Gives an engine the weights of now. An error is raised again when this engine is asked next."""
         with self._giving, suppress(UserError):
-            self._refresh(server, lambda: self._bearable() and not self._closed.is_set())
+            self._refresh(server, lambda: self._may_recover() and not self._closed.is_set())
 
     # --- generation ---
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-        """`VLLM.generate`, each response exactly once. Raises UserError as that does, and if no engine is left."""
+        """Samples as `VLLM.generate` does, each response once. Raises UserError as that does, and if no engine is
+        left."""
         return self.ask(range(len(self.servers)), requests, sampling, eos)
 
     def ask(
         self, servers: Sequence[int], requests: Sequence[Request], sampling: Sampling, eos: tuple[int, ...]
     ) -> list[Answer]:
-        """`generate` by these of the servers."""
+        """Samples as `generate` does, by these of the servers."""
         for request in requests:
             check_length(request, self.options.context)
         share = -(-len(requests) // len(servers))  # so that there is something for each of them
@@ -282,7 +288,7 @@ class Servers:
                 batch.over.set()
         if batch.left:
             raise next(iter(batch.lost.values()))
-        return [answer for found in batch.found for answer in found]
+        return [answer for group in batch.answers for answer in group]
 
     def _work(self, number: int, batch: RequestBatch, sampling: Sampling, eos: tuple[int, ...]) -> None:
         """Takes requests to one server until all of the batch are answered, or the server is lost. Raises UserError for
@@ -292,30 +298,30 @@ class Servers:
             return batch.unfinished() and number not in batch.lost and not self._closed.is_set()
 
         server = self.servers[number]
-        while number not in batch.lost and (place := batch.take(server)) is not None:
+        while number not in batch.lost and (index := batch.take(server)) is not None:
             try:
                 if server.suspect:
                     self._refresh(server, hopeful)
             except UserError as error:
-                batch.give_back(place)
+                batch.give_back(index)
                 batch.lost[number] = error
                 return
             try:
-                found = answers(server, batch, place, lambda: self.current.version, sampling, eos)
+                checked = answers(server, batch, index, lambda: self.current.version, sampling, eos)
             except (LOST, BadAnswer) as error:
-                self.asked_again += 1
-                batch.failed(place, number, server, error)
+                self.retries += 1
+                batch.failed(index, number, server, error)
             else:
-                batch.put(place, number, found)
+                batch.put(index, number, checked)
                 server.failures = 0
-                self.answered[number] += len(found)
+                self.answered[number] += len(checked)
 
     # --- life ---
 
     def measures(self) -> dict[str, float]:
         """Counts since the last call."""
-        counts = {"generation/restarts": float(self.restarts), "generation/asked_again": float(self.asked_again)}
-        self.restarts = self.asked_again = 0
+        counts = {"generation/restarts": float(self.restarts), "generation/asked_again": float(self.retries)}
+        self.restarts = self.retries = 0
         return counts
 
     def wake(self) -> None:
@@ -341,11 +347,11 @@ class Servers:
 class Replica:
     """One engine of several, to be asked by itself; weights come to all at once."""
 
-    all: Servers
+    servers: Servers
     number: int
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-        return self.all.ask([self.number], requests, sampling, eos)
+        return self.servers.ask([self.number], requests, sampling, eos)
 
 
 class RequestBatch:
@@ -353,22 +359,22 @@ class RequestBatch:
 
     def __init__(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> None:
         self.requests, self.bodies = requests, bodies
-        self.found: list[list[Answer]] = [[] for _ in bodies]
+        self.answers: list[list[Answer]] = [[] for _ in bodies]
         self.attempts = [0] * len(bodies)
         self.lost: dict[int, UserError] = {}  # servers that did not come back, or answer badly
         self.able: set[int] = set()  # servers that answered
-        self.over = threading.Event()  # answered or not
+        self.over = threading.Event()  # set at the end, answered or not
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for place in range(len(bodies)):
-            self._waiting.put(place)
+        for index in range(len(bodies)):
+            self._waiting.put(index)
         self.left = len(bodies)
         self._lock = threading.Lock()
 
     def take(self, server: Server | None = None) -> int | None:
-        """The next place, as soon as the server need not rest; None when there is nothing left to answer, also not what
-        another server has."""
+        """Returns the index of the next request, as soon as the server does not back off; None when nothing is left to
+        answer, also not what another server has."""
         while self.unfinished():
-            if server is not None and server.rests():
+            if server is not None and server.backs_off():
                 self.over.wait(PAUSE / 10)
                 continue
             try:
@@ -377,27 +383,27 @@ class RequestBatch:
                 continue
         return None
 
-    def give_back(self, place: int) -> None:
-        self._waiting.put(place)
+    def give_back(self, index: int) -> None:
+        self._waiting.put(index)
 
-    def failed(self, place: int, number: int, server: Server, error: Exception) -> None:
-        """It may be taken again, by this server after a rest; one that fails again and again where others do not is not
-        asked any more. Raises UserError when the place was taken often enough."""
-        self.attempts[place] += 1
+    def failed(self, index: int, number: int, server: Server, error: Exception) -> None:
+        """Puts a request back, which this server may take again after a while. A server that fails again and again
+        where others do not is not asked any more. Raises UserError when the request was tried ATTEMPTS times."""
+        self.attempts[index] += 1
         reason = f"the vLLM server at {server.address}: {' '.join(str(error).split())[:300]}"
-        if self.attempts[place] == ATTEMPTS:
+        if self.attempts[index] == ATTEMPTS:
             raise UserError(
-                f"prompt {self.requests[place].name} was sent {ATTEMPTS} times and got no answer that can be used; "
+                f"prompt {self.requests[index].name} was sent {ATTEMPTS} times and got no answer that can be used; "
                 f"the last time, by {reason}"
             )
         server.failed(runs=isinstance(error, (Failed, BadAnswer)))
         if server.failures >= ATTEMPTS and self.able - {number}:
             self.lost[number] = UserError(f"no answer that can be used came from {reason}")
-        self.give_back(place)
+        self.give_back(index)
 
-    def put(self, place: int, number: int, found: list[Answer]) -> None:
+    def put(self, index: int, number: int, answers: list[Answer]) -> None:
         with self._lock:
-            self.found[place] = found
+            self.answers[index] = answers
             self.able.add(number)
             self.left -= 1
 
@@ -406,18 +412,18 @@ class RequestBatch:
 
 
 def read(store: TCPStore, number: int) -> str:
-    """The address of an engine, as rank 0 told it."""
+    """The address of an engine, which rank 0 has published in the store."""
     return store.get(str(number)).decode()
 
 
 def at_once(step: Callable[[T], object], each: Sequence[T]) -> None:
-    """The step of all of them, side by side."""
+    """Runs the step of all of them, side by side."""
     with ThreadPoolExecutor(max(1, len(each))) as pool:
         list(pool.map(step, each))
 
 
-def last_words(processes: Sequence[Process]) -> str:
-    """What the first of those that failed says of it."""
+def first_failure(processes: Sequence[Process]) -> str:
+    """The reason of the first process that failed, for the end of a message."""
     failing = [process for process in processes if process.failures]
     return "".join(f"; {process.state()}" for process in failing[:1])
 
@@ -425,18 +431,18 @@ def last_words(processes: Sequence[Process]) -> str:
 def answers(
     server: Server,
     batch: RequestBatch,
-    place: int,
+    index: int,
     version: Callable[[], str],
     sampling: Sampling,
     eos: tuple[int, ...],
 ) -> list[Answer]:
-    """What the server answers one request. version: the weights of now. Raises `BadAnswer` for others' answers."""
-    request = batch.requests[place]
-    found = server.post("inference/v1/generate", batch.bodies[place])
-    if (other := responses.versions(found) - {now := version()}) != set():
+    """The server's answers to one request. version: the weights of now. Raises `BadAnswer` for those of others."""
+    request = batch.requests[index]
+    payload = server.post("inference/v1/generate", batch.bodies[index])
+    if (other := responses.versions(payload) - {now := version()}) != set():
         raise BadAnswer(f"it was made with the weights {min(map(str, other))}, not {now}")
-    checked = responses.read(found, request.count, request.limit, sampling, eos)
-    check_read(request, responses.prompt_ids(found))
+    checked = responses.read(payload, request.count, request.limit, sampling, eos)
+    check_read(request, responses.prompt_ids(payload))
     return checked
 
 
@@ -453,11 +459,11 @@ def bodies(
 
 
 def content(request: Request, images: Sequence[str]) -> dict[str, Any]:
-    """Prompt and images as /inference/v1/generate takes them. Raises UserError for a prompt with clips: it takes none
-    as they are."""
-    if request.clips:
+    """Prompt and images as /inference/v1/generate takes them. Raises UserError for a prompt with videos: the
+    server takes none as they are."""
+    if request.videos:
         raise UserError(
-            f"prompt {request.name} has clips, which servers do not take; set rollout.generator.type=vllm_colocated"
+            f"prompt {request.name} has videos, which servers do not take; set rollout.generator.type=vllm_colocated"
         )
     parts = [{"type": "image_url", "url": image} for image in images]
     return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}

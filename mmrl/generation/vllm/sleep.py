@@ -1,4 +1,4 @@
-"""When the memory of a GPU is an engine's that generates, and when it is the training's."""
+"""vLLM's sleep mode, by which generation and training take turns with the memory of a GPU."""
 
 from __future__ import annotations
 

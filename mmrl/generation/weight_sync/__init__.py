@@ -1,1 +1,1 @@
-"""How weights get from training into an engine, and the proof that they arrived."""
+"""Weights on their way from training into an engine, and the proof that they arrived."""

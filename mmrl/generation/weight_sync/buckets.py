@@ -1,4 +1,4 @@
-"""Tensors packed into buckets: small ones travel together, and what lies in a bucket is told before it comes."""
+"""Tensors packed into buckets: small ones travel together, and a header says what the next bucket holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Without the gap that follows it."""
+        """The tensor's bytes, without the gap that follows."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -33,7 +33,7 @@ class Bucket:
     payload: Tensor  # [byte] uint8: the tensors one after the other, each from a multiple of ALIGNED on
 
     def header(self) -> str:
-        """What `read_header` reads."""
+        """The text that `read_header` reads."""
         return json.dumps([[e.name, str(e.dtype).removeprefix("torch."), e.shape] for e in self.entries])
 
 
@@ -51,9 +51,9 @@ def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[
         if entries and filled + room(entry) > size:
             yield Bucket(entries, torch.cat(parts))
             entries, parts, filled = [], [], 0
-        own = value.detach().contiguous().view(-1).view(torch.uint8)
+        raw = value.detach().contiguous().view(-1).view(torch.uint8)
         entries.append(entry)
-        parts += [own, own.new_zeros(room(entry) - entry.bytes)]
+        parts += [raw, raw.new_zeros(room(entry) - entry.bytes)]
         filled += room(entry)
     if entries:
         yield Bucket(entries, torch.cat(parts))

@@ -1,4 +1,4 @@
-"""What makes an engine whose weights come after its start. It registers its load format where it is imported, and a
+"""The load format of engines whose weights come after their start. It is registered where this module is imported; a
 worker of a server imports it for the class below."""
 
 from __future__ import annotations

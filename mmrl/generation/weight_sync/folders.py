@@ -40,15 +40,15 @@ class Exchange:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """What runs that are no more have left in `parent`; it is removed."""
-    found = [owner.parent for owner in sorted(parent.glob(f"run-*/{OWNER}")) if _abandoned(owner)]
-    for folder in found:
+    """Removes the folders that runs which have ended left in `parent`, and returns their paths."""
+    folders = [owner.parent for owner in sorted(parent.glob(f"run-*/{OWNER}")) if _abandoned(owner)]
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return folders
 
 
 def _abandoned(owner: Path) -> bool:
-    """A file system that knows no locks says no."""
+    """Returns whether no process holds the lock; False on a file system without locks."""
     try:
         with owner.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ def _abandoned(owner: Path) -> bool:
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
+    """Writes files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, Tensor] = {}
     size = files = 0

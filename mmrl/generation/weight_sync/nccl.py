@@ -24,14 +24,14 @@ from mmrl.generation.weight_sync.buckets import Bucket, read_header, room, unpac
 GLOO, NCCL = "gloo", "nccl"
 CPU = torch.device("cpu")
 POLL = 0.0005  # seconds
-END, ABORTED = "end", "aborted"  # in the place of a header
+END, ABORTED = "end", "aborted"  # instead of a header
 GRACE = 1.0  # seconds in which gloo itself gives up what is late
 WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has not given up what is late
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the members of a group find each other. size: members, of which rank 0 is the trainer's. timeout: seconds,
+    """The rendezvous of the members of a group. size: members, of which rank 0 is the trainer's. timeout: seconds,
     of whatever a member waits for."""
 
     host: str
@@ -43,7 +43,7 @@ class Rendezvous:
 
 
 class BroadcastTimeout(Exception):
-    """What was waited for did not come in time."""
+    """Raised when a peer does not answer within the timeout."""
 
 
 class BroadcastGroup:
@@ -61,7 +61,7 @@ class BroadcastGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where payloads have to lie."""
+        """The device of payloads."""
         return torch.device("cuda", torch.cuda.current_device()) if self.rendezvous.backend == NCCL else CPU
 
     def absent(self) -> list[int]:
@@ -80,29 +80,29 @@ class BroadcastGroup:
             kind = torch.distributed.ProcessGroupGloo
             options = kind._Options()
             # Else gloo takes the address that the host's name has, which may be one that other hosts do not reach
-            options._devices = [kind.create_device(hostname=own_address(self.rendezvous.host))]
+            options._devices = [kind.create_device(hostname=local_address(self.rendezvous.host))]
         options._timeout = wait
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
     def broadcast(self, payload: Tensor, until: float) -> Any:
-        """From rank 0 to the others. Returns what `wait` waits for, which torch gives up at this time too: gloo does
-        not let go of a group in which something is under way."""
+        """Broadcasts from rank 0 to the others. Returns the work for `wait`, which torch gives up at this time too:
+        gloo does not let go of a group in which something is under way."""
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.0, until - time.monotonic()) + GRACE / 2)
         return self.processes.broadcast([payload], options)
 
     def leave(self) -> None:
-        """Others that wait for this member are told so by the connection."""
+        """Leaves the group; others that wait for this member see its connection end."""
         if self.processes is not None:
             self.processes.abort()
             self.processes = None
 
 
-def wait(work: Any, until: float, look: Callable[[], None] = lambda: None) -> None:
-    """Until the monotonic clock shows `until`. look: what is called again and again, and may raise."""
+def wait(work: Any, until: float, check: Callable[[], None] = lambda: None) -> None:
+    """Waits until the monotonic clock shows `until`. check: called again and again, and may raise."""
     while not work.is_completed():
-        look()
+        check()
         if time.monotonic() > until + GRACE:
             raise BroadcastTimeout
         time.sleep(POLL)
@@ -115,9 +115,9 @@ def announce(group: BroadcastGroup, base: str, number: int, bucket: Bucket) -> N
     group.store.set(f"{base}/{number}", bucket.header())
 
 
-def close(group: BroadcastGroup, base: str, number: int, word: str) -> None:
-    """Nothing comes in the place of the bucket `number`. word: END or ABORTED."""
-    group.store.set(f"{base}/{number}", word)
+def close(group: BroadcastGroup, base: str, number: int, header: str) -> None:
+    """Announces that no bucket `number` comes. header: END or ABORTED."""
+    group.store.set(f"{base}/{number}", header)
 
 
 def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
@@ -129,12 +129,12 @@ def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
 
 
 def reached(group: BroadcastGroup, base: str, rank: int) -> int:
-    """Buckets that this member has."""
+    """The number of buckets that this member has."""
     key = f"{base}/reached/{rank}"
     return int(group.store.get(key)) if group.store.check([key]) else 0
 
 
-def own_address(other: str) -> str:
+def local_address(other: str) -> str:
     """The address of this host on the way to another one; nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -143,19 +143,19 @@ def own_address(other: str) -> str:
 
 
 class Receiver:
-    """The part of a worker of an engine."""
+    """The receiving end, in a worker of an engine."""
 
     def __init__(self) -> None:
         self.group: BroadcastGroup | None = None
         self.base: str | None = None  # the weights that came last, and wholly
 
     def standing(self) -> dict[str, Any]:
-        """Of this worker: the device of its model, the group it is in, and the weights that it has."""
+        """The state of this worker: the device of its model, its group, and the weights that it has."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return {"device": device, "group": self.group and self.group.rendezvous.name, "base": self.base}
 
     def join(self, rendezvous: dict[str, Any], rank: int) -> None:
-        """Joins the group, in the place of the last one, unless it is in it."""
+        """Joins the group instead of the last one, unless it is in it."""
         wanted = Rendezvous(**rendezvous)
         if self.group is not None and self.group.rendezvous == wanted:
             return
@@ -188,6 +188,6 @@ class Receiver:
             yield from unpacked(entries, payload)
 
 
-def told(rendezvous: Rendezvous) -> dict[str, Any]:
-    """As `Receiver.join` takes it."""
+def rendezvous_arguments(rendezvous: Rendezvous) -> dict[str, Any]:
+    """The rendezvous as `Receiver.join` takes it."""
     return asdict(rendezvous)

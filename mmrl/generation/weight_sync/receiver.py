@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: weights are taken in under watch, so that an engine can tell what it has of each.
+"""The part inside vLLM's workers: they load weights under watch, so that an engine can report what it has of each.
 
 vLLM packs weights: queries, keys and values lie in one tensor, experts in another, processes have slices. Its own
 loaders know where everything goes. They copy, and here each copy from a tensor that was sent into one of the engine is
@@ -28,7 +28,7 @@ from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
 UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
 COPY = torch.ops.aten.copy_.default
 StridedView = tuple[int, tuple[int, ...]]  # the first element, and strides
-# Of the parts of a tensor: where in it, the shape, where in the layer, and whether the layer keeps a repacked copy
+# The parts of a tensor: view of it, shape, view of the layer, and whether the layer keeps a repacked copy
 Layout = list[tuple[StridedView, tuple[int, ...], StridedView, bool]]
 
 
@@ -37,7 +37,7 @@ class ReceivedPart:
     """A part of a tensor that was sent, and where it went."""
 
     name: str
-    place: StridedView  # in the tensor that was sent
+    view: StridedView  # in the tensor that was sent
     shape: torch.Size
     target: StridedView  # in the memory of `owner`
     owner: StorageWeakRef
@@ -51,15 +51,15 @@ class ReceivedPart:
         self.home = torch.as_strided(whole, self.shape, strides, first)
 
     def now(self) -> Checksum:
-        """What was sent if the engine still has that, else what it has."""
+        """The checksum that was sent if the engine still has that part, else that of what it has."""
         if self.home is None:
             return self.sent
-        found = checksum(self.home, self.place)
-        return self.sent if found == self.landed else found
+        current = checksum(self.home, self.view)
+        return self.sent if current == self.landed else current
 
 
 class CopyWatch(TorchDispatchMode):
-    """Inside it copies are noted."""
+    """Mode in which copies are noted."""
 
     def __init__(self, before: CopyWatch | None = None, *, filled: bool = False) -> None:
         """before: of the last time. filled: the engine was filled with `ramp`, or with what it gets now, when it was
@@ -91,10 +91,10 @@ class CopyWatch(TorchDispatchMode):
         return result
 
     def _before(self, target: Tensor, source: Tensor) -> None:
-        """A layer that was packed when it was made has other bytes than those it was filled with."""
+        """Notes a layer that was packed when it was made: it has other bytes than it was filled with."""
         if self.filled and self._waiting(source) and _whole(target) and target.shape == source.shape:
-            known = (_equal(target, source), _equal(target, ramp(target)))
-            if not any(known):
+            filled_or_sent = (_equal(target, source), _equal(target, ramp(target)))
+            if not any(filled_or_sent):
                 self.repacked.add(_address(target))
 
     def _after(self, target: Tensor, source: Tensor) -> None:
@@ -109,15 +109,15 @@ class CopyWatch(TorchDispatchMode):
             self.by_owner.pop(_address(source), None)
 
     def _landed(self, name: str, target: Tensor, source: Tensor) -> None:
-        place = _place(source)
+        view = _view(source)
         part = ReceivedPart(
             name,
-            place,
+            view,
             target.shape,
-            _place(target),
+            _view(target),
             StorageWeakRef(target.untyped_storage()),
-            checksum(source, place),
-            checksum(target, place),
+            checksum(source, view),
+            checksum(target, view),
         )
         self.parts.append(part)
         self.by_owner.setdefault(_address(target), []).append(part)
@@ -126,21 +126,21 @@ class CopyWatch(TorchDispatchMode):
         return [part for part in self.by_owner.get(_address(memory), []) if not part.owner.expired()]
 
     def finish(self, model: nn.Module) -> None:
-        """Parts that landed where they stay are found there; parts that lie otherwise than they landed are packed."""
+        """Settles parts that landed where they stay; parts that lie otherwise than they landed are packed."""
         for tensor in [*model.parameters(), *model.buffers()]:
             for part in self._waiting(tensor):
                 part.settle(tensor)
         for part in self.parts:
-            if part.home is not None and checksum(part.home, part.place) != part.landed:
+            if part.home is not None and checksum(part.home, part.view) != part.landed:
                 part.home = None
         self.by_owner.clear()
         self.sources.clear()
-        self.found_layouts = {name: self._layout(name) for name in {part.name for part in self.parts}}
-        self.layouts = self.layouts or self.found_layouts
+        self.new_layouts = {name: self._layout(name) for name in {part.name for part in self.parts}}
+        self.layouts = self.layouts or self.new_layouts
 
     def _layout(self, name: str) -> Layout:
         parts = [part for part in self.parts if part.name == name]
-        return sorted((part.place, tuple(part.shape), part.target, part.home is None) for part in parts)
+        return sorted((part.view, tuple(part.shape), part.target, part.home is None) for part in parts)
 
     def blank(self, model: nn.Module) -> list[str]:
         """Names of parameters that nothing was written into."""
@@ -154,15 +154,17 @@ class CopyWatch(TorchDispatchMode):
         """Names of tensors of which a part lies as it came where the engine had packed it, or that lie otherwise than
         the first time."""
         unpacked = {x.name for x in self.parts if x.home is not None and _address(x.home) in self.repacked}
-        return sorted(unpacked | {name for name, own in self.found_layouts.items() if self.layouts.get(name) != own})
+        return sorted(
+            unpacked | {name for name, layout in self.new_layouts.items() if self.layouts.get(name) != layout}
+        )
 
-    def found(self) -> dict[str, Checksum]:
-        found: dict[str, Checksum] = {}
+    def checksums(self) -> dict[str, Checksum]:
+        checksums: dict[str, Checksum] = {}
         for part in self.parts:
             now = part.now()
-            mine = Checksum(now.value, now.count, PACKED if part.home is None else HELD)
-            found[part.name] = found[part.name] + mine if part.name in found else mine
-        return found
+            local = Checksum(now.value, now.count, PACKED if part.home is None else HELD)
+            checksums[part.name] = checksums[part.name] + local if part.name in checksums else local
+        return checksums
 
 
 class Arrival:
@@ -187,7 +189,7 @@ class Arrival:
         self.watch = watch
 
     def receive_folder(self, folder: str) -> None:
-        """`receive` from files in safetensors' format."""
+        """Receives weights from files in safetensors' format."""
         self.receive(read_folder(Path(folder)), filled=str(self.vllm_config.model_config.model) == folder)
 
     def standing(self) -> dict[str, Any]:
@@ -195,8 +197,8 @@ class Arrival:
         return self._receiver().standing()
 
     def receive_broadcast(self, rendezvous: dict[str, Any], first: int, base: str) -> None:
-        """`receive` of what the trainer broadcasts. first: the rank in the group of this engine's first worker. base:
-        the name of these weights. Raises what `Receiver.weights` does."""
+        """Receives weights that the trainer broadcasts. first: the rank in the group of this engine's first worker.
+        base: the name of these weights. Raises what `Receiver.weights` does."""
         problems: list[Exception] = []
         receiver, before = self._receiver(), self.watch
         receiver.join(rendezvous, first + self.rank)
@@ -216,26 +218,26 @@ class Arrival:
                 receiver.leave()
 
     def _receiver(self) -> Receiver:
-        """vLLM does not call the constructor of an extension."""
+        """The receiver, made at first use: vLLM does not call the constructor of an extension."""
         self.receiver = self.receiver or Receiver()
         return self.receiver
 
     def arrived(self, adapter: str | None = None) -> dict[str, Any]:
-        """tensors: value, count and state of the checksum of each, by the name it came with. blank: parameters that got
-        nothing. misplaced: tensors that lie otherwise than the engine's kernels read them. adapter: the folder of the
-        LoRA that is in use."""
+        """The report of this worker. tensors: value, count and state of each checksum, by the name it came with. blank:
+        parameters that got nothing. misplaced: tensors that lie otherwise than the engine's kernels read them. adapter:
+        the folder of the LoRA that is in use."""
         assert self.watch is not None
-        found = self.watch.found() | ({} if adapter is None else adapters(self.model_runner, Path(adapter)))
+        tensors = self.watch.checksums() | ({} if adapter is None else adapters(self.model_runner, Path(adapter)))
         return {
-            "tensors": {name: [x.value, x.count, x.state] for name, x in found.items()},
+            "tensors": {name: [x.value, x.count, x.state] for name, x in tensors.items()},
             "blank": self.watch.blank(self.model_runner.get_model()),
             "misplaced": self.watch.misplaced(),
         }
 
 
 def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> Iterator[tuple[str, Tensor]]:
-    """Ends where the rest does not come, and notes why. vLLM would keep a half of its layers on the meta device if an
-    exception went through its loader; the next weights find the engine as it should be."""
+    """Yields weights, ends where the rest does not come, and notes why. vLLM would keep a half of its layers on the
+    meta device if an exception went through its loader; the next weights find the engine as it should be."""
     try:
         yield from weights
     except (RuntimeError, BroadcastTimeout) as error:
@@ -261,36 +263,36 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def ramp(like: Tensor) -> Tensor:
-    """Numbers that no packing leaves in their places, for the first filling of an engine."""
+    """A deterministic fill pattern that any packing changes, for an engine without weights."""
     flat = torch.arange(like.numel(), device=like.device) % 251 - 125
     return (flat / 4096).to(like.dtype).view(like.shape)
 
 
 def adapters(runner: Any, folder: Path) -> dict[str, Checksum]:
-    """Of the LoRA that was read from `folder`, in the buffers that the engine computes with."""
+    """Checksums of the LoRA that was read from `folder`, in the buffers that the engine computes with."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = runner.lora_manager._adapter_manager
     mapper = manager.model.hf_to_vllm_mapper
     where = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
-    found = {}
+    checksums = {}
     for name, value in read_folder(folder):
         module, first = parse_fine_tuned_lora_name(name, mapper and mapper.get_rename_mapper())
         layer, index = where.get(module, (module, 0))
         slot = next((i for i, number in enumerate(manager.lora_index_to_id) if number is not None), None)
         if layer in manager.modules and slot is not None:
-            own = manager.modules[layer]
-            stacked = (own.lora_a_stacked if first else own.lora_b_stacked)[index][slot, 0]
-            found[name] = checksum(stacked[: value.shape[0], : value.shape[1]])
-    return found
+            module_layer = manager.modules[layer]
+            stacked = (module_layer.lora_a_stacked if first else module_layer.lora_b_stacked)[index][slot, 0]
+            checksums[name] = checksum(stacked[: value.shape[0], : value.shape[1]])
+    return checksums
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _place(tensor: Tensor) -> StridedView:
-    """In its memory."""
+def _view(tensor: Tensor) -> StridedView:
+    """The first element and the strides of a tensor in its memory."""
     return int(tensor.storage_offset()), tuple(tensor.stride())
 
 
@@ -299,7 +301,7 @@ def _whole(tensor: Tensor) -> bool:
 
 
 def _alike(source: Tensor, target: Tensor) -> bool:
-    """Whether a copy of all of one to the other keeps everything in its place."""
+    """Returns whether a copy of all of one to the other keeps every element's offset."""
     return _whole(source) and target.storage_offset() == 0 and source.stride() == target.stride()
 
 

@@ -1,4 +1,4 @@
-"""How weights get from rank 0 to vLLM's servers: through a folder that all read, or broadcast over the network."""
+"""Transfer of weights from rank 0 to vLLM's servers: through a folder that all read, or broadcast over the network."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class Transfer(Protocol):
-    """Rank 0 calls everything here, the others `give` alone. Methods raise UserError."""
+    """Transfer of weights to servers. Rank 0 calls all methods, the others `give` alone. They raise UserError."""
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
-        """What engines need to start."""
+        """Makes what engines need to start."""
         ...
 
     def model(self, weights: EngineWeights) -> Path:
@@ -42,15 +42,16 @@ class Transfer(Protocol):
         ...
 
     def arguments(self) -> dict[str, Any]:
-        """Of an engine that starts from it, by vLLM's names."""
+        """The options of an engine that starts from it, by vLLM's names."""
         ...
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """To all engines, which run. What of it does not arrive is given again."""
+        """Sends weights to all engines, which run. What of it does not arrive is given again."""
         ...
 
     def give(self, server: Server, weights: EngineWeights) -> None:
-        """To one engine, unless it has them. Raises one of LOST too, after which it may be tried again."""
+        """Gives weights to one engine, unless it has them. Raises one of LOST too, after which it may be tried
+        again."""
         ...
 
     def close(self) -> None: ...
@@ -77,13 +78,13 @@ class Folder:
         return {}
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """They lie where engines will be told to read them."""
+        """Does nothing: they lie where engines will be told to read them."""
 
     def give(self, server: Server, weights: EngineWeights) -> None:
         server.call("receive_folder", folder=str(weights.folder))
 
     def close(self) -> None:
-        """The folder is the exchange's."""
+        """Does nothing: the folder is the exchange's."""
 
 
 class Broadcast:
@@ -107,8 +108,8 @@ class Broadcast:
         self.exchange, self.describe, self.servers = exchange, describe, list(servers)
         self.timeout, self.rank, self.say = timeout, rank, say
         self.folder = exchange.path / "model"
-        self.kept: list[Bucket] = []
-        self.store: TCPStore | None = None  # where members meet
+        self.last_sent: list[Bucket] = []
+        self.store: TCPStore | None = None  # of the rendezvous
         self.group: BroadcastGroup | None = None  # of all engines
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
@@ -135,7 +136,7 @@ class Broadcast:
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
         with ThreadPoolExecutor(len(self.servers)) as pool:
             standings = list(pool.map(lambda server: server.ask("standing", alive), self.servers))
-        self.kept = []
+        self.last_sent = []
         buckets = self._keeping(packed(weights))
         try:
             self.group = self._group(self.servers, standings, self.group)
@@ -149,19 +150,19 @@ class Broadcast:
 
     def _keeping(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         for bucket in buckets:
-            self.kept.append(Bucket(bucket.entries, bucket.payload.cpu()))
+            self.last_sent.append(Bucket(bucket.entries, bucket.payload.cpu()))
             yield bucket
 
     def give(self, server: Server, weights: EngineWeights) -> None:
         if self.rank != 0:
             raise requests.ConnectionError("rank 0 has not given it the weights yet")
         standings = server.call("standing")["results"]
-        if all(own["base"] == weights.base for own in standings):
+        if all(state["base"] == weights.base for state in standings):
             return
         group = None
         try:
             group = self._group([server], [standings], None)
-            self._stream(group, [server], [standings], weights.base, self.kept)
+            self._stream(group, [server], [standings], weights.base, self.last_sent)
         except RuntimeError as error:
             raise requests.ConnectionError(brief(error)) from None
         finally:
@@ -175,15 +176,15 @@ class Broadcast:
         self, servers: Sequence[Server], standings: Sequence[Any], last: BroadcastGroup | None
     ) -> BroadcastGroup:
         """The last one, if all workers are still in it, else a new one that nobody has joined yet."""
-        workers = [own for standing in standings for own in standing]
-        if last is not None and {own["group"] for own in workers} == {last.rendezvous.name}:
+        workers = [state for standing in standings for state in standing]
+        if last is not None and {state["group"] for state in workers} == {last.rendezvous.name}:
             return last
         self._drop(last)
         assert self.store is not None
-        gpus = torch.cuda.is_available() and {own["device"] for own in workers} == {"cuda"}
-        where = meeting_place([server.address for server in servers])
+        gpus = torch.cuda.is_available() and {state["device"] for state in workers} == {"cuda"}
+        host = reachable_address([server.address for server in servers])
         backend = NCCL if gpus else GLOO
-        rendezvous = Rendezvous(where, self.store.port, uuid4().hex, 1 + len(workers), backend, self.timeout)
+        rendezvous = Rendezvous(host, self.store.port, uuid4().hex, 1 + len(workers), backend, self.timeout)
         return BroadcastGroup(rendezvous, 0, self.store)
 
     def _stream(
@@ -194,13 +195,14 @@ class Broadcast:
         base: str,
         buckets: Iterable[Bucket],
     ) -> None:
-        """Raises UserError where it takes too long, RuntimeError or one of LOST where a server is lost."""
+        """Broadcasts buckets. Raises UserError where it takes too long, RuntimeError or one of LOST where a server is
+        lost."""
         until, sent = time.monotonic() + self.timeout, 0
         firsts = list(accumulate(map(len, standings), initial=1))[:-1]  # of each server's workers
-        told = {"rendezvous": nccl.told(group.rendezvous), "base": base}
+        arguments = {"rendezvous": nccl.rendezvous_arguments(group.rendezvous), "base": base}
         with ThreadPoolExecutor(len(servers)) as pool:
             receiving = [
-                pool.submit(server.call, "receive_broadcast", first=first, **told)
+                pool.submit(server.call, "receive_broadcast", first=first, **arguments)
                 for server, first in zip(servers, firsts, strict=True)
             ]
             try:
@@ -208,18 +210,18 @@ class Broadcast:
                 for bucket in buckets:
                     nccl.announce(group, base, sent, bucket)
                     work = group.broadcast(bucket.payload.to(group.device), until)
-                    nccl.wait(work, until, lambda: unhurt(receiving))
+                    nccl.wait(work, until, lambda: raise_failure(receiving))
                     sent += 1
                 nccl.close(group, base, sent, END)
-                for found in receiving:
-                    found.result(max(0.0, until - time.monotonic()))
+                for future in receiving:
+                    future.result(max(0.0, until - time.monotonic()))
             except (BroadcastTimeout, TimeoutError, RuntimeError, LOST) as error:
                 if isinstance(error, (RuntimeError, LOST)) and time.monotonic() < until:
                     raise
                 # Requests and gloo have the same limit, and may be the first to say so
                 raise UserError(self._late(group, servers, firsts, base, receiving)) from None
             finally:
-                if not all(found.done() and found.exception() is None for found in receiving):
+                if not all(future.done() and future.exception() is None for future in receiving):
                     for number in (sent, sent + 1):  # a member may have the last bucket already
                         nccl.close(group, base, number, ABORTED)
                     group.leave()  # so that nobody waits for rank 0
@@ -230,7 +232,7 @@ class Broadcast:
         if group.processes is not None:
             return
         while group.absent():
-            unhurt(receiving)
+            raise_failure(receiving)
             if time.monotonic() > until:
                 raise BroadcastTimeout
             time.sleep(10 * nccl.POLL)
@@ -245,14 +247,14 @@ class Broadcast:
         receiving: Sequence[Any],
     ) -> str:
         """Names a server that is behind the others."""
-        places = [nccl.reached(group, base, first) for first in firsts]
+        reached = [nccl.reached(group, base, first) for first in firsts]
         absent = set(group.absent())
-        behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, places[i]))
+        behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, reached[i]))
         meeting = f"{group.rendezvous.host}:{group.rendezvous.port}"
         return (
             f"the vLLM server at {servers[behind].address} did not take the weights that were broadcast within "
-            f"rollout.generator.timeout={self.timeout:g} s, of which it has {places[behind]} parts: is it running, and "
-            f"does its host reach {meeting}?"
+            f"rollout.generator.timeout={self.timeout:g} s, of which it has {reached[behind]} parts: is it running, "
+            f"and does its host reach {meeting}?"
         )
 
     def _drop(self, group: BroadcastGroup | None) -> None:
@@ -260,18 +262,18 @@ class Broadcast:
             group.leave()
 
 
-def unhurt(receiving: Sequence[Future[Any]]) -> None:
-    """Raises what a server said that no longer receives."""
-    for found in receiving:
-        if found.done():
-            found.result()
+def raise_failure(receiving: Sequence[Future[Any]]) -> None:
+    """Raises the error of a server that no longer receives."""
+    for future in receiving:
+        if future.done():
+            future.result()
 
 
-def meeting_place(addresses: Sequence[str]) -> str:
+def reachable_address(addresses: Sequence[str]) -> str:
     """An address of this host that the hosts of all these servers reach, where one is on another host."""
     hosts = [urlsplit(address).hostname or LOOPBACK for address in addresses]
-    own = [nccl.own_address(host) for host in hosts]
-    return next((address for address in own if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+    local = [nccl.local_address(host) for host in hosts]
+    return next((address for address in local if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
 
 
 def brief(error: Exception) -> str:

@@ -137,7 +137,7 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
         train,
         sample=sample,
         cache=2.0 * width * text.num_hidden_layers * heads * head_size(text) * longest * branches * at_once,
-        words=[
+        notes=[
             f"a micro-batch is {config.engine.micro_batch} x {branches} rows of up to {longest} tokens, "
             f"{image_tokens} are image tokens"
         ],

@@ -199,9 +199,9 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
         pipeline.module,
         lambda rows: predict(min(rows * steps, at_most)),
         sample=sample,
-        beside={"VAE": float(vae), **encoder_bytes},
-        beside_training=dict(encoder_bytes) if stays else {},
-        words=[
+        sampling_parts={"VAE": float(vae), **encoder_bytes},
+        training_parts=dict(encoder_bytes) if stays else {},
+        notes=[
             f"a micro-batch is {micro} x {steps} denoising steps = "
             f"{micro * steps} rows of {'x'.join(map(str, shape))} latents, {tokens} tokens each"
         ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
 
-from mmrl.engine.memory import MemoryModel, everything_seen, on_meta
+from mmrl.engine.memory import MemoryModel, full_attention_mask, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import CachedReading
@@ -180,7 +180,7 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_c
             read = BidirectionalPrefix(core.language_model, inputs, end).together(tokens)
             return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if l1_head else read
         embeddings = torch.cat([inputs["inputs_embeds"], tokens], 1)
-        mask = everything_seen(steps, embeddings.shape[1])
+        mask = full_attention_mask(steps, embeddings.shape[1])
         output = core.language_model.base_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False)
         out: Tensor = output.last_hidden_state
         return out
@@ -189,7 +189,7 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_c
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: score(_played(config)),
-        words=notes_of(config),
+        notes=notes_of(config),
     )
 
 
@@ -228,7 +228,7 @@ def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str)
         module,
         lambda rows: in_parts(score, rows, config),
         sample=lambda: vlm.last_hidden(model, _played(config), length, requires_grad=False),
-        words=notes,
+        notes=notes,
     )
 
 
@@ -257,12 +257,12 @@ def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -
         cache = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
         noisy = torch.empty(rows, sizes["chunk"], width, device="meta", dtype=dtype)
         noisy.requires_grad_(True)
-        mask = everything_seen(rows, sizes["chunk"])
+        mask = full_attention_mask(rows, sizes["chunk"])
         out: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state
         return out + 0 * cache[:, :1, :1]
 
     notes = [*notes_of(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
-    return MemoryModel(module, lambda rows: in_parts(score, rows, config), words=notes)
+    return MemoryModel(module, lambda rows: in_parts(score, rows, config), notes=notes)
 
 
 def _points(head: FlowActions) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig
 
-from mmrl.engine.memory import MemoryModel, everything_seen, on_meta
+from mmrl.engine.memory import MemoryModel, full_attention_mask, on_meta
 from mmrl.generation.settings import VLLMGenerator
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vlm.loading import adapt, load_config, part_of, recompute_activations
@@ -84,7 +84,7 @@ def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool
     dtype = next(model.parameters()).dtype
     width = core.get_input_embeddings().embedding_dim
     tokens = torch.empty(rows, length, width, device="meta", dtype=dtype, requires_grad=requires_grad)
-    mask = everything_seen(rows, length)
+    mask = full_attention_mask(rows, length)
     position_ids = torch.zeros(3, rows, length, dtype=torch.long, device="meta")
     options = {"position_ids": position_ids} if "mrope_section" in str(core.config.to_dict()) else {}
     out: Tensor = core(inputs_embeds=tokens, attention_mask=mask, use_cache=False, **options).last_hidden_state
@@ -117,10 +117,10 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
         train,
         sample=lambda: last_hidden(model, max(1, at_once // shared), rollout.max_prompt_length, requires_grad=False),
         logits=engine.logp_chunk * text.vocab_size * 4 * 2,  # fp32, and their gradient
-        words=notes,
+        notes=notes,
     )
     if any(p.requires_grad for n, p in model.named_parameters() if part_of(n) == "vision"):
-        memory.beside_training["activations of images"] = image_activations(model, batch_rows, rollout, settings)
+        memory.training_parts["activations of images"] = image_activations(model, batch_rows, rollout, settings)
         notes.append(f"of images by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:

@@ -102,7 +102,7 @@ class Drafter:
         marked = self.tokens.tokenizer(chat_texts(self.tokens.processor, prompts)).input_ids
         limit, drafts = limit or self.max_response_length, []
         for prompt, ids, tokens, seed in zip(prompts, marked, encoded, seeds[::group_size], strict=True):
-            first = Request(prompt.id, ids, images_of(prompt), tokens.prompt, seed, limit, clips=videos_of(prompt))
+            first = Request(prompt.id, ids, images_of(prompt), tokens.prompt, seed, limit, videos=videos_of(prompt))
             group = [replace(first, seed=seed + i) for i in range(group_size)]
             drafts += [Draft(prompt, request, tokens, torch.zeros(0)) for request in group]
         return drafts if dialogues is None else conversing(drafts, dialogues)
