@@ -2,7 +2,7 @@
 
     from mmrl import Job, load, read_run
 
-Importing the package costs nothing: a name is fetched when it is first asked for. mmrl/library.md shows all of them.
+Importing the package is cheap: a name is imported when it is first used. mmrl/library.md shows all of them.
 """
 
 from typing import TYPE_CHECKING

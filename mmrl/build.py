@@ -1,4 +1,4 @@
-"""The parts of a job, made from its configuration."""
+"""Builds the parts of a job from its configuration: task, policy, engine, generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from mmrl import kernels
 from mmrl.config import Config, configure
 from mmrl.engine import Engine, Ranks, take_device
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols.abilities import able
 from mmrl.protocols.parts import ConversationTask, Policy, SyncedGenerator, Task
@@ -48,15 +48,15 @@ def build_policy(config: Config, task: Task) -> Policy:
         builder = located(model.build, "model.build")
         try:
             builder(folder, seed=config.seed)
-        except Exception as error:  # any fault of a function of the user's own
-            raise UserError(f"model.build={model.build} failed: {told(error)}") from error
+        except Exception as error:  # any fault of the user's function
+            raise UserError(f"model.build={model.build} failed: {describe_error(error)}") from error
         return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)
 
 
 def located(target: str, key: str) -> Any:
-    """The object named by "package.module:name". Raises UserError naming the configuration's key."""
+    """Returns the object named by "package.module:name". Raises UserError naming the configuration's key."""
     try:
         return locate(target, key)
     except SettingsError as error:
@@ -64,7 +64,7 @@ def located(target: str, key: str) -> Any:
 
 
 def choose_kernels(config: Config) -> None:
-    """Raises UserError if the kernels asked for by name can not be had."""
+    """Selects the kernels of kernels.backend. Raises UserError if they are not available."""
     try:
         kernels.use(config.kernels.backend)
     except kernels.KernelError as error:
@@ -84,7 +84,7 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
 
 
 def check_abilities(config: Config, policy: Policy) -> None:
-    """Raises UserError where the policy of a model lacks what its settings offer."""
+    """Raises UserError where a policy lacks an ability that its settings offer."""
     offered = config.model.capabilities(config).offers
     for ability in sorted((kind for kind in offered if not isinstance(kind, str)), key=lambda kind: kind.__name__):
         try:
@@ -104,7 +104,7 @@ def build_engine(config: Config, policy: Policy) -> Engine:
 
 
 def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> SyncedGenerator | None:
-    """The engines that generate for the policy, or the workers that sample in its place, where some are asked for."""
+    """Builds the vLLM engines or the rollout workers of the configuration; None where the policy itself samples."""
     settings = config.generator
     if isinstance(settings, RolloutWorkers):
         from mmrl.workers.pool import WorkerPool
@@ -119,7 +119,8 @@ def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> Sy
 
 
 def worker_parts(tree: dict[str, Any]) -> tuple[Config, Policy]:
-    """Configuration and policy of a worker from a configuration's tree. Raises UserError as `mmrl train` does."""
+    """Builds configuration and policy of a worker from a configuration's tree. Raises UserError as `mmrl train`
+    does."""
     config = configure(tree)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

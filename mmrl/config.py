@@ -1,7 +1,7 @@
 """The configuration of a job: a YAML file, dotted overrides, and the sections that this job has.
 
-Which sections there are, and which keys, follows from `model.type` and `algorithm.type`: the kind of model brings its
-own sections, the algorithm says what it learns from. So an option that means nothing for the job is an unknown key.
+`model.type` and `algorithm.type` decide which sections and keys there are: the kind of model brings its own sections,
+the algorithm decides the section `rollout`. So an option without meaning for the job is an unknown key.
 """
 
 from __future__ import annotations
@@ -38,40 +38,39 @@ from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 
 class Config(Section):
-    """What every job has. A job's own configuration inherits from it; see `job`."""
+    """The sections that every job has. The configuration of a job is a subclass, see `job`."""
 
     run_dir: str = option(
-        description="where everything about the run is written; runs/KIND/NAME of configs/KIND/NAME.yaml, runs/NAME of "
-        "another file, where it is not given"
+        description="the run directory; by default runs/KIND/NAME for configs/KIND/NAME.yaml, else runs/NAME"
     )
-    seed: int = option(0, "of everything that is random", ge=0)
+    seed: int = option(0, "seed of all random numbers", ge=0)
     steps: int = option(100, "batches of rollouts, or of demonstrations", unit="steps", ge=1)
-    threads: int | None = option(None, "CPU threads of torch, a process", ge=1)
-    model: ModelSettings = option(VisionLanguageModel(), "what is trained")
+    threads: int | None = option(None, "CPU threads of torch in each process", ge=1)
+    model: ModelSettings = option(VisionLanguageModel(), "the model that is trained")
     task: TaskSettings = option(VisualQASettings(), "prompts, rewards and evaluation")
-    rollout: Demonstrations = option(Groups(), "what a step learns from")
-    algorithm: Algorithm = option(GRPO(), "what is optimised")
+    rollout: Demonstrations = option(Groups(), "the rollouts or demonstrations of a step")
+    algorithm: Algorithm = option(GRPO(), "advantages and loss")
     optim: Optim = option(AdamW(), "the optimizer")
-    engine: EngineSettings = option(EngineSettings(), "how DeepSpeed runs the job")
-    evaluation: Evaluation = option(Evaluation(), "measuring on held-out prompts")
-    checkpoint: Checkpoint = option(Checkpoint(), "saving and going on")
-    log: Log = option(Log(), "what is written about the run")
-    sample: SampleSettings = option(SampleSettings(), "looking for answers after training")
-    guards: list[Guard] = option([], "bands that metrics shall stay in, and what happens when they do not")
-    kernels: Kernels = option(Kernels(), "who computes fused operators")
+    engine: EngineSettings = option(EngineSettings(), "training with DeepSpeed")
+    evaluation: Evaluation = option(Evaluation(), "evaluation on held-out prompts")
+    checkpoint: Checkpoint = option(Checkpoint(), "saving and resuming")
+    log: Log = option(Log(), "output about the run")
+    sample: SampleSettings = option(SampleSettings(), "search for answers after training")
+    guards: list[Guard] = option([], "bounds of metrics, and actions when a metric leaves them")
+    kernels: Kernels = option(Kernels(), "backend of the fused operators")
 
     def section(self, name: str) -> Any:
-        """A section that only jobs with this kind of model have."""
+        """Returns a section that only jobs with this kind of model have."""
         return vars(self)[name]
 
     @property
     def generator(self) -> GeneratorSettings | RolloutWorkers | None:
-        """Who samples for the policy, where anybody does."""
+        """The engine or the workers that sample for the policy; None where it samples itself."""
         return self.rollout.producer
 
     @property
     def correction(self) -> Correction:
-        """Of decisions that a generator sampled."""
+        """The correction for the gap between generator and trainer."""
         assert isinstance(self.generator, VLLMGenerator | RolloutWorkers)
         return self.generator.correction
 
@@ -89,14 +88,14 @@ class Config(Section):
 
     @property
     def needs(self) -> Needs:
-        return together(found for _, found in self._parts())
+        return together(needs for _, needs in self._parts())
 
     def _parts(self) -> list[tuple[str, Needs]]:
         extras = self.rollout.extra_sources
         return [*self.algorithm.parts(), *((f"rollout.extras.{i} ({e.type})", e.needs) for i, e in enumerate(extras))]
 
     def check(self) -> None:
-        """Compares what parts need with what others offer. Raises ValueError in one line that names a key."""
+        """Checks that the model offers what all parts need. Raises ValueError in one line that names a key."""
         offered = self.model.capabilities(self)
         check(self._parts(), offered)
         self.algorithm.check(self, offered)
@@ -117,12 +116,12 @@ class Config(Section):
 
 
 def job(tree: Mapping[str, Any]) -> type[Config]:
-    """The class of the configurations that have this tree's kinds of model and algorithm. Raises SettingsError."""
+    """Returns the configuration class for a tree's kinds of model and algorithm. Raises SettingsError."""
     model = kind_of(ModelSettings, tree.get("model") or {}, ("model",))
     algorithm = kind_of(Algorithm, tree.get("algorithm") or {}, ("algorithm",))
     sections = model.sections(tree, algorithm.collects)
-    given = ModelSettings.expand(tree.get("model") or {}).get("type")
-    return _composed(model, given or model.model_fields["type"].default, algorithm, tuple(sections.items()))
+    named = ModelSettings.expand(tree.get("model") or {}).get("type")
+    return _composed(model, named or model.model_fields["type"].default, algorithm, tuple(sections.items()))
 
 
 @cache
@@ -132,31 +131,31 @@ def _composed(
     algorithm: type[Algorithm],
     sections: tuple[tuple[str, type[Section]], ...],
 ) -> type[Config]:
-    """named: as which `model.type` the kind of model is given."""
-    found: dict[str, Any] = {"rollout": algorithm.collection}
-    for name, own in sections:
-        shared = found.get(name)
+    """Creates the configuration class. named: the `model.type` under which `model` is selected."""
+    sections_by_name: dict[str, Any] = {"rollout": algorithm.collection}
+    for name, specific in sections:
+        shared = sections_by_name.get(name)
         if shared is None and name in Config.model_fields:
             shared = Config.model_fields[name].annotation
-        if shared is not None:  # its keys beside the shared ones
-            own = create_model(
-                shared.__name__, __base__=(own, shared), __module__=own.__module__, __doc__=shared.__doc__
+        if shared is not None:  # a section of both has the keys of both
+            specific = create_model(
+                shared.__name__, __base__=(specific, shared), __module__=specific.__module__, __doc__=shared.__doc__
             )
-        found[name] = own
+        sections_by_name[name] = specific
     described = {n: f.description for n, f in Config.model_fields.items()}
     fields: dict[str, Any] = {
         name: (section, option(section(), described.get(name) or section.__doc__ or ""))
-        for name, section in found.items()
+        for name, section in sections_by_name.items()
     }
     fields["model"] = (ModelSettings, option(model(type=named), described["model"] or ""))
     return create_model("Config", __base__=Config, **fields)
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, follow its `extends`, apply dotted overrides such as `optim.lr=1e-5`, and validate.
+    """Reads a YAML file, follows its `extends`, applies dotted overrides such as `optim.lr=1e-5`, and validates.
 
     path: a file, or the name of a recipe that comes with the package. `run_dir` is runs/KIND/NAME for the recipe
-    configs/KIND/NAME.yaml and runs/NAME for another file, where neither says otherwise.
+    configs/KIND/NAME.yaml and runs/NAME for another file, unless file or overrides set it.
 
     Raises UserError with one line that names the key, its nearest valid name where there is one, and the file.
     """
@@ -169,23 +168,24 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except TreeError as error:
         raise UserError(str(error)) from None
-    except (OmegaConfBaseException, yaml.YAMLError) as error:  # ${...} that leads nowhere, or ??? left to be filled
+    except (OmegaConfBaseException, yaml.YAMLError) as error:  # an undefined ${...}, or a ??? that is not filled in
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     assert isinstance(resolved, dict)
-    found: dict[str, Any] = {str(key): value for key, value in resolved.items()}
-    if _warm_start(found) != _warm_start(tree):  # ${...}, of which only now it is known what it names
-        found = _with_warm_start(found, path.parent)
-    return validate(found, str(path))
+    values: dict[str, Any] = {str(key): value for key, value in resolved.items()}
+    if _warm_start(values) != _warm_start(tree):  # it was a ${...}, which is resolved only now
+        values = _with_warm_start(values, path.parent)
+    return validate(values, str(path))
 
 
 def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The tree with `model.warm_start` as seen from here, where it is given as seen from `folder`."""
+    """Returns the tree with a `model.warm_start` that is relative to `folder` made relative to the working
+    directory."""
     model = tree.get("model")
     keys = model.value if isinstance(model, Whole) else model
     if not isinstance(keys, Mapping) or not isinstance(name := keys.get("warm_start"), str) or "${" in name:
         return tree
-    found = {**keys, "warm_start": str(recipes.beside(folder, name))}
-    return {**tree, "model": Whole(found) if isinstance(model, Whole) else found}
+    resolved = {**keys, "warm_start": str(recipes.resolve_from(folder, name))}
+    return {**tree, "model": Whole(resolved) if isinstance(model, Whole) else resolved}
 
 
 def _warm_start(tree: Mapping[str, Any]) -> Any:
@@ -194,7 +194,7 @@ def _warm_start(tree: Mapping[str, Any]) -> Any:
 
 
 def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:
-    """A configuration that is made in Python: `tree` holds what a YAML file would. Raises UserError as `load` does."""
+    """Returns the configuration of a tree, which holds what a YAML file would. Raises UserError as `load` does."""
     try:
         whole = laid_over(dict(tree), *map(read_override, overrides or []))
     except TreeError as error:
@@ -203,13 +203,12 @@ def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Co
 
 
 def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:
-    """One tree of several, each laid over those before it, see `mmrl.settings.overrides.laid_over`. Raises
-    TreeError."""
+    """Merges trees, each over those before it, see `mmrl.settings.overrides.laid_over`. Raises TreeError."""
     return layering.laid_over(job, *trees)
 
 
 def validate(tree: dict[str, Any], origin: str) -> Config:
-    """A job's configuration from its tree. Raises UserError in one line; origin: what it names as the source."""
+    """Returns the configuration of a job's tree. Raises UserError in one line. origin: the source that it names."""
     try:
         config = make(job(tree), tree)
         config.check()
@@ -219,5 +218,5 @@ def validate(tree: dict[str, Any], origin: str) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key of the job that holds something."""
+    """Returns the configuration as YAML, without the keys that hold nothing."""
     return yaml.safe_dump(plain(config, brief=True), sort_keys=False, default_flow_style=None, width=120)

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read: its text is a single line that says what to change."""
+"""The exception whose message a user reads: one line that says what to change."""
 
 import traceback
 from pathlib import Path
@@ -8,11 +8,14 @@ class UserError(Exception):
     """Input that cannot be used. The command line prints the message and exits with 2, without a traceback."""
 
 
-def told(error: BaseException, longest: int = 300) -> str:
-    """Kind, text and place of an exception of somebody else's code, in one line that any log can hold."""
+def describe_error(error: BaseException, longest: int = 300) -> str:
+    """Returns type, message and source line of an exception of foreign code as one ASCII line.
+
+    longest: characters of type and message together.
+    """
     try:
         text = str(error)
-    except Exception as second:  # its own __str__ is somebody else's code too
+    except Exception as second:  # its __str__ is foreign code too
         text = f"(its text raises {type(second).__name__})"
     line = " ".join(f"{type(error).__name__}: {text}".split())[:longest]
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""A job in Python: what `mmrl train`, `mmrl eval` and `mmrl sample` do, for notebooks and programs."""
+"""Runs a job from Python, as `mmrl train`, `mmrl eval` and `mmrl sample` do: for notebooks and programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import awake, sampled_by
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
 from mmrl.preflight.quick import probe_quickly
@@ -43,7 +43,7 @@ EachStep = Callable[[int, Mapping[str, float]], None]
 
 
 class RunEnded(UserError):
-    """The run directory holds the end of this very run, so that there is nothing to do."""
+    """Raised where the run directory holds this very run, complete."""
 
 
 class Job:
@@ -53,12 +53,12 @@ class Job:
             job.train(lambda step, metrics: print(step, metrics.get("accuracy")))
             print(job.evaluate())
 
-    `task`, `policy` and `ranks` are there inside the block; a warm start is run first, and `config` is what follows it.
+    `task`, `policy` and `ranks` exist inside the block. A warm start runs first; `config` is the one after it.
     With several processes every one of them runs the block, as torchrun starts them.
     """
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
-        """trains: build an optimizer too, and refuse a run directory that is in use or has reached its end."""
+        """trains: build an optimizer too, and refuse a run directory that is in use or complete."""
         self.config = config
         self._trains, self._parts = trains, ExitStack()
         self._engine: Engine | None = None
@@ -66,13 +66,13 @@ class Job:
 
     @classmethod
     def of(cls, model: str | Path, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Job:
-        """A job that evaluates and samples with the weights in `model`: a run directory, a folder of weights, or a name
-        on a hub. config: a YAML file; a run directory, and weights that a run wrote, have their own.
+        """Returns a job that evaluates and samples with the weights in `model`: a run directory, a folder of weights,
+        or a name on a hub. config: a YAML file; optional for a run directory and for weights that a run wrote.
 
-        Raises UserError for a run that has not reached its end, and for weights of which no configuration is known.
+        Raises UserError for a run that is not complete, and for weights without a configuration.
         """
         origin = [f"model.path={json.dumps(weights(str(model)))}", "model.build=null", "model.warm_start=null"]
-        return cls(own_config(Path(model), config, [*overrides, *origin]), trains=False)
+        return cls(config_for(Path(model), config, [*overrides, *origin]), trains=False)
 
     def __enter__(self) -> Job:
         end_with_launcher()
@@ -123,10 +123,10 @@ class Job:
             parts.callback(self._engine.release)
 
     def train(self, each_step: EachStep | None = None) -> RunRecord:
-        """Trains to the last step, or until a signal, and returns what the run directory holds then.
+        """Trains to the last step, or until a signal. Returns the record of the run directory.
 
-        each_step: is called on every rank with the number and the metrics of each finished step, and of each
-        evaluation, whose metrics begin with evaluation/. Raises UserError as `mmrl train` prints it.
+        each_step: called on every rank with number and metrics of each finished step and of each evaluation, whose
+        metrics begin with evaluation/. Raises UserError as `mmrl train` prints it.
         """
         if self._engine is None or self._trainer is not None:
             raise UserError("this job can not train: it was made for weights that are finished, or has trained already")
@@ -144,11 +144,11 @@ class Job:
         try:
             self._engine.watch(folder)
             self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
-            with told_end(run, self._trainer):
+            with recorded_end(run, self._trainer):
                 if self.config.checkpoint.resume:
                     self._trainer.resume()
                 self._trainer.train()
-        except RuntimeError as error:  # what a collective raises, each backend in its words
+        except RuntimeError as error:  # of a collective; the message depends on the backend
             if (dead := self._engine.dead()) is not None:
                 raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
             raise
@@ -158,40 +158,40 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Steps that are finished."""
+        """The number of finished steps."""
         return 0 if self._trainer is None else self._trainer.step
 
     @property
     def stopped(self) -> int:
-        """The signal that ended the training before its last step; 0 where none did."""
+        """The number of the signal that ended the training before its last step; 0 without one."""
         return 0 if self._trainer is None else self._trainer.stopping
 
     @property
     def accuracies(self) -> dict[str, float]:
-        """Held-out accuracy by step, of the evaluations while training."""
+        """Held-out accuracy of the evaluations while training, by step."""
         return {} if self._trainer is None else self._trainer.accuracies
 
     def evaluate(self, prompts: int | None = None) -> dict[str, float]:
-        """Metrics on the first `prompts` held-out prompts (default: evaluation.prompts), as they are logged."""
+        """Returns metrics on the first `prompts` held-out prompts (default: evaluation.prompts), as they are logged."""
         return self.measure(prompts)[0]
 
     def sample(self, prompts: int = 16) -> list[Sample]:
-        """Samples of the first held-out prompts; with several ranks those of this one."""
+        """Returns samples of the first held-out prompts; with several ranks those of this one."""
         return self.measure(prompts)[1]
 
     def measure(
         self, prompts: int | None = None, journal: Journal | None = None
     ) -> tuple[dict[str, float], list[Sample], list[float]]:
-        """Metrics, samples, and the accuracy of each sample, with the averaged weights where there are any. journal: of
-        episodes that were played before."""
+        """Returns metrics, samples, and the accuracy of each sample, with the averaged weights where there are any.
+        journal: a record of episodes that were played before, which are not repeated."""
         count = self.config.evaluation.prompts if prompts is None else prompts
         ema = None if self._trainer is None else self._trainer.ema
         with applied(ema), awake(self.generator):
             return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
 
     def _answering(self) -> Responding:
-        """The policy, or workers in its place; with weights that are finished, what searches the policy's answers where
-        sample.search is set."""
+        """Returns what responds to prompts: the policy, its workers, or, in a job that does not train, the search of
+        sample.search."""
         search = None if self._trains else self.config.sample.search
         if search is not None:
             return SearchingPolicy(self.policy, self.task, search)
@@ -202,21 +202,21 @@ class Job:
 
 
 def launched() -> tuple[int, int]:
-    """Rank and number of ranks, as a launcher has put them into the environment. Raises UserError."""
-    found = {}
+    """Returns rank and number of ranks from the launcher's environment variables. Raises UserError."""
+    ranks = {}
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
         if not text.isdecimal():
             raise UserError(f"{name}={text} in the environment is no number of ranks; start several with torchrun")
-        found[name] = int(text)
-    rank, world = found["RANK"], found["WORLD_SIZE"]
+        ranks[name] = int(text)
+    rank, world = ranks["RANK"], ranks["WORLD_SIZE"]
     if rank >= world:
         raise UserError(f"RANK={rank} in the environment is beyond WORLD_SIZE={world}; start several with torchrun")
     return rank, world
 
 
 def check_start(config: Config) -> None:
-    """Raises UserError where a run of this configuration can neither start nor go on, before anything slow."""
+    """Raises UserError where a run of this configuration can neither start nor resume. Fast: loads no model."""
     rank, world = launched()
     folder = Path(config.run_dir)
     check_batch(config, world)
@@ -228,9 +228,9 @@ def check_start(config: Config) -> None:
 
 
 def warm_started(config: Config) -> Config:
-    """The configuration with model.path set to the weights that its warm start ended with, which is run first, or gone
-    on with, where they are missing. Raises UserError if that run fails, would have to be shared by several processes,
-    or ended with another configuration."""
+    """Returns the configuration with model.path set to the final weights of its warm start. Runs or resumes the warm
+    start where they are missing. Raises UserError if that run fails, if there are several ranks, or if the weights are
+    those of another configuration."""
     path = config.model.warm_start
     if path is None:
         return config
@@ -249,9 +249,8 @@ def warm_started(config: Config) -> Config:
 
 
 def before_warm_start(config: Config) -> Config:
-    """The configuration with the model that its warm start begins with, where that has not been run; as it is, where
-    there is none or it has ended. A dry run asks for no more, for the shapes are the same. Raises UserError for a warm
-    start that ended with another configuration."""
+    """Returns the configuration with the initial model of its warm start, if that has not been run; else unchanged. It
+    has the same shapes, which is enough for a dry run. Raises UserError for a warm start with another configuration."""
     path = config.model.warm_start
     if path is None:
         return config
@@ -265,7 +264,7 @@ def before_warm_start(config: Config) -> Config:
 
 
 def after_warm_start(config: Config) -> Config:
-    """The configuration with model.path set to where its warm start leaves its weights."""
+    """Returns the configuration with model.path set to the final weights of its warm start."""
     if config.model.warm_start is None:
         return config
     final = Path(load(config.model.warm_start).run_dir) / "final"
@@ -274,7 +273,7 @@ def after_warm_start(config: Config) -> Config:
 
 
 def quieten() -> None:
-    """Bars of libraries are ours, also where the libraries were imported before."""
+    """Replaces the progress bars of libraries by ours, also where the libraries are imported already."""
     from transformers.utils.logging import set_tqdm_hook
 
     quieten_environment()
@@ -285,16 +284,16 @@ def quieten() -> None:
 
 
 @contextmanager
-def told_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
-    """Writes into the run directory how the training inside ended."""
+def recorded_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
+    """Records in the run directory how the training in the block ended."""
 
     def at() -> str:
         return f"step {training.step} of {training.config.steps}"
 
     try:
         yield
-    except BaseException as error:  # whatever it was: it goes on from here
-        text = str(error) if isinstance(error, UserError) else told(error)
+    except BaseException as error:  # recorded and raised again
+        text = str(error) if isinstance(error, UserError) else describe_error(error)
         run.end("failed", f"It ended at {at()} with an error: {text}")
         raise
     if training.stopping:
@@ -305,9 +304,9 @@ def told_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
 
 
 def weights(model: str) -> str:
-    """The folder of weights that a run directory ended with, or the model itself.
+    """Returns the folder of a run's final weights, or `model` itself where it is no run directory.
 
-    Raises UserError for a run that has not reached its end.
+    Raises UserError for a run that is not complete.
     """
     final = Path(model) / "final"
     if not final.is_dir() and (Path(model) / "metrics.jsonl").is_file():
@@ -317,9 +316,9 @@ def weights(model: str) -> str:
     return str(final if final.is_dir() else model)
 
 
-def own_config(model: Path, config: str | Path | None, overrides: Sequence[str]) -> Config:
-    """The configuration in the file `config`; without one that of the run in `model`, or of the run that wrote the
-    weights in `model`. Raises UserError where there is none."""
+def config_for(model: Path, config: str | Path | None, overrides: Sequence[str]) -> Config:
+    """Returns the configuration in the file `config`; without one that of the run in `model`, or of the run that wrote
+    the weights in `model`. Raises UserError where there is none."""
     if config is not None:
         return load(config, list(overrides))
     if (model / "config.yaml").is_file():

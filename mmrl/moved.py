@@ -1,4 +1,4 @@
-"""What modules, classes and kinds of before November 2026 are called now: no old name works, each is told."""
+"""Present names of the modules, classes and kinds that were renamed in November 2026, for error messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    """Modules by their former names, classes, as module:Class, by former names in former and present modules,
-    keys of sections, and forms of choices, see `present_forms`."""
-    import json  # here, as below: every process that imports mmrl imports this module, and hardly any asks it
+    """Returns the tables of moved.json. modules: present by former name. classes: present "module:Class" by former name
+    in the former and in the present module. keys: of sections. kinds: forms of choices, see `present_forms`."""
+    import json  # late, as below: every process that imports mmrl imports this module, and hardly any uses it
     from pathlib import Path
 
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def now(name: str) -> str | None:
-    """Returns what "package.module" or "package.module:Class" is called now; None where the name is no former one."""
+    """Returns the present name of a former "package.module" or "package.module:Class"; None for other names."""
     module, colon, member = name.partition(":")
     tables = _tables()
     if colon and name in tables["classes"]:
@@ -38,32 +38,32 @@ def hint(name: str) -> str:
 
 
 def hint_of(error: ImportError) -> str:
-    """Returns the hint about what an import asked for where the module is there and the name in it is a former one."""
+    """Returns the hint for an import of a former name from a module that exists."""
     import re
 
-    asked = re.search(NOT_THERE, str(error))
-    return "" if asked is None else hint(f"{asked[2]}:{asked[1]}")
+    match = re.search(NOT_THERE, str(error))
+    return "" if match is None else hint(f"{match[2]}:{match[1]}")
 
 
 def renewed(text: str) -> str:
     """Returns a text with every former name in it replaced by the present one."""
     import re
 
-    return re.sub(NAME, lambda found: now(found[0]) or found[0], text)
+    return re.sub(NAME, lambda match: now(match[0]) or match[0], text)
 
 
 def present_key(name: str) -> str:
-    """Returns what a key of a configuration is called now: the name itself where it is no former one."""
+    """Returns the present name of a configuration's key: the name itself where it is no former one."""
     return _tables()["keys"].get(name, name)
 
 
 def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what a choice is written as today, where it is of a former kind or has a key that its kind has no more:
-    one mapping, or several that together do the same; else none.
+    """Returns the present form of a choice of a former kind, or with a key that its kind no longer has: one mapping, or
+    several that together do the same. Empty where the choice is in its present form.
 
-    The table `kinds` has them by the title of the choice and the former kind. In them "$key" is what the former mapping
-    has there, "$key|default" that or else the default, and {"$key": {value: form}} is chosen by it, "*" by any other.
-    What comes out as null is left out. Where it becomes one mapping, keys that none of this names stay as they are.
+    The table `kinds` holds forms by the title of the choice and the former kind. In a form "$key" stands for the value
+    of that key in `tree`, "$key|default" has a default, and {"$key": {value: form}} selects a form by the value, "*"
+    for any other. Null values are dropped. If there is one form, keys of `tree` that it does not name are kept.
     """
     import json
     import re
@@ -72,8 +72,8 @@ def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     used = set(re.findall(r"\$(\w+)", json.dumps(forms)))
     if not used & tree.keys() and any(form["type"] == tree["type"] for form in forms):
         return []
-    rest = {key: value for key, value in tree.items() if key not in used} if len(forms) == 1 else {}
-    return [rest | _filled(form, tree) for form in forms]
+    unchanged = {key: value for key, value in tree.items() if key not in used} if len(forms) == 1 else {}
+    return [unchanged | _filled(form, tree) for form in forms]
 
 
 def _filled(form: Any, tree: Mapping[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def _filled(form: Any, tree: Mapping[str, Any]) -> Any:
 
 
 class FormerModules:
-    """A finder of `sys.meta_path` that names the present module where an import asks for a former one."""
+    """A finder of `sys.meta_path` that raises an error naming the present module where a former one is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name.startswith("mmrl.") and (new := now(name)) is not None:
@@ -101,6 +101,6 @@ class FormerModules:
 
 
 def tell_former_names() -> None:
-    """Has imports of former modules end with a line that names the present one."""
+    """Installs `FormerModules`, so that imports of former modules name the present one."""
     if not any(isinstance(finder, FormerModules) for finder in sys.meta_path):
-        sys.meta_path.append(FormerModules())  # last: it is asked about modules that are not there
+        sys.meta_path.append(FormerModules())  # last: only for modules that no other finder finds

@@ -17,18 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Video:
-    """A moving image: `frames` of one size, in order, `fps` of them a second."""
+    """A video: `frames` of one size, in order, shown at `fps` frames a second."""
 
     frames: tuple[Image.Image, ...]
     fps: float = 2.0
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Frames, width and height."""
+        """Number of frames, width and height."""
         return (len(self.frames), *self.frames[0].size)
 
     def times(self) -> dict[str, Any]:
-        """When its frames are shown, by the names of transformers and vLLM."""
+        """Returns the metadata of its frames, in the form of transformers and vLLM."""
         count = len(self.frames)
         indices = list(range(count))
         return {"total_num_frames": count, "fps": self.fps, "duration": count / self.fps, "frames_indices": indices}
@@ -36,7 +36,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Message:
-    """What one side of a conversation says: texts, images and clips, in order."""
+    """One message of a conversation: texts, images and videos, in order."""
 
     role: str  # system, user, assistant or tool
     parts: tuple[str | Image.Image | Video, ...]
@@ -51,18 +51,18 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Its texts, one after the other."""
+        """Its texts, concatenated."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question put to a policy.
+    """One prompt for a policy.
 
-    `text` may hold `<image>` once per image and `<video>` once per clip, at the place where it belongs; without any
-    marker the images come first, in order, and the clips after them. `answer` is what a verifier compares with;
-    `metadata` is for rewards and tables. `messages`, where there are any, are what the policy reads in place of system,
-    text, images and videos, and `tools` are the JSON schemas of functions that its chat template shows it.
+    `text` may hold `<image>` once per image and `<video>` once per video, to mark their positions; without any marker
+    images come first, in order, and videos after them. `answer` is for verifiers, `metadata` for rewards and tables.
+    `messages`, if any, replace system, text, images and videos, and `tools` are the JSON schemas of functions for the
+    chat template.
     """
 
     id: str
@@ -76,30 +76,30 @@ class Prompt:
     videos: tuple[Video, ...] = ()
 
     def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
-        """With every image and every frame changed, one after the other."""
+        """Returns the prompt with `change` applied to every image and then to every video frame, in order."""
         images = tuple(change(image) for image in self.images)
-        clips = tuple(replace(clip, frames=tuple(change(frame) for frame in clip.frames)) for clip in self.videos)
-        return replace(self, images=images, videos=clips)
+        videos = tuple(replace(video, frames=tuple(change(frame) for frame in video.frames)) for video in self.videos)
+        return replace(self, images=images, videos=videos)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One response of a conversation, and what the environment made of it."""
+    """One response of a conversation, with the environment's observation and reward."""
 
     response: str
-    observation: tuple[Message, ...] = ()  # what the policy read next; nothing in the last turn
-    reward: float = 0.0  # the environment's own
-    tool: str | None = None  # that the response called
-    error: str | None = None  # why the environment could not do what the response asked for
+    observation: tuple[Message, ...] = ()  # what the policy reads next; empty in the last turn
+    reward: float = 0.0  # of the environment
+    tool: str | None = None  # the one that the response called
+    error: str | None = None  # why the environment could not execute the response
     facts: dict[str, Any] = field(default_factory=dict)  # of the environment, for rewards, metrics and tables
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a policy and an environment. end: "environment" (that ended it), "turns" or "length" (a limit was
-    reached), "lost" (the environment failed; nothing of this conversation counts)."""
+    """Turns of a policy and an environment. end: "environment" (it ended the conversation), "turns" or "length" (a
+    limit was reached), "lost" (the environment failed, so the conversation does not count)."""
 
-    messages: tuple[Message, ...]  # that it began with
+    messages: tuple[Message, ...]  # before the first turn
     turns: tuple[Turn, ...]
     end: str
     problem: str = ""  # what went wrong, where it was lost
@@ -107,22 +107,22 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Episode:
-    """What became of one attempt in a simulator. Lengths count executed actions."""
+    """The outcome of one episode in a simulator. Lengths count executed actions."""
 
     instruction: str
     success: bool  # at any time
     success_at_end: bool
     length: int
-    reward: float  # the simulator's own, summed
-    lost: bool = False  # the simulator failed; nothing of this episode counts
-    frames: NDArray[np.uint8] | None = None  # [frame, height, width, 3], where they were asked for
-    reasoning: float | None = None  # latents that were drawn before a chunk, on average; None: by a head that has none
+    reward: float  # of the simulator, summed
+    lost: bool = False  # the simulator failed, so the episode does not count
+    frames: NDArray[np.uint8] | None = None  # [frame, height, width, 3], where they were requested
+    reasoning: float | None = None  # mean latents drawn before a chunk; None: the head has none
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function sees of one rollout: the prompt, and the response, image or episode it led to. Of a
-    conversation `response` is the last one, and `response_length` counts the tokens of all."""
+    """The input of a reward function: a prompt with its response, image, video or episode. In a conversation `response`
+    is the last one, and `response_length` counts the tokens of all."""
 
     prompt: Prompt
     response: str = ""
@@ -130,29 +130,29 @@ class Sample:
     truncated: bool = False  # reached max_response_length without an end token
     max_response_length: int = 0
     image: Tensor | None = None  # [channel, height, width] fp32 on the CPU, 0 to 1 in gamut, as decoded: not clamped
-    frames: Tensor | None = None  # of a clip [frame, channel, height, width], otherwise as `image`
+    frames: Tensor | None = None  # of a video [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
     conversation: Conversation | None = None
-    forwards: int = 0  # times that a model had to be asked for it, where that may be fewer than there are tokens
+    forwards: int = 0  # model calls that generated it, where they may be fewer than its tokens
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
-TEXT, IMAGE = range(2)  # parts of a response that draws: what is written about the image, and the image
-PARTS = "parts"  # `Rollouts.extras` has them under this name, by decision, where responses have parts
+TEXT, IMAGE = range(2)  # parts of a response with an image: its text, and the image
+PARTS = "parts"  # name of the column of `Rollouts.extras` with the part of each decision, where responses have parts
 
 
 def column(pad: float | None = None) -> Any:
-    """A field of a record that is filled in later: a tensor whose first dimension is the rollout. pad: its second
-    dimension has its own length in every batch, and this fills up the shorter ones; None: all have the same."""
+    """Returns a dataclass field for an optional tensor [rollout, ...]. pad: fills up the second dimension, whose length
+    varies between batches; None: it does not vary."""
     return field(default=None, metadata={"pad": pad})
 
 
 @dataclass
 class Record:
-    """Columns of a batch: lists, tensors and further records, all of them by rollout."""
+    """Columns of a batch: lists, tensors and further records, all indexed by rollout first."""
 
     def select(self, index: Tensor) -> Self:
-        """The rollouts at `index` ([n] int64, or [rollout] bool), in that order."""
+        """Returns the rollouts at `index` ([n] int64, or [rollout] bool), in that order."""
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
         rows = index.tolist()
@@ -160,7 +160,8 @@ class Record:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All rollouts of `parts`, padded as their fields say. A field must be filled in all parts or in none.
+        """Concatenates the rollouts of `parts`, padded as their fields say. A field must be set in all parts or in
+        none.
 
         Raises ValueError naming a field for which that does not hold.
         """
@@ -173,11 +174,10 @@ BY_DECISION = ("advantages",)  # columns by decision that are not padded
 
 @dataclass
 class Rollouts(Record):
-    """A batch of rollouts, whatever the policy: B rollouts, at most T decisions each, K reward components.
+    """A batch of rollouts of any policy: B rollouts, at most T decisions each, K reward components.
 
-    `inputs` belongs to the policy that made the batch (tokens and images, latents, observations); nobody else looks
-    inside. Fields that are filled in later are None until then. `extras` holds what only some policies and algorithms
-    know of, by name, each a record of its own.
+    `inputs` is private to the policy that made the batch (tokens and images, latents, observations). Fields that are
+    filled in later are None until then. `extras` holds records of single policies and algorithms by name.
     """
 
     samples: list[Sample]  # B
@@ -185,84 +185,83 @@ class Rollouts(Record):
     group: Tensor  # [rollout] int64, which prompt a rollout answers
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, decision] bool, True where a decision counts
     rewards: Tensor | None = column()  # [rollout, component] float32, NaN where a component could not be scored
-    accuracy: Tensor | None = column()  # [rollout] float32, the task's own measure of success, NaN where unknown
+    accuracy: Tensor | None = column()  # [rollout] float32, the task's measure of success, NaN where unknown
     origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION, REPLAYED or EXTRA; None: all fresh
     prompt: Tensor | None = column()  # [rollout] int64, the prompt's index in the task's training source
-    filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling found nothing better; None: nowhere
-    version: Tensor | None = column()  # [rollout] int64, finished steps behind the oldest weights that made it
+    filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling kept a group without signal
+    version: Tensor | None = column()  # [rollout] int64, the training step of the oldest weights that made it
     advantages: Tensor | None = column()  # [rollout, decision] float32
-    # [rollout, decision] float32, under the policy that made the rollout. Before the updates NaN for those that are
-    # learned from first, unless `Needs.statistics` ask for them.
+    # [rollout, decision] float32, under the policy that made the rollout. Before the updates NaN for rollouts of the
+    # first minibatch, unless `Needs.statistics` requires them.
     old_logp: Tensor | None = column(0)
-    old_entropy: Tensor | None = column(0)  # [rollout, decision] float32, under it
-    old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, sum of squared probabilities under it
-    old_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what `Replay.prediction` was then
-    behaviour_logp: Tensor | None = column(0)  # [rollout, decision] float32, as the engine that sampled it has it
+    old_entropy: Tensor | None = column(0)  # [rollout, decision] float32, under the same policy
+    old_square_sum: Tensor | None = column(0)  # [rollout, decision] float32, likewise, sum of squared probabilities
+    old_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, its `Replay.prediction`
+    behaviour_logp: Tensor | None = column(0)  # [rollout, decision] float32, as computed by the engine that sampled it
     ref_logp: Tensor | None = column(0)  # [rollout, decision] float32, under the reference policy
-    ref_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, what it is under the reference policy
-    nodes: Tensor | None = column(-1)  # [rollout, decision] int64: equal ids in a group made that decision together
+    ref_prediction: Tensor | None = column(0)  # [rollout, decision, ...] float32, the reference's `Replay.prediction`
+    nodes: Tensor | None = column(-1)  # [rollout, decision] int64: rollouts with equal ids share the decision
     extras: dict[str, Record] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def extra(self, name: str, kind: type[ExtraKind]) -> ExtraKind:
-        """A record of `extras`. Raises TypeError where there is none of this kind."""
-        found = self.extras.get(name)
-        if not isinstance(found, kind):
+        """Returns a record of `extras`. Raises TypeError where there is none of this kind."""
+        record = self.extras.get(name)
+        if not isinstance(record, kind):
             raise TypeError(
                 f"the rollouts have no {kind.__name__} as {name}; they have {', '.join(self.extras) or 'no extras'}"
             )
-        return found
+        return record
 
     def by_step(self, inputs: list[list[Any]]) -> Rollouts:
-        """Every step of every rollout as a rollout of its own, and a group of its own; a step is as many decisions as
-        each of them has. inputs: of every step of every rollout; those that it does not name are left out.
+        """Returns every step of every rollout as a rollout and group of its own. All steps have equally many decisions.
 
-        What is known of a rollout is known of each of its steps.
+        inputs: by rollout and step; steps beyond its lists are left out. Columns by rollout are repeated for its steps.
         """
-        places = [(b, s) for b, steps in enumerate(inputs) for s in range(len(steps))]
-        row, step = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
+        indices = [(b, s) for b, steps in enumerate(inputs) for s in range(len(steps))]
+        row, step = torch.tensor(indices, dtype=torch.int64).view(-1, 2).unbind(1)
         most = max(1, *map(len, inputs))
-        found = self.select(row)
-        cut = _cut(found, step, most)
-        return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(places)))
+        repeated = self.select(row)
+        cut = _cut(repeated, step, most)
+        return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(indices)))
 
 
 class Extra(Record, ABC):
-    """A record of `Rollouts.extras` that may be unknown of some rollouts."""
+    """A record of `Rollouts.extras` that may be unknown for some rollouts."""
 
     @abstractmethod
     def blank(self, rollouts: Rollouts) -> Self:
-        """A record like this one of rollouts that nothing is known of."""
+        """Returns a record like this one for `rollouts`, with every value unknown."""
 
 
 @dataclass
 class Column(Extra):
-    """Something that a part of an algorithm knows of each rollout; in `Rollouts.extras`, by a name of its own."""
+    """A column of `Rollouts.extras` with a value for each rollout, computed by a part of an algorithm."""
 
     values: Tensor  # [rollout, ...], of the same shape in every batch
 
     def blank(self, rollouts: Rollouts) -> Column:
-        """NaN, or 0 where there is none."""
+        """Returns NaN, or 0 for integers."""
         return Column(_unknown(self.values, len(rollouts)))
 
 
 @dataclass
 class DecisionColumn(Extra):
-    """Something that a part of an algorithm knows of each decision; in `Rollouts.extras`, by a name of its own."""
+    """A column of `Rollouts.extras` with a value for each decision, computed by a part of an algorithm."""
 
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision, ...]
 
     def blank(self, rollouts: Rollouts) -> DecisionColumn:
-        """0 everywhere."""
+        """Returns 0 everywhere."""
         shape = (*rollouts.mask.shape, *self.values.shape[2:])
         return DecisionColumn(torch.zeros(shape, dtype=self.values.dtype))
 
 
 @dataclass
 class FurtherAnswers(Extra):
-    """Further responses to the prompt of each rollout, and their mean accuracy, NaN where none could be judged."""
+    """Further responses to the prompt of each rollout, and their mean accuracy; NaN where none could be judged."""
 
     accuracy: Tensor  # [rollout] float32
     responses: list[list[str]]
@@ -276,42 +275,42 @@ def _unknown(like: Tensor, rollouts: int) -> Tensor:
     return torch.full((rollouts, *like.shape[1:]), empty, dtype=like.dtype)
 
 
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 
-def given(value: Given | None, name: str) -> Given:
-    """The value. Raises ValueError naming it where there is none."""
+def require(value: Value | None, name: str) -> Value:
+    """Returns `value`. Raises ValueError naming it where it is None."""
     if value is None:
         raise ValueError(f"{name} are asked for, and were not filled in")
     return value
 
 
 def text_and_image(rollouts: int, text: int, decisions: int) -> Tensor:
-    """[rollout, decision] int64: the first `text` of so many decisions are TEXT, and the others IMAGE."""
-    place = torch.arange(decisions)
-    return torch.full_like(place, IMAGE).where(place >= text, TEXT).repeat(rollouts, 1)
+    """Returns [rollout, decision] int64: TEXT for the first `text` decisions, IMAGE for the others."""
+    index = torch.arange(decisions)
+    return torch.full_like(index, IMAGE).where(index >= text, TEXT).repeat(rollouts, 1)
 
 
 def alternatives_of(rollouts: Rollouts) -> Tensor | None:
-    """[rollout, decision, k] int64: what might have been decided at each decision, of which a replay shall say how
-    likely it is, where rollouts bring that along in `extras`."""
-    found = rollouts.extras.get("alternatives")
-    return found.values if isinstance(found, DecisionColumn) else None
+    """Returns [rollout, decision, k] int64: alternatives to each decision whose log-probabilities a replay returns too;
+    None where the rollouts have none in `extras`."""
+    record = rollouts.extras.get("alternatives")
+    return record.values if isinstance(record, DecisionColumn) else None
 
 
 def in_part(rollouts: Rollouts, part: int) -> Tensor:
-    """[rollout, decision] bool: which decisions are in a part of their response, TEXT or IMAGE."""
+    """Returns [rollout, decision] bool: True for decisions in the given part of their response, TEXT or IMAGE."""
     return parts_of(rollouts) == part
 
 
 def parts_of(rollouts: Rollouts) -> Tensor:
-    """[rollout, decision] int64: TEXT or IMAGE. Raises TypeError for responses that have no parts."""
+    """Returns [rollout, decision] int64: TEXT or IMAGE. Raises TypeError for responses that have no parts."""
     return rollouts.extra(PARTS, DecisionColumn).values
 
 
 def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
-    """`part` with the columns that `fresh` has: NaN where numbers are unknown, -1 and False for others; of decisions
-    0."""
+    """Returns `part` with all columns that `fresh` has. Missing ones are NaN, -1 for integers, False for bool; those of
+    `extras` are blank."""
     filled: dict[str, Any] = {}
     for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
         like = vars(fresh)[name]
@@ -319,22 +318,22 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
             shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
             value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
             filled[name] = torch.full(shape, value, dtype=like.dtype)
-    known = {name: record for name, record in fresh.extras.items() if isinstance(record, Extra)}
-    extras = {name: record.blank(part) for name, record in known.items()} | part.extras
+    extra_records = {name: record for name, record in fresh.extras.items() if isinstance(record, Extra)}
+    extras = {name: record.blank(part) for name, record in extra_records.items()} | part.extras
     return replace(part, **filled, extras=extras)
 
 
 def with_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
-    """`parts` with nodes of their own where they bring none, and `fresh` too, if any part has some: rollouts that share
-    no decision have the id of their row at each."""
+    """Returns `parts` with `nodes` in all of them if any has some, and sets those of `fresh`. Rollouts that share no
+    decision get the id of their row at each."""
     if all(part.nodes is None for part in parts):
         return list(parts)
-    first, made = len(fresh), []
+    first, numbered = len(fresh), []
     fresh.nodes = _rows_as_nodes(fresh, 0) if fresh.nodes is None else fresh.nodes
     for part in parts:
-        made.append(replace(part, nodes=_rows_as_nodes(part, first)) if part.nodes is None else part)
+        numbered.append(replace(part, nodes=_rows_as_nodes(part, first)) if part.nodes is None else part)
         first += len(part)
-    return made
+    return numbered
 
 
 def _rows_as_nodes(rollouts: Rollouts, first: int) -> Tensor:
@@ -343,23 +342,24 @@ def _rows_as_nodes(rollouts: Rollouts, first: int) -> Tensor:
 
 @dataclass
 class Steps(Record):
-    """What a critic needs of rollouts whose decisions are made in an environment, in at most S steps of T / S decisions
-    each; `Rollouts.extras["steps"]`."""
+    """Columns for a critic of rollouts in an environment, with at most S steps of T / S decisions each;
+    `Rollouts.extras["steps"]`."""
 
-    mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True where the episode was still on
-    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the simulator's own
-    values: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, what the critic expected before the step
-    terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it of its own
-    bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of where the time limit cut it
-    returns: Tensor | None = column(0)  # [rollout, step] float32, what the critic shall learn
-    moment: Tensor | None = column(0)  # [rollout, step] int64, when it was, where several may be at once, in any order
+    mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True while the episode ran
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, of the simulator
+    values: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the critic's value before the step
+    terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it by itself
+    bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of the state at the time limit
+    returns: Tensor | None = column(0)  # [rollout, step] float32, the critic's targets
+    moment: Tensor | None = column(0)  # [rollout, step] int64, its time, where several steps may coincide
 
     @classmethod
     def of_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
-        """Of rollouts in which every decision is a step, and the last one ends them; nobody but the task rewards.
+        """Returns the steps of rollouts in which every decision is a step, the last one terminates, and only the task
+        gives rewards.
 
-        mask, values: [rollout, decision]; what counts has no gaps. moment: likewise, when each was made; None: one
-        after the other."""
+        mask, values: [rollout, decision]; the mask has no gaps. moment: likewise, the time of each decision; None: in
+        order."""
         blank = torch.zeros(mask.shape, dtype=values.dtype)
         last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
         return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone(), moment=moment)
@@ -367,16 +367,16 @@ class Steps(Record):
 
 @dataclass
 class Turns(Record):
-    """Of rollouts that are conversations, in at most N turns each; `Rollouts.extras["turns"]`."""
+    """Columns of rollouts that are conversations of at most N turns; `Rollouts.extras["turns"]`."""
 
     number: Tensor = field(metadata={"pad": 0})  # [rollout, decision] int64, the turn that a decision belongs to
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, turn] bool, True where there was a turn
-    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, turn] float32, the environment's own
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, turn] float32, of the environment
 
 
 @dataclass
 class MatchingTargets:
-    """What final samples are compared with at a noise level, [rollout, decision, ...] each; see
+    """Tensors with which losses compare final samples at a noise level, [rollout, decision, ...] each; see
     `core.surrogates.contrast`."""
 
     noisy: Tensor  # the sample with noise
@@ -391,16 +391,16 @@ class MatchingTargets:
 
 @dataclass
 class Replay:
-    """What a policy says of a batch of rollouts now; all [rollout, decision], float32. What only some policies or
-    methods know is in `extras`, see `ReplayColumn`."""
+    """Log-probabilities and further columns of a batch of rollouts under the present weights, [rollout, decision]
+    float32 each. Columns of single policies or methods are in `extras`, see `ReplayColumn`."""
 
     logp: Tensor
     entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
-    square_sum: Tensor | None = None  # sum of squared probabilities, of decisions with a finite choice
-    log_ratio: Tensor | None = None  # given where the policy has a more exact form than logp - old_logp
-    divergence: Tensor | None = None  # exact KL to the old policy, where there is one, with its gradient
-    reference_kl: Tensor | None = None  # exact, to the reference policy, where rollouts.ref_prediction is given
-    prediction: Tensor | None = None  # [rollout, decision, ...] detached: what old and reference are compared by
+    square_sum: Tensor | None = None  # sum of squared probabilities, for discrete decisions
+    log_ratio: Tensor | None = None  # set where the policy has a more exact form than logp - old_logp
+    divergence: Tensor | None = None  # exact KL to the old policy, if available, with its gradient
+    reference_kl: Tensor | None = None  # exact KL to the reference policy, where rollouts.ref_prediction is set
+    prediction: Tensor | None = None  # [rollout, decision, ...] detached, for comparison with old and reference
     std: Tensor | None = None  # of a Gaussian step
     weight: Tensor | None = None  # detached, of the decision in the loss; None: all alike
     value: Tensor | None = None  # [rollout, step], of a policy with a critic
@@ -408,14 +408,14 @@ class Replay:
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> Replay:
-        """A replay of columns by name: its own fields, and those of `extras`; None where one is not known."""
-        own = {f.name for f in fields(cls)}
-        known = {name: values for name, values in columns.items() if values is not None}
-        extras = {name: values for name, values in known.items() if name not in own}
-        return cls(**{name: values for name, values in known.items() if name in own}, extras=extras)
+        """Returns a replay of columns by name: its fields, and all others as `extras`. None counts as missing."""
+        field_names = {f.name for f in fields(cls)}
+        present = {name: values for name, values in columns.items() if values is not None}
+        extras = {name: values for name, values in present.items() if name not in field_names}
+        return cls(**{name: values for name, values in present.items() if name in field_names}, extras=extras)
 
     def column(self, name: str) -> Any:
-        """A field, or a column of `extras`; None where it is not known."""
+        """Returns a field, or a column of `extras`; None where it is missing."""
         return self.extras.get(name) if name not in vars(self) else vars(self)[name]
 
 
@@ -424,24 +424,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplayColumn(Generic[T]):
-    """A column of `Replay.extras`, by its name."""
+    """The typed name of a column of `Replay.extras`."""
 
     name: str
 
     def get(self, replay: Replay) -> T | None:
-        """The column; None where the policy does not give it."""
-        found: T | None = replay.extras.get(self.name)
-        return found
+        """Returns the column; None where the policy does not provide it."""
+        column: T | None = replay.extras.get(self.name)
+        return column
 
     def of(self, replay: Replay) -> T:
-        """The column. Raises ValueError where the policy does not give it."""
-        return given(self.get(replay), f"{self.name} of a replay")
+        """Returns the column. Raises ValueError where the policy does not provide it."""
+        return require(self.get(replay), f"{self.name} of a replay")
 
 
-ALTERNATIVES = ReplayColumn[Tensor]("alternatives")  # [rollout, decision, k], how likely those of the rollouts are
+ALTERNATIVES = ReplayColumn[Tensor]("alternatives")  # [rollout, decision, k] log-probabilities
 SEGMENTS = ReplayColumn[Tensor]("segments")  # int64, the unit of level "segment" that a decision belongs to
-LOOKS = ReplayColumn[Tensor]("looks")  # int64, at which look of its episode a decision was made; none: a rollout is one
-MOMENTS = ReplayColumn[Tensor]("moment")  # int64, when a decision was made, where a critic is asked about several
+# int64, the policy step of its episode in which a decision was made; None: a rollout is one step
+POLICY_STEPS = ReplayColumn[Tensor]("policy_steps")
+MOMENTS = ReplayColumn[Tensor]("moment")  # int64, the time of a decision, where a critic values several
 IMAGES = ReplayColumn[Tensor]("images")  # [rollout, channel, height, width] with their gradient, 0 to 1 in gamut
 MATCHING = ReplayColumn[MatchingTargets]("matching")  # of a policy whose decisions compare final samples
 OLD_CROSS_ENTROPY = ReplayColumn[Tensor]("old_cross_entropy")  # to the whole distribution in rollouts.old_prediction
@@ -453,13 +454,13 @@ ROUTING_DIFFERS = ReplayColumn[Tensor]("routing_differs")
 
 
 def old_logp(micro: Rollouts, replay: Replay) -> Tensor:
-    """[rollout, decision] log-likelihoods under the policy that made the rollouts, on the device of `replay`. Before
-    the first update, where that is the policy that is trained, it is what this says now, without a gradient."""
+    """Returns [rollout, decision] log-likelihoods under the policy that made the rollouts, on the device of `replay`.
+    Where rollouts.old_logp is None (before the first update) they are those of the replay, detached."""
     return replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
 
 
 def log_ratio(micro: Rollouts, replay: Replay) -> Tensor:
-    """[rollout, decision] log pi / pi_old, with its gradient, in the exact form that a policy has for it, if it has."""
+    """Returns [rollout, decision] log pi / pi_old with its gradient, in the policy's exact form if it has one."""
     return replay.logp - old_logp(micro, replay) if replay.log_ratio is None else replay.log_ratio
 
 
@@ -472,17 +473,17 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
 
 
 def _cut(record: Any, step: Tensor, steps: int) -> Any:
-    """`record`, whose rows are steps by now, with only the decisions, or the step, of each row's own `step` [row].
+    """Returns `record`, whose rows are steps already, with only the decisions, or the step, that `step` [row] selects.
     steps: of the longest rollout."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for f in fields(record):
         value = vars(record)[f.name]
         if isinstance(value, dict):
-            found[f.name] = {name: _cut(own, step, steps) for name, own in value.items()}
+            columns[f.name] = {name: _cut(nested, step, steps) for name, nested in value.items()}
         elif isinstance(value, Tensor) and (f.metadata.get("pad") is not None or f.name in BY_DECISION):
             parts = value.unflatten(1, (steps, value.shape[1] // steps))
-            found[f.name] = parts[torch.arange(len(step)), step]
-    return replace(record, **found)
+            columns[f.name] = parts[torch.arange(len(step)), step]
+    return replace(record, **columns)
 
 
 def _joined(column: Any, values: list[Any]) -> Any:
@@ -499,6 +500,6 @@ def _joined(column: Any, values: list[Any]) -> Any:
 
 
 def widened(values: Sequence[Tensor], pad: float) -> list[Tensor]:
-    """Tensors [row, n, ...] with the same n, the longest, filled up with `pad`."""
+    """Returns tensors [row, n, ...] padded with `pad` to the largest n."""
     width = max(value.shape[1] for value in values)
     return [F.pad(v, (*[0] * (2 * (v.dim() - 2)), 0, width - v.shape[1]), value=pad) for v in values]

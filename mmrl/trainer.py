@@ -1,4 +1,4 @@
-"""The training loop. `Trainer.train` is the whole of it; what is optimised is the algorithm's own."""
+"""The training loop, `Trainer.train`. The algorithm defines the loss."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ class Trainer:
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else EMA(policy.module, ramp(slow.slope, slow.most, slow.start))
         self.replayed = ReplayedContext(policy, engine)
-        kept = self.needs.reference
+        reference = self.needs.reference
         self.reference: Snapshot | AdaptersOff | None = None
-        if kept is not None:
-            self.reference = start_of(policy.module, stays=not kept.moves, zero_stage=engine.zero_stage)
+        if reference is not None:
+            self.reference = start_of(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
-        self.silence = UnscoredMonitor(config.rollout.longest_silence)
-        self.standstill = ZeroGradientMonitor(config.rollout.max_idle_steps)
+        self.unscored_monitor = UnscoredMonitor(config.rollout.longest_silence)
+        self.zero_gradient_monitor = ZeroGradientMonitor(config.rollout.max_idle_steps)
         self.best: float | None = None
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
-        self.stopping = 0  # the signal that some rank got; all ranks learn it at the same step
-        self.work: Work | None = None  # how far the training is
-        self.told = Interval(config.log.lines_every, at_once=True)  # when a line of a step is due
+        self.stopping = 0  # the number of the signal that any rank got; all ranks learn it at the same step
+        self.work: Work | None = None  # the progress of the training
+        self.line_interval = Interval(config.log.lines_every, at_once=True)  # between printed step lines
 
     def train(self) -> None:
         with self.interruption, self.saver, display.work("training", self.config.steps, self.step, lines=False) as work:
@@ -83,7 +83,7 @@ class Trainer:
                 self.collector.close()
 
     def loop(self) -> None:
-        """Rollouts, advantages, epochs of minibatches, log, evaluate, save."""
+        """Runs the steps: rollouts, advantages, epochs of minibatches, log, evaluate, save."""
         if self.step == 0 and self.config.evaluation.before:
             self.evaluate()
         while self.step < self.config.steps and not self.stopping:
@@ -104,7 +104,7 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
-            self.saver.look()
+            self.saver.poll()
             if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
         self.saver.finish()
@@ -114,32 +114,34 @@ class Trainer:
     # --- updates ---
 
     def epochs(self, minibatches: list[Minibatch], shuffle: torch.Generator) -> Iterator[Minibatch]:
-        """The minibatches in their order, and in each further epoch in another one."""
+        """Yields the minibatches in order, and in each further epoch in a shuffled one."""
         yield from minibatches
         for _ in range(1, self.algorithm.epochs):
-            for place in torch.randperm(len(minibatches), generator=shuffle).tolist():
-                yield minibatches[place]
+            for index in torch.randperm(len(minibatches), generator=shuffle).tolist():
+                yield minibatches[index]
 
     def update(self, minibatch: Minibatch, metrics: Metrics) -> dict[str, float]:
-        """One optimizer step; means of the statistics that the algorithm watches. A loss or gradient that is not finite
-        skips it; too many in a row end the run."""
-        own = [self.algorithm.denominators(micro) for micro in minibatch]
-        totals = {name: self.engine.sum(torch.stack([part[name] for part in own]).sum()) for name in own[0]}
-        made: list[dict[str, Tensor]] = []
+        """Performs one optimizer step. Returns means of the statistics that the algorithm watches. A loss or gradient
+        that is not finite skips it; too many in a row end the run."""
+        denominators = [self.algorithm.denominators(micro) for micro in minibatch]
+        totals = {
+            name: self.engine.sum(torch.stack([part[name] for part in denominators]).sum()) for name in denominators[0]
+        }
+        loss_parts: list[dict[str, Tensor]] = []
         watched = {name: torch.zeros(2) for name in self.algorithm.watched}  # sum and count
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
-            made.append({name: part.detach() for name, part in (*parts.items(), ("loss", loss))})
-            # The engine skips a step whose gradient is not finite, on every rank. Nothing is read here: that would wait
-            # for the GPU.
+            loss_parts.append({name: part.detach() for name, part in (*parts.items(), ("loss", loss))})
+            # The engine skips a step whose gradient is not finite, on every rank. The loss is not read here, since that
+            # would wait for the GPU.
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             self.engine.backward(loss)
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
-            for known, columns in self.by_mask(stats, micro):
-                metrics.add_all(columns, where=known)
+            for mask, columns in self.by_mask(stats, micro):
+                metrics.add_all(columns, where=mask)
                 for name in watched.keys() & columns.keys():
-                    watched[name] += torch.stack([columns[name].where(known, 0.0).sum(), known.sum()]).cpu()
+                    watched[name] += torch.stack([columns[name].where(mask, 0.0).sum(), mask.sum()]).cpu()
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -149,23 +151,23 @@ class Trainer:
         if changed and self.ema is not None:
             self.ema.update()
         if not changed:
-            wrong = (name for parts in reversed(made) for name, part in parts.items() if not part.isfinite())
+            wrong = (name for parts in reversed(loss_parts) for name, part in parts.items() if not part.isfinite())
             self._report_bad_step(minibatch, next(wrong, "gradient"))
         sums = {name: self.engine.sum(values) for name, values in watched.items()}
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def by_mask(self, stats: dict[str, Tensor], micro: Rollouts) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Statistics that are averaged over the same entries together, with these: bool, where the statistics are."""
-        found: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
+        """Groups statistics by the mask of the entries that they are averaged over: (bool mask, statistics by name)."""
+        groups: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
         for name, values in stats.items():
             counted = self.algorithm.counted(name, micro)
             check_values(f"the statistic {name}", values, counted.shape)
-            found.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
-        return [(counted.to(device), columns) for (_, device), (counted, columns) in found.items()]
+            groups.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
+        return [(counted.to(device), columns) for (_, device), (counted, columns) in groups.items()]
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This micro-batch's part of the loss, by what it comes from, 0-d each; and statistics, as a rule [rollout,
-        decision]. totals: the algorithm's denominators, of the whole minibatch on all ranks."""
+        """Returns this micro-batch's parts of the loss by origin, 0-d each, and statistics, [rollout, decision] by
+        default. totals: the algorithm's denominators, summed over the minibatch and all ranks."""
         replay = self.policy.replay(micro, self.engine)
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
@@ -181,7 +183,9 @@ class Trainer:
             name = f"algorithm.terms.{i} ({term.type})"
             check_values(name, values, micro.mask.shape)
             parts[name] = over(values)
-            stats |= {f"{known}/{i}" if known in stats else known: found for known, found in more.items()}
+            stats |= {
+                f"{statistic}/{i}" if statistic in stats else statistic: tensor for statistic, tensor in more.items()
+            }
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
         return parts, stats
@@ -200,7 +204,8 @@ class Trainer:
     # --- evaluation ---
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy on the first evaluation.prompts held-out prompts, by kind too where prompts have one."""
+        """Evaluates the first evaluation.prompts held-out prompts, also by kind where prompts have one. Returns
+        metrics."""
         self.collector.lend_generator()
         self.engine.mark("evaluation")
         started = time.perf_counter()
@@ -231,7 +236,8 @@ class Trainer:
         self.engine.lr_factor *= factor
 
     def go_back(self) -> str:
-        """Back to the newest checkpoint's weights and optimizer, while step, prompts and controls go on; its name."""
+        """Restores weights and optimizer of the newest checkpoint, but not step, prompts and schedules. Returns its
+        name."""
         self.saver.finish()
         return checkpoints.go_back(self.saver.folder, self.engine, self._copies(), self.line)
 
@@ -249,9 +255,9 @@ class Trainer:
         values |= self.guards.judge(values, self)
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
-        self.tell(values)
-        self.silence.judge(self.step, values)
-        if (idle := self.standstill.judge(self.step, values)) is not None:
+        self.print_step_line(values)
+        self.unscored_monitor.judge(self.step, values)
+        if (idle := self.zero_gradient_monitor.judge(self.step, values)) is not None:
             self.run.line(idle)
         if due(self.step, self.config.log.samples_every):
             shown = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
@@ -261,28 +267,28 @@ class Trainer:
             columns["advantage"] = shown.advantages.mean(1).tolist()
             self.run.samples("train", self.step, shown.samples, columns)
 
-    def tell(self, values: dict[str, float]) -> None:
-        """The line of a step: of the first and the last one, and of others every log.lines_every seconds."""
+    def print_step_line(self, values: dict[str, float]) -> None:
+        """Prints the line of a step: of the first, the last, and others every log.lines_every seconds."""
         if self.work is not None:
             self.work.advance()
-        if self.told.due() or self.step == self.config.steps:
+        if self.line_interval.due() or self.step == self.config.steps:
             left = None if self.work is None else self.work.left
             self.run.line(step_line(self.step, self.config.steps, values, left))
 
     def judge_generator(self, values: dict[str, float]) -> None:
-        """Adds what follows from the step's means. Raises UserError, on all ranks, if the engine that samples and the
-        model that is trained are too far apart."""
+        """Adds the effective sample size. Raises UserError, on all ranks, if log-probabilities of the generator are too
+        far from the trained model's."""
         if "correction/logp_gap" not in values:
             return
         squared = values.pop("correction/weight_squared")
         values["correction/effective_sample_size"] = effective_sample_size(values["correction/weight"], squared)
         gap, limit = values["correction/logp_gap"], self.config.correction.max_gap
         if not gap <= limit:
-            made: Any = self.config.generator
+            generator: Any = self.config.generator
             raise UserError(
                 f"step {self.step}: log-probabilities of the sampling engine are {gap:.3g} from the trained model's on "
-                f"average, more than {made.where}.correction.max_gap={limit:g}; try model.dtype=float32, a lower "
-                f"optim.lr, or {made.instead}"
+                f"average, more than {generator.where}.correction.max_gap={limit:g}; try model.dtype=float32, a lower "
+                f"optim.lr, or {generator.instead}"
             )
 
     def save(self) -> None:
@@ -298,13 +304,13 @@ class Trainer:
             "config": plain(self.config),
         }
         averages = {name: copy.state() for name, copy in self._copies().items()}
-        own = {"averages": averages, "pending": pending, "modules": self.preparation.modules.state()}
+        rank_state = {"averages": averages, "pending": pending, "modules": self.preparation.modules.state()}
         self.run.sync()
-        self.saver.save(self.step, state, own)
+        self.saver.save(self.step, state, rank_state)
 
     def save_weights(self, name: str) -> None:
-        """Into the run directory, in the library's own format: what evaluation measures, the average where there is
-        one."""
+        """Writes the weights that evaluation measures (the EMA, if any) to the folder `name` of the run directory, in
+        the library's own format."""
         with applied(self.ema):
             origin = checkpoints.origin_of(self.step, plain(self.config))
             checkpoints.save_weights(self.run.folder / name, self.policy, self.engine, origin)
@@ -312,26 +318,28 @@ class Trainer:
     def _copies(self) -> dict[str, EMA | Snapshot]:
         named: dict[str, EMA | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
         if isinstance(self.reference, Snapshot) and self.needs.reference is not None and self.needs.reference.moves:
-            named["reference"] = self.reference  # else it is what the run started from
+            named["reference"] = self.reference  # else it is the start of the run
         return {name: copy for name, copy in named.items() if copy is not None}
 
     def resume(self) -> None:
-        """Go on from the newest intact checkpoint of the run directory; with checkpoint.resume=auto start where there
-        is none. Raises as `checkpoints.resume`."""
+        """Resumes from the newest intact checkpoint of the run directory; with checkpoint.resume=auto starts where
+        there is none. Raises as `checkpoints.resume`."""
         required = self.config.checkpoint.resume is True
-        found = checkpoints.resume(self.saver.folder, plain(self.config), self.engine, self.run.line, required=required)
-        if found is None:
+        restored = checkpoints.resume(
+            self.saver.folder, plain(self.config), self.engine, self.run.line, required=required
+        )
+        if restored is None:
             self.run.forget_after(-1)
             return
-        state, own = found
+        state, rank_state = restored
         for name, copy in self._copies().items():
-            copy.load(own["averages"][name])
-        self.collector.load(state["batches"], own["pending"])
+            copy.load(rank_state["averages"][name])
+        self.collector.load(state["batches"], rank_state["pending"])
         self.controls.load(state["controls"])
         self.guards.load(state["guards"]["outside"])
         self.engine.lr_factor = state["guards"]["lr_factor"]
         self.preparation.memory = state["memory"]
-        self.preparation.modules.load(own["modules"])
+        self.preparation.modules.load(rank_state["modules"])
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

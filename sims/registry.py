@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.sims.vector.simulator import EndOfEpisode, Simulator, VectorSim, nearest
 from mmrl.sims.vector.workers import Workers
 
@@ -96,7 +96,7 @@ def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"simulator {name!r} cannot be made: {told(error)}") from error
+        raise UserError(f"simulator {name!r} cannot be made: {describe_error(error)}") from error
 
 
 def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

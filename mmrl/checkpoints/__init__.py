@@ -1,4 +1,4 @@
-"""Checkpoints: written whole, verified before they are loaded, of a known configuration."""
+"""Checkpoints: written atomically, verified before they are loaded, with the configuration they belong to."""
 
 from typing import TYPE_CHECKING
 

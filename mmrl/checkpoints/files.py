@@ -1,4 +1,4 @@
-"""Folders that are whole or absent, and a manifest in each by which damage is noticed."""
+"""Folders that are written atomically, each with a manifest of sizes and checksums that reveals damage."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 PENDING = ".pending"  # suffix of a folder that is still being written
-REPLACED = ".replaced"  # suffix of what stood at a name until the new one took it
-DAMAGED = ".damaged"  # suffix of a checkpoint that a resumed run had to pass over
+REPLACED = ".replaced"  # suffix of the previous folder until the new one has its name
+DAMAGED = ".damaged"  # suffix of a checkpoint that a resumed run has skipped
 STEP = re.compile(r"step-\d+")
 OURS = re.compile(r"step-\d+|best|final")
 
-Record = dict[str, Any]  # of a file: its size in bytes, and its sha256
+Record = dict[str, Any]  # a file: its size in "bytes", and its "sha256"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -25,58 +25,58 @@ def step_of(checkpoint: Path) -> int:
 
 
 def finished(folder: Path) -> list[Path]:
-    """Checkpoints in `folder` that were written to their end, oldest first; nothing is said of what became of them."""
+    """Returns the checkpoints in `folder` that were written completely, oldest first. Does not verify them."""
     if not folder.is_dir():
         return []
     return sorted((p for p in folder.iterdir() if p.is_dir() and STEP.fullmatch(p.name)), key=step_of)
 
 
 def records(folder: Path, files: list[Path]) -> dict[str, Record]:
-    """Size and checksum of each of the `files` below `folder`, by its path there."""
+    """Returns size and checksum of each of the `files`, by its path relative to `folder`."""
     return {file.relative_to(folder).as_posix(): _record(file) for file in files}
 
 
-def write_manifest(folder: Path, found: dict[str, Record]) -> None:
-    """`found` is what other ranks recorded; the files that it lacks are read here."""
-    rest = [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in found]
-    (folder / MANIFEST).write_text(_rendered({**found, **records(folder, rest)}))
+def write_manifest(folder: Path, file_records: dict[str, Record]) -> None:
+    """Writes the manifest of `folder`. file_records: those of the ranks that wrote files; other files are read here."""
+    missing = [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in file_records]
+    (folder / MANIFEST).write_text(_rendered({**file_records, **records(folder, missing)}))
 
 
 def manifest(folder: Path) -> dict[str, Record]:
-    """Raises ValueError if it is missing or damaged."""
+    """Returns the records in the manifest of `folder`. Raises ValueError if it is missing or damaged."""
     try:
         text = (folder / MANIFEST).read_text()
-        found = json.loads(text)["files"]
+        file_records = json.loads(text)["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{MANIFEST} can not be read") from None
-    if not isinstance(found, dict) or text != _rendered(found):
+    if not isinstance(file_records, dict) or text != _rendered(file_records):
         raise ValueError(f"{MANIFEST} is damaged")
-    return found
+    return file_records
 
 
 def quick_damage(folder: Path, name: str) -> str | None:
-    """What is wrong with the files of a folder as far as their sizes tell, and the checksum of one of them, a small one
-    that is to be read; or None."""
+    """Returns what is wrong with a folder by the sizes of all files and the checksum of the file `name`; None where
+    nothing is."""
     try:
-        found = manifest(folder)
+        file_records = manifest(folder)
     except ValueError as error:
         return str(error)
-    return _size_damage(folder, found) or _checksum_damage(folder, found, [name])
+    return _size_damage(folder, file_records) or _checksum_damage(folder, file_records, [name])
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the files of a folder by sizes and checksums, or None. Each file is read, or of them the share
-    that number `part` of `parts` gets."""
+    """Returns what is wrong with a folder by the sizes and checksums of its files; None where nothing is. Of `parts`
+    callers each reads the files of its own `part`."""
     try:
-        found = manifest(folder)
+        file_records = manifest(folder)
     except ValueError as error:
         return str(error)
-    return _size_damage(folder, found) or _checksum_damage(folder, found, list(found)[part::parts])
+    return _size_damage(folder, file_records) or _checksum_damage(folder, file_records, list(file_records)[part::parts])
 
 
 def commit(pending: Path, target: Path) -> None:
-    """Make every byte durable, then rename: after a crash the folder is whole or absent. One that is replaced is moved
-    aside until then. Files get the modes that the user's umask gives."""
+    """Flushes `pending` to the disk and renames it to `target`, so that a crash leaves `target` whole or absent. A
+    folder of that name is moved aside until then. Files get the modes of the user's umask."""
     mask = os.umask(0)
     os.umask(mask)
     for path in [*pending.rglob("*"), pending]:
@@ -92,7 +92,7 @@ def commit(pending: Path, target: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Clear up among checkpoints and weights in `folder` after a run that was killed while it wrote or renamed them."""
+    """Removes or renames what a run that was killed while it wrote checkpoints or weights has left in `folder`."""
     if not folder.is_dir():
         return
     for path in [p for p in folder.iterdir() if OURS.fullmatch(p.stem)]:
@@ -108,8 +108,8 @@ def _record(file: Path) -> Record:
         return {"bytes": stream.tell(), "sha256": digest}
 
 
-def _size_damage(folder: Path, found: dict[str, Record]) -> str | None:
-    for name, record in found.items():
+def _size_damage(folder: Path, file_records: dict[str, Record]) -> str | None:
+    for name, record in file_records.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
         if (size := (folder / name).stat().st_size) != record["bytes"]:
@@ -117,24 +117,26 @@ def _size_damage(folder: Path, found: dict[str, Record]) -> str | None:
     return None
 
 
-def _checksum_damage(folder: Path, found: dict[str, Record], names: list[str]) -> str | None:
+def _checksum_damage(folder: Path, file_records: dict[str, Record], names: list[str]) -> str | None:
     for name in names:
         try:
-            if name not in found or _record(folder / name) != found[name]:
+            if name not in file_records or _record(folder / name) != file_records[name]:
                 return f"{name} has another checksum than when it was written"
         except OSError as error:
             return f"{name} can not be read ({error.strerror})"
     return None
 
 
-def _rendered(found: dict[str, Record]) -> str:
-    """The text of a manifest, which holds a checksum of itself."""
-    files = json.dumps(found, sort_keys=True, indent=1)
-    return json.dumps({"files": found, "sha256": hashlib.sha256(files.encode()).hexdigest()}, sort_keys=True, indent=1)
+def _rendered(file_records: dict[str, Record]) -> str:
+    """Returns the text of a manifest, which holds a checksum of its own records."""
+    files = json.dumps(file_records, sort_keys=True, indent=1)
+    return json.dumps(
+        {"files": file_records, "sha256": hashlib.sha256(files.encode()).hexdigest()}, sort_keys=True, indent=1
+    )
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk holds a file or folder."""
+    """Flushes a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run as it trains, one after another."""
+"""Saves the checkpoints of a run while it trains."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from mmrl.runtime.devices import local_ranks
 
 
 class Saver:
-    """Saves when it is told to, at most one checkpoint at a time. What it does is collective.
+    """Saves checkpoints, at most one at a time. All methods are collectives.
 
-    As a context it finishes the checkpoint that is being written. After an exception only a lone rank does: others may
-    be in the middle of a step, and would be waited for.
+    Leaving the context finishes the checkpoint that is being written. After an exception it does so only without other
+    ranks: they may be in the middle of a step, and this one would wait for them.
     """
 
     def __init__(self, folder: Path, settings: Checkpoint, engine: Engine, say: Callable[[str], None]) -> None:
         self.folder, self.settings, self.engine, self.say = folder, settings, engine, say
         self._pending: Pending | None = None
 
-    def save(self, step: int, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Begin to write a checkpoint, and finish it unless it is written in the background. Raises as `store.begin`
-        and `store.finish`; see there for the arguments."""
+    def save(self, step: int, state: dict[str, Any], rank_state: dict[str, Any]) -> None:
+        """Begins a checkpoint, and finishes it unless it is written in the background. Arguments and errors are those
+        of `store.begin` and `store.finish`."""
         self.finish()
-        self._pending = store.begin(self.folder, step, state, own, self.engine, background=self._in_background())
+        self._pending = store.begin(self.folder, step, state, rank_state, self.engine, background=self._in_background())
         if not self._pending.writing.background:
             self.finish()
 
-    def look(self) -> None:
-        """Finish a checkpoint that all ranks have written by now."""
+    def poll(self) -> None:
+        """Finishes the pending checkpoint if all ranks have written it."""
         if self._pending is not None and self.engine.max(not self._pending.writing.done) == 0:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and give it its name."""
+        """Waits for the checkpoint that is being written, if there is one, and renames it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.writing.wait()

@@ -1,4 +1,4 @@
-"""What a run finds in its directory: nothing, something to go on with, its own end, or another run."""
+"""Checks of a run directory before a run: is it empty, resumable, complete, or that of another run?"""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import yaml
 
 from mmrl.checkpoints import files
 from mmrl.checkpoints.store import ORIGIN, STATE, check_same_training, read_state
-from mmrl.checkpoints.training import BESIDE_TRAINING, MAY_CHANGE, differences
+from mmrl.checkpoints.training import MAY_CHANGE, NEUTRAL_KEYS, differences
 from mmrl.errors import UserError
 
 Tree = dict[str, Any]
 
 
 def check_run_dir(folder: Path, config: Tree) -> bool:
-    """Whether the run has reached its end already, so that there is nothing to do. Changes nothing and reads little.
+    """Returns whether the run is complete already. Changes nothing and reads only small files.
 
-    config: the whole configuration, in plain values. Raises UserError where the run can neither start nor go on.
+    config: the whole configuration as a tree. Raises UserError where the run can neither start nor resume.
     """
     resume = config["checkpoint"]["resume"]
-    found = [path for path in files.finished(folder / "checkpoints") if files.quick_damage(path, STATE) is None]
+    intact = [path for path in files.finished(folder / "checkpoints") if files.quick_damage(path, STATE) is None]
     logged = folder / "metrics.jsonl"
     used = logged.exists() and logged.stat().st_size > 0  # empty: a run that failed before its first line
     if resume is False:
-        if used or found:
+        if used or intact:
             raise UserError(
                 f"run_dir={folder} already holds a run; set checkpoint.resume=auto to go on with it or name another one"
             )
         return False
     if ended(folder, config):
         return True
-    if found:
-        check_goes_on(found[-1], config)
+    if intact:
+        check_goes_on(intact[-1], config)
     elif resume is True:
         raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
     elif used:
@@ -43,7 +43,7 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
 
 
 def ended(folder: Path, config: Tree) -> bool:
-    """Whether the run directory `folder` holds the weights that this configuration ends with."""
+    """Returns whether the run directory `folder` holds the final weights of this configuration."""
     origin = read_origin(folder / "final")
     return (
         origin is not None
@@ -53,14 +53,14 @@ def ended(folder: Path, config: Tree) -> bool:
 
 
 def check_goes_on(checkpoint: Path, config: Tree) -> None:
-    """Raises UserError if `config` can not go on from `checkpoint`."""
+    """Raises UserError if a run with `config` can not resume from `checkpoint`."""
     check_same_training(read_state(checkpoint)["config"], config, checkpoint)
     if (step := files.step_of(checkpoint)) > config["steps"]:
         raise UserError(f"{checkpoint} is beyond steps={config['steps']}; set steps={step} or more")
 
 
 def check_starts_again(folder: Path, config: Tree) -> None:
-    """A run that was cut off before its first checkpoint may start again, and no other one."""
+    """Raises UserError unless the run was cut off before its first checkpoint and is the same as before."""
     if (origin := read_origin(folder / "final")) is not None:
         raise UserError(
             f"run_dir={folder} holds a run that ended at step {origin['step']} and left no checkpoint to go on from; "
@@ -77,12 +77,13 @@ def check_starts_again(folder: Path, config: Tree) -> None:
 
 
 def read_origin(weights: Path) -> Tree | None:
-    """What whole weights say of where they come from, see `store.origin_of`; None where there are none."""
+    """Returns the origin that is stored beside weights, see `store.origin_of`; None where they are absent or
+    damaged."""
     return None if files.quick_damage(weights, ORIGIN) else json.loads((weights / ORIGIN).read_text())
 
 
 def check_warm_start(final: Path, config: Tree, path: str) -> bool:
-    """Whether `final` holds the weights that the warm start `path`, of this configuration, ends with.
+    """Returns whether `final` holds the final weights of the warm start `path`, whose configuration is `config`.
 
     Raises UserError if they are those of another configuration, or are damaged.
     """
@@ -92,7 +93,7 @@ def check_warm_start(final: Path, config: Tree, path: str) -> bool:
         raise UserError(f"model.warm_start={path}: {final}: {wrong}; remove it and the warm start is run again")
     origin = read_origin(final)
     assert origin is not None
-    for key, (old, new) in differences(origin["config"], config, BESIDE_TRAINING).items():
+    for key, (old, new) in differences(origin["config"], config, NEUTRAL_KEYS).items():
         raise UserError(
             f"model.warm_start={path}: {final} was trained with {key}={old!r}, not {new!r}; restore it, or remove "
             f"{final.parent} and the warm start is run again"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written under a temporary name, then renamed; verified before they are loaded."""
+"""Writes, verifies and loads checkpoints. They are written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 
 STATE = "trainer.json"
-ORIGIN = "run.json"  # in weights: of which run, step and configuration they are
+ORIGIN = "run.json"  # beside weights: the run, step and configuration that they come from
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A checkpoint that has no name yet. target: its folder, once it is finished."""
+    """A checkpoint that is being written under a temporary name. target: its final folder."""
 
     target: Path
     writing: Writing
 
 
 def begin(
-    folder: Path, step: int, state: dict[str, Any], own: dict[str, Any], engine: Engine, *, background: bool
+    folder: Path, step: int, state: dict[str, Any], rank_state: dict[str, Any], engine: Engine, *, background: bool
 ) -> Pending:
-    """Write what becomes folder/step-N, or begin to. A collective: every rank calls it, and `end` later.
+    """Writes folder/step-N under a temporary name, or begins to. A collective, which `end` completes.
 
-    `state` is the same on all ranks; `own` is this rank's: the states of its averages of weights by name, in
-    `averages`, and of its rollouts in the making, in `pending`. background: a thread writes copies of them.
+    state: the same on all ranks. rank_state: this rank's, with the states of its averages of weights by name in
+    `averages` and of its unfinished rollouts in `pending`. background: a thread writes copies of both.
 
     Raises UserError if weights are NaN or infinite.
     """
@@ -52,7 +52,7 @@ def begin(
     try:
         pending.mkdir(parents=True, exist_ok=True)
         engine.save(pending, writing)
-        writing({"random": torch.get_rng_state(), "own": own}, pending / f"rank-{engine.rank}.pt")
+        writing({"random": torch.get_rng_state(), "own": rank_state}, pending / f"rank-{engine.rank}.pt")
         if engine.rank == 0:
             (pending / STATE).write_text(json.dumps({"step": step, "layout": layout, **state}))
     except OSError as error:
@@ -61,22 +61,22 @@ def begin(
 
 
 def end(pending: Pending, engine: Engine, *, keep: int) -> None:
-    """Give a checkpoint that is written its name, and remove all but the newest `keep`. A collective.
+    """Renames a checkpoint that is written, and removes all but the newest `keep`. A collective.
 
     Raises UserError if some rank could not write it (a full disk, say); earlier checkpoints stay as they were.
     """
     writing = pending.writing
-    finish(pending.target, writing.folder, writing.problem, writing.found, engine, "checkpoint")
+    finish(pending.target, writing.folder, writing.problem, writing.records, engine, "checkpoint")
     if engine.rank == 0:
         rotate(pending.target.parent, keep)
     engine.barrier()
 
 
 def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, Any]) -> None:
-    """Replace `folder` by the policy's weights in the library's own format; `origin` says where they come from, see
-    `origin_of`. A collective.
+    """Replaces `folder` by the policy's weights in the library's own format, with their `origin`, see `origin_of`. A
+    collective.
 
-    Raises UserError if it can not be written, or if weights are NaN or infinite; what stood there before stays.
+    Raises UserError if it can not be written, or if weights are NaN or infinite; the previous folder then stays.
     """
     engine.mark("weights")
     check_finite(engine, folder)
@@ -93,13 +93,13 @@ def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, An
 
 
 def finish(
-    target: Path, pending: Path, problem: str | None, found: dict[str, files.Record], engine: Engine, what: str
+    target: Path, pending: Path, problem: str | None, file_records: dict[str, files.Record], engine: Engine, what: str
 ) -> None:
-    """Put the manifest into a folder that all ranks have written to, and give it its name.
+    """Adds the manifest to a folder that all ranks have written to, and renames it to `target`.
 
-    problem: why this rank could not write; found: the records of its files.
+    problem: why this rank could not write, if so. file_records: of the files that this rank wrote.
     """
-    everyone = engine.gather((problem, found))
+    everyone = engine.gather((problem, file_records))
     problems = [p for p, _ in everyone if p]
     if engine.rank == 0 and not problems:
         try:
@@ -123,19 +123,19 @@ def check_finite(engine: Engine, target: Path) -> None:
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and those that were passed over."""
+    """Removes all but the newest `keep` checkpoints, and those that were set aside as damaged."""
     for old in [*files.finished(folder)[:-keep], *folder.glob(f"*{files.DAMAGED}")]:
         shutil.rmtree(old)
 
 
 def origin_of(step: int, config: dict[str, Any]) -> dict[str, Any]:
-    """What weights say of themselves. config: the whole configuration of the run, in plain values."""
+    """Returns the record that is stored beside weights. config: the whole configuration of the run as a tree."""
     return {"step": step, "digest": digest(config), "config": config}
 
 
 def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint in `folder` whose files have their checksums; those that are passed over are named and set
-    aside. A collective; ranks share the reading.
+    """Returns the newest checkpoint in `folder` whose checksums are right; None without checkpoints. Newer, damaged
+    ones are reported by `say` and set aside. A collective, in which ranks share the reading.
 
     Raises UserError if there are checkpoints and none of them is intact.
     """
@@ -156,21 +156,21 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
 
 
 def go_back(folder: Path, engine: Engine, copies: Mapping[str, EMA | Snapshot], say: Callable[[str], None]) -> str:
-    """Weights, their averages and the optimizer as the newest intact checkpoint in `folder` has them, while schedules
-    go on; its name. A collective. Raises UserError where there is none."""
+    """Restores weights, averages and optimizer from the newest intact checkpoint in `folder`, but no schedules. Returns
+    the checkpoint's name. A collective. Raises UserError where there is none."""
     path = newest_intact(folder, engine, say)
     if path is None:
         raise UserError("a guard shall go back, but there is no checkpoint yet; lower checkpoint.every")
     updates, factor = engine.updates, engine.lr_factor
-    own = load(path, engine)
+    rank_state = load(path, engine)
     engine.updates, engine.lr_factor = updates, factor
     for name, copy in copies.items():
-        copy.load(own["averages"][name])
+        copy.load(rank_state["averages"][name])
     return path.name
 
 
 def set_aside(paths: list[Path]) -> None:
-    """They are kept until there is a new checkpoint, and are no longer counted as one."""
+    """Renames damaged checkpoints, so that they no longer count; the next checkpoint removes them."""
     for path in paths:
         aside = path.with_name(path.name + files.DAMAGED)
         shutil.rmtree(aside, ignore_errors=True)
@@ -180,8 +180,8 @@ def set_aside(paths: list[Path]) -> None:
 def resume(
     folder: Path, config: dict[str, Any], engine: Engine, say: Callable[[str], None], *, required: bool
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Restore engine and random state from the newest intact checkpoint in `folder`; returns the trainer's state and
-    this rank's own, or None where there is no checkpoint. A collective. config: that of now, in plain values.
+    """Restores engine and random state from the newest intact checkpoint in `folder`. Returns the shared state and this
+    rank's, or None without checkpoints. A collective. config: the present configuration as a tree.
 
     Raises UserError if there is no checkpoint and one is required, if none is intact, or if the newest intact one was
     written under a configuration that trains something else.
@@ -197,15 +197,15 @@ def resume(
         return None
     state = read_state(path)
     check_same_training(state["config"], config, path)
-    found = load(path, engine)
+    rank_state = load(path, engine)
     for key, (before, now) in differences(state["config"], config, MAY_CHANGE - WORTH_SAYING).items():
         say(f"{key} changes from {before!r} to {now!r}")
     say(f"resumed from {path}")
-    return state, found
+    return state, rank_state
 
 
 def load(path: Path, engine: Engine) -> dict[str, Any]:
-    """Restore engine and random state from a checkpoint; returns this rank's own state."""
+    """Restores engine and random state from a checkpoint. Returns this rank's state."""
     layout = read_state(path)["layout"]
     if layout["frozen"] != engine.frozen_digest:
         raise UserError(
@@ -219,28 +219,29 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
         torch.set_rng_state(rank["random"])
         if (before, ranks) == (engine.zero_stage, engine.world):
             return rank["own"]
-        everyone = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
-    averages = {name: [own["averages"][name] for own in everyone] for name in rank["own"]["averages"]}
+        rank_states = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
+    averages = {name: [state["averages"][name] for state in rank_states] for name in rank["own"]["averages"]}
     return {
         "averages": {name: engine.reshaped(states, before) for name, states in averages.items()},
-        "pending": redealt([own["pending"] for own in everyone], engine, path),
+        "pending": redealt([state["pending"] for state in rank_states], engine, path),
         "modules": rank["own"]["modules"],
     }
 
 
 def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
-    """What several ranks had in the making (`Collector.state`), for this rank of another number of them. Raises
-    UserError where a source keeps what each rank saw."""
-    for i, kept in enumerate(zip(*(own["extras"] for own in pending), strict=True)):
-        if any(kept) and len(pending) != engine.world:
+    """Returns this rank's share of the unfinished rollouts of all ranks of a checkpoint (`Collector.state`), of which
+    there may be another number. Raises UserError where a source of `rollout.extras` has a state by rank."""
+    for i, by_rank in enumerate(zip(*(state["extras"] for state in pending), strict=True)):
+        if any(by_rank) and len(pending) != engine.world:
             ranks = f"{path} was made by {len(pending)}, not {engine.world}"
             raise UserError(f"rollout.extras.{i} keeps what each rank saw, and {ranks}")
-    rounds = dealt([own["rounds"] for own in pending], engine.rank, engine.world)
+    rounds = dealt([state["rounds"] for state in pending], engine.rank, engine.world)
     return {"rounds": rounds, "extras": pending[engine.rank % len(pending)]["extras"]}
 
 
 def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """Groups in the making of several ranks (`Pool.state`), dealt out anew, oldest first; those of `rank`."""
+    """Returns the groups that `rank` gets when unfinished groups of several ranks (`Pool.state`) are dealt out anew,
+    oldest first."""
     columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
     for pool in pools:
         for name, column in pool.items():
@@ -251,12 +252,12 @@ def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What all ranks know, of a checkpoint whose sizes are right."""
+    """Returns the state that all ranks share from a checkpoint whose sizes are right."""
     return json.loads((path / STATE).read_text())
 
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raises UserError naming the first key that differs and that would make the run a different one."""
+    """Raises UserError naming the first key that differs and may not change within a run."""
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         raise UserError(
             f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; "

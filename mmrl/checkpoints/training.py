@@ -1,4 +1,4 @@
-"""Whether two configurations train the same thing."""
+"""Compares configurations by the keys that decide what is trained."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmrl.settings import NOTHING
 
 Tree = dict[str, Any]
 
-# What changes no number that is trained but for rounding: sections, and keys of others.
-BESIDE_TRAINING = {
+# Sections and keys that change no trained number, except by rounding.
+NEUTRAL_KEYS = {
     "run_dir",
     "threads",
     "evaluation",
@@ -30,28 +30,28 @@ BESIDE_TRAINING = {
     "rollout.max_idle_steps",
     "rollout.max_unscored_steps",
 }
-# What a run may go on with changed: it is told to when it diverges, or is to be longer.
-MAY_CHANGE = BESIDE_TRAINING | {"steps", "optim.lr"}
-BEFORE = {"optim.type": "adamw"}  # of runs that are older than the key
+# Keys that may change when a run resumes: after it diverged, or to train longer.
+MAY_CHANGE = NEUTRAL_KEYS | {"steps", "optim.lr"}
+BEFORE = {"optim.type": "adamw"}  # values in runs that are older than the key
 WORTH_SAYING = {"optim.lr", "engine.zero_stage", "engine.offload", "engine.micro_batch"}
 
 
 def digest(config: Tree) -> str:
-    """SHA-256 of all that decides what is trained, `steps` and `optim.lr` included."""
-    told = {key: value for key, value in leaves(config) if not _under(key, BESIDE_TRAINING)}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    """Returns the SHA-256 of all keys that decide what is trained, `steps` and `optim.lr` included."""
+    relevant = {key: value for key, value in leaves(config) if not _under(key, NEUTRAL_KEYS)}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any, Any]]:
-    """Values before and now of the keys that differ, but for those that are free."""
+    """Returns the old and the new value of each key that differs, except for the keys and sections in `free`."""
     old, new = BEFORE | dict(leaves(before)), BEFORE | dict(leaves(now))
     keys = [key for key in sorted({*old, *new}) if not _under(key, free)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a tree; lists are values. A key that holds nothing is as good as one that is missing,
-    since written configurations leave it out."""
+    """Yields dotted keys and values of a tree; lists are values. Keys that hold nothing are left out, as in written
+    configurations."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -60,13 +60,13 @@ def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _held(value: Any) -> Any:
-    """`value` without the keys of its items that hold nothing."""
+    """Returns `value` without the keys of its items that hold nothing."""
     if isinstance(value, dict):
         return {key: _held(item) for key, item in value.items() if item not in NOTHING}
     return [_held(item) for item in value] if isinstance(value, list) else value
 
 
 def _under(key: str, names: set[str]) -> bool:
-    """Whether `key` is one of the names, or in a section that is."""
+    """Returns whether `key` is one of the names, or in a section that is."""
     parts = key.split(".")
     return any(".".join(parts[:depth]) in names for depth in range(1, len(parts) + 1))

@@ -1,4 +1,4 @@
-"""The files that a rank writes into a checkpoint: at once, or by a thread while training goes on."""
+"""Writes the files of one rank of a checkpoint, at once or in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mmrl.checkpoints import files
 class Writing:
     """Writes files below `folder` and records their sizes and checksums.
 
-    In the background it copies what it is given into the host's memory and returns; a thread writes the copies, so what
-    is trained may change meanwhile. A write that fails is remembered and raises nothing: other ranks wait for this one.
+    In the background a call copies its state into the host's memory and returns; a thread writes the copy, so the
+    weights may change meanwhile. A failed write raises nothing, since other ranks wait for this one: see `problem`.
     """
 
     def __init__(self, folder: Path, *, background: bool) -> None:
         self.folder = folder
-        self.found: dict[str, files.Record] = {}
+        self.records: dict[str, files.Record] = {}
         self.problem: str | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._jobs: list[Future[None]] = []
 
     def __call__(self, state: Any, path: Path) -> None:
-        """state: as torch.save takes it."""
+        """Writes `state` (whatever torch.save takes) to `path`."""
         if self._thread is None:
             self._write(state, path)
         else:
@@ -43,7 +43,7 @@ class Writing:
         return all(job.done() for job in self._jobs)
 
     def wait(self) -> None:
-        """Until all files are written, or one could not be."""
+        """Waits until all files are written, or one has failed."""
         for job in self._jobs:
             job.result()
         if self._thread is not None:
@@ -55,24 +55,24 @@ class Writing:
         try:
             torch.save(state, path)
             files.sync(path)  # by who wrote it, for training waits while the folder gets its name
-            self.found |= files.records(self.folder, [path])
+            self.records |= files.records(self.folder, [path])
         except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
             self.problem = one_line(error)
 
 
 def copied(state: Any, storages: dict[int, UntypedStorage]) -> Any:
-    """A copy on the CPU that shares no memory with `state`. Tensors that share memory with one another still do, so a
-    file of the copy is as large. storages: what was copied already, by address."""
+    """Returns a copy on the CPU that shares no memory with `state`. Tensors that share memory with one another still
+    do, so a file of the copy is as large. storages: those that are copied already, by address."""
     if isinstance(state, Tensor):
         storage = state.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-        there = torch.empty(0, dtype=state.dtype)
-        return there.set_(storages[storage._cdata], state.storage_offset(), state.shape, state.stride())
+        tensor = torch.empty(0, dtype=state.dtype)
+        return tensor.set_(storages[storage._cdata], state.storage_offset(), state.shape, state.stride())
     if isinstance(state, dict):
-        found = copy.copy(state)
-        found.update({key: copied(value, storages) for key, value in state.items()})
-        return found
+        duplicate = copy.copy(state)
+        duplicate.update({key: copied(value, storages) for key, value in state.items()})
+        return duplicate
     if type(state) in (list, tuple):
         return type(state)(copied(value, storages) for value in state)
     return copy.copy(state)

@@ -23,7 +23,7 @@ from mmrl.children.channel import Channel
 from mmrl.children.frames import encode
 from mmrl.children.limits import LINUX, Limits, adopt_orphans, end_descendants, end_with_forker, tasks_below
 from mmrl.children.processes import end_group
-from mmrl.errors import told
+from mmrl.errors import describe_error
 
 ForkedService = Callable[[Any], dict[str, Any]]  # from a request, which may be any Python object, to a message
 WATCH_S = 0.05  # between two counts of what workers have started
@@ -84,7 +84,7 @@ def _built(control: Channel) -> tuple[ForkedService, Limits]:
         module, _, function = name.partition(":")
         service: ForkedService = vars(importlib.import_module(module))[function](*arguments)
     except Exception as error:
-        control.send(encode({"problem": str(error) if isinstance(error, ValueError) else told(error)}))
+        control.send(encode({"problem": str(error) if isinstance(error, ValueError) else describe_error(error)}))
         raise ConnectionAbortedError from None
     _end_with(control.socket, False)
     control.send(encode({"problem": None}))

@@ -24,7 +24,7 @@ from mmrl.children.channel import Channel
 from mmrl.children.frames import decode, encode
 from mmrl.children.listener import KEY, dial
 from mmrl.children.processes import end_group, end_with_parent
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.runtime.logging import quieten_environment
 
 BEAT_S = 1.0  # between signs of life
@@ -70,7 +70,7 @@ def _answer(services: list[Service], make: Callable[[Any], Service], request: An
     except UserError as error:
         return encode({"refused": str(error)})
     except Exception as error:  # any fault of a policy, a task or a simulator
-        return encode({"raised": told(error)})
+        return encode({"raised": describe_error(error)})
 
 
 def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]) -> None:

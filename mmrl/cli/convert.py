@@ -1,5 +1,5 @@
-"""Recipes of other systems for robots, read as configurations of ours (SimpleVLA-RL's scripts, cosmos-rl's TOML), and
-earlier configurations of ours with present names."""
+"""Converts recipes of SimpleVLA-RL (scripts) and cosmos-rl (TOML) for robots, and earlier configurations of mmrl, into
+present configurations."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.settings import recipes
 
-Given = dict[str, Any]  # their settings by dotted keys
+Settings = dict[str, Any]  # settings of the other system, by dotted keys
 SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 HORIZON = 512  # actions of an episode, in both systems
 
 
 @dataclass
 class Converted:
-    """A configuration of ours, by dotted keys, and what is to be said of it. without: their keys that have no
-    counterpart, with the reason where there is one."""
+    """A converted configuration. ours: mmrl's settings by dotted keys. remarks: comments for its user. without: keys of
+    the other system that have no counterpart, with the reason where there is one."""
 
     ours: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -38,14 +38,14 @@ class Converted:
         tree: dict[str, Any] = {}
         for key, value in self.ours.items():
             *above, last = key.split(".")
-            place = tree
+            node = tree
             for name in above:
-                place = place.setdefault(name, {})
-            place[last] = value
+                node = node.setdefault(name, {})
+            node[last] = value
         return tree
 
     def text(self, origin: str) -> str:
-        """YAML, with what is to be said as comments. Raises UserError if it is no configuration of a job."""
+        """Returns the YAML text, with remarks as comments. Raises UserError if it is no valid configuration."""
         validate(self.tree, f"{origin} as converted")
         lines = [f"# Converted from {origin}.", *(f"# {remark}" for remark in self.remarks)]
         if self.without:
@@ -54,98 +54,98 @@ class Converted:
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.tree, sort_keys=False, default_flow_style=None)
 
 
-Rule = str | Callable[[Any, Converted, Given], None]
+Rule = str | Callable[[Any, Converted, Settings], None]
 
 
-def convert_own(path: Path) -> str:
-    """Returns an earlier configuration of ours with the present names of modules, classes, kinds and recipes, comments
-    and all. Raises UserError for a file that can not be read or holds no mapping."""
+def convert_former(path: Path) -> str:
+    """Returns the text of an earlier mmrl configuration with present names of modules, classes, kinds and recipes;
+    comments stay. Raises UserError for a file that can not be read or holds no mapping."""
     try:
         before = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
-    found = re.sub(
+    text = re.sub(
         r"\b(extends|warm_start): *([\w./-]+)\.yaml", lambda match: _recipe(match, path.parent), moved.renewed(before)
     )
     try:
-        if not isinstance(yaml.safe_load(found), dict):
+        if not isinstance(yaml.safe_load(text), dict):
             raise UserError(f"{path}: expected a mapping at the top level")
-        return with_present_kinds(found)
+        return with_present_kinds(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _recipe(match: re.Match[str], folder: Path) -> str:
-    """A recipe by its name, where it was named by the file that it had."""
+    """Returns the matched key with the name of a shipped recipe in place of the former path of its file."""
     name = Path(match[2]).name
-    there = (folder / f"{match[2]}.yaml").is_file()
-    return f"{match[1]}: {name}" if not there and name in recipes.shipped() else match[0]
+    exists = (folder / f"{match[2]}.yaml").is_file()
+    return f"{match[1]}: {name}" if not exists and name in recipes.shipped() else match[0]
 
 
 def convert(path: Path) -> Converted:
-    """The recipe in `path`. Raises UserError for a file that is no recipe of these systems, or not of a robot."""
+    """Converts the recipe in `path`. Raises UserError for a file that is no recipe of these systems for robots."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
     if path.suffix == ".toml":
         try:
-            given = flat(tomllib.loads(text))
+            settings = flat(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{path}: {error}") from None
-        return applied(given, COSMOS, MEMORY_OF_COSMOS, path, "vla.vla_type", "cosmos-rl")
+        return applied(settings, COSMOS, MEMORY_OF_COSMOS, path, "vla.vla_type", "cosmos-rl")
     return applied(script(text), SIMPLEVLA, MEMORY_OF_SIMPLEVLA, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL")
 
 
 def applied(
-    given: Given, rules: Mapping[str, Rule], memory: tuple[str, ...], path: Path, needed: str, system: str
+    settings: Settings, rules: Mapping[str, Rule], memory: tuple[str, ...], path: Path, needed: str, system: str
 ) -> Converted:
-    if needed not in given:
+    if needed not in settings:
         raise UserError(f"{path}: {needed} is not set, so this is no recipe of {system} for a robot")
-    found = Converted(ours={"run_dir": f"runs/{path.stem}", **COMMON})
-    for key, value in given.items():
+    converted = Converted(ours={"run_dir": f"runs/{path.stem}", **COMMON})
+    for key, value in settings.items():
         rule = rules.get(key)
         if isinstance(rule, str):
-            found.ours[rule] = value
+            converted.ours[rule] = value
         elif rule is not None:
-            rule(value, found, given)
+            rule(value, converted, settings)
         elif key.startswith(memory):
-            found.without[key] = "how memory and processes are shared out; see engine and configs/scaling.md"
+            converted.without[key] = "how memory and processes are shared out; see engine and configs/scaling.md"
         else:
-            found.without[key] = ""
-    for key, value in found.ours.items():
+            converted.without[key] = ""
+    for key, value in converted.ours.items():
         if isinstance(value, str) and "$" in value:
-            found.remarks.append(f"{key}={value}: the script does not say what that is.")
-    return found
+            converted.remarks.append(f"{key}={value}: the script does not say what that is.")
+    return converted
 
 
-# --- their files ---
+# --- files of other systems ---
 
 
-def flat(tree: Mapping[str, Any], above: str = "") -> Given:
-    found: Given = {}
+def flat(tree: Mapping[str, Any], above: str = "") -> Settings:
+    leaves: Settings = {}
     for name, value in tree.items():
-        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {above + name: value}
-    return found
+        leaves |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {above + name: value}
+    return leaves
 
 
-def script(text: str) -> Given:
-    """The overrides of a script's command, with the script's own variables put in. Others stay as $NAME."""
+def script(text: str) -> Settings:
+    """Returns the overrides of a script's command, with the script's variables filled in. Others stay as $NAME."""
     variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*(?:#.*)?$", text, re.MULTILINE))
-    known = {name: value.strip("\"'") for name, value in variables.items()}
+    values = {name: value.strip("\"'") for name, value in variables.items()}
 
     def filled(value: str) -> str:
-        return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda found: known.get(found[1], found[0]), value)
+        return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", lambda match: values.get(match[1], match[0]), value)
 
-    found: Given = {}
+    settings: Settings = {}
     for key, value in re.findall(r"^\s*\+*([a-z_]+(?:\.\w+)+)=(.*?)\s*\\?$", text, re.MULTILINE):
-        words = shlex.split(filled(filled(value)))
-        found[key] = yaml.safe_load(words[0]) if words else None
-    return {key: number(value) for key, value in found.items()}
+        tokens = shlex.split(filled(filled(value)))
+        settings[key] = yaml.safe_load(tokens[0]) if tokens else None
+    return {key: number(value) for key, value in settings.items()}
 
 
 def number(value: Any) -> Any:
-    """YAML takes 5e-6 for a word."""
+    """Returns a string such as 5e-6, which YAML does not read as a number, as a float; other values unchanged."""
     try:
         return float(value) if isinstance(value, str) and "e" in value else value
     except ValueError:
@@ -164,79 +164,82 @@ COMMON: dict[str, Any] = {
     "action.proprioception": False,
     "engine.zero_stage": 1,
     "engine.micro_batch": 1,
-    "engine.steps_at_once": 4,  # an episode's looks at a 7B model at once fit no GPU
+    "engine.steps_at_once": 4,  # all policy steps of an episode at once do not fit with a 7B model
 }
 
 
-def suite(value: Any, found: Converted, given: Given) -> None:
+def suite(value: Any, converted: Converted, settings: Settings) -> None:
     if value not in SUITES:
         raise UserError(f"the suite {value} has no simulator here; there are {', '.join(SUITES)}")
-    found.ours |= {
-        "task.options": {"suites": [value], **found.ours["task.options"]},
+    converted.ours |= {
+        "task.options": {"suites": [value], **converted.ours["task.options"]},
         "task.tasks": [f"{value}/{i}" for i in range(SUITES[value])],
         "task.eval_size": 50 * SUITES[value],
         "evaluation.prompts": 50 * SUITES[value],
     }
-    found.remarks.append(
+    converted.remarks.append(
         "Training starts are drawn from seeds; the published ones, on which the recipe trains, are for evaluation only."
     )
 
 
-def kind_of_policy(value: Any, found: Converted, given: Given) -> None:
+def kind_of_policy(value: Any, converted: Converted, settings: Settings) -> None:
     heads = {"openvla-oft": "bidirectional", "openvla": "autoregressive"}
     if value not in heads:
         raise UserError(f"a policy of kind {value} can not be converted; there are {', '.join(heads)}")
-    found.ours["action.head"] = {"type": "token", "decoding": heads[value]}
+    converted.ours["action.head"] = {"type": "token", "decoding": heads[value]}
 
 
-def weights(value: Any, found: Converted, given: Given) -> None:
-    found.ours |= {"model.path": value, "action.statistics": value}
-    found.remarks.append(f"action.statistics={value} must be a folder with dataset_statistics.json.")
+def weights(value: Any, converted: Converted, settings: Settings) -> None:
+    converted.ours |= {"model.path": value, "action.statistics": value}
+    converted.remarks.append(f"action.statistics={value} must be a folder with dataset_statistics.json.")
 
 
-def images(value: Any, found: Converted, given: Given) -> None:
+def images(value: Any, converted: Converted, settings: Settings) -> None:
     if value not in (1, 2):
         raise UserError(f"num_images_in_input={value}: LIBERO has two cameras")
     if value == 2:
         cameras = ["agentview", "robot0_eye_in_hand"]
-        found.ours |= {"action.cameras": cameras, "task.options": found.ours["task.options"] | {"cameras": cameras}}
+        converted.ours |= {
+            "action.cameras": cameras,
+            "task.options": converted.ours["task.options"] | {"cameras": cameras},
+        }
 
 
-def crop(value: Any, found: Converted, given: Given) -> None:
-    found.ours |= {"action.center_crop": 0.9 if value else 1.0, "action.resize": "openvla"}
+def crop(value: Any, converted: Converted, settings: Settings) -> None:
+    converted.ours |= {"action.center_crop": 0.9 if value else 1.0, "action.resize": "openvla"}
 
 
 def term(name: str) -> Rule:
-    def add(value: Any, found: Converted, given: Given) -> None:
+    def add(value: Any, converted: Converted, settings: Settings) -> None:
         if value:
-            found.ours.setdefault("algorithm.terms", []).append({"type": name, "coefficient": value})
+            converted.ours.setdefault("algorithm.terms", []).append({"type": name, "coefficient": value})
 
     return add
 
 
-def estimator(value: Any, found: Converted, given: Given) -> None:
+def estimator(value: Any, converted: Converted, settings: Settings) -> None:
     if value not in ("grpo", "rloo"):
         raise UserError(f"advantages by {value} can not be converted; there are grpo and rloo")
     if value == "rloo":
-        found.ours |= {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"}
+        converted.ours |= {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"}
 
 
 # --- SimpleVLA-RL ---
 
 
-def kept_groups(value: Any, found: Converted, given: Given) -> None:
+def dynamic_sampling(value: Any, converted: Converted, settings: Settings) -> None:
     if value:
-        low, high = given.get("data.accuracy_lower_bound", 0.0), given.get("data.accuracy_upper_bound", 1.0)
-        found.ours["rollout.dynamic_sampling"] = {"low": low, "high": high}
+        low, high = settings.get("data.accuracy_lower_bound", 0.0), settings.get("data.accuracy_upper_bound", 1.0)
+        converted.ours["rollout.dynamic_sampling"] = {"low": low, "high": high}
 
 
-def updates(value: Any, found: Converted, given: Given) -> None:
-    episodes = int(given["data.train_batch_size"]) * int(given["data.n_samples"])
-    found.ours["algorithm.minibatches"] = max(1, episodes // int(value))
+def updates(value: Any, converted: Converted, settings: Settings) -> None:
+    episodes = int(settings["data.train_batch_size"]) * int(settings["data.n_samples"])
+    converted.ours["algorithm.minibatches"] = max(1, episodes // int(value))
 
 
-def nothing(value: Any, found: Converted, given: Given) -> None:
-    """Said by another key."""
+def nothing(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets nothing: another key says the same."""
 
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -244,7 +247,7 @@ SIMPLEVLA: dict[str, Rule] = {
     "data.task_suite_name": suite,
     "data.n_samples": "rollout.group_size",
     "data.train_batch_size": "rollout.prompts",
-    "data.filter_accuracy": kept_groups,
+    "data.filter_accuracy": dynamic_sampling,
     "data.accuracy_lower_bound": nothing,
     "data.accuracy_upper_bound": nothing,
     "actor_rollout_ref.model.path": weights,
@@ -282,13 +285,13 @@ MEMORY_OF_SIMPLEVLA = (
 # --- cosmos-rl ---
 
 
-def batch(value: Any, found: Converted, given: Given) -> None:
-    replicas, group = given.get("policy.parallelism.n_init_replicas", 1), given["rollout.n_generation"]
-    found.ours |= {"rollout.prompts": int(value) * int(replicas) // int(group), "rollout.group_size": group}
+def batch(value: Any, converted: Converted, settings: Settings) -> None:
+    replicas, group = settings.get("policy.parallelism.n_init_replicas", 1), settings["rollout.n_generation"]
+    converted.ours |= {"rollout.prompts": int(value) * int(replicas) // int(group), "rollout.group_size": group}
 
 
-def double_clip(value: Any, found: Converted, given: Given) -> None:
-    found.ours |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": value}
+def double_clip(value: Any, converted: Converted, settings: Settings) -> None:
+    converted.ours |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": value}
 
 
 COSMOS: dict[str, Rule] = {

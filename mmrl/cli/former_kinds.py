@@ -1,4 +1,4 @@
-"""Former kinds and keys in a YAML text, written as they are now, with everything around them as it was."""
+"""Rewrites former kinds and keys in a YAML text; everything around them keeps its form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.settings import Choice, as_yaml, rewritten
 from mmrl.tasks.visual_qa.settings import Questions
 from mmrl.terms.term import Shaper, Term
 
-PLACES: dict[str, type[Choice]] = {
+CHOICES_BY_KEY: dict[str, type[Choice]] = {
     "model": ModelSettings,
     "data": Questions,
     "algorithm": Algorithm,
@@ -28,13 +28,13 @@ PLACES: dict[str, type[Choice]] = {
     "shaping": Shaper,
     "transforms": Transform,
 }
-Edit = tuple[int, int, str]  # characters from, up to, and what takes their place
+Edit = tuple[int, int, str]  # start and end in characters, and the replacement
 Tree = dict[str, Any]
 
 
 def with_present_kinds(text: str) -> str:
-    """Returns the text of a configuration with no former kind in it. Raises yaml.YAMLError, and UserError for a kind
-    that can not be rewritten where it stands."""
+    """Returns the text of a configuration with former kinds and keys replaced by present ones. Raises yaml.YAMLError,
+    and UserError for a kind that can not be rewritten where it stands."""
     root = yaml.compose(text)
     if root is None:
         return text
@@ -45,36 +45,37 @@ def with_present_kinds(text: str) -> str:
 
 
 class Rewriting:
-    """The changes of one text. A node comes with its value, as configurations are read."""
+    """Collects the edits of one YAML text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def edits(self, node: Node, value: Any, key: str | None) -> Iterator[Edit]:
-        """key: the key that the node, or the list that it is in, is the value of."""
+        """Yields the edits of `node`. value: its value as configurations are read. key: the key that the node, or the
+        list around it, is the value of."""
         if isinstance(node, SequenceNode):
             for item, inner in zip(node.value, value, strict=True):
                 yield from self.edits(item, inner, key)
                 yield from self._further(node, item, _now(inner, key)[1:])
         elif not (now := _now(value, key)):
-            known = {str(name): inner for name, inner in value.items()} if isinstance(value, dict) else {}
-            for name, inner in node.value if known else ():
-                if name.value in known:  # not so <<
+            values = {str(name): inner for name, inner in value.items()} if isinstance(value, dict) else {}
+            for name, inner in node.value if values else ():
+                if name.value in values:  # not so <<
                     yield from _renamed(name)
                     below = key if name.value.isdigit() else name.value  # a number picks an item of a list
-                    yield from self.edits(inner, _alone(known[name.value], below), below)
+                    yield from self.edits(inner, _alone(values[name.value], below), below)
         elif isinstance(node, MappingNode):
             yield from self._changed(node, value, now[0])
         else:
             yield node.start_mark.index, node.end_mark.index, as_yaml(now[0])
 
     def _further(self, items: SequenceNode, before: Node, new: list[Tree]) -> Iterator[Edit]:
-        """More items behind one of a list."""
+        """Yields further items behind one of a list."""
         between = ", " if items.flow_style else f"\n{' ' * items.start_mark.column}- "
         yield _end(before), _end(before), "".join(between + as_yaml(tree) for tree in new)
 
     def _changed(self, node: MappingNode, before: Tree, now: Tree) -> Iterator[Edit]:
-        """Keys that stay as they are keep their text; their values may hold former kinds in turn."""
+        """Yields the edits of a mapping. Unchanged keys keep their text; their values may hold former kinds in turn."""
         for name, inner in node.value:
             if name.value in now and before[name.value] == now[name.value]:
                 yield from _renamed(name)
@@ -85,7 +86,7 @@ class Rewriting:
         yield self._added(node, {key: value for key, value in now.items() if key not in before})
 
     def _without(self, node: MappingNode, now: Tree) -> Iterator[Edit]:
-        """Takes out each run of keys that are no more: up to the next key, or what is behind the key before."""
+        """Yields an edit that removes each run of keys that no longer exist."""
         for stays, run in groupby(enumerate(node.value), lambda pair: pair[1][0].value in (*now, "<<")):
             if stays:
                 continue
@@ -99,29 +100,30 @@ class Rewriting:
                 yield self._text.rfind("\n", 0, first.start_mark.index), _end(last), ""
 
     def _added(self, node: MappingNode, new: Tree) -> Edit:
-        """More keys behind the type."""
+        """Returns the edit that adds keys behind the type."""
         kind = next(inner for name, inner in node.value if name.value == "type")
         if node.flow_style:
             return _end(kind), _end(kind), "".join(f", {key}: {as_yaml(value)}" for key, value in new.items())
         line = self._text.find("\n", _end(kind))
-        there = len(self._text) if line < 0 else line
+        position = len(self._text) if line < 0 else line
         between = "\n" + " " * node.value[0][0].start_mark.column
-        return there, there, "".join(f"{between}{key}: {as_yaml(value)}" for key, value in new.items())
+        return position, position, "".join(f"{between}{key}: {as_yaml(value)}" for key, value in new.items())
 
 
 def _now(value: Any, key: str | None) -> list[Tree]:
-    return [] if isinstance(value, list) or key not in PLACES else rewritten(PLACES[key], value)
+    return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else rewritten(CHOICES_BY_KEY[key], value)
 
 
 def _alone(value: Any, key: str | None) -> Any:
-    """Raises UserError for what is several today, where there is room for one."""
+    """Returns `value`. Raises UserError where it is several choices today and the key holds one."""
     if len(now := _now(value, key)) > 1:
         raise UserError(f"{as_yaml(value)} is {' and '.join(map(as_yaml, now))} now, and {key} has room for one")
     return value
 
 
 def _end(node: Node) -> int:
-    """Where a node ends: a mark of a block lies behind the blank lines and comments that follow it."""
+    """Returns the offset where a node ends. PyYAML's end mark of a block lies behind the blank lines and comments after
+    it."""
     if isinstance(node, SequenceNode) and not node.flow_style and node.value:
         return _end(node.value[-1])
     if isinstance(node, MappingNode) and not node.flow_style and node.value:

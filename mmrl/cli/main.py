@@ -31,11 +31,11 @@ KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term
 def main(arguments: list[str] | None = None) -> None:
     root = parser()
     options, more = root.parse_known_args(arguments)
-    if more and ("overrides" not in options or any(word.startswith("-") for word in more)):
+    if more and ("overrides" not in options or any(argument.startswith("-") for argument in more)):
         root.error(f"unrecognized arguments: {' '.join(more)}")
     if more:  # overrides that stand behind an option
         options.overrides += more
-    sys.path.append(os.getcwd())  # where modules of the user's own may lie; behind everything that is installed
+    sys.path.append(os.getcwd())  # for modules of the user; behind everything that is installed
     show_notices()
     try:
         code = options.run(options)
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def show_notices() -> None:
-    """What the package has to say about itself (which kernels compute) goes where a run's lines go."""
+    """Prints the package's log messages (which kernels compute, say) as lines of the run."""
     log = logging.getLogger("mmrl")
     log.setLevel(logging.INFO)
     if not log.handlers:
@@ -63,7 +63,7 @@ class Notices(logging.Handler):
         display.line(self.format(record))
 
 
-Commands = argparse._SubParsersAction  # of parsers
+Commands = argparse._SubParsersAction
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,29 +72,29 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands: Commands = root.add_subparsers(required=True, metavar="COMMAND")
     _add_training(commands)
-    _add_looking(commands)
-    _add_making(commands)
+    _add_inspection(commands)
+    _add_writing(commands)
     return root
 
 
 def _add_training(commands: Commands) -> None:
-    """Commands that load a model."""
-    for name, words, run in (
+    """Adds the commands that load a model."""
+    for name, text, run in (
         ("train", "train a model from a configuration", run_train),
         (
             "control",
-            "the same run with rewards that know nothing, beside which the recipe's own gain counts",
+            "the same run with random rewards, as the control of a recipe's gain",
             run_control,
         ),
     ):
-        train = commands.add_parser(name, help=words)
+        train = commands.add_parser(name, help=text)
         train.add_argument("--print-config", action="store_true", help="print the complete configuration and stop")
-        words = "print the batch arithmetic, run one step, keep nothing"
-        train.add_argument("--dry-run", action="store_true", help=words)
-        words = (
+        text = "print the batch arithmetic, run one step, keep nothing"
+        train.add_argument("--dry-run", action="store_true", help=text)
+        text = (
             "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
         )
-        train.add_argument("--gpu", metavar="GPU,...", help=words)
+        train.add_argument("--gpu", metavar="GPU,...", help=text)
         train.add_argument("--ranks", type=at_least_one, help="with --gpu: how many of them; default: 1")
         train.add_argument("config", help="a YAML file, or the name of a recipe (mmrl recipes)")
         train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
@@ -107,41 +107,43 @@ def _add_training(commands: Commands) -> None:
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
     for command in (evaluation, sample):
-        words = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
-        command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=words)
-    embed = commands.add_parser("embed", help="what a pipeline's encoders say of a job's prompts, for model.embeddings")
+        text = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
+        command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=text)
+    embed = commands.add_parser(
+        "embed", help="write embeddings of a job's prompts by a pipeline's encoders, for model.embeddings"
+    )
     embed.add_argument("config", help="a YAML file")
     embed.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as of mmrl train")
     embed.add_argument("--out", type=Path, required=True, help="the folder that they are written to")
     embed.set_defaults(run=run_embed)
 
 
-def _add_looking(commands: Commands) -> None:
-    """Commands that tell of runs, recipes and methods."""
-    report = commands.add_parser("report", help="one HTML file about a run, or several: curves, health, images")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, whatever became of the run")
+def _add_inspection(commands: Commands) -> None:
+    """Adds the commands that show runs, recipes and methods."""
+    report = commands.add_parser("report", help="write one HTML file about one or several runs: curves, health, images")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
     report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
     report.set_defaults(run=run_report)
-    watch = commands.add_parser("watch", help="a run's numbers live in the terminal, until it has ended")
+    watch = commands.add_parser("watch", help="show a run's metrics live in the terminal")
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
-    watch.add_argument("--once", action="store_true", help="show them once, as where there is no terminal")
+    watch.add_argument("--once", action="store_true", help="show them once, as without a terminal")
     watch.set_defaults(run=run_watch)
-    recipes = commands.add_parser("recipes", help="the recipes that come with the package, by kind")
+    recipes = commands.add_parser("recipes", help="list the recipes that come with the package")
     recipes.add_argument("name", nargs="?", help="print this recipe")
     recipes.set_defaults(run=run_recipes)
-    config = commands.add_parser("config", help="what a key of the configuration means; without a key, all of them")
+    config = commands.add_parser("config", help="describe a key of the configuration, or all")
     config.add_argument("key", nargs="?", help="such as rollout.temperature, or a section")
     config.set_defaults(run=run_config)
-    methods = commands.add_parser(
-        "methods", help="algorithms, loss terms, samplers and others; with a name, all about it"
-    )
+    methods = commands.add_parser("methods", help="list algorithms, loss terms, samplers and others, or describe one")
     methods.add_argument("name", nargs="?")
     methods.set_defaults(run=run_methods)
 
 
-def _add_making(commands: Commands) -> None:
-    """Commands that write files of one's own, and the one that checks the machine."""
-    new = commands.add_parser("new", help="write something of your own that trains at once, with its recipe and test")
+def _add_writing(commands: Commands) -> None:
+    """Adds the commands that write a user's files, and the one that checks the machine."""
+    new = commands.add_parser(
+        "new", help="write a skeleton of your own method, task or simulator, with recipe and test"
+    )
     new.add_argument("kind", choices=KINDS_OF_NEW)
     new.add_argument("name", help="of the class, such as MyAlgorithm")
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
@@ -157,19 +159,19 @@ def _add_making(commands: Commands) -> None:
         help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of ours, as a configuration of today; "
         "OpenVLA-OFT's pickles as safetensors",
     )
-    words = (
+    text = (
         "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of an OpenVLA-OFT checkpoint"
     )
-    conversion.add_argument("source", type=Path, help=words)
+    conversion.add_argument("source", type=Path, help=text)
     conversion.add_argument("--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal")
-    words = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
-    conversion.add_argument("--chunk", type=at_least_one, help=words)
+    text = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
+    conversion.add_argument("--chunk", type=at_least_one, help=text)
     conversion.set_defaults(run=run_convert)
-    doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
-    words = (
+    doctor = commands.add_parser("doctor", help="list what is installed and missing, and how to install it")
+    text = (
         "check that everything works here: ranks, kernels, renderers, simulators, vLLM, training; go on where stopped"
     )
-    doctor.add_argument("--gpu", action="store_true", help=words)
+    doctor.add_argument("--gpu", action="store_true", help=text)
     doctor.add_argument("--folder", type=Path, default=Path("runs/doctor"), help="with --gpu; default: runs/doctor")
     doctor.add_argument("--only", default="", help="with --gpu: names of checks, with commas; default: all")
     doctor.add_argument("--again", action="store_true", help="with --gpu: also what is known to work")
@@ -233,25 +235,26 @@ def run_train(options: argparse.Namespace) -> int:
         )
     from mmrl.job import before_warm_start
 
-    tell_memory(options)
+    print_memory(options)
     config = before_warm_start(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
         return train(one_step(config, folder), dry=True)
 
 
 def memory_on(options: argparse.Namespace) -> list[str]:
-    """What the job takes of the GPUs that are named. Raises UserError where that can not be known."""
+    """Returns lines on the memory that the job needs on the named GPUs. Raises UserError where it can not be
+    computed."""
     from mmrl.config import load
-    from mmrl.doctor.memory_plan import Gpu, told
+    from mmrl.doctor.memory_plan import Gpu, memory_lines
 
     def make(more: Sequence[str]) -> Config:
         return load(options.config, [*options.overrides, *more])
 
-    return told(make, options.ranks or 1, [Gpu.of(text) for text in options.gpu.split(",")])
+    return memory_lines(make, options.ranks or 1, [Gpu.of(text) for text in options.gpu.split(",")])
 
 
-def tell_memory(options: argparse.Namespace) -> None:
-    """Of a dry run on this machine, before its step: what the job takes of the GPU that is here, if there is one."""
+def print_memory(options: argparse.Namespace) -> None:
+    """Prints, before the step of a dry run, the memory that the job needs on this machine's GPU, if there is one."""
     import torch
 
     if not torch.cuda.is_available() or os.environ.get("RANK", "0") != "0":
@@ -265,7 +268,7 @@ def tell_memory(options: argparse.Namespace) -> None:
 
 
 def one_step(config: Any, folder: str) -> Any:
-    """The configuration of a dry run: one step, a handful of evaluation prompts, nothing kept."""
+    """Returns the configuration of a dry run: one step, four evaluation prompts, no checkpoints, a temporary folder."""
     evaluation = config.evaluation.model_copy(update={"before": False, "every": 0, "prompts": 4})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "resume": False, "best": False})
     update = {"steps": 1, "run_dir": folder, "evaluation": evaluation, "checkpoint": checkpoint}
@@ -273,7 +276,7 @@ def one_step(config: Any, folder: str) -> Any:
 
 
 def train(config: Any, *, dry: bool = False) -> int:
-    gc.disable()  # until the job stands: next to nothing that is imported and built is garbage
+    gc.disable()  # until the job is built: hardly anything of it is garbage
     from mmrl.job import Job, RunEnded
 
     try:
@@ -300,7 +303,7 @@ def last_line(job: Any, dry: bool) -> str:
 
 
 def summary(accuracies: dict[str, float], folder: Path) -> str:
-    """What changed between the first evaluation and the last, where there were two."""
+    """Returns the change of held-out accuracy from the first to the last evaluation, if any, and the run directory."""
     if len(accuracies) < 2:
         return f"run directory {folder}"
     first, last = list(accuracies.values())[0], list(accuracies.values())[-1]
@@ -313,63 +316,63 @@ def run_eval(options: argparse.Namespace) -> int:
     from mmrl.settings import plain
     from mmrl.tasks.manipulation.settings import ManipulationSettings
 
-    with Job.of(options.model, *given(options)) as job:
+    with Job.of(options.model, *config_and_overrides(options)) as job:
         config = job.config
         if isinstance(config.task, ManipulationSettings):
             return eval_episodes(options, job)
         result, _, _ = job.measure()
-    told = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
-    told["sample"] = plain(config.sample)
-    return write_evaluation(options.model, {**result, "protocol": told, "versions": versions()})
+    protocol = {"seed": config.seed, "evaluation": plain(config.evaluation), "task": plain(config.task)}
+    protocol["sample"] = plain(config.sample)
+    return write_evaluation(options.model, {**result, "protocol": protocol, "versions": versions()})
 
 
 def eval_episodes(options: argparse.Namespace, job: Job) -> int:
-    """The likeliest actions, then sampled ones, where evaluation.decoding does not leave one out; once for a head that
-    has no temperature. What was played before under the same protocol is not played again."""
+    """Evaluates episodes with greedy decoding, with sampling, or both, as evaluation.decoding says; once for a head
+    without temperature. Episodes that were played before under the same protocol are not repeated."""
     from mmrl.evaluation import protocol as protocols
     from mmrl.evaluation.evaluate import Journal
     from mmrl.policies.vla.settings import EpisodeEvaluation
 
     task, ranks = job.task, job.ranks
     policy: Any = job.policy
-    told = protocols.protocol(job.config, task, policy.action.chunk)
-    found: dict[str, dict[str, Any]] = {}
+    protocol = protocols.protocol(job.config, task, policy.action.chunk)
+    by_decoding: dict[str, dict[str, Any]] = {}
     record: dict[str, Any] = {}
     journals: list[Path] = []
     settings = job.config.evaluation
-    asked = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
-    for decoding in ("greedy", "sampled") if asked == "both" else (asked,):
+    mode = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
+    for decoding in ("greedy", "sampled") if mode == "both" else (mode,):
         if decoding == "sampled":
             policy.evaluation_temperature = policy.temperature.value
-        mark = protocols.digest({**told, "decoding": decoding}, options.model)
-        journal = Journal(beside(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
+        mark = protocols.digest({**protocol, "decoding": decoding}, options.model)
+        journal = Journal(output_path(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
         if journal.parts:
             print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
-        result, samples, _ = job.measure(told["episodes"], journal)
+        result, samples, _ = job.measure(protocol["episodes"], journal)
         journals.append(journal.file)
         if not record:
-            print("\n".join(protocols.described(told, policy.evaluation_temperature)))
-            record = {**result, "protocol": told, "versions": told["versions"]}
-        found[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
-        for name, of_task in found[decoding].items():
+            print("\n".join(protocols.described(protocol, policy.evaluation_temperature)))
+            record = {**result, "protocol": protocol, "versions": protocol["versions"]}
+        by_decoding[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
+        for name, of_task in by_decoding[decoding].items():
             print(protocols.success_line(name, decoding, of_task))
     if ranks.rank == 0:
         command = ["mmrl", "eval", options.model, *options.overrides]
-        protocols.add_line(beside(options.model, protocols.LINES), command, told, found)
-        write_evaluation(options.model, {**record, **found})
+        protocols.add_line(output_path(options.model, protocols.LINES), command, protocol, by_decoding)
+        write_evaluation(options.model, {**record, **by_decoding})
     for file in journals:
         file.unlink()
     return 0
 
 
-def given(options: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """The configuration and the overrides among the words behind RUN: a word without an equals sign is a file, and so
-    is one that exists."""
-    words = list(options.overrides)
-    files = [word for word in words if "=" not in word or Path(word).is_file()]
+def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Returns the configuration file, if any, and the overrides among the arguments after RUN. An argument is a file if
+    it has no equals sign or exists. Raises UserError for several files."""
+    arguments = list(options.overrides)
+    files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     if len(files) > 1:
         raise UserError(f"one configuration is enough: {' '.join(files)}")
-    return (files[0] if files else None), [word for word in words if word not in files]
+    return (files[0] if files else None), [argument for argument in arguments if argument not in files]
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
@@ -378,7 +381,7 @@ def write_evaluation(model: str, record: dict[str, Any]) -> int:
     for name, value in record.items():
         if isinstance(value, float):
             print(f"{name.removeprefix('evaluation/'):>28}  {value:.4f}")
-    target = beside(model, "evaluation.json")
+    target = output_path(model, "evaluation.json")
     replace(target, json.dumps({"model": model, **record}, indent=2).encode())
     print(f"written to {target}")
     return 0
@@ -388,25 +391,25 @@ def run_sample(options: argparse.Namespace) -> int:
     from mmrl.job import Job
     from mmrl.report.run import write_samples
 
-    config, overrides = given(options)
+    config, overrides = config_and_overrides(options)
     job = Job.of(options.model, config, overrides)
     if "action" in type(job.config).model_fields:
         job = Job.of(options.model, config, [*overrides, "action.film=true"])
     with job:
         _, samples, marks = job.measure(options.count)
     for sample, mark in zip(samples, marks, strict=True):
-        drawn = "an image" if sample.image is not None else "a clip"
-        told = sample.image is None and sample.frames is None
-        made = repr(sample.response) if told else f"{drawn}, accuracy {mark:.3g}"
+        drawn = "an image" if sample.image is not None else "a video"
+        is_text = sample.image is None and sample.frames is None
+        output = repr(sample.response) if is_text else f"{drawn}, accuracy {mark:.3g}"
         gold = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"
-        print(f"{sample.prompt.text!r} -> {made}{gold}")
-    written = write_samples(beside(options.model, "samples.html"), samples, {"accuracy": marks})
+        print(f"{sample.prompt.text!r} -> {output}{gold}")
+    written = write_samples(output_path(options.model, "samples.html"), samples, {"accuracy": marks})
     print(f"written to {', '.join(map(str, written))}")
     return 0
 
 
-def beside(model: str, name: str) -> Path:
-    """Where a result goes: into the run's or the model's folder, or here for a model from a hub."""
+def output_path(model: str, name: str) -> Path:
+    """Returns the path for a result: in the folder `model`, or in the working directory for a model from a hub."""
     return Path(model if Path(model).is_dir() else ".") / name
 
 
@@ -469,7 +472,7 @@ def run_methods(options: argparse.Namespace) -> int:
 
 
 def show(lines: list[str]) -> int:
-    """Prints what somebody may read only the beginning of."""
+    """Prints lines. Ends quietly when the reader closes the pipe, as `head` does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print("\n".join(lines))
     return 0
@@ -486,21 +489,21 @@ def run_new(options: argparse.Namespace) -> int:
 def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
         return run_unpickling(options)
-    from mmrl.cli.convert import convert, convert_own
+    from mmrl.cli.convert import convert, convert_former
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
     if options.source.suffix in (".yaml", ".yml"):
-        text, said = convert_own(options.source), "with the present names of modules, kinds and recipes"
+        text, note = convert_former(options.source), "with the present names of modules, kinds and recipes"
     else:
-        found = convert(options.source)
-        text = found.text(str(options.source))
-        said = f"{len(found.without)} keys have no counterpart, see its first lines"
+        converted = convert(options.source)
+        text = converted.text(str(options.source))
+        note = f"{len(converted.without)} keys have no counterpart, see its first lines"
     if options.out is None:
         print(text, end="")
     else:
         options.out.write_text(text)
-        print(f"written to {options.out}; {said}")
+        print(f"written to {options.out}; {note}")
     return 0
 
 
@@ -509,11 +512,11 @@ def run_unpickling(options: argparse.Namespace) -> int:
 
     if options.out is not None:
         raise UserError(f"--out is for recipes; what is made of a checkpoint is written into {options.source}")
-    found = convert(options.source, options.chunk)
-    for file in found.files:
+    conversion = convert(options.source, options.chunk)
+    for file in conversion.files:
         print(f"written {file}")
-    if found.robot is not None:
-        print(f"its chunk is taken to be {found.chunk} actions, as {found.robot}'s; --chunk says another")
+    if conversion.robot is not None:
+        print(f"its chunk is taken to be {conversion.chunk} actions, as {conversion.robot}'s; --chunk says another")
     return 0
 
 
@@ -529,37 +532,37 @@ def run_diagnosis(options: argparse.Namespace) -> int:
         checks.append(Check(RECIPE, (options.recipe, *options.overrides)))
     elif options.overrides:
         raise UserError(f"{options.overrides[0]} belongs to --recipe, which is not given")
-    found = diagnose(checks, options.folder, machine(), limit=options.limit, again=options.again)
+    findings = diagnose(checks, options.folder, machine(), limit=options.limit, again=options.again)
     print(f"written to {options.folder / 'report.md'}")
-    return int(any(finding.status == "fails" for finding in found))
+    return int(any(finding.status == "fails" for finding in findings))
 
 
 def run_doctor(options: argparse.Namespace) -> int:
     if options.gpu:
         return run_diagnosis(options)
-    given = {"--only": options.only, "--again": options.again, "--recipe": options.recipe}
-    if meant := [*(name for name, value in given.items() if value), *options.overrides]:
+    gpu_options = {"--only": options.only, "--again": options.again, "--recipe": options.recipe}
+    if meant := [*(name for name, value in gpu_options.items() if value), *options.overrides]:
         raise UserError(f"{meant[0]} belongs to mmrl doctor --gpu")
-    from mmrl.doctor.installed import examine, told
+    from mmrl.doctor.installed import examine, report_lines
 
     checks = list(examine())
-    print("\n".join(told(checks)))
+    print("\n".join(report_lines(checks)))
     return 1 if any(check.needed and check.mend for check in checks) else 0
 
 
 def arithmetic(config: Any, world: int, module: Any) -> str:
-    """The batch in numbers and a memory estimate, for a dry run."""
+    """Returns the batch arithmetic and a memory estimate, for a dry run."""
     from mmrl.engine import memory_estimate
 
     rollouts, micro = config.rollouts_per_step, config.engine.micro_batch
-    mine, tokens = rollouts // world // config.algorithm.minibatches, config.engine.token_limit
+    per_rank, tokens = rollouts // world // config.algorithm.minibatches, config.engine.token_limit
     moments = len(config.optim.moments)
     memory = memory_estimate(module, config.engine.zero_stage, world, config.model.dtype, moments)
     return "\n".join(
         [
             f"prompts {config.rollout.prompts} x group size {config.group_size} = {rollouts} rollouts a step",
-            f"{rollouts} rollouts = {world} ranks x {config.algorithm.minibatches} minibatches x {mine} rollouts, "
-            f"replayed as {-(-mine // micro)} micro-batches of up to {micro}"
+            f"{rollouts} rollouts = {world} ranks x {config.algorithm.minibatches} minibatches x {per_rank} rollouts, "
+            f"replayed as {-(-per_rank // micro)} micro-batches of up to {micro}"
             + ("" if tokens is None else f", or more of up to {tokens} tokens"),
             f"{config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches = "
             f"{config.algorithm.epochs * config.algorithm.minibatches} optimizer steps a step",

@@ -1,4 +1,4 @@
-"""Skeletons of one's own algorithms, tasks, rewards, simulators and environments, which train at once: `mmrl new`."""
+"""`mmrl new`: writes skeletons of algorithms, tasks, rewards, simulators and environments, which train at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.errors import UserError
 
-# How the recipe of a method names it, where the recipe is the same for all of them: as keys of a section.
+# The section of a method's recipe, and the lines in it that name the method.
 METHODS = {
     "algorithm": ("algorithm", "type: {module}:{name}\n  scale_by: 1.0"),
     "term": ("algorithm", "terms:\n    - {{type: '{module}:{name}', coefficient: 0.01}}"),
@@ -21,19 +21,19 @@ KINDS = (*METHODS, "task", "reward", "simulator", "environment")
 
 
 def write(kind: str, name: str, folder: Path) -> list[Path]:
-    """Write a module, a recipe and a test into `folder`; returns the files.
+    """Writes a module, a recipe and a test into `folder`. Returns the files.
 
     Raises UserError for a name that is no name of a class, and where one of the files exists.
     """
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
         raise UserError(f"{name!r} is no name of a class; write it like MyAlgorithm")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    words = {"name": name, "module": module, "rollout": "", "algorithm": ""}
+    variables = {"name": name, "module": module, "rollout": "", "algorithm": ""}
     shared = kind
     if kind in METHODS:
         section, line = METHODS[kind]
-        line = line.format(**words)
-        words[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
+        line = line.format(**variables)
+        variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
         shared = "method"
     templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{shared}.yaml"}
     templates[f"test_{module}.py"] = f"{shared}_test.py"
@@ -44,9 +44,9 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder={folder}: {error}") from None
-    loaded = Environment(
+    templates_in = Environment(
         loader=PackageLoader("mmrl.cli", "skeletons"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     for file, template in templates.items():
-        (folder / file).write_text(loaded.get_template(f"{template}.jinja").render(words))
+        (folder / file).write_text(templates_in.get_template(f"{template}.jinja").render(variables))
     return [folder / file for file in templates]

@@ -1,4 +1,4 @@
-"""What every key of a configuration means, and what every method is: `mmrl config` and `mmrl methods`."""
+"""`mmrl config` and `mmrl methods`: describe every key of a configuration and every method."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ALGORITHMS = (
     *("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient"),
     *("distribution_matching", "tilt_matching"),
 )
-# Everything that comes in kinds, by where it is.
+# All base classes of choices.
 CHOICES = (
     "mmrl.algorithms.algorithm:Algorithm",
     "mmrl.algorithms.surrogates.surrogate:Surrogate",
@@ -114,8 +114,8 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Key:
-    """A key as one kind of job has it. path: with `*` for an item of a list or a name of one's own. when: the kinds
-    that it belongs to, below the job's own."""
+    """A key of one kind of job. path: dotted, with `*` for an item of a list or mapping. when: the choices below the
+    job's own kinds that bring the key, as "path.type=kind"."""
 
     path: str
     field: FieldInfo
@@ -125,25 +125,25 @@ class Key:
 # --- keys ---
 
 
-def describe_keys(asked: str | None) -> list[str]:
-    """Lines that say what a key means; of a section, or of everything, one line a key.
+def describe_keys(wanted: str | None) -> list[str]:
+    """Returns lines that describe a key; for a section, or for None, one line a key.
 
-    Raises UserError naming the nearest key if there is no such one.
+    Raises UserError naming the nearest key for an unknown one.
     """
-    found = _collected()
-    below = {path: meanings for path, meanings in found.items() if asked is None or path.startswith(f"{asked}.")}
-    if asked in found and not below:
-        return [line for meaning in found[asked] for line in _in_full(asked, meaning)]
+    keys = _collected()
+    below = {path: meanings for path, meanings in keys.items() if wanted is None or path.startswith(f"{wanted}.")}
+    if wanted in keys and not below:
+        return [line for meaning in keys[wanted] for line in _in_full(wanted, meaning)]
     if not below:
-        near = difflib.get_close_matches(asked or "", found, n=1, cutoff=0.3)
-        raise UserError(f"there is no key {asked}; {f'did you mean {near[0]}?' if near else 'mmrl config lists all'}")
+        near = difflib.get_close_matches(wanted or "", keys, n=1, cutoff=0.3)
+        raise UserError(f"there is no key {wanted}; {f'did you mean {near[0]}?' if near else 'mmrl config lists all'}")
     width = min(48, max(map(len, below)))
     return [f"{path:<{width}}  {meanings[0].field.description}" for path, meanings in below.items()]
 
 
 @dataclass
 class Meaning:
-    """What a key means, in which jobs, and with which kinds below those."""
+    """One meaning of a key, the jobs that have it ("model x algorithm"), and the choices that bring it."""
 
     field: FieldInfo
     jobs: list[str]
@@ -151,21 +151,21 @@ class Meaning:
 
 
 def _collected() -> dict[str, list[Meaning]]:
-    """By path, every meaning of a key."""
-    found: dict[str, list[Meaning]] = {}
+    """Returns all meanings of every key by its path."""
+    keys: dict[str, list[Meaning]] = {}
     for model in MODELS:
         for algorithm in ALGORITHMS:
             tree = {"model": {"type": model["type"]}, "algorithm": {"type": algorithm}}
             tree["action"] = {"head": {"type": model.get("head", "token")}}
             fixed = {"model": kind_of(ModelSettings, tree["model"]), "algorithm": kind_of(Algorithm, tree["algorithm"])}
             for key in _walk(job(tree), (), fixed=fixed):
-                meanings = found.setdefault(key.path, [])
+                meanings = keys.setdefault(key.path, [])
                 same = next((m for m in meanings if m.field.description == key.field.description), None)
                 if same is None:
                     meanings.append(same := Meaning(key.field, [], []))
                 same.jobs = list(dict.fromkeys([*same.jobs, f"{'/'.join(model.values())} x {algorithm}"]))
                 same.kinds = list(dict.fromkeys([*same.kinds, " and ".join(key.when)]))
-    return found
+    return keys
 
 
 def _walk(
@@ -174,12 +174,12 @@ def _walk(
     when: tuple[str, ...] = (),
     fixed: Mapping[str, type[Section]] = MappingProxyType({}),
 ) -> Iterator[Key]:
-    """fixed: keys whose kind is given by the job."""
+    """Yields the keys of a section and of the sections below it. fixed: kinds of choices that the job determines."""
     for name, field in section.model_fields.items():
-        here = (*path, name)
-        yield Key(".".join(here), field, when)
+        key_path = (*path, name)
+        yield Key(".".join(key_path), field, when)
         for inner, step in _sections_of(field.annotation):
-            below = (*here, *step)
+            below = (*key_path, *step)
             if name in fixed:
                 assert issubclass(inner, Choice)
                 yield Key(".".join((*below, "type")), _type_of(inner, inner.kinds), when)
@@ -191,26 +191,27 @@ def _walk(
                 kinds = extra.get("kinds") if isinstance(extra, dict) else None
                 yield Key(".".join((*below, "type")), _type_of(inner, kinds or inner.kinds), when)  # type: ignore[arg-type]
                 for kind in kinds or inner.kinds:  # type: ignore[union-attr]
-                    own = kind_of(inner, {"type": kind}, kinds=kinds or inner.kinds)  # type: ignore[arg-type]
+                    kind_class = kind_of(inner, {"type": kind}, kinds=kinds or inner.kinds)  # type: ignore[arg-type]
                     named = (*when, f"{'.'.join(below)}.type={kind}")
                     itself = ".".join((*below, "type"))
-                    yield from (key for key in _walk(own, below, named) if key.path != itself)
+                    yield from (key for key in _walk(kind_class, below, named) if key.path != itself)
 
 
 def _type_of(base: type[Choice], kinds: Mapping[str, str]) -> FieldInfo:
-    """The key that says which kind a choice is."""
+    """Returns the `type` key of a choice."""
     default = base.model_fields["type"].default
     description = f"kind of {base.title}: {', '.join(kinds)}, or package.module:Class"
     return FieldInfo(annotation=str, default=default, description=description)
 
 
 def _sections_of(annotation: Any) -> list[tuple[type[Section], tuple[str, ...]]]:
-    """The sections that a key may hold, and what stands for the step to one of them: nothing, or `*`."""
+    """Returns the sections that a key may hold, each with the path to it: (), or "*" for each list or mapping
+    around."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [(annotation, ())] if issubclass(annotation, Section) else []
-    inside = [found for argument in typing.get_args(annotation) for found in _sections_of(argument)]
+    inside = [item for argument in typing.get_args(annotation) for item in _sections_of(argument)]
     step = ("*",) if typing.get_origin(annotation) in (list, tuple, dict) else ()
-    return [(section, (*step, *rest)) for section, rest in inside]
+    return [(section, (*step, *inner_path)) for section, inner_path in inside]
 
 
 def _in_full(path: str, meaning: Meaning) -> list[str]:
@@ -229,16 +230,19 @@ def _in_full(path: str, meaning: Meaning) -> list[str]:
 
 
 def _shortened(jobs: list[str]) -> list[str]:
-    """A model that has a key with every algorithm is named once."""
+    """Returns the jobs, with one entry for a model that has the key with every algorithm."""
     by_model: dict[str, list[str]] = {}
     for name in jobs:
         model, _, algorithm = name.partition(" x ")
         by_model.setdefault(model, []).append(algorithm)
-    return [m if len(found) == len(ALGORITHMS) else f"{m} x {'|'.join(found)}" for m, found in by_model.items()]
+    return [
+        m if len(algorithms) == len(ALGORITHMS) else f"{m} x {'|'.join(algorithms)}"
+        for m, algorithms in by_model.items()
+    ]
 
 
 def written(value: Any) -> str:
-    """A default as one would write it."""
+    """Returns a default as it is written in YAML, in the short form."""
     short = plain(value, brief=True)
     return "null" if short is None else str(short)
 
@@ -256,31 +260,31 @@ def type_name(annotation: Any) -> str:
 # --- methods ---
 
 
-def describe_methods(asked: str | None) -> list[str]:
-    """One line a method; of one that is asked for by name, all that is known of it.
+def describe_methods(wanted: str | None) -> list[str]:
+    """Returns one line a method, or the full description of the method `wanted`.
 
-    Raises UserError naming the nearest name if there is no such one.
+    Raises UserError naming the nearest name for an unknown one.
     """
-    found = list(methods())
-    if asked is not None:
-        chosen = [(base, name, kind) for base, name, kind in found if name == asked]
-        if asked in rewards():
-            return _reward_in_full(asked)
+    shipped = list(methods())
+    if wanted is not None:
+        chosen = [(base, name, kind) for base, name, kind in shipped if name == wanted]
+        if wanted in rewards():
+            return _reward_in_full(wanted)
         if not chosen:
-            near = difflib.get_close_matches(asked, [*(name for _, name, _ in found), *rewards()], n=1)
+            near = difflib.get_close_matches(wanted, [*(name for _, name, _ in shipped), *rewards()], n=1)
             raise UserError(
-                f"there is no method {asked}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}"
+                f"there is no method {wanted}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}"
             )
         return [line for method in chosen for line in _method_in_full(*method)]
     by_title: dict[str, list[str]] = {}
-    for base, name, kind in found:
+    for base, name, kind in shipped:
         by_title.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}")
-    by_title["reward"] = [f"  {name:<18} {first_sentence(made)}" for name, made in rewards().items()]
+    by_title["reward"] = [f"  {name:<18} {first_sentence(builder)}" for name, builder in rewards().items()]
     return [line for title, lines in by_title.items() for line in (f"{title}:", *lines, "")]
 
 
 def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
-    """Every shipped kind of everything that comes in kinds: its base, its name and its class."""
+    """Yields base class, name and class of every shipped kind of every choice."""
     for where in CHOICES:
         base: type[Choice] = locate(where, "methods")
         for name in base.kinds:
@@ -288,17 +292,17 @@ def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
 
 
 def rewards() -> dict[str, Callable[..., Any]]:
-    """What makes each shipped reward, by its name. They bring torch along, which the rest of this does without."""
+    """Returns the builders of the shipped rewards by name. Importing them imports torch, hence the late import."""
     from mmrl.rewards.registry import REWARDS
 
     return REWARDS
 
 
 def _reward_in_full(name: str) -> list[str]:
-    made = rewards()[name]
-    options = [str(p) for p in inspect.signature(made).parameters.values()]
-    text = (inspect.getdoc(made) or "").splitlines()
-    return [f"{name} (reward, {made.__module__}:{made.__name__})", *(f"  {line}".rstrip() for line in text),
+    builder = rewards()[name]
+    options = [str(p) for p in inspect.signature(builder).parameters.values()]
+    text = (inspect.getdoc(builder) or "").splitlines()
+    return [f"{name} (reward, {builder.__module__}:{builder.__name__})", *(f"  {line}".rstrip() for line in text),
             f"  options: {', '.join(options) or 'none'}"]  # fmt: skip
 
 
@@ -309,9 +313,9 @@ def first_sentence(kind: Callable[..., Any]) -> str:
 
 def _method_in_full(base: type[Choice], name: str, kind: type[Choice]) -> list[str]:
     lines = [f"{name} ({base.title}, {kind.__module__}:{kind.__name__})", f"  {' '.join((kind.__doc__ or '').split())}"]
-    for word in ("equation", "source", "test"):
-        if value := vars_of(kind, word):
-            lines.append(f"  {word}: {value}")
+    for attribute in ("equation", "source", "test"):
+        if value := vars_of(kind, attribute):
+            lines.append(f"  {attribute}: {value}")
     if (needs := needs_of(kind)) is not None:
         lines += [f"  decisions: {', '.join(decisions_of(needs)) or 'none'}", f"  cost: {cost_of(needs)}"]
     for key, field in kind.model_fields.items():
@@ -322,46 +326,46 @@ def _method_in_full(base: type[Choice], name: str, kind: type[Choice]) -> list[s
 
 
 def needs_of(kind: type[Choice]) -> Needs | None:
-    """What a method needs by its defaults; None for what is no part of an algorithm."""
+    """Returns what a method needs with its default options; None for choices that are no part of an algorithm."""
     if not issubclass(kind, (Algorithm, *NEEDY)):
         return None
-    made: Any = kind.model_construct(type="")
-    return made.own_needs if isinstance(made, Algorithm) else made.needs
+    method: Any = kind.model_construct(type="")
+    return method.own_needs if isinstance(method, Algorithm) else method.needs
 
 
 @cache
 def offers() -> dict[str, frozenset[Offer]]:
-    """What each kind of decision supports, as the models of the house declare it."""
-    found = {}
+    """Returns what each kind of decision supports, as its model declares it."""
+    offered = {}
     for name, tree in DECISIONS.items():
         tree = {"run_dir": "unset", "algorithm": {"type": "grpo"}, **tree}
         config = make(job(tree), tree)
-        found[name] = config.model.capabilities(config).offers
-    return found
+        offered[name] = config.model.capabilities(config).offers
+    return offered
 
 
 def decisions_of(needs: Needs) -> list[str]:
-    """The kinds of decision that support a method."""
+    """Returns the kinds of decision that support a method."""
     return [name for name, offered in offers().items() if needs.required <= offered]
 
 
 def cost_of(needs: Needs) -> str:
-    """What a method adds to a step, in passes of the model."""
-    found = []
+    """Returns the model passes that a method adds to a step."""
+    costs = []
     if needs.statistics:
-        found.append("a forward pass of every rollout before the advantages")
+        costs.append("a forward pass of every rollout before the advantages")
     elif needs.old:
-        found.append("a forward pass of the rollouts that are not learned from first, where a step has several updates")
+        costs.append("a forward pass of the rollouts that are not learned from first, where a step has several updates")
     if needs.reference:
-        found.append("a forward pass under the reference, and a copy of the trained weights")
+        costs.append("a forward pass under the reference, and a copy of the trained weights")
     if needs.critic:
-        found.append("a critic, which is trained beside the policy")
-    found += dict.fromkeys(measurement.cost for measurement in needs.measurements if measurement.cost)
+        costs.append("a critic, which is trained beside the policy")
+    costs += dict.fromkeys(measurement.cost for measurement in needs.measurements if measurement.cost)
     if needs.whole_groups:
-        found.append("micro-batches that hold whole groups")
-    return "; ".join(found) or "no pass of its own"
+        costs.append("micro-batches that hold whole groups")
+    return "; ".join(costs) or "no pass of its own"
 
 
-def vars_of(kind: type[Choice], word: str) -> str:
-    """A class variable of a choice, which a base may have set."""
-    return next((vars(c)[word] for c in kind.__mro__ if word in vars(c)), "")
+def vars_of(kind: type[Choice], attribute: str) -> str:
+    """Returns a class variable of a choice, which may be inherited; "" where it has none."""
+    return next((vars(c)[attribute] for c in kind.__mro__ if attribute in vars(c)), "")

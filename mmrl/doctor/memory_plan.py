@@ -1,4 +1,4 @@
-"""Whether a job fits the GPUs that it is meant for, and with which settings it would: told before weights are there."""
+"""Estimates whether a job fits given GPUs, and the settings with which it would, without its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.settings import plain
 
-ROOM = 0.9  # share of a GPU that a job may fill; the rest goes to fragmentation and what is not counted
+ROOM = 0.9  # share of a GPU that a job may fill; the rest is for fragmentation and what is not counted
 CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
 BUCKET = 5e8  # elements of DeepSpeed's reduction buffer
 GATHERED = 1e9  # elements of weights that ZeRO-3 keeps gathered at most
@@ -42,7 +42,7 @@ class Gpu:
 
     @classmethod
     def of(cls, text: str) -> Gpu:
-        """From a name or a number of GiB. Raises UserError."""
+        """Returns the GPU of a name or a number of GiB. Raises UserError."""
         name = text.strip().lower()
         if name in GPUS:
             return cls(name, GPUS[name] * GIB)
@@ -57,11 +57,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that a rank's GPU holds, by part: while it trains, and while rollouts are made."""
+    """Bytes of a rank's GPU by part, while it trains and while it samples rollouts. notes: lines below the table."""
 
     training: dict[str, float]
     sampling: dict[str, float]
-    words: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def most(self) -> float:
@@ -71,49 +71,51 @@ class Plan:
         return self.most <= ROOM * gpu.size
 
     def lines(self) -> list[str]:
-        """A table in GiB."""
+        """Returns a table in GiB."""
         names = [name for name in {**self.training, **self.sampling} if max(self._both(name)) >= 0.005 * GIB]
-        found = [f"{'GiB of a rank':<28} {'training':>9} {'rollouts':>9}"]
-        found += [f"{name:<28} {self._both(name)[0] / GIB:>9.2f} {self._both(name)[1] / GIB:>9.2f}" for name in names]
+        lines = [f"{'GiB of a rank':<28} {'training':>9} {'rollouts':>9}"]
+        lines += [f"{name:<28} {self._both(name)[0] / GIB:>9.2f} {self._both(name)[1] / GIB:>9.2f}" for name in names]
         sums = [sum(phase.values()) / GIB for phase in (self.training, self.sampling)]
-        return [*found, f"{'sum':<28} {sums[0]:>9.2f} {sums[1]:>9.2f}", *self.words]
+        return [*lines, f"{'sum':<28} {sums[0]:>9.2f} {sums[1]:>9.2f}", *self.notes]
 
     def _both(self, name: str) -> tuple[float, float]:
         return self.training.get(name, 0.0), self.sampling.get(name, 0.0)
 
 
 class Peaks:
-    """Peaks of a path's network that were computed before: what a plan changes often leaves one of them as it was."""
+    """A cache of activation peaks of one network: most changes of a plan leave one of the two peaks as it was."""
 
     def __init__(self) -> None:
-        self._known: dict[str, float] = {}
+        self._computed: dict[str, float] = {}
 
-    def of(self, config: Config, made: MemoryModel, *, trains: bool) -> float:
-        told = plain(config)
-        engine = told.pop("engine")
-        told.pop("optim")
+    def of(self, config: Config, memory: MemoryModel, *, trains: bool) -> float:
+        relevant = plain(config)
+        engine = relevant.pop("engine")
+        relevant.pop("optim")
         if trains:
-            told["engine"] = {k: v for k, v in engine.items() if k not in ("zero_stage", "offload")}
-            told.pop("rollout") if "max_prompt_length" not in told["rollout"] else told["rollout"].pop("micro_batch", 0)
+            relevant["engine"] = {k: v for k, v in engine.items() if k not in ("zero_stage", "offload")}
+            relevant.pop("rollout") if "max_prompt_length" not in relevant["rollout"] else relevant["rollout"].pop(
+                "micro_batch", 0
+            )
         else:
-            told["engine"] = engine["zero_stage"] == 3
-            told["model"].pop("activation_checkpointing", None)
-        key = f"{trains} {told}"
-        if key not in self._known:
-            compute = (lambda: made.train(config.engine.micro_batch)) if trains else made.sample
-            self._known[key] = 0.0 if compute is None else peak(made.module, compute, trains=trains)
-        return self._known[key]
+            relevant["engine"] = engine["zero_stage"] == 3
+            relevant["model"].pop("activation_checkpointing", None)
+        key = f"{trains} {relevant}"
+        if key not in self._computed:
+            compute = (lambda: memory.train(config.engine.micro_batch)) if trains else memory.sample
+            self._computed[key] = 0.0 if compute is None else peak(memory.module, compute, trains=trains)
+        return self._computed[key]
 
 
-def plan(config: Config, made: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Parts of a job on one of `ranks` GPUs; gpu: of which a colocated vLLM takes its share."""
+def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+    """Returns the memory plan of one of `ranks` GPUs. gpu: of which a colocated vLLM takes its share."""
     engine, dtype = config.engine, config.model.dtype
-    kept = standing(made.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
-    trained = sum(p.numel() for p in made.module.parameters() if p.requires_grad)
-    every = sum(p.numel() for p in made.module.parameters())
+    states = standing(memory.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
+    trained = sum(p.numel() for p in memory.module.parameters() if p.requires_grad)
+    every = sum(p.numel() for p in memory.module.parameters())
     width = 2 if dtype == "bfloat16" else 4
-    own, shared = trained / (ranks if engine.zero_stage == 3 else 1), trained / (ranks if engine.zero_stage else 1)
-    both = {"weights": kept["weights"], "optimizer": kept["optimizer"]}
+    local, sharded = trained / (ranks if engine.zero_stage == 3 else 1), trained / (ranks if engine.zero_stage else 1)
+    both = {"weights": states["weights"], "optimizer": states["optimizer"]}
     if engine.offload != "none":
         both["optimizer"] = 0.0
     if engine.offload == "all":
@@ -121,29 +123,29 @@ def plan(config: Config, made: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) 
     if engine.zero_stage == 3:
         both["gathered weights"] = min(GATHERED, every) * width
     averages = (config.optim.ema is not None) + (config.algorithm.slow_sampling is not None)
-    both["averages"] = averages * own * (4 + width)  # fp32, and what they stand in for
-    both["reference"] = 2 * own * width if config.needs.reference else 0.0
+    both["averages"] = averages * local * (4 + width)  # fp32, and the weights that they replace meanwhile
+    both["reference"] = 2 * local * width if config.needs.reference else 0.0
     both["simulators"] = simulators(config)
     both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
     training = {
         **both,
-        "gradients": kept["gradients"],
-        "fp32 gradients of a step": 8 * shared if engine.zero_stage and engine.offload == "none" else 0.0,
-        "activations": peaks.of(config, made, trains=True),
-        "logits chunk": made.logits,
-        **made.training_parts,
+        "gradients": states["gradients"],
+        "fp32 gradients of a step": 8 * sharded if engine.zero_stage and engine.offload == "none" else 0.0,
+        "activations": peaks.of(config, memory, trains=True),
+        "logits chunk": memory.logits,
+        **memory.training_parts,
     }
-    sampling = {**both, **made.sampling_parts, "keys and values": made.cache}
-    sampling["activations"] = peaks.of(config, made, trains=False)
+    sampling = {**both, **memory.sampling_parts, "keys and values": memory.cache}
+    sampling["activations"] = peaks.of(config, memory, trains=False)
     if engine.zero_stage == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
         sampling["gathered weights"] = every * width
     if isinstance(config.generator, VLLMColocated):
         sampling["vLLM's share"] = config.generator.memory * gpu.size
-    return Plan(training, sampling, tuple(made.notes))
+    return Plan(training, sampling, tuple(memory.notes))
 
 
 def simulators(config: Config) -> float:
-    """Bytes that simulators of a rank take on its GPU, by rule of thumb: who renders there, or computes there."""
+    """Returns the bytes of a rank's simulators on its GPU for rendering and physics, by rule of thumb."""
     task = plain(config.task)
     options = task.get("options") or {}
     if "simulator" not in task:
@@ -159,47 +161,47 @@ Make = Callable[[Sequence[str]], Config]  # a job with further overrides
 
 
 def moves(config: Config, ranks: int) -> list[str]:
-    """What would take less memory, the cheapest in time first."""
+    """Returns overrides that lower memory, those that cost the least time first."""
     model, engine = plain(config.model), plain(config.engine)
-    found = []
+    overrides = []
     if model.get("activation_checkpointing") is False:
-        found.append("model.activation_checkpointing=true")
+        overrides.append("model.activation_checkpointing=true")
     if model["dtype"] == "float32" and ranks >= 1 and engine["zero_stage"] > 0:
-        found.append("model.dtype=bfloat16")
+        overrides.append("model.dtype=bfloat16")
     if engine["zero_stage"] < 2 and ranks > 1:
-        found.append("engine.zero_stage=2")
-    looks = engine.get("steps_at_once")
-    if looks is not None and looks > 1:
-        found.append(f"engine.steps_at_once={looks // 2}")
+        overrides.append("engine.zero_stage=2")
+    steps = engine.get("steps_at_once")
+    if steps is not None and steps > 1:
+        overrides.append(f"engine.steps_at_once={steps // 2}")
     if (engine.get("micro_tokens") or 1) > 1:
-        found.append(f"engine.micro_tokens={engine['micro_tokens'] // 2}")
+        overrides.append(f"engine.micro_tokens={engine['micro_tokens'] // 2}")
     if engine["micro_batch"] > 1:
-        found.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
-    if "steps_at_once" in engine and looks is None:
-        found.append("engine.steps_at_once=4")
+        overrides.append(f"engine.micro_batch={engine['micro_batch'] // 2}")
+    if "steps_at_once" in engine and steps is None:
+        overrides.append("engine.steps_at_once=4")
     if engine.get("steps_at_once", 1) is None and engine["micro_batch"] == 1:
-        found.append("engine.steps_at_once=1")
+        overrides.append("engine.steps_at_once=1")
     if engine.get("logp_chunk", 0) > 256:
-        found.append(f"engine.logp_chunk={engine['logp_chunk'] // 2}")
+        overrides.append(f"engine.logp_chunk={engine['logp_chunk'] // 2}")
     if isinstance(config.generator, VLLMColocated) and config.generator.memory > 0.15:
-        found.append(f"rollout.generator.memory={config.generator.memory - 0.1:.2g}")
+        overrides.append(f"rollout.generator.memory={config.generator.memory - 0.1:.2g}")
     rows = plain(config.rollout).get("micro_batch", 1) or config.rollouts_per_step
     if "micro_batch" in plain(config.rollout) and rows > 1:
-        found.append(f"rollout.micro_batch={rows // 2}")
+        overrides.append(f"rollout.micro_batch={rows // 2}")
     if engine["zero_stage"] < 3 and ranks > 1:
-        found.append("engine.zero_stage=3")
+        overrides.append("engine.zero_stage=3")
     if engine["zero_stage"] == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
-        found.append("rollout.generator={type: transformers, gather: false}")
+        overrides.append("rollout.generator={type: transformers, gather: false}")
     if engine["offload"] == "none" and engine["zero_stage"] > 0:
-        found.append("engine.offload=optimizer")
+        overrides.append("engine.offload=optimizer")
     if "lora" in model and model["lora"] is None:
-        found.append("model.lora={rank: 32, alpha: 64}")
-    return found
+        overrides.append("model.lora={rank: 32, alpha: 64}")
+    return overrides
 
 
 def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[list[str], Plan]:
-    """The overrides with which a job fits, and its parts then; those that come nearest where none do. Each is taken if
-    it lowers the largest phase; one that the configuration refuses is left out."""
+    """Returns overrides with which a job fits, or comes nearest to it, and its plan then. An override is taken if it
+    lowers the larger phase by 1 %; those that the configuration refuses are skipped."""
     chosen: list[str] = []
     config = make(chosen)
     best = described(config, path, ranks, gpu, peaks)
@@ -214,9 +216,9 @@ def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[l
             except UserError:
                 refused.add(move)
                 continue
-            found = described(candidate, path, ranks, gpu, peaks)
-            if found.most < 0.99 * best.most:
-                chosen, config, best = tried, candidate, found
+            candidate_plan = described(candidate, path, ranks, gpu, peaks)
+            if candidate_plan.most < 0.99 * best.most:
+                chosen, config, best = tried, candidate, candidate_plan
                 break
             refused.add(move)
         else:
@@ -225,30 +227,34 @@ def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[l
 
 
 def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Raises UserError where the model's size is not known without its weights."""
-    made = config.model.memory_model(config, path)
-    if made is None:
+    """Returns the plan of a job. Raises UserError where the model's size is unknown without its weights."""
+    memory = config.model.memory_model(config, path)
+    if memory is None:
         raise UserError(f"model.path={path} is a small network of our own; its memory is not estimated")
-    return plan(config, made, ranks, gpu, peaks)
+    return plan(config, memory, ranks, gpu, peaks)
 
 
-def told(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
-    """What a dry run says of memory. Raises UserError where the model's size is not known."""
+def memory_lines(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
+    """Returns the lines of a dry run on memory. Raises UserError where the model's size is unknown."""
     config = make([])
     if config.model.path is None:
         raise UserError("model.path is not set: the size of a model that is built or trained first is not known yet")
     path, peaks = config.model.path, Peaks()
     largest = max(gpus, key=lambda gpu: gpu.size)
-    own = described(config, path, ranks, largest, peaks)
-    lines = [f"memory of each of {ranks} ranks, computed without weights:", *own.lines()]
+    largest_plan = described(config, path, ranks, largest, peaks)
+    lines = [f"memory of each of {ranks} ranks, computed without weights:", *largest_plan.lines()]
     for gpu in gpus:
-        there = own if not isinstance(config.generator, VLLMColocated) else described(config, path, ranks, gpu, peaks)
+        gpu_plan = (
+            largest_plan
+            if not isinstance(config.generator, VLLMColocated)
+            else described(config, path, ranks, gpu, peaks)
+        )
         room = ROOM * gpu.size / GIB
-        if there.fits(gpu):
-            lines.append(f"{gpu.name}: fits ({there.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)")
+        if gpu_plan.fits(gpu):
+            lines.append(f"{gpu.name}: fits ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)")
             continue
         chosen, best = fitted(make, path, ranks, gpu, peaks)
-        short = f"{gpu.name}: does not fit ({there.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
+        short = f"{gpu.name}: does not fit ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
         with_ = " ".join(f"'{c}'" if " " in c else c for c in chosen)
         if best.fits(gpu):
             lines.append(f"{short}; fits with {with_} ({best.most / GIB:.1f} GiB)")

@@ -1,4 +1,4 @@
-"""`python -m mmrl.doctor.ranks FILE`: one rank of the check of ranks; the first one writes what all saw."""
+"""`python -m mmrl.doctor.ranks FILE`: one rank of the check of ranks; rank 0 writes the report of all."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def main() -> None:
     ranks = Ranks(timeout=60)
     on_gpu = ranks.device.type == "cuda"
     mebibytes = 256 if on_gpu else 4
-    own = {"gpu": "cpu", "name": "CPU"}
+    identity = {"gpu": "cpu", "name": "CPU"}
     if on_gpu:
-        told = torch.cuda.get_device_properties(ranks.device)
-        own = {"gpu": str(told.uuid), "name": told.name}
-    seen = ranks.gather({**own, "host": os.uname().nodename, "process": os.getpid()})
+        properties = torch.cuda.get_device_properties(ranks.device)
+        identity = {"gpu": str(properties.uuid), "name": properties.name}
+    identities = ranks.gather({**identity, "host": os.uname().nodename, "process": os.getpid()})
     value = torch.full((mebibytes * 2**18,), float(ranks.rank + 1), device=ranks.device)
     summed = ranks.sum(value[:8])
     wanted = ranks.world * (ranks.world + 1) / 2
@@ -34,24 +34,24 @@ def main() -> None:
     took = best(lambda: ranks.sum(value), on_gpu)
     objects = best(lambda: ranks.gather({"a": [1.0] * 64}), False)
     if ranks.rank == 0:
-        speed = 2 * (ranks.world - 1) / ranks.world * value.nbytes / took / 1e9  # as nccl-tests count an all-reduce
-        told_all = {"ranks": seen, "backend": dist.get_backend(), "mebibytes": mebibytes}
-        told_all |= {"gigabytes_per_second": speed, "objects_ms": objects * 1000}
-        Path(sys.argv[1]).write_text(json.dumps(told_all))
+        speed = 2 * (ranks.world - 1) / ranks.world * value.nbytes / took / 1e9  # bus bandwidth as in nccl-tests
+        report = {"ranks": identities, "backend": dist.get_backend(), "mebibytes": mebibytes}
+        report |= {"gigabytes_per_second": speed, "objects_ms": objects * 1000}
+        Path(sys.argv[1]).write_text(json.dumps(report))
     ranks.close()
 
 
 def best(work: object, on_gpu: bool) -> float:
-    """Seconds of the quickest of some rounds."""
+    """Returns the seconds of the fastest of ROUNDS runs."""
     assert callable(work)
-    found = []
+    seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
         work()
         if on_gpu:
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast the fused operators are beside eager PyTorch, what people write, and torch.compile; small, for a report."""
+"""A small benchmark of the fused operators against eager PyTorch and torch.compile, for the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arm = Callable[[Tensor], Tensor]
 
 
 def table(device: str) -> list[str]:
-    """Markdown. Milliseconds forward and backward, the best of five rounds in which arms take turns."""
+    """Returns a Markdown table of milliseconds for forward and backward, the best of ROUNDS interleaved rounds."""
     lines = ["| operator | ours ms | eager ms | torch.compile ms |", "| --- | --- | --- | --- |"]
     kernels.use("auto")
     for name, (ours, eager, leaf) in cases(device).items():
@@ -47,7 +47,7 @@ def timed(call: Arm, leaf: Tensor, device: str, failed: dict[str, str], arm: str
 
 
 def cases(device: str) -> dict[str, tuple[Arm, Arm, Tensor]]:
-    """By name: ours, what people write, and what is differentiated."""
+    """Returns by name: the fused operator, its eager form, and the tensor to differentiate."""
     rows, width = (4096, 131072) if device == "cuda" else (64, 8192)
     logits = torch.randn(rows, width, device=device, requires_grad=True)
     targets = torch.randint(width, (rows,), device=device)
@@ -56,32 +56,32 @@ def cases(device: str) -> dict[str, tuple[Arm, Arm, Tensor]]:
     ratio = (torch.randn(rows, 512, device=device) / 5).requires_grad_()
     gains, mask = torch.randn(rows, device=device), torch.rand(rows, 512, device=device) < 0.8
 
-    def gather(given: Tensor) -> Tensor:
-        return F.log_softmax(given, -1).gather(1, targets[:, None]).sum()
+    def gather(leaf: Tensor) -> Tensor:
+        return F.log_softmax(leaf, -1).gather(1, targets[:, None]).sum()
 
-    def step(given: Tensor) -> Tensor:
-        return (-((after - x - given) ** 2) / 2).mean(1).sum()
+    def step(leaf: Tensor) -> Tensor:
+        return (-((after - x - leaf) ** 2) / 2).mean(1).sum()
 
-    def clip(given: Tensor) -> Tensor:
-        r = given.exp()
-        kept = torch.minimum(r * gains[:, None], r.clamp(0.8, 1.28) * gains[:, None])
-        total: Any = -(kept * mask).sum() / mask.sum()
+    def clipped(leaf: Tensor) -> Tensor:
+        r = leaf.exp()
+        objective = torch.minimum(r * gains[:, None], r.clamp(0.8, 1.28) * gains[:, None])
+        total: Any = -(objective * mask).sum() / mask.sum()
         return total
 
     return {
         f"token_logprob {rows} x {width}": (
-            lambda given: kernels.token_logprob(given, targets).logp.sum(),
+            lambda leaf: kernels.token_logprob(leaf, targets).logp.sum(),
             gather,
             logits,
         ),
         f"denoise_logprob {rows} x {width // 4}": (
-            lambda given: kernels.denoise_logprob(x, given, after, one, one, one).logp.sum(),
+            lambda leaf: kernels.denoise_logprob(x, leaf, after, one, one, one).logp.sum(),
             step,
             v.requires_grad_(),
         ),
         f"clipped_surrogate {rows} x 512": (
-            lambda given: kernels.clipped_surrogate(given, gains, mask)[0],
-            clip,
+            lambda leaf: kernels.clipped_surrogate(leaf, gains, mask)[0],
+            clipped,
             ratio,
         ),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 
 
 class Packer(pickle.Pickler):
@@ -28,5 +28,7 @@ def packed(value: Any, instead: str) -> bytes:
     try:
         Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UserError(f"a rollout holds what can not be sent to another rank: {told(error)}; set {instead}") from None
+        raise UserError(
+            f"a rollout holds what can not be sent to another rank: {describe_error(error)}; set {instead}"
+        ) from None
     return stream.getvalue()

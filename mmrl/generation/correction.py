@@ -8,13 +8,13 @@ from torch import Tensor
 
 from mmrl.core.correction import correction_weight
 from mmrl.generation.settings import Correction
-from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, given, old_logp
+from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, old_logp, require
 
 
 def corrected(micro: Rollouts, replay: Replay, correction: Correction) -> dict[str, Tensor]:
     """Gives decisions that a generator sampled their weight in the loss, as `replay.weight`; statistics."""
     old = old_logp(micro, replay)
-    sampled = given(micro.behaviour_logp, "likelihoods of a generator").to(old.device)
+    sampled = require(micro.behaviour_logp, "likelihoods of a generator").to(old.device)
     sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made
     options: dict[str, Any] = {"weight": None}
     if correction.weight is not None:

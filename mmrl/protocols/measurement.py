@@ -36,9 +36,9 @@ class MeasurementContext:
         import torch
 
         from mmrl.core.advantages import combined_reward
-        from mmrl.rollouts import given
+        from mmrl.rollouts import require
 
-        return combined_reward(given(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
+        return combined_reward(require(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
 
     def earned(self, samples: list[Sample], group: Tensor) -> Tensor:
         """[sample] the combined reward; NaN where a component that counts could not be scored."""

@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: metrics, tables of samples, a report."""
+"""The output of a run for people: metrics, tables of samples, a report."""

@@ -1,4 +1,4 @@
-"""Where the course of a metric changes for good, whenever in a run that is."""
+"""Finds the step at which the level of a metric changes for good."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from mmrl.report.records import Series
 
 LEAST = 3  # values on each side of a change: fewer are a peak, or a start
-EDGE, INSIDE = 8, 48  # places that are looked at next to both ends, and between them
+EDGE, INSIDE = 8, 48  # candidate cuts next to each end, and between them
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Change:
 
 
 def turn(series: Series, *, factors: bool = False) -> Change | None:
-    """The cut of a course into two levels that its finite values are nearest to, by the sum of absolute distances; None
-    where there are too few of them. factors: of positive values alone, by their logarithms."""
-    known = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
+    """Returns the cut of a series into two levels with the least sum of absolute distances of its finite values from
+    their level; None for too few values. factors: use logarithms, of positive values alone."""
+    points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
     if factors:
-        known = [(s, math.log(v)) for s, v in known if v > 0]
-    values = [value for _, value in known]
-    cuts = places(len(values))
+        points = [(s, math.log(v)) for s, v in points if v > 0]
+    values = [value for _, value in points]
+    cuts = cut_positions(len(values))
     if not cuts:
         return None
-    best = min(cuts, key=lambda place: spread(values[:place]) + spread(values[place:]))
+    best = min(cuts, key=lambda cut: spread(values[:cut]) + spread(values[cut:]))
     before, after = median(values[:best]), median(values[best:])
-    return Change(*((math.exp(before), math.exp(after)) if factors else (before, after)), known[best][0])
+    return Change(*((math.exp(before), math.exp(after)) if factors else (before, after)), points[best][0])
 
 
 def spread(values: list[float]) -> float:
@@ -45,11 +45,11 @@ def spread(values: list[float]) -> float:
     return sum(abs(value - middle) for value in values)
 
 
-def places(count: int) -> list[int]:
-    """Where so many values may be cut in two: everywhere next to the ends, and at some places in between."""
+def cut_positions(count: int) -> list[int]:
+    """Returns candidate positions for cutting `count` values in two: all next to the ends, some in between."""
     first, last = LEAST, count - LEAST
     if last < first:
         return []
     ends = {*range(first, first + EDGE), *range(last - EDGE + 1, last + 1)}
     between = {first + (last - first) * i // INSIDE for i in range(INSIDE + 1)}
-    return sorted(place for place in ends | between if first <= place <= last)
+    return sorted(position for position in ends | between if first <= position <= last)

@@ -1,4 +1,4 @@
-"""Conversations in tables of samples: every turn with its images, the boxes that tools looked at, and its reward."""
+"""Renders conversations for tables of samples: every turn with its images, the boxes of tools, and its reward."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ ROLE = '<b class="role">{}</b>'
 
 
 def conversation_html(talk: Conversation) -> str:
-    """The whole conversation. A box in a turn's facts is drawn into the image that it is a part of."""
+    """Returns the conversation as HTML. A box in a turn's facts is drawn into its image."""
     boxes: dict[int, list[list[float]]] = {}
     for turn in talk.turns:
         if "box" in turn.facts:
             boxes.setdefault(int(turn.facts.get("image", 0)), []).append(list(turn.facts["box"]))
-    number = iter(range(1_000_000))  # images are counted in the order in which the policy saw them
-    parts = [_said(message, boxes, number) for message in talk.messages]
+    number = iter(range(1_000_000))  # images are numbered in the order in which the policy saw them
+    parts = [_message_html(message, boxes, number) for message in talk.messages]
     for turn in talk.turns:
         parts.append(f"{ROLE.format('response')} <pre>{html.escape(turn.response)}</pre>")
         parts.append(_outcome(turn.reward, turn.tool, turn.error))
-        parts += [_said(message, boxes, number) for message in turn.observation]
+        parts += [_message_html(message, boxes, number) for message in turn.observation]
     problem = f": {html.escape(talk.problem)}" if talk.problem else ""
     parts.append(f"<i>ended by {html.escape(talk.end)}{problem}</i>")
     return "".join(f"<div>{part}</div>" for part in parts if part)
 
 
-def _said(message: Message, boxes: dict[int, list[list[float]]], number: Iterator[int]) -> str:
+def _message_html(message: Message, boxes: dict[int, list[list[float]]], number: Iterator[int]) -> str:
     shown = []
     for part in message.parts:
         if isinstance(part, str):
@@ -45,14 +45,14 @@ def _said(message: Message, boxes: dict[int, list[list[float]]], number: Iterato
 
 
 def _outcome(reward: float, tool: str | None, error: str | None) -> str:
-    told = [f"tool {tool}"] if tool else []
-    told += [f"error: {error}"] if error else []
-    told += [f"reward {reward:.3g}"] if reward else []
-    return f"<i>{html.escape('; '.join(told))}</i>" if told else ""
+    parts = [f"tool {tool}"] if tool else []
+    parts += [f"error: {error}"] if error else []
+    parts += [f"reward {reward:.3g}"] if reward else []
+    return f"<i>{html.escape('; '.join(parts))}</i>" if parts else ""
 
 
 def with_boxes(image: Image.Image, boxes: list[list[float]]) -> Image.Image:
-    """A copy, enlarged where it is small, with frames around boxes, which are in shares of its width and height."""
+    """Returns a copy, enlarged where it is small, with `boxes` (x0, y0, x1, y1 from 0 to 1) drawn into it."""
     if not boxes:
         return image
     scale = max(1, -(-96 // max(1, min(image.size))))
@@ -71,10 +71,10 @@ def data_url(image: Image.Image) -> str:
 
 
 def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
-    """An animated GIF that repeats; its last frame stands as long as two more, so that one sees where it begins."""
+    """Writes an animated GIF that repeats. Its last frame is shown three times as long, to mark the end."""
     times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
-    first, *rest = (sheet.convert("RGB") for sheet in sheets)
-    first.save(target, format="GIF", save_all=True, append_images=rest, duration=times, loop=0)
+    first, *others = (sheet.convert("RGB") for sheet in sheets)
+    first.save(target, format="GIF", save_all=True, append_images=others, duration=times, loop=0)
 
 
 def film_url(sheets: Sequence[Image.Image], milliseconds: int = 250) -> str:

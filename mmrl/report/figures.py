@@ -1,5 +1,4 @@
-"""Curves of one or several runs, as templates/chart.js draws them: plain mappings, whose numbers are those of
-metrics.jsonl."""
+"""Builds the figures of one or several runs from metrics.jsonl, as the mappings that templates/chart.js draws."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from typing import Any
 
 from mmrl.report.records import RunRecord, Series
 
-POINTS = 2000  # of a curve: more steps are thinned out evenly, the last one always stays
+POINTS = 2000  # at most in a curve: more steps are thinned out evenly; the last one stays
 COLOURS = ("#4269d0", "#d1671b", "#2f9e44", "#c2368f", "#7b4fd0", "#0f8b8d", "#a3752d", "#d64545")
 DASHES = ("solid", "dot", "dash", "dashdot")
 WIDE = 1.96  # standard errors on either side make an interval of 95 %
 
 LEARNING, GUARDED, TIMES = "Learning", "Rewards, and the guards beside them", "Time and memory"
-HEADINGS: dict[str, tuple[str, ...]] = {  # and how the names of their metrics begin
+HEADINGS: dict[str, tuple[str, ...]] = {  # with prefixes of the metrics below each
     LEARNING: ("accuracy", "evaluation/accuracy", "evaluation/standard_error", "evaluation/n"),
     GUARDED: ("reward/", "guard/"),
     "Held-out measures": ("evaluation/",),
@@ -40,28 +39,28 @@ TOGETHER = {"accuracy", "evaluation/accuracy", "evaluation/standard_error", "eva
 
 @dataclass(frozen=True)
 class FigureGroup:
-    """A heading, and the figures below it."""
+    """A heading with its figures."""
 
     title: str
     figures: list[dict[str, Any]]
 
 
 def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
-    """All metrics of the runs, each in one figure under the first heading that has a beginning of its name."""
+    """Returns a figure for each metric of the runs, under the first heading with a prefix of its name."""
     named: dict[str, list[str]] = {title: [] for title in HEADINGS}
     for name in dict.fromkeys(name for run in runs for name in run.names):
         title = next(title for title, beginnings in HEADINGS.items() if name.startswith(beginnings))
         if name not in TOGETHER:
             named[title].append(name)
-    named[GUARDED] = beside(named[GUARDED])
-    found = {title: [curve(runs, name) for name in names] for title, names in named.items()}
-    found[LEARNING][:0] = accuracy(runs)
-    found[TIMES][:0] = phases(runs)
-    return [FigureGroup(title, figures) for title, figures in found.items() if figures]
+    named[GUARDED] = interleaved(named[GUARDED])
+    figures = {title: [curve(runs, name) for name in names] for title, names in named.items()}
+    figures[LEARNING][:0] = accuracy(runs)
+    figures[TIMES][:0] = phases(runs)
+    return [FigureGroup(title, charts) for title, charts in figures.items() if charts]
 
 
-def beside(names: Sequence[str]) -> list[str]:
-    """Rewards and guards in turn, so that they stand beside one another."""
+def interleaved(names: Sequence[str]) -> list[str]:
+    """Returns names of rewards and guards alternately, so that their figures are side by side."""
     rewards = [name for name in names if name.startswith("reward/")]
     others = [name for name in names if not name.startswith("reward/")]
     pairs = zip_longest(rewards, others)
@@ -69,16 +68,16 @@ def beside(names: Sequence[str]) -> list[str]:
 
 
 def curve(runs: Sequence[RunRecord], name: str) -> dict[str, Any]:
-    """One metric of all runs over steps."""
+    """Returns the figure of one metric of all runs over steps."""
     return figure(name, [line(run.series(name), run, number) for number, run in enumerate(runs)])
 
 
 def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Accuracy on training prompts as a thin line, and on held-out prompts as points with their 95 % intervals."""
+    """Returns accuracy on training prompts as a thin line, on held-out prompts as points with 95 % intervals."""
     lines = []
     for number, run in enumerate(runs):
-        if len(own := run.series("accuracy")):
-            lines.append(line(own, run, number, label="training prompts", opacity=0.45, width=1))
+        if len(training := run.series("accuracy")):
+            lines.append(line(training, run, number, label="training prompts", opacity=0.45, width=1))
         held_out, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
         if len(held_out):
             by_step = dict(zip(errors.steps, errors.values, strict=True))
@@ -88,23 +87,23 @@ def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Mean seconds of a step by phase, a bar a run."""
+    """Returns the mean seconds of a step by phase, a bar a run."""
     spent = [shares(run) for run in runs]
     if not any(any(parts.values()) for parts in spent):
         return []
     parts = [
-        {"name": name, "values": [found[name] for found in spent], "color": COLOURS[(number + 3) % len(COLOURS)]}
+        {"name": name, "values": [seconds[name] for seconds in spent], "color": COLOURS[(number + 3) % len(COLOURS)]}
         for number, name in enumerate(spent[0])
     ]
-    made = figure("mean seconds of a step, by phase", [])
-    return [made | {"bars": {"rows": [run.name for run in runs], "parts": parts}}]
+    chart = figure("mean seconds of a step, by phase", [])
+    return [chart | {"bars": {"rows": [run.name for run in runs], "parts": parts}}]
 
 
 def shares(run: RunRecord) -> dict[str, float]:
-    """Mean seconds of a step in its phases."""
-    found = {name: mean_of(run.series(f"time/{name}")) for name in ("rollout", "update")}
-    found["the rest"] = max(0.0, mean_of(run.series("time/step")) - sum(found.values()))
-    return found
+    """Returns the mean seconds of a step by phase."""
+    seconds = {name: mean_of(run.series(f"time/{name}")) for name in ("rollout", "update")}
+    seconds["the rest"] = max(0.0, mean_of(run.series("time/step")) - sum(seconds.values()))
+    return seconds
 
 
 def line(
@@ -117,12 +116,12 @@ def line(
     opacity: float = 1.0,
     width: float = 1.8,
 ) -> dict[str, Any]:
-    """A line of a series. Values that are not finite are gaps. run: which one it is of, for the legend."""
-    kept = thinned(len(series))
+    """Returns the line of a series. Values that are not finite are gaps. run, number: for the legend and the colour."""
+    indices = thinned(len(series))
     return {
         "name": f"{run.name} {label}".strip(),
-        "x": [series.steps[i] for i in kept],
-        "y": [clean(series.values[i]) for i in kept],
+        "x": [series.steps[i] for i in indices],
+        "y": [clean(series.values[i]) for i in indices],
         "markers": markers or len(series) <= 2,
         "opacity": opacity,
         "color": COLOURS[number % len(COLOURS)],
@@ -134,12 +133,12 @@ def line(
 
 
 def figure(title: str, lines: Iterable[dict[str, Any]], *, wide: bool = False) -> dict[str, Any]:
-    """Lines over steps below a title; wide: over the whole page. height: pixels."""
+    """Returns a figure of lines over steps. wide: as wide as the page."""
     return {"title": title, "lines": list(lines), "wide": wide, "height": 320 if wide else 230}
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:
-    """Which of `count` points are drawn: all, or evenly spaced ones of which the last is one."""
+    """Returns the indices of `count` points to draw: all, or evenly spaced ones and the last."""
     if count <= most:
         return list(range(count))
     every = math.ceil(count / most)

@@ -1,4 +1,4 @@
-"""What a run wrote for people to look at, as parts of a page: tables of samples, images, clips and videos."""
+"""Collects tables of samples, images and videos of a run for its report page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import nh3
 
 from mmrl.report.records import RunRecord
 
-BUDGET = 12_000_000  # characters of all galleries of a page, which shall stay below 20 MB
+BUDGET = 12_000_000  # characters of all galleries of a page, so that it stays below 20 MB
 KINDS = {".png": "image/png", ".gif": "image/gif", ".mp4": "video/mp4"}
 STEP = re.compile(r"(?P<kind>[a-z]+)-(?P<step>\d{6})(?:-\d{3})?")
 TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "samples": "Written by mmrl sample"}
-# What tables of samples consist of (`mmrl.report.run.sample_table`). Anything else in a file is left out: the page of a
-# run that came from elsewhere can not do anything.
+# HTML of tables of samples (`mmrl.report.run.sample_table`). Anything else in a file is removed, so that the page of a
+# run from elsewhere can not run scripts.
 TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img", "video"}
 SHOWS = {"src", "controls", "loop", "muted", "playsinline"}
 ATTRIBUTES = {"img": {"src"}, "video": SHOWS, "b": {"class"}, "td": {"rowspan"}}
@@ -25,7 +25,7 @@ ATTRIBUTES = {"img": {"src"}, "video": SHOWS, "b": {"class"}, "td": {"rowspan"}}
 
 @dataclass
 class Moment:
-    """What was written at one step."""
+    """The output of one step."""
 
     step: int | None  # None: by mmrl sample
     table: str = ""  # HTML that has been cleaned
@@ -43,7 +43,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Moments of one kind, by step. left_out: how many did not fit."""
+    """Moments of one kind, by step. left_out: the number that exceeded the budget."""
 
     title: str
     moments: list[Moment]
@@ -51,59 +51,60 @@ class Gallery:
 
     @property
     def compared(self) -> list[Moment]:
-        """The first and the last moment, where they have images of the same prompts from the same noise."""
+        """The first and the last moment, if they have images of the same prompts from the same noise; else nothing."""
         ends = [self.moments[0], self.moments[-1]] if len(self.moments) > 1 else []
         return ends if self.title == TITLES["evaluation"] and all(moment.images for moment in ends) else []
 
 
 def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
-    """What the run wrote, within `budget` characters: the last moments and the first before those in between."""
-    found = {kind: files(run.folder, kind) for kind in TITLES}
+    """Returns the galleries of a run within `budget` characters. The last and first moments precede those in
+    between."""
+    by_kind = {kind: files(run.folder, kind) for kind in TITLES}
     wanted = sorted(
-        ((rank, kind, step) for kind, by_step in found.items() for rank, step in ranked(list(by_step))),
-        key=lambda place: place[0],
+        ((rank, kind, step) for kind, by_step in by_kind.items() for rank, step in ranked(list(by_step))),
+        key=lambda entry: entry[0],
     )
-    kept: dict[str, list[Moment]] = {kind: [] for kind in TITLES}
+    chosen: dict[str, list[Moment]] = {kind: [] for kind in TITLES}
     for _, kind, step in wanted:
-        moment = moment_of(step, found[kind][step])
+        moment = moment_of(step, by_kind[kind][step])
         if moment.size <= budget:
             budget -= moment.size
-            kept[kind].append(moment)
+            chosen[kind].append(moment)
     return [
-        Gallery(TITLES[kind], sorted(moments, key=lambda moment: moment.step or 0), len(found[kind]) - len(moments))
-        for kind, moments in kept.items()
-        if found[kind]
+        Gallery(TITLES[kind], sorted(moments, key=lambda moment: moment.step or 0), len(by_kind[kind]) - len(moments))
+        for kind, moments in chosen.items()
+        if by_kind[kind]
     ]
 
 
 def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
-    """The files of a kind by step."""
+    """Returns the files of a kind by step."""
     if kind == "samples":
         ours = sorted(path for path in folder.glob("samples*") if path.is_file())
         return {None: ours} if ours else {}
-    found: dict[int | None, list[Path]] = {}
+    by_step: dict[int | None, list[Path]] = {}
     for path in sorted((folder / "samples").glob(f"{kind}-*")):
         if named := STEP.fullmatch(path.stem):
-            found.setdefault(int(named["step"]), []).append(path)
-    return found
+            by_step.setdefault(int(named["step"]), []).append(path)
+    return by_step
 
 
 def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
-    """Which steps are wanted first: the last, the first, the middle, and so on by halves."""
+    """Ranks steps by priority: the last, the first, then always the one farthest from those before."""
     order, left = [], list(range(len(steps)))
-    for place in (len(steps) - 1, 0):
-        if place in left:
-            order.append(place)
-            left.remove(place)
+    for index in (len(steps) - 1, 0):
+        if index in left:
+            order.append(index)
+            left.remove(index)
     while left:
         farthest = max(left, key=lambda i: (min(abs(i - j) for j in order), i))
         order.append(farthest)
         left.remove(farthest)
-    return [(rank, steps[place]) for rank, place in enumerate(order)]
+    return [(rank, steps[index]) for rank, index in enumerate(order)]
 
 
 def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
-    """Videos stand in the rows of the table that name them; others above it."""
+    """Returns the moment of some files. Videos are embedded in the table rows that name them, other videos above."""
     shown = {path: data_url(path) for path in paths if path.suffix in KINDS}
     videos = {path.name: url for path, url in shown.items() if path.suffix == ".mp4"}
     moment = Moment(step, images=[url for path, url in shown.items() if path.suffix != ".mp4"])
@@ -122,7 +123,7 @@ def data_url(path: Path) -> str:
 
 
 def table_of(page: str) -> str:
-    """The table of a page of samples, cleaned and closed, also where the file was cut off."""
+    """Returns the sanitised table of a page of samples, complete even where the file is cut off."""
     start = page.find("<table")
     if start < 0:
         return ""
@@ -137,5 +138,5 @@ def table_of(page: str) -> str:
 
 
 def inside(tag: str, attribute: str, value: str) -> str | None:
-    """The value of an attribute, unless it names something that is not on the page."""
+    """Returns the value of an attribute; None for a `src` outside the page."""
     return None if attribute == "src" and not value.startswith("data:") else value

@@ -1,7 +1,6 @@
-"""What a run's metrics say of its health, in plain sentences: what looks wrong, and what to try.
+"""Health checks of a run by its metrics: sentences that say what is wrong and what to try.
 
-A check looks at metrics alone, never at rewards' meaning. Limits stand beside the checks; they are rules of thumb, and
-`mmrl/report/README.md` explains the metrics.
+The limits in the checks are rules of thumb. `mmrl/report/README.md` explains the metrics.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from mmrl.report.records import RunRecord, Series
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
-FEW = 4  # values, below which nothing is said of a course
-FAR = 0.1  # of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
+FEW = 4  # values that a check of a course needs at least
+FAR = 0.1  # gap of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
 
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """One check. verdict: good, warning or bad; advice is empty where the verdict is good."""
+    """The result of one check. verdict: GOOD, WARNING or BAD; advice is empty where it is GOOD."""
 
     name: str
     verdict: str
@@ -35,9 +34,9 @@ Check = Callable[[RunRecord], Iterator[HealthFinding]]
 
 
 def examine(run: RunRecord) -> list[HealthFinding]:
-    """All checks whose metrics the run has, the bad ones first."""
-    found = [finding for check in CHECKS for finding in check(run)]
-    return sorted(found, key=lambda finding: (BAD, WARNING, GOOD).index(finding.verdict))
+    """Returns the findings of all checks whose metrics the run has, the bad ones first."""
+    findings = [finding for check in CHECKS for finding in check(run)]
+    return sorted(findings, key=lambda finding: (BAD, WARNING, GOOD).index(finding.verdict))
 
 
 def judged(
@@ -243,10 +242,10 @@ def staleness(run: RunRecord) -> Iterator[HealthFinding]:
 
 def gradient(run: RunRecord) -> Iterator[HealthFinding]:
     norm = run.series("grad_norm")
-    known = [value for value in norm.finite if value > 0]
-    if len(known) < FEW:
+    positive = [value for value in norm.finite if value > 0]
+    if len(positive) < FEW:
         return
-    usual, change = median(known), turn(norm, factors=True)
+    usual, change = median(positive), turn(norm, factors=True)
     early, late = ([value for value in part if value > 0] for part in (norm.early, norm.late))
     turned = change is not None and change.factor > 10
     grown = turned or (bool(early and late) and median(late) > 10 * median(early))
@@ -257,7 +256,7 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
         elif grown:
             course = f"its norm was {median(early):.3g} in the first quarter, and {median(late):.3g} in the last"
         else:
-            course = f"its norm is {usual:.3g} as a rule, and it jumped to {max(known):.3g} at step {peaks[0]}"
+            course = f"its norm is {usual:.3g} as a rule, and it jumped to {max(positive):.3g} at step {peaks[0]}"
         yield HealthFinding(
             "Gradient",
             BAD if grown else WARNING,
@@ -268,7 +267,7 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
         )
     else:
         yield HealthFinding(
-            "Gradient", GOOD, f"Its norm is {usual:.3g} as a rule, and {max(known):.3g} at most.", "", (norm.name,)
+            "Gradient", GOOD, f"Its norm is {usual:.3g} as a rule, and {max(positive):.3g} at most.", "", (norm.name,)
         )
 
 
@@ -330,7 +329,7 @@ def responses(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def risen(series: Series) -> bool:
-    """Whether the last quarter is above the first by more than the first quarter's own spread."""
+    """Returns whether the mean of the last quarter exceeds that of the first by more than the first quarter's range."""
     if len(series.finite) < FEW:
         return False
     spread = max(series.early) - min(series.early)
@@ -403,7 +402,7 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def standard_error(run: RunRecord) -> float:
-    """Of the difference of the last and the first evaluation."""
+    """Returns the standard error of the accuracy difference between the last and the first evaluation."""
     errors = run.series("evaluation/standard_error").finite
     return math.hypot(errors[0], errors[-1]) if errors else 0.0
 
@@ -413,12 +412,12 @@ def gain(run: RunRecord) -> Iterator[HealthFinding]:
     if len(accuracy.finite) < 2:
         return
     change, error = accuracy.finite[-1] - accuracy.finite[0], standard_error(run)
-    told = f"{change:+.4f}, with a standard error of {error:.4f}"
+    difference = f"{change:+.4f}, with a standard error of {error:.4f}"
     yield judged(
         "Held-out accuracy",
         change <= 2 * error,
-        f"It changes by {told}: more than chance would give.",
-        f"It changes by {told}: that is no gain that can be told from chance.",
+        f"It changes by {difference}: more than chance would give.",
+        f"It changes by {difference}: that is no gain that can be told from chance.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""Locks a run directory, so that it holds one run at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ NAME = "run.lock"
 
 
 class RunLock:
-    """Held by a process from its making until `release`, or until the process ends, however it ends.
+    """A lock that a process holds from construction until `release`, or until the process ends in any way.
 
-    The system keeps it, as a record lock: unlike flock's it is not inherited by workers, which may live a little longer
-    than a killed trainer. The file says who holds it, for people, and for file systems that have no locks. Within one
-    process it may be taken twice.
+    It is a POSIX record lock: unlike flock's it is not inherited by workers, which may outlive a killed trainer. The
+    file names its owner, for people and for file systems without locks. One process may take it twice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +31,7 @@ class RunLock:
             owner = named(self._file)
             self._file.close()
             raise in_use(folder, owner) from None
-        except OSError:  # no locks on this file system: only what the file says counts
+        except OSError:  # no locks on this file system: the owner in the file decides
             pass
         owner = named(self._file)
         if owner.get("process") != os.getpid() and lives(owner):
@@ -62,7 +61,7 @@ def check_free(folder: Path) -> None:
 
 
 def named(file: TextIO) -> dict[str, Any]:
-    """Who a lock file says holds it. Empty where nobody is named, or a power loss left no readable name."""
+    """Returns the owner that a lock file names; empty where it names none or is damaged."""
     file.seek(0)
     try:
         owner = json.loads(file.read())
@@ -84,14 +83,14 @@ def me() -> dict[str, Any]:
 
 
 def lives(owner: dict[str, Any]) -> bool:
-    """Whether that process is there still, as far as this host can tell. A number is given to another process in time,
-    so the moment of its start has to be the same."""
-    here = owner.get("host") == socket.gethostname()
-    return here and owner.get("started") is not None and started(owner["process"]) == owner["started"]
+    """Returns whether the owner is a process of this host that still runs. Process ids are reused, so the start time
+    has to match too."""
+    on_this_host = owner.get("host") == socket.gethostname()
+    return on_this_host and owner.get("started") is not None and started(owner["process"]) == owner["started"]
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in ticks since the host did; None where there is none, or only its exit code."""
+    """Returns the start time of a process in ticks since boot; None where it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The report: one HTML file that opens with no network."""
+"""Writes the report: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mmrl.report.figures import COLOURS, FigureGroup, groups
 from mmrl.report.galleries import BUDGET, Gallery, galleries
 from mmrl.report.health import BAD, WARNING, HealthFinding, examine, standard_error
 from mmrl.report.records import RunRecord, flattened
-from mmrl.runtime.progress import told_time
+from mmrl.runtime.progress import duration_text
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """What the page says of one run."""
+    """The part of the page about one run."""
 
     run: RunRecord
     colour: str
@@ -29,7 +29,7 @@ class Chapter:
 
 
 def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
-    """Writes the page about `runs` to `target`; returns it. Raises OSError."""
+    """Writes the page about `runs` to `target`. Returns `target`. Raises OSError."""
     target.write_text(report_html(runs))
     return target
 
@@ -57,28 +57,28 @@ def report_html(runs: Sequence[RunRecord]) -> str:
 
 
 def environment() -> Environment:
-    made = Environment(
+    templates = Environment(
         loader=PackageLoader("mmrl.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["number"] = number
-    return made
+    templates.filters["number"] = number
+    return templates
 
 
 def embedded(curves: Sequence[FigureGroup]) -> str:
-    """All figures as JSON that can stand inside a script element."""
+    """Returns all figures as JSON that is safe inside a script element."""
     figures = [figure for group in curves for figure in group.figures]
     return json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
 
 
-# --- words ---
+# --- text ---
 
 
 def paragraph(run: RunRecord) -> str:
-    """What was trained on what, how it ended, and what came of it."""
+    """Returns a summary: what was trained on what, how the run ended, how long it took, and the held-out accuracy."""
     return " ".join(part for part in (trained(run), run.ending.sentence, lasted(run), outcome(run)) if part)
 
 
@@ -102,45 +102,45 @@ def lasted(run: RunRecord) -> str:
     if not times or not steps:
         return ""
     each = f"a step took {sum(steps) / len(steps):.3g} s"
-    return f"From its first line to its last it took {told_time(max(times) - min(times))}; {each} on average."
+    return f"From its first line to its last it took {duration_text(max(times) - min(times))}; {each} on average."
 
 
 def outcome(run: RunRecord) -> str:
     accuracy, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
     if not len(accuracy):
         return "Nothing was evaluated."
-    told = [
+    points = [
         f"{value:.4f}{f' ± {errors.values[i]:.4f}' if i < len(errors) else ''} at step {step}"
         for i, (step, value) in enumerate(zip(accuracy.steps, accuracy.values, strict=True))
     ]
-    if len(told) == 1:
-        return f"Held-out accuracy was {told[0]}."
+    if len(points) == 1:
+        return f"Held-out accuracy was {points[0]}."
     change, error = accuracy.values[-1] - accuracy.values[0], standard_error(run)
     times = f", {abs(change) / error:.1f} standard errors" if error > 0 else ""
-    return f"Held-out accuracy went from {told[0]} to {told[-1]}: {change:+.4f}{times}."
+    return f"Held-out accuracy went from {points[0]} to {points[-1]}: {change:+.4f}{times}."
 
 
 # --- tables ---
 
 
 def results(chapters: Sequence[Chapter]) -> dict[str, list[Any]]:
-    """A row a run: columns by name, in which a number stays a number so that the table can be sorted."""
-    found: dict[str, list[Any]] = {name: [] for name in ("ended", "steps", "problems")}
+    """Returns columns by name with a value for each run. Numbers stay numbers, so that the table can be sorted."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("ended", "steps", "problems")}
     runs = [chapter.run for chapter in chapters]
     for chapter in chapters:
-        found["ended"].append(chapter.run.ending.state)
-        found["steps"].append(chapter.run.step)
-        found["problems"].append(sum(f.verdict in (BAD, WARNING) for f in chapter.findings))
+        columns["ended"].append(chapter.run.ending.state)
+        columns["steps"].append(chapter.run.step)
+        columns["problems"].append(sum(f.verdict in (BAD, WARNING) for f in chapter.findings))
     rewards = list(dict.fromkeys(name for run in runs for name in run.names if name.startswith(("reward/", "guard/"))))
     for name in ("evaluation/accuracy", *rewards):
         if any(len(run.series(name)) for run in runs):
-            found[f"{name}, first"] = [end(run, name, 0) for run in runs]
-            found[f"{name}, last"] = [end(run, name, -1) for run in runs]
-    found["standard error"] = [end(run, "evaluation/standard_error", -1) for run in runs]
-    found["best held-out"] = [max(run.series("evaluation/accuracy").finite, default=None) for run in runs]
-    found["seconds a step"] = [average(run, "time/step") for run in runs]
-    found["rollouts a second"] = [average(run, "throughput/rollouts_per_second") for run in runs]
-    return {name: column for name, column in found.items() if any(value is not None for value in column)}
+            columns[f"{name}, first"] = [end(run, name, 0) for run in runs]
+            columns[f"{name}, last"] = [end(run, name, -1) for run in runs]
+    columns["standard error"] = [end(run, "evaluation/standard_error", -1) for run in runs]
+    columns["best held-out"] = [max(run.series("evaluation/accuracy").finite, default=None) for run in runs]
+    columns["seconds a step"] = [average(run, "time/step") for run in runs]
+    columns["rollouts a second"] = [average(run, "throughput/rollouts_per_second") for run in runs]
+    return {name: column for name, column in columns.items() if any(value is not None for value in column)}
 
 
 def end(run: RunRecord, name: str, which: int) -> float | None:
@@ -154,11 +154,11 @@ def average(run: RunRecord, name: str) -> float | None:
 
 
 def differences(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Dotted keys whose values are not the same in all trees, with the value in each; a dash where it has none."""
+    """Returns the dotted keys whose values differ between trees, with the value in each; a dash where it has none."""
     flat = [flattened(tree) for tree in trees]
     keys = dict.fromkeys(key for one in flat for key in one)
-    found = {key: [str(one.get(key, "–")) for one in flat] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    by_key = {key: [str(one.get(key, "–")) for one in flat] for key in keys}
+    return {key: values for key, values in by_key.items() if len(set(values)) > 1}
 
 
 def number(value: Any) -> str:

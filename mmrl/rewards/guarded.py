@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import BatchReward, Reward, Score, numbers
 from mmrl.rollouts import Sample
@@ -66,7 +66,7 @@ class GuardedReward:
             assert self.deadline_s is not None
             return self.failures.waited(self.deadline_s)
         except (Exception, SystemExit) as error:
-            return Failure("error", told(error))
+            return Failure("error", describe_error(error))
 
     def _in_time(self, function: Callable[[Any], Any], argument: Any, deadline_s: float) -> Any:
         self._thread = self._thread or CallingThread()
@@ -106,7 +106,7 @@ class CallingThread:
         except queue.Empty:
             raise TimeLimit from None
         if error is not None:
-            raise error if isinstance(error, Exception) else RuntimeError(told(error))
+            raise error if isinstance(error, Exception) else RuntimeError(describe_error(error))
         return result
 
     def leave(self) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.children.limits import Limits
-from mmrl.errors import told
+from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.judges import text, visual
 from mmrl.rewards.services import http
@@ -118,7 +118,7 @@ def build(
         except Exception as error:  # any fault of a class of somebody's own
             if not is_own(name):
                 raise
-            raise ValueError(f"reward {name!r} can not be made: {told(error)}") from error
+            raise ValueError(f"reward {name!r} can not be made: {describe_error(error)}") from error
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Prompt, Sample
 from mmrl.runtime.devices import named
 
@@ -106,7 +106,7 @@ def load_object(path: str) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"no function {path!r}: {error}; is its folder on PYTHONPATH?") from error
     except Exception as error:  # any fault of a module of the user's own
-        raise ValueError(f"no function {path!r}: {module_name} can not be imported: {told(error)}") from error
+        raise ValueError(f"no function {path!r}: {module_name} can not be imported: {describe_error(error)}") from error
     if attribute not in members:
         raise ValueError(f"no function {path!r}: {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]

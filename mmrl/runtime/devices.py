@@ -1,6 +1,6 @@
-"""Which GPU is this rank's own, and how the processes that it starts are told of theirs.
+"""Assigns a GPU to this rank, and builds the environment that shows GPUs to its child processes.
 
-No torch here: workers of simulators may run under an interpreter that lacks it.
+Does not import torch: workers of simulators may run under an interpreter without it.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Iterable
 from mmrl.errors import UserError
 
 VISIBLE, EGL = "CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID"
-# What launchers tell the ranks of a training; a child that reads it would take itself for one of them.
+# Variables by which launchers number ranks; a child that reads them would act as a rank.
 LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER |= {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}  # of torchrun
 LAUNCHER |= {"CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"}  # of DeepSpeed's
-ELASTIC = "TORCHELASTIC_"  # how further ones begin
+ELASTIC = "TORCHELASTIC_"  # prefix of further ones
 
-_own: int | None = None
+_device_index: int | None = None
 
 
 def local_rank() -> int:
-    """The number of this process among those of its host, as its launcher says; 0 without one."""
+    """Returns the rank of this process on its host, from its launcher; 0 without one."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_ranks() -> int:
-    """Ranks of the training on this host."""
+    """Returns the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 def claim(count: int) -> int:
-    """This rank's GPU out of the `count` that the process sees, which it then owns: the one with the number of its
-    local rank. MuJoCo is told to render there, unless the user has said where.
+    """Assigns the GPU with the number of the local rank, out of `count`, to this process, and returns that number.
+    MuJoCo renders there too, unless the user has chosen a GPU for it.
 
     Raises UserError where there are fewer GPUs than ranks on this host.
     """
-    global _own
+    global _device_index
     number = local_rank()
     if number >= count:
         raise UserError(
@@ -44,49 +44,49 @@ def claim(count: int) -> int:
             f"({VISIBLE}={os.environ.get(VISIBLE, 'unset')}); start as many ranks as there are GPUs, or, where each "
             "rank is shown one GPU of its own, start each with LOCAL_RANK=0"
         )
-    _own = number
+    _device_index = number
     if (name := names([number])).isdigit():  # EGL knows no UUIDs, and MIG slices can not render
         os.environ.setdefault(EGL, name)
     return number
 
 
-def own() -> int | None:
-    """The number of this rank's GPU as torch counts, None before it has one."""
-    return _own
+def device_index() -> int | None:
+    """Returns the index of this rank's GPU, as torch counts; None before `claim`."""
+    return _device_index
 
 
-def disown() -> None:
-    """As if nothing had been claimed."""
-    global _own
-    _own = None
+def release_device() -> None:
+    """Undoes `claim`; for tests."""
+    global _device_index
+    _device_index = None
 
 
 def named(kind: str) -> str:
-    """`kind` ("cuda", "physx_cuda") with the number of this rank's GPU, where it has one."""
-    return kind if _own is None else f"{kind}:{_own}"
+    """Returns `kind` ("cuda", "physx_cuda") with the index of this rank's GPU, if it has one."""
+    return kind if _device_index is None else f"{kind}:{_device_index}"
 
 
 def names(numbers: Iterable[int]) -> str:
-    """CUDA_VISIBLE_DEVICES for a child that is to see these GPUs alone, numbered as this process counts them: numbers,
-    UUIDs or MIG ids, as this process was itself given them.
+    """Returns CUDA_VISIBLE_DEVICES for a child that shall see only the GPUs `numbers`, as this process counts them.
+    They are numbers, UUIDs or MIG ids, as in this process's own variable.
 
     Raises UserError for a GPU that this process does not see.
     """
-    given = os.environ.get(VISIBLE)
-    if given is None:
+    variable = os.environ.get(VISIBLE)
+    if variable is None:
         return ",".join(map(str, numbers))
-    seen = [name.strip() for name in given.split(",") if name.strip()]
+    visible = [name.strip() for name in variable.split(",") if name.strip()]
     numbers = list(numbers)
-    if beyond := [number for number in numbers if number >= len(seen)]:
-        raise UserError(f"GPU {beyond[0]} is asked for, and {VISIBLE}={given} shows {len(seen)}")
-    return ",".join(seen[number] for number in numbers)
+    if beyond := [number for number in numbers if number >= len(visible)]:
+        raise UserError(f"GPU {beyond[0]} is asked for, and {VISIBLE}={variable} shows {len(visible)}")
+    return ",".join(visible[number] for number in numbers)
 
 
 def of_children() -> dict[str, str]:
-    """The environment by which a child sees this rank's GPU alone; empty where the rank has none."""
-    return {} if _own is None else {VISIBLE: names([_own])}
+    """Returns environment variables that show a child only this rank's GPU; empty where the rank has none."""
+    return {} if _device_index is None else {VISIBLE: names([_device_index])}
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:
-    """An environment for a child that is no rank of the training."""
+    """Returns the environment without launcher variables, for a child that is no rank."""
     return {name: value for name, value in environment.items() if name not in LAUNCHER and not name.startswith(ELASTIC)}

@@ -1,4 +1,4 @@
-"""Files that others read."""
+"""File modes and cache folders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def share(folder: Path) -> None:
-    """Gives all files in `folder` the mode that a new file of this user has. safetensors writes through a private
-    temporary file, which nobody else could read."""
+    """Gives all files in `folder` the mode of a new file of this user. safetensors writes files that only the user can
+    read."""
     new = folder / ".new"
     new.touch()
     mode = stat.S_IMODE(new.stat().st_mode)
@@ -20,8 +20,7 @@ def share(folder: Path) -> None:
 
 
 def user_cache(kind: str, variable: str) -> Path:
-    """The folder that the environment's `variable` names, or mmrl/KIND in the user's cache folder. What lies there can
-    be made again."""
+    """Returns the folder in the environment variable `variable`, or mmrl/KIND in the user's cache folder."""
     if chosen := os.environ.get(variable):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl" / kind

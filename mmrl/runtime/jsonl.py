@@ -1,4 +1,4 @@
-"""Rows of files that somebody else wrote, one JSON value a line: read so that a bad one is named and costs no more."""
+"""Reads JSON lines from untrusted files. A bad row raises a RowError and nothing else."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ DEEPEST = 64  # levels of lists and objects
 
 
 class RowError(ValueError):
-    """A row cannot be used; the message is one line that names the field."""
+    """An error about a row that cannot be used, in one line that names the field."""
 
 
 class LineSpan(NamedTuple):
-    """Where a line lies: its number from 1, its offset and its length in bytes."""
+    """The position of a line: its number from 1, its offset and its size in bytes."""
 
     line: int
     offset: int
     size: int
 
 
-def places(file: BinaryIO) -> Iterator[LineSpan]:
-    """Of all lines that are not blank. No more than LONGEST_LINE bytes are held in memory."""
+def line_spans(file: BinaryIO) -> Iterator[LineSpan]:
+    """Yields the spans of all lines that are not blank. Holds at most LONGEST_LINE bytes in memory."""
     line = offset = 0
     while text := file.readline(LONGEST_LINE):
         line, size, blank = line + 1, len(text), not text.strip()
@@ -36,7 +36,7 @@ def places(file: BinaryIO) -> Iterator[LineSpan]:
 
 
 def parsed(text: bytes) -> Any:
-    """The JSON value of a line. Raises RowError for a line that is none, and for one that is too long."""
+    """Returns the JSON value of a line. Raises RowError for invalid JSON and for a line that is too long."""
     check_length(text)
     try:
         return json.loads(text)
@@ -57,8 +57,8 @@ def check_length(text: bytes) -> None:
 
 
 def check_value(value: Any, field: str, depth: int = 0) -> None:
-    """Raises RowError naming `field` for what could not be written, sent or computed with later: text with half of a
-    surrogate pair, an integer that no float can hold, more than DEEPEST levels."""
+    """Raises RowError naming `field` for values that fail later, when they are written, sent or computed with: text
+    with half of a surrogate pair, an integer beyond the range of floats, more than DEEPEST levels."""
     if depth > DEEPEST:
         raise RowError(f"field {field!r}: more than {DEEPEST} levels of lists and objects")
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def check_value(value: Any, field: str, depth: int = 0) -> None:
 
 
 def check_finite(value: Any, field: str) -> None:
-    """Raises RowError for a number that is NaN or infinite: no answer equals it."""
+    """Raises RowError for a number that is NaN or infinite, which no answer equals."""
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"field {field!r} is {value}, which no answer equals")
 

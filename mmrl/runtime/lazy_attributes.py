@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for, so that importing the package costs nothing."""
+"""Lazy attributes of a package: they are imported on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def attributes(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` (PEP 562) for `package`; where: the module that each name comes from."""
+    """Returns a `__getattr__` (PEP 562) for `package`. where: the module of each name."""
 
     def __getattr__(name: str) -> Any:
         if name not in where:

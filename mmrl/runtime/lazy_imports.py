@@ -1,11 +1,10 @@
-"""Names that libraries import at once and that a job here seldom or never uses: they are imported when first used.
+"""Defers imports inside libraries that jobs rarely need, until their names are used.
 
-For one decoding with a smaller model transformers imports scikit-learn, for losses of detectors SciPy; diffusers
-imports peft, with LoRA or without. `defer_imports` lets the import statements of those modules, and of no others, give
-stand-ins: whoever calls one, asks it for an attribute or derives from it gets the library's own, imported then. So
-nothing is missing, nothing is replaced, and `import sklearn` elsewhere is what it always was. A module that was
-imported before, and a version of a library that imports other names, are left as they are. MMRL_EAGER_IMPORTS=1 turns
-it off; where CUDA is visible it is off too, for there loading a model takes minutes.
+transformers imports scikit-learn for one decoding with a smaller model and SciPy for losses of detectors; diffusers
+imports peft, with LoRA or without. `defer_imports` makes the import statements of those modules, and of no others,
+return placeholders. Calling one, reading an attribute or deriving from it imports the real object. `import sklearn`
+elsewhere is unchanged. Modules that are imported already, and library versions that import other names, are unaffected.
+MMRL_EAGER_IMPORTS=1 turns it off; it is also off where CUDA is visible, since loading a model takes minutes there.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SCHEDULERS = (  # those that import scipy.stats, for noise levels of a kind
     *("euler_discrete", "flow_match_euler_discrete", "flow_match_lcm", "heun_discrete", "k_dpm_2_ancestral_discrete"),
     *("k_dpm_2_discrete", "sasolver", "unipc_multistep"),
 )
-# By the module whose import statements are meant: modules, and their names, that they give stand-ins of.
+# By importing module: the modules and names that are replaced by placeholders.
 DEFERRED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "transformers.generation.candidate_generator": {"sklearn.metrics": ("roc_curve",)},
     **{
@@ -54,42 +53,42 @@ GPUS = ("/dev/nvidiactl", "/dev/dxg")  # where NVIDIA's driver is, on Linux and 
 
 
 def defer_imports() -> None:
-    """From here on, in this process, unless imports are to be eager there; again it does nothing."""
+    """Defers the imports of DEFERRED in this process, unless imports are eager. Idempotent."""
     if not eager(os.environ) and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 
 def eager(environment: Mapping[str, str], gpus: Sequence[str] = GPUS) -> bool:
-    """Whether libraries import what they name at once: it was asked for, or CUDA is visible, as far as that can be told
-    without importing torch. gpus: files of which one is there where a GPU is."""
+    """Returns whether imports are not deferred: as MMRL_EAGER_IMPORTS=1 says, or because CUDA seems visible, judged
+    without importing torch. gpus: device files, of which one exists where a GPU is."""
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return environment.get(EAGER) == "1" or (not hidden and any(Path(gpu).exists() for gpu in gpus))
 
 
 class Deferred:
-    """Stands for `name` of the module `source`."""
+    """A placeholder for `name` of the module `source`."""
 
     def __init__(self, source: str, name: str) -> None:
         self._source, self._name = source, name
 
-    def _own(self) -> Any:
+    def _target(self) -> Any:
         return getattr(importlib.import_module(self._source), self._name)
 
-    def __call__(self, *words: Any, **named: Any) -> Any:
-        return self._own()(*words, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._target()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own(), name)
+        return getattr(self._target(), name)
 
     def __instancecheck__(self, thing: Any) -> bool:
-        # Of a class that nobody has imported there are no instances.
-        return self._source in sys.modules and isinstance(thing, self._own())
+        # A class that is not imported has no instances.
+        return self._source in sys.modules and isinstance(thing, self._target())
 
     def __subclasscheck__(self, kind: type) -> bool:
-        return self._source in sys.modules and issubclass(kind, self._own())
+        return self._source in sys.modules and issubclass(kind, self._target())
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._own(),)
+        return (self._target(),)
 
     def __or__(self, other: Any) -> Any:  # in annotations
         return Any
@@ -98,7 +97,8 @@ class Deferred:
 
 
 class DeferredPackage:
-    """Stands for the package that `import package` or `import package.module` gives, and for some of its names."""
+    """A placeholder for the package that `import package` or `import package.module` binds, with some deferred
+    names."""
 
     def __init__(self, module: str, names: Sequence[str]) -> None:
         self._module, self._names = module, names
@@ -111,7 +111,7 @@ class DeferredPackage:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of DEFERRED where they are always found, and loads them by `Loader`."""
+    """Finds the modules of LOADERS on the usual path, and has them loaded by their loader there."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -126,7 +126,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Runs a module whose import statements, in functions too, ask `importing`."""
+    """Executes a module with the `__import__` of `importing` for all its import statements, also those in functions."""
 
     def exec_module(self, module: ModuleType) -> None:
         ask = importing(DEFERRED[module.__name__])
@@ -135,7 +135,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 def importing(deferred: Mapping[str, Sequence[str]]) -> Any:
-    """An `__import__` (of Python's data model) that gives stand-ins of the deferred names."""
+    """Returns an `__import__` that returns placeholders for the deferred names."""
 
     def import_(
         name: str, variables: Any = None, local: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
@@ -153,8 +153,8 @@ def importing(deferred: Mapping[str, Sequence[str]]) -> Any:
 
 
 class ScanLoader(importlib.machinery.SourceFileLoader):
-    """Lets transformers read what its thousands of files offer once and not twice: it asks with a folder's path, and
-    then with that of a file in it, and what it remembers is told apart by that."""
+    """Makes transformers scan its thousands of files once, not twice: it scans with a folder's path and again with the
+    path of a file in it, and its cache distinguishes the two."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)

@@ -1,5 +1,4 @@
-"""What keeps libraries from talking of themselves. A terminal shows their bars of downloads and of pipelines' parts, a
-log does not."""
+"""Silences libraries. Their progress bars are shown on a terminal, not in a log."""
 
 import os
 import sys
@@ -8,12 +7,12 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
-    "PYDANTIC_DISABLE_PLUGINS": "__all__",  # else every installed package is asked for some, at each start
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",  # else it searches every installed package, at each start
 }
 
 
 def quieten_environment() -> None:
-    """For libraries that are imported from here on, and for children. What the user has set stays."""
+    """Sets ENVIRONMENT for libraries that are imported later and for children. The user's own values stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not bars_shown():
@@ -21,5 +20,5 @@ def quieten_environment() -> None:
 
 
 def bars_shown() -> bool:
-    """Whether this process may draw bars: the first of all ranks, on a terminal."""
+    """Returns whether this process may draw bars: rank 0 on a terminal."""
     return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""How far long work is, and how long it will take: bars on a terminal; in a log, a line every so often."""
+"""Shows progress and time left: bars on a terminal, in a log a line every LINES_EVERY seconds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DAY = 86400.0
 
 
 class Interval:
-    """Whether it is time again: when `seconds` have passed since the last time. now: a clock, in seconds."""
+    """A timer that is due every `seconds`. now: a clock, in seconds."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic, *, at_once: bool = False) -> None:
-        """at_once: it is time when it is first asked; otherwise `seconds` after it was made."""
+        """at_once: the first call of `due` is true; otherwise not before `seconds` have passed."""
         self._seconds, self._now = seconds, now
         self._last = -math.inf if at_once else now()
 
@@ -34,22 +34,22 @@ class Interval:
 
 
 class Work:
-    """A piece of work that consists of `total` equal parts."""
+    """A progress bar of `total` equal parts."""
 
     def __init__(self, display: Display, what: str, total: int, done: int, *, lines: bool) -> None:
         self._display, self._what, self._total = display, what, total
         self._task = display.bars.add_task(what, total=total, completed=done, left="")
-        self._drawn, self._told = Interval(DRAWN_EVERY, display.now), Interval(LINES_EVERY, display.now)
+        self._drawn, self._line_interval = Interval(DRAWN_EVERY, display.now), Interval(LINES_EVERY, display.now)
         self._lines = lines
 
     def advance(self, parts: int = 1) -> None:
         self._display.bars.update(self._task, advance=parts)
-        self._display.bars.update(self._task, left=told_left(self.left))
+        self._display.bars.update(self._task, left=time_left_text(self.left))
         if self._display.draws:
             if self._drawn.due() or self.done == self._total:
                 self._display.bars.refresh()
-        elif self._lines and self.done < self._total and self._told.due():
-            left = told_left(self.left)
+        elif self._lines and self.done < self._total and self._line_interval.due():
+            left = time_left_text(self.left)
             self._display.line(f"{self._what}: {self.done} of {self._total}" + (f", {left}" if left else ""))
 
     @property
@@ -58,7 +58,7 @@ class Work:
 
     @property
     def left(self) -> float | None:
-        """Seconds that the parts that are left will take at the pace of those that were done; None: not known yet."""
+        """Seconds left at the pace so far; None: not known yet."""
         return self._bar.time_remaining
 
     @property
@@ -71,14 +71,13 @@ class Work:
 
 
 class Display:
-    """What this process prints while it works. Lines come above the bars of what is going on; ranks other than the
-    first show no bars."""
+    """Prints lines and progress bars of this process. Lines appear above bars; only rank 0 shows bars."""
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        # What is printed may hold square brackets and colons, which rich would read as its own marks.
+        # Lines may hold square brackets and colons, which rich would read as markup.
         self.console = console or Console(highlight=False, markup=False, emoji=False)
         self.now = now
-        # No thread draws: processes that are forked while it holds a lock would never get it.
+        # No thread draws: a process that is forked while it holds a lock would wait for it for ever.
         self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -94,7 +93,7 @@ class Display:
 
     @property
     def draws(self) -> bool:
-        """Whether bars are on the screen."""
+        """True while bars are on the screen."""
         return self.bars.live.is_started
 
     def line(self, text: str) -> None:
@@ -102,8 +101,8 @@ class Display:
 
     @contextmanager
     def work(self, what: str, total: int, done: int = 0, *, lines: bool = True) -> Iterator[Work]:
-        """A bar with the time left while the block runs, which says what is done with `advance`. In a log a line every
-        LINES_EVERY seconds instead, or nothing where `lines` is False or the block does not take as long."""
+        """Shows a bar with the time left while the block runs, which calls `advance`. A log gets a line every
+        LINES_EVERY seconds instead, or none where `lines` is False."""
         first = os.environ.get("RANK", "0") == "0"
         work = Work(self, what, total, done, lines=lines and first)
         if first and self.console.is_terminal and not self.console.is_dumb_terminal and not self.draws:
@@ -120,33 +119,33 @@ display = Display()  # of this process, which has one terminal
 
 
 class Items(Sized, Iterable[Any], Protocol):
-    """What can be counted and gone through."""
+    """A sized iterable."""
 
 
 def weights_read(factory: Callable[..., Any], items: tuple[Items, ...], options: dict[str, Any]) -> Any:
-    """What transformers goes through in place of a bar of its own (its `set_tqdm_hook`): the weights that it reads have
-    one of ours, anything else has none."""
+    """Replaces transformers' progress bars (see its `set_tqdm_hook`): loading weights gets one of ours, anything else
+    none."""
     what = str(options.get("desc"))
     if not items or not what.startswith("Loading"):
         return factory(*items, **{**options, "disable": True})
-    return told_items(items[0], what.lower())
+    return with_progress(items[0], what.lower())
 
 
-def told_items(items: Items, what: str) -> Iterator[Any]:
-    """The items, one by one, with a bar or lines that say how many are done."""
+def with_progress(items: Items, what: str) -> Iterator[Any]:
+    """Yields the items and shows their progress."""
     with display.work(what, len(items)) as work:
         for item in items:
             yield item
             work.advance()
 
 
-def told_left(seconds: float | None) -> str:
-    """As in "3 min 20 s left"; nothing where it is not known."""
-    return "" if seconds is None else f"{told_time(seconds)} left"
+def time_left_text(seconds: float | None) -> str:
+    """Returns the time left as in "3 min 20 s left"; "" where it is unknown."""
+    return "" if seconds is None else f"{duration_text(seconds)} left"
 
 
-def told_time(seconds: float) -> str:
-    """A duration in the two largest units that matter: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+def duration_text(seconds: float) -> str:
+    """Returns a duration in its two largest units: 45 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     seconds = max(0, round(seconds))
     units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
     parts = []

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[int]:
-    """One seed a rollout, from the place at which its prompt was drawn and the rollout's place in its group."""
+    """Returns one seed a rollout, from the position at which its prompt was drawn and its index in its group."""
     return [
         int(np.random.SeedSequence([seed, position, member]).generate_state(1)[0])
         for position in positions
@@ -16,15 +16,15 @@ def rollout_seeds(seed: int, positions: Sequence[int], group_size: int) -> list[
     ]
 
 
-REFERENCE = 2**32 - 1  # no place in a response; numpy takes a trailing 0 for nothing
+REFERENCE = 2**32 - 1  # no position in a response; numpy ignores a trailing 0
 
 
 def reference_seeds(seed: int, positions: Sequence[int]) -> list[int]:
-    """Of one response of the reference policy to each prompt, other than those of its rollouts."""
+    """Returns a seed for one response of the reference policy to each prompt, distinct from those of its rollouts."""
     return [int(np.random.SeedSequence([seed, position, 0, REFERENCE]).generate_state(1)[0]) for position in positions]
 
 
 def continuation_seeds(seed: int, position: int, member: int, cut: int, count: int) -> list[int]:
-    """Of so many continuations of a rollout after its first `cut` decisions."""
-    words = ([seed, position, member, cut, i] for i in range(count))
-    return [int(np.random.SeedSequence(each).generate_state(1)[0]) for each in words]
+    """Returns the seeds of `count` continuations of a rollout after its first `cut` decisions."""
+    entropies = ([seed, position, member, cut, i] for i in range(count))
+    return [int(np.random.SeedSequence(entropy).generate_state(1)[0]) for entropy in entropies]

@@ -1,4 +1,4 @@
-"""Sections of a configuration: what they are, how files and overrides become one, and how it is written again."""
+"""Configuration sections: declared as classes, read from files and overrides, and written as YAML."""
 
 from mmrl.settings.section import (
     NOTHING,

@@ -1,4 +1,4 @@
-"""How files and overrides become one tree."""
+"""Merges files and overrides into one tree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.settings.section import Section, SettingsError, has_key, with_types, w
 from mmrl.settings.tree import merged
 
 Tree = dict[str, Any]
-Job = Callable[[Tree], type[Section]]  # the class of the configurations that a tree is one of; raises SettingsError
+Job = Callable[[Tree], type[Section]]  # returns the configuration class of a tree; raises SettingsError
 
 
 def laid_over(job: Job, *trees: Tree) -> Tree:
-    """One tree of several, each laid over those before it. null unsets a key, also one that the job does not have any
-    more because a later tree chose another type. Raises TreeError."""
+    """Merges trees, each over those before it. null unsets a key, even one that the job no longer has because a later
+    tree chose another type. Raises TreeError."""
     tree: Tree = {}
     earlier: list[Tree] = []
     for layer in trees:
@@ -22,12 +22,12 @@ def laid_over(job: Job, *trees: Tree) -> Tree:
         earlier.append(tree)
     try:
         return without_keys(job(tree), tree, lambda path: any(_had(job, before, path) for before in earlier))
-    except SettingsError:  # of which the validation will tell
+    except SettingsError:  # reported later, by the validation
         return tree
 
 
 def _had(job: Job, tree: Tree, path: tuple[str, ...]) -> bool:
-    """Whether `tree` holds something at `path`, or is of a job that has that key."""
+    """Returns whether `tree` holds a value at `path`, or its job has that key."""
     held: Any = tree
     for key in path:
         held = held.get(key) if isinstance(held, Mapping) else None
@@ -38,9 +38,8 @@ def _had(job: Job, tree: Tree, path: tuple[str, ...]) -> bool:
 
 
 def _with_types(job: Job, tree: Tree) -> Tree:
-    """`tree` with the type of every choice in it that has the one it has by default, so that another type is seen to be
-    another."""
+    """Returns `tree` with default types of choices written out, so that `merged` notices a change of type."""
     try:
         return with_types(job(tree), tree)
-    except SettingsError:  # of which the validation will tell
+    except SettingsError:  # reported later, by the validation
         return tree

@@ -1,4 +1,4 @@
-"""Recipes: the YAML files that come with the package, which are found by their names, and where their runs go."""
+"""Recipes: the YAML files that come with the package, by name, and their run directories."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = "configs"  # of recipes, by kind; the kinds are the folders of runs too
-FORMER_CONTROL = "_random_reward"  # how files of controls ended, before there was a command
+FORMER_CONTROL = "_random_reward"  # suffix of the former files of controls
 
 
 @cache
 def shipped() -> dict[str, Path]:
-    """Returns the recipes that come with the package by their names, which are the stems of their files."""
+    """Returns the files of the shipped recipes by their stems."""
     root = Path(importlib.import_module("mmrl.configs").__path__[0])
     return {path.stem: path for path in sorted(root.rglob("*.yaml"), key=str)}
 
 
-def found(path: Path) -> Path:
+def resolve(path: Path) -> Path:
     """Returns the file at `path`, or the shipped recipe that it names. Raises FileNotFoundError in one line that names
-    the nearest recipe, or what a former one is now."""
+    the nearest recipe, or the present name of a former one."""
     if path.is_file():
         return path
     if path.suffix == "" and path.name == str(path) and path.name in shipped():
@@ -30,22 +30,23 @@ def found(path: Path) -> Path:
 
 
 def run_dir(path: Path) -> str:
-    """Returns the run directory of a recipe that names none: runs/KIND/NAME for configs/KIND/NAME.yaml, runs/NAME for a
-    file that lies elsewhere."""
+    """Returns the default run directory of a recipe: runs/KIND/NAME for configs/KIND/NAME.yaml, runs/NAME for a file
+    elsewhere."""
     parts = path.absolute().with_suffix("").parts
     kinds = [i for i, part in enumerate(parts[:-1]) if part == FOLDER]
     return "/".join(("runs", *(parts[kinds[-1] + 1 :] if kinds else parts[-1:])))
 
 
 def shown(path: Path) -> Path:
-    """Returns the path as seen from here, where it lies below."""
+    """Returns the path relative to the working directory, if it is below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def beside(folder: Path, name: str) -> Path:
-    """Returns the recipe that a file in `folder` names: a path from there, or the name of a shipped recipe."""
-    there = Path(os.path.normpath(folder / name))
-    return Path(name) if not there.is_file() and name in shipped() else there
+def resolve_from(folder: Path, name: str) -> Path:
+    """Returns the recipe that a file in `folder` names: a path relative to `folder`, or the name of a shipped
+    recipe."""
+    path = Path(os.path.normpath(folder / name))
+    return Path(name) if not path.is_file() and name in shipped() else path
 
 
 def _hint(path: Path) -> str:

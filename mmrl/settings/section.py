@@ -1,8 +1,8 @@
-"""Sections of a configuration: what they are, how a mapping becomes one, and how one becomes a mapping again.
+"""Sections of a configuration, their construction from mappings, and their conversion to mappings.
 
-Every room keeps its own settings beside the code that they set. A thing that comes in kinds is a `Choice`: its `type`
-says which kind it is, and only the options of that kind exist. Nothing in this module, and nothing that holds settings,
-imports torch: reading a configuration has to be quick.
+Every package keeps its settings beside the code that they set. A section that comes in kinds is a `Choice`: its `type`
+selects the kind, and only the options of that kind exist. Neither this module nor modules of settings import torch, so
+that reading a configuration is fast.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from mmrl import moved
-from mmrl.errors import told
+from mmrl.errors import describe_error
 
 Model = TypeVar("Model", bound="Section")
 Kind = TypeVar("Kind", bound="Choice")
 NOTHING: tuple[Any, ...] = (None, {}, [], ())
-Path_ = tuple[str, ...]  # the keys that lead to a place in a configuration
+Path_ = tuple[str, ...]  # keys from the root of a configuration
 
 
 class SettingsError(ValueError):
-    """One line that names the key at fault and what would fit."""
+    """An error in one line that names the key at fault and valid values."""
 
 
 class Section(BaseModel):
-    """A part of a configuration. It can not be changed once it is made, has no key that it does not declare, and no
-    number that is not finite, unless the key allows it."""
+    """A part of a configuration. It is immutable, rejects undeclared keys, and rejects numbers that are not finite
+    unless the key allows them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -43,33 +43,33 @@ class Section(BaseModel):
 class Choice(Section):
     """A section that comes in kinds.
 
-    `kinds` maps the names of the shipped kinds to where their classes are; a class of one's own is named as
-    `package.module:Class` and inherits from the same base. The other class variables are for `mmrl methods`.
+    `kinds` maps names of shipped kinds to "package.module:Class". A user's class is selected by such a string and
+    inherits from the same base. The other class variables are for `mmrl methods`.
     """
 
     type: str
     kinds: ClassVar[dict[str, str]] = {}
-    title: ClassVar[str] = ""  # what the kinds are, for messages: "surrogate"
+    title: ClassVar[str] = ""  # a noun for messages, such as "surrogate"
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
-    test: ClassVar[str] = ""  # the test that pins it
+    test: ClassVar[str] = ""  # a test of it
     of_numbers: ClassVar[bool] = False  # whether a number alone stands for the kind `constant` with this `number`
 
     @property
     def key(self) -> str:
-        """By which what is known for this choice is found again; equal for equal settings."""
+        """A key for state that belongs to this choice; equal for equal settings."""
         return f"{self.type} {self.model_dump_json()}"
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """The mapping that a shorter way to write this choice stands for: a name alone is a kind with its defaults."""
+        """Returns the mapping for a short form of this choice: a name alone is a kind with its defaults."""
         if cls.of_numbers and isinstance(value, int | float) and not isinstance(value, bool):
             return {"type": "constant", "number": value}
         return {"type": value} if isinstance(value, str) else value
 
     @classmethod
     def shorten(cls, value: Choice) -> Any:
-        """The shorter way to write `value`, where there is one that says the same; else None."""
+        """Returns the short form of `value` if it has one, else None."""
         if cls.of_numbers and value.type == "constant":
             return vars(value)["number"]
         return value.type if list(type(value).model_fields) == ["type"] else None
@@ -83,9 +83,9 @@ def option(
     kinds: dict[str, str] | None = None,
     **constraints: Any,
 ) -> Any:
-    """A key of a section: its default (none: it must be given), what it means, its unit, and pydantic's constraints.
+    """Declares a key of a section: its default (none: it is required), meaning, unit, and pydantic's constraints.
 
-    kinds: of a choice, where this key allows other kinds than its class names.
+    kinds: of a choice, where this key allows other kinds than its class.
     """
     extra: dict[str, Any] = {n: value for n, value in {"unit": unit, "kinds": kinds}.items() if value is not None}
     return Field(default, description=description, json_schema_extra=extra, **constraints)
@@ -95,7 +95,7 @@ def option(
 
 
 def make(model: type[Model], tree: Any, path: Path_ = ()) -> Model:
-    """`tree` as a `model`. Raises SettingsError naming the key at fault, by its whole path."""
+    """Builds the section `model` from `tree`. Raises SettingsError naming the key at fault by its whole path."""
     if isinstance(tree, model):
         return tree
     if not isinstance(tree, Mapping):
@@ -114,13 +114,13 @@ def make(model: type[Model], tree: Any, path: Path_ = ()) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         where = dotted((*path, *(str(part) for part in first["loc"])))
-        given = "" if first["type"] in ("missing", "value_error") else f" (got {first['input']!r})"
-        message = f"{first['msg'].removeprefix('Value error, ')}{given}"
+        got = "" if first["type"] in ("missing", "value_error") else f" (got {first['input']!r})"
+        message = f"{first['msg'].removeprefix('Value error, ')}{got}"
         raise SettingsError(f"{where}: {message}" if where else message) from None
 
 
 def resolve(annotation: Any, value: Any, path: Path_, kinds: Mapping[str, str] | None = None) -> Any:
-    """`value` with every mapping that stands for a section made into that section."""
+    """Returns `value` with mappings replaced by the sections that `annotation` declares. Raises SettingsError."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         if issubclass(annotation, Choice):
             return choose(annotation, value, path, kinds)
@@ -142,7 +142,7 @@ def resolve(annotation: Any, value: Any, path: Path_, kinds: Mapping[str, str] |
 
 
 def choose(base: type[Kind], value: Any, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> Kind:
-    """The kind of `base` that `value` names, made with its options. Raises SettingsError."""
+    """Builds the kind of `base` that `value` selects, with its options. Raises SettingsError."""
     if isinstance(value, base):
         return value
     tree = base.expand(value)
@@ -150,7 +150,7 @@ def choose(base: type[Kind], value: Any, path: Path_ = (), kinds: Mapping[str, s
 
 
 def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> type[Kind]:
-    """The class of the kind that `tree` names, which may be one of the user's own. Raises SettingsError."""
+    """Returns the class of the kind that `tree` selects, shipped or the user's. Raises SettingsError."""
     tree, kinds = base.expand(tree), base.kinds if kinds is None else kinds
     if not isinstance(tree, Mapping):
         raise SettingsError(f"{dotted(path)}: expected {one_of(kinds)} (got {tree!r})")
@@ -158,31 +158,31 @@ def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, s
     name = tree.get("type") or (default if isinstance(default, str) else None)
     where = dotted((*path, "type"))
     if now := rewritten(base, tree):
-        raise SettingsError(_told_form(where, tree, now))
+        raise SettingsError(_form_message(where, tree, now))
     if name is None:
         raise SettingsError(f"{where} is missing; it is {one_of(kinds)}")
     if name in kinds:
         return locate(kinds[name], where)
     if not isinstance(name, str) or ":" not in name:
         raise SettingsError(f"{where}={name} is unknown{nearest(str(name), kinds)}; use {one_of(kinds)}")
-    own = locate(name, where)
-    if not (isinstance(own, type) and issubclass(own, base)):
+    kind = locate(name, where)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
         raise SettingsError(f"{where}={name} does not inherit from {base.__module__}:{base.__name__}")
-    if inspect.isabstract(own):
-        lacks = ", ".join(sorted(own.__abstractmethods__))
+    if inspect.isabstract(kind):
+        lacks = ", ".join(sorted(kind.__abstractmethods__))
         raise SettingsError(f"{where}={name} lacks {lacks}, which {base.__module__}:{base.__name__} asks for")
-    return own
+    return kind
 
 
 def rewritten(base: type[Choice], value: Any) -> list[dict[str, Any]]:
-    """Returns what a choice in its former form is today: one mapping, or several that together do the same; none where
-    it is in its present form."""
+    """Returns the present form of a choice in a former form: one mapping, or several that together do the same. Empty
+    where it is in its present form."""
     tree = base.expand(value)
     return moved.present_forms(base.title, tree) if isinstance(tree, Mapping) else []
 
 
-def _told_form(where: str, tree: Mapping[str, Any], now: list[dict[str, Any]]) -> str:
-    """One line; keys that stay as they are it leaves out."""
+def _form_message(where: str, tree: Mapping[str, Any], now: list[dict[str, Any]]) -> str:
+    """Returns the error message for a choice in a former form; unchanged keys are left out."""
     gone = [key for key in tree if key not in now[0]]
     changed = [{k: v for k, v in each.items() if k == "type" or k not in tree or tree[k] != v} for each in now]
     return (
@@ -199,15 +199,15 @@ def as_yaml(value: Any) -> str:
 
 
 def locate(target: str, key: str) -> Any:
-    """What "package.module:name" names. Raises SettingsError naming the configuration's key."""
+    """Returns the object at "package.module:name". Raises SettingsError naming the configuration's key."""
     module, _, name = target.partition(":")
     try:
         members = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
         why = f"{error}{moved.hint_of(error) if isinstance(error, ImportError) else ''}"
         raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name") from None
-    except Exception as error:  # any fault of a module of the user's own
-        raise SettingsError(f"{key}={target}: {module} can not be imported: {told(error)}") from None
+    except Exception as error:  # any fault of the user's module
+        raise SettingsError(f"{key}={target}: {module} can not be imported: {describe_error(error)}") from None
     if name not in members:
         why = f"{module} has no {name}{moved.hint(target)}"
         raise SettingsError(f"{key}={target}: no such object ({why}); expected package.module:name")
@@ -215,37 +215,37 @@ def locate(target: str, key: str) -> Any:
 
 
 def load_attribute(target: str) -> Any:
-    """Returns the object of this package at "package.module:name". With it a room's settings name what is made of them
-    without an import of the room, which needs its settings in turn."""
+    """Returns the object of this package at "package.module:name". So settings name the code that they configure
+    without importing it, which imports the settings in turn."""
     module, _, name = target.partition(":")
     return vars(importlib.import_module(module))[name]
 
 
 def with_types(model: type[Section], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` with the `type` of every choice in it written out, where the key has a kind by default.
+    """Returns `tree` with the default `type` of every choice in it written out.
 
-    Raises SettingsError for a kind that does not exist.
+    Raises SettingsError for an unknown kind.
     """
-    found = dict(tree)
+    expanded = dict(tree)
     for name, kind, value in _inner(model, tree):
-        found[name] = with_types(kind, value)
-    return found
+        expanded[name] = with_types(kind, value)
+    return expanded
 
 
 def without_keys(
     model: type[Section], tree: Mapping[str, Any], drop: Callable[[Path_], bool], path: Path_ = ()
 ) -> dict[str, Any]:
-    """`tree` without the keys that are null, that `model` does not have, and that `drop` says may go; so for every
-    section in it that its key has by default. Raises SettingsError for a kind that does not exist."""
-    known = set(model.model_fields)
-    found = {n: v for n, v in tree.items() if v is not None or n in known or not drop((*path, n))}
-    for name, kind, value in _inner(model, found):
-        found[name] = without_keys(kind, value, drop, (*path, name))
-    return found
+    """Returns `tree` without the null keys that `model` does not have and for which `drop` is true, in the sections
+    below too. Raises SettingsError for an unknown kind."""
+    field_names = set(model.model_fields)
+    remaining = {n: v for n, v in tree.items() if v is not None or n in field_names or not drop((*path, n))}
+    for name, kind, value in _inner(model, remaining):
+        remaining[name] = without_keys(kind, value, drop, (*path, name))
+    return remaining
 
 
 def has_key(model: type[Section], tree: Mapping[str, Any], path: Path_) -> bool:
-    """Whether the sections that `tree` stands for have the key that `path` leads to."""
+    """Returns whether the sections of `tree` have the key at `path`."""
     if len(path) == 1:
         return path[0] in model.model_fields
     return any(has_key(kind, value, path[1:]) for name, kind, value in _inner(model, tree, path[0]) if name == path[0])
@@ -254,8 +254,8 @@ def has_key(model: type[Section], tree: Mapping[str, Any], path: Path_) -> bool:
 def _inner(
     model: type[Section], tree: Mapping[str, Any], also: str | None = None
 ) -> Iterable[tuple[str, type[Section], dict[str, Any]]]:
-    """The sections in `tree` that their keys have by default: key, kind, and mapping with its `type`; `also` with what
-    it is by default where the tree does not have it."""
+    """Yields the sections in `tree` whose keys have a section by default: key, class, and mapping with its `type`.
+    also: a key to yield with its default even where the tree lacks it."""
     for name, field in model.model_fields.items():
         value = tree.get(name) or {} if name == also else tree.get(name)
         if isinstance(field.default, Choice):
@@ -272,8 +272,8 @@ def _inner(
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`value` as mappings, lists, strings and numbers, from which `make` makes the same section again. brief: without
-    the keys that hold nothing."""
+    """Converts `value` to mappings, lists, strings and numbers, from which `make` builds the same section. brief:
+    without the keys that hold nothing by default."""
     if isinstance(value, Choice) and (short := value.shorten(value)) is not None:
         return short
     if isinstance(value, Section):
@@ -289,7 +289,7 @@ def plain(value: Any, *, brief: bool = False) -> Any:
 
 
 def choices_in(value: Any, base: type[Choice], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
-    """Every `base` inside a section, with its dotted path."""
+    """Yields every `base` inside a section, with its dotted path."""
     if isinstance(value, base):
         yield dotted(path), value
     elif isinstance(value, Section):
@@ -303,7 +303,7 @@ def choices_in(value: Any, base: type[Choice], path: Path_ = ()) -> Iterable[tup
             yield from choices_in(item, base, (*path, str(key)))
 
 
-# --- words for messages ---
+# --- parts of messages ---
 
 
 def keys_of(model: type[Section]) -> list[str]:
@@ -311,7 +311,7 @@ def keys_of(model: type[Section]) -> list[str]:
 
 
 def unknown(key: Any, model: type[Section], path: Path_) -> str:
-    """Returns what to say of a key that `model` does not have: its present name, the nearest one, else all."""
+    """Returns the message for an unknown key: it names the present key, the nearest one, or all."""
     valid = keys_of(model)
     if (now := moved.present_key(str(key))) in valid:
         return f"unknown key {dotted((*path, str(key)))}; it is {now} now; mmrl convert writes it"
@@ -320,8 +320,8 @@ def unknown(key: Any, model: type[Section], path: Path_) -> str:
     return f"unknown key {dotted((*path, str(key)))}; {hint}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -340,7 +340,7 @@ def _kinds_of(field: FieldInfo) -> Mapping[str, str] | None:
 
 
 def _of_default_kind(field: FieldInfo, value: Any) -> Any:
-    """Options without a `type` are those of the kind that the key has by default."""
+    """Returns `value` with the default `type` of the key, if it is a choice without one."""
     if isinstance(field.default, Choice) and isinstance(value, Mapping) and "type" not in value:
         return {"type": field.default.type, **value}
     return value
@@ -357,7 +357,7 @@ def _holds_sections(annotation: Any) -> bool:
 
 
 def _check_bounds(field: FieldInfo, value: Any, path: Path_) -> None:
-    """Bounds of a number that may change while a run goes on; see `mmrl.schedules.schedule.number`."""
+    """Checks the bounds of a number that may change during a run; see `mmrl.schedules.schedule.number`."""
     extra = field.json_schema_extra
     if isinstance(value, Choice) and isinstance(extra, dict) and isinstance(bounds := extra.get("bounds"), dict):
         try:

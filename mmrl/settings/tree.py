@@ -1,4 +1,4 @@
-"""Configuration files and overrides as plain trees of mappings and lists, and how one is laid over another."""
+"""Reads configuration files and overrides as plain trees of mappings and lists, and merges them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mmrl.settings import recipes
 
 
 class TreeError(Exception):
-    """A file or an override that can not be read, in one line."""
+    """An error in one line about a file or an override that can not be read."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A value of an override that replaces what stood there, also where both are mappings."""
+    """A value of an override that replaces the previous one, even where both are mappings."""
 
     value: Any
 
 
 def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns a file and its tree, behind those of the files that it extends. `path` may name a recipe that comes with
-    the package. Raises TreeError."""
+    """Returns the files that `path` extends, base first, and then `path`, each with its tree. `path` may be the name of
+    a shipped recipe. Raises TreeError."""
     try:
-        path = recipes.found(path)
+        path = recipes.resolve(path)
     except FileNotFoundError as error:
         raise TreeError(str(error)) from None
     try:
@@ -37,7 +37,7 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
         raise TreeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise TreeError(f"{path}: too many levels of lists and mappings") from None
-    except OSError:  # omegaconf's own for a document that is a number
+    except OSError:  # by omegaconf for a document that is a number
         loaded = None  # type: ignore[assignment]
     if not isinstance(loaded, DictConfig) or not loaded:
         raise TreeError(f"{path}: expected a mapping at the top level")
@@ -48,14 +48,14 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     if not isinstance(base, str):
         raise TreeError(f"{path}: extends: expected the path of one YAML file (got {base!r})")
     chain = (*extended_by, path.resolve())
-    extended = recipes.beside(path.parent, base)
+    extended = recipes.resolve_from(path.parent, base)
     if extended.resolve() in chain:
         raise TreeError(f"{path}: extends: {base} extends this file in turn")
     return [*read_yaml(extended, chain), (path, tree)]
 
 
 def read_override(text: str) -> dict[str, Any]:
-    """The tree of `key.subkey=value`. A mapping in braces replaces what stood there. Raises TreeError."""
+    """Returns the tree of `key.subkey=value`. A mapping in braces replaces the previous value. Raises TreeError."""
     key, equals, written = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise TreeError(f"override {text!r} is not of the form key.subkey=value")
@@ -72,8 +72,8 @@ def read_override(text: str) -> dict[str, Any]:
 
 
 def merged(base: Any, extra: Any, path: tuple[str, ...] = ()) -> Any:
-    """`extra` laid over `base`: mappings key by key, anything else replaced. A mapping whose `type` is another one is
-    replaced too, for its options are others. A number as a key picks an item of a list.
+    """Merges `extra` over `base`: mappings key by key, anything else is replaced. A mapping of another `type` is
+    replaced too, since its options differ. A number as a key selects an item of a list.
 
     Raises TreeError naming a key below something that has no keys.
     """
@@ -87,10 +87,10 @@ def merged(base: Any, extra: Any, path: tuple[str, ...] = ()) -> Any:
         base = {"type": base}  # the short form of a choice
     if not isinstance(base, Mapping) or _of_another_type(base, extra):
         base = {}
-    found = dict(base)
+    result = dict(base)
     for key, value in extra.items():
-        found[key] = merged(found.get(key), value, (*path, str(key)))
-    return found
+        result[key] = merged(result.get(key), value, (*path, str(key)))
+    return result
 
 
 def _of_another_type(base: Mapping[str, Any], extra: Mapping[str, Any]) -> bool:
@@ -98,10 +98,10 @@ def _of_another_type(base: Mapping[str, Any], extra: Mapping[str, Any]) -> bool:
 
 
 def _with_items(base: list[Any], extra: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
-    found = list(base)
+    items = list(base)
     for key, value in extra.items():
         where = ".".join((*path, str(key)))
         if not str(key).isdigit() or int(key) >= len(base):
             raise TreeError(f"{where}: {'.'.join(path)} is a list of {len(base)}; its items are 0 to {len(base) - 1}")
-        found[int(key)] = merged(base[int(key)], value, (*path, str(key)))
-    return found
+        items[int(key)] = merged(base[int(key)], value, (*path, str(key)))
+    return items

@@ -17,7 +17,7 @@ from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.protocols.parts import Task
 from mmrl.rollouts import FRESH, Rollouts
-from mmrl.runtime.progress import told_left
+from mmrl.runtime.progress import time_left_text
 
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
@@ -209,7 +209,7 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
     if lost := lost_episodes(values):
         parts.append(f"{lost} lost")
     parts += [f"{values['time/step']:.2f}s", f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"]
-    parts += [told_left(left)] if left else []
+    parts += [time_left_text(left)] if left else []
     return f"step {step}/{steps}  {'  '.join(parts)}"
 
 

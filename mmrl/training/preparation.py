@@ -22,7 +22,7 @@ from mmrl.protocols.checks import check_mask, check_values
 from mmrl.protocols.job import JobConfig
 from mmrl.protocols.measurement import PreparedContext
 from mmrl.protocols.parts import Policy, Task
-from mmrl.rollouts import Replay, Rollouts, Steps, given
+from mmrl.rollouts import Replay, Rollouts, Steps, require
 from mmrl.training.balancing import balanced
 from mmrl.training.metrics import Metrics
 
@@ -173,11 +173,11 @@ class Preparation:
         """Fills in what the policy that made the rollouts says; its log-probabilities."""
         with torch.no_grad(), applied(self.sampling_policy):
             old.ask(parts)
-        logp = old.given("logp")
+        logp = old.require("logp")
         rollouts.old_logp, rollouts.old_prediction = logp, old.column("prediction")
         rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
         if self.needs.critic is not None and "steps" not in rollouts.extras:
-            value = old.given("value").cpu()
+            value = old.require("value").cpu()
             rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value, old.column("moment"))
         return logp
 
@@ -187,7 +187,7 @@ class Preparation:
 
         def replayed(seen: Rollouts, name: str) -> Tensor:
             with torch.no_grad(), applied(self.sampling_policy):
-                return Answers(self.policy, self.engine, seen).ask(every).given(name)
+                return Answers(self.policy, self.engine, seen).ask(every).require(name)
 
         context = PreparedContext(
             self.policy,
@@ -258,9 +258,9 @@ class Answers:
             self._found.append((rows, replay))
         return self
 
-    def given(self, name: str) -> Tensor:
+    def require(self, name: str) -> Tensor:
         """A column of `Replay` that this policy gives. Raises ValueError where it does not."""
-        return given(self.column(name), name)
+        return require(self.column(name), name)
 
     def column(self, name: str) -> Tensor | None:
         """A column of `Replay`, NaN for rollouts of which it is not known; None where the policy does not give it."""

@@ -90,7 +90,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("shipped: nothing is said", "mmrl/kernels/compiled.py", 'if why and os.environ.get("RANK", "0") == "0":',
      "if False:", SHIPPED),
     ("deferred: nothing", "mmrl/cli/main.py", "\ndefer_imports()\n", "\n", LATER),
-    ("deferred: everything is an instance", L, "return self._source in sys.modules and isinstance(thing, self._own())",
+    ("deferred: everything is an instance", L, "return self._source in sys.modules and isinstance(thing, self._target())",
      "return True", LATER),
     ("deferred: again and again", L, "not any(isinstance(finder, Finder) for finder in sys.meta_path):", "True:",
      LATER),

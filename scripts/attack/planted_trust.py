@@ -10,12 +10,12 @@ IMAGE = ("joints/test_trajectories.py::test_an_image_by_hand",)
 GAUSSIAN = ("joints/test_trajectories.py::test_a_gaussian_chunk_is_compared_as_a_whole",)
 REFUSED = ("joints/test_trajectories.py::test_decisions_without_an_exact_divergence_are_refused",)
 NOTHING = ("joints/test_trajectories.py::test_what_bounds_nothing_is_refused",)
-SUM, COST, BEYOND = "unit_sum(each.detach(), LOOKS.get(replay))", "self.price.value * each", "whole > self.bound"
+SUM, COST, BEYOND = "unit_sum(each.detach(), POLICY_STEPS.get(replay))", "self.price.value * each", "whole > self.bound"
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("chains: summed over the rollout", J, SUM, "unit_sum(each.detach(), None)", CHAINS),
-    ("chains: a mean", J, SUM, f"{SUM} / unit_sum(each.detach() * 0 + 1, LOOKS.get(replay))", CHAINS),
+    ("chains: a mean", J, SUM, f"{SUM} / unit_sum(each.detach() * 0 + 1, POLICY_STEPS.get(replay))", CHAINS),
     ("chains: single steps are bounded", J, BEYOND, "each > self.bound", CHAINS),
     ("chains: the wrong side of the bound", J, BEYOND, "whole < self.bound", CHAINS),
     ("chains: sign of the price", J, COST, f"-{COST}", CHAINS),
@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ROBOT),
     ("looks: two are one", V + "policy.py", "torch.arange(shape[1], device=self.device).repeat_interleave",
      "(torch.arange(shape[1], device=self.device) // 2).repeat_interleave", ROBOT),
-    ("looks: a robot does not say which", V + "policy.py", "LOOKS.name: numbers, ", "", ROBOT),
+    ("looks: a robot does not say which", V + "policy.py", "POLICY_STEPS.name: numbers, ", "", ROBOT),
     ("units: rollouts share theirs", "mmrl/core/ratios.py", "index = (rows * len(unique) + ids)",
      "index = (rows * 0 + ids)", CHAINS),
 ]

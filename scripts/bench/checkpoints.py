@@ -54,7 +54,7 @@ def waited(folder: Path, millions: float, steps: int, background: bool) -> tuple
         if step == 0:
             saver.save(1, {}, {})
         else:
-            saver.look()
+            saver.poll()
         waits.append(time.perf_counter() - begun)
         time.sleep(STEP)
     saver.finish()

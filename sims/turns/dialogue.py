@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from PIL import Image
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Conversation, Message, Prompt, Turn, Video
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import TurnLimits
@@ -39,7 +39,7 @@ class Dialogue:
         except UserError:
             raise
         except Exception as error:
-            self._lose(str(error) if isinstance(error, Fault) else told(error))
+            self._lose(str(error) if isinstance(error, Fault) else describe_error(error))
 
     def answer(self, response: str) -> tuple[Message, ...]:
         """Returns the observation after a response; nothing where the conversation has ended."""
@@ -51,7 +51,7 @@ class Dialogue:
             raise
         except Exception as error:
             self.turns.append(Turn(response))
-            self._lose(str(error) if isinstance(error, Fault) else told(error))
+            self._lose(str(error) if isinstance(error, Fault) else describe_error(error))
             return ()
         over = reply.end or len(self.turns) + 1 >= self.limits.max_turns
         shown = () if over else observation
@@ -70,7 +70,7 @@ class Dialogue:
         try:
             self._environment.close()
         except Exception as error:  # nothing depends on it any more
-            self.problem = self.problem or told(error)
+            self.problem = self.problem or describe_error(error)
 
     def join(self, first: Prompt) -> None:
         """Shares the first messages with another rollout of the group. The conversation is lost where they differ."""

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from PIL import Image
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
@@ -34,7 +34,7 @@ def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
     except gymnasium.error.Error as error:
         raise UserError(f"task.game.env={settings.env}: {' '.join(str(error).split())}") from None
     except Exception as error:  # any fault of an environment of the user's own
-        raise UserError(f"task.game.env={settings.env} can not be made: {told(error)}") from None
+        raise UserError(f"task.game.env={settings.env} can not be made: {describe_error(error)}") from None
 
 
 def is_image(space: Any) -> bool:
@@ -112,7 +112,7 @@ def try_out(settings: Gymnasium) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"task.game.env={settings.env} can not begin a game: {told(error)}") from None
+        raise UserError(f"task.game.env={settings.env} can not begin a game: {describe_error(error)}") from None
     finally:
         world.close()
 

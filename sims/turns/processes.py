@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmrl.children.fork_server import ForkedProcess, ForkServer
 from mmrl.children.limits import Limits
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.runtime.images import as_shown
 from mmrl.sims.turns.dialogue import Fault, within
@@ -118,7 +118,7 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
         except Fault as error:
             return {"raised": str(error)}
         except BaseException as error:  # any fault of an environment costs its conversation only
-            return {"raised": told(error)}
+            return {"raised": describe_error(error)}
 
     settings.make()  # reports before a run begins what can not be made
     return answer

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from PIL import Image
 
-from mmrl.errors import told
+from mmrl.errors import describe_error
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.environment import Environment, Reply
 
@@ -231,7 +231,7 @@ class ToolEnvironment(Environment):
         except ToolError as error:
             return self._failed(tool.name, str(error))
         except Exception as error:  # a tool is anybody's code: the policy reads its error
-            return self._failed(tool.name, told(error))
+            return self._failed(tool.name, describe_error(error))
         return Reply((Message("user", parts),), tool=tool.name, facts=self._scene.facts)
 
     def _failed(self, tool: str | None, why: str) -> Reply:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt
 from mmrl.settings import locate
 from mmrl.sims.turns.chat import message
@@ -34,7 +34,7 @@ def load_env(env: str | None, target: str | None, kwargs: str) -> Any:
             locate(target, "task.game.target")(**arguments) if target else verifiers.load_environment(env, **arguments)
         )
     except Exception as error:  # anybody's code
-        raise UserError(f"task.game: {target or env} can not be made: {told(error)}") from None
+        raise UserError(f"task.game: {target or env} can not be made: {describe_error(error)}") from None
 
 
 def row(env: Any, seed: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class VerifiersWorld(Environment):
         try:
             self.events.put(("ended", asyncio.run(self._rollout(row))))
         except BaseException as error:  # raised in the thread that waits for it, if any
-            self.events.put(("failed", RuntimeError(told(error))))
+            self.events.put(("failed", RuntimeError(describe_error(error))))
 
     async def _rollout(self, row: dict[str, Any]) -> Any:
         state = await self.env.rollout(row, policy_client(self.events), "policy", {})

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.children.main import Service
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.sims.registry import make
 from mmrl.sims.vector.checks import SimulatorFault, checked_actions, misfit
 from mmrl.sims.vector.transitions import ARRAYS, cameras_of
@@ -43,7 +43,7 @@ class SimulatorService(Service):
             raise (SimulatorFault if kind in self._fitted else UserError)(f"simulator {self.name!r}: {kind} {problem}")
         self._fitted.add(kind)
         reply: dict[str, Any] = {name: _plain(vars(transition)[name]) for name in ARRAYS}
-        reply["errors"] = [None if error is None else told(error) for error in transition.errors]
+        reply["errors"] = [None if error is None else describe_error(error) for error in transition.errors]
         if kind == "reset":
             started = zip(rows, transition.errors, strict=True)
             reply["instructions"] = [simulator.instruction(row) if error is None else "" for row, error in started]

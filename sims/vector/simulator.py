@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.sims.vector.checks import (
     SimulatorFault,
     check_facts,
@@ -170,7 +170,7 @@ class VectorSim:
         self._begun |= not all(dropped)
         if not self._begun and dropped[0] is not None:
             raise UserError(
-                f"simulator {self.name!r}: no environment could be reset; the first says: {told(dropped[0])}"
+                f"simulator {self.name!r}: no environment could be reset; the first says: {describe_error(dropped[0])}"
             ) from dropped[0]
         return self.observation()
 
@@ -216,7 +216,7 @@ class VectorSim:
             except UserError:
                 raise
             except Exception as error:
-                self.drop(rows, f"its expert failed: {told(error)}")
+                self.drop(rows, f"its expert failed: {describe_error(error)}")
         return actions
 
     def drop(self, rows: NDArray[np.int64], why: str) -> None:
@@ -304,7 +304,7 @@ class VectorSim:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            fault = error if isinstance(error, Exception) else SimulatorFault(told(error))
+            fault = error if isinstance(error, Exception) else SimulatorFault(describe_error(error))
             return lost_transition(rows, length or 0, self.simulator, fault)
         if (problem := misfit(transition, rows, length, self.simulator)) is None:
             self._fitted.add(call)
@@ -325,7 +325,7 @@ class VectorSim:
         self.counters["dropped_episodes"] += 1
         warnings.warn(
             f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) of simulator {self.name} lost its "
-            f"episode: {told(error)}",
+            f"episode: {describe_error(error)}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -8,7 +8,7 @@ import torch
 from packaging.requirements import Requirement
 
 from mmrl.doctor import installed as doctor
-from mmrl.doctor.installed import InstalledCheck, examine, imported, packages, told
+from mmrl.doctor.installed import InstalledCheck, examine, imported, packages, report_lines
 from mmrl.kernels import compiled
 from tests.helpers.command_line import ROOT
 
@@ -63,7 +63,9 @@ def test_commands_name_files_and_extras_that_there_are():
 
 def test_a_problem_is_followed_by_its_command():
     lines = list(
-        told([InstalledCheck("torch", "2.13.0"), InstalledCheck("nh3", "not installed", "bash scripts/setup.sh", True)])
+        report_lines(
+            [InstalledCheck("torch", "2.13.0"), InstalledCheck("nh3", "not installed", "bash scripts/setup.sh", True)]
+        )
     )
     assert [" ".join(line.split()) for line in lines] == [
         "torch 2.13.0",
@@ -76,7 +78,7 @@ def test_a_library_that_can_not_be_imported_is_told(tmp_path, monkeypatch):
     (tmp_path / "broken_extension.py").write_text("raise RuntimeError('operator torchvision::nms\\n does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     found = imported("broken_extension")
-    assert found.said == "RuntimeError: operator torchvision::nms does not exist" and found.needed
+    assert found.message == "RuntimeError: operator torchvision::nms does not exist" and found.needed
     assert "torchvision" in found.mend and imported("json") is None
 
 
@@ -128,5 +130,5 @@ def test_this_machine_has_what_mmrl_needs():
     assert found[0] == InstalledCheck("python", sys.version.split()[0])
     assert {"torch", "transformers", "device", "kernels"} <= {check.name for check in found}
     assert [check for check in found if check.needed] == [] and all(
-        check.mend for check in found if "not inst" in check.said
+        check.mend for check in found if "not inst" in check.message
     )

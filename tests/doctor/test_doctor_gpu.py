@@ -92,12 +92,12 @@ def test_a_check_that_dies_or_hangs_fails_and_the_next_one_runs(tmp_path, proble
     recorder = Recorder(ranks=problem)
     found, _ = examine(tmp_path, recorder)
     assert [f.status for f in found] == ["fails", "works"] and recorder.started == ["ranks", "kernels"]
-    assert problem in found[0].said and found[0].advice and "log.txt" in found[0].said
+    assert problem in found[0].message and found[0].advice and "log.txt" in found[0].message
 
 
 def test_a_check_that_writes_nothing_fails(tmp_path):
     found, _ = examine(tmp_path, Recorder(ranks=[]))
-    assert found[0].status == "fails" and "wrote no findings" in found[0].said
+    assert found[0].status == "fails" and "wrote no findings" in found[0].message
 
 
 def test_the_report_has_everything_and_says_what_to_do(tmp_path):
@@ -115,7 +115,7 @@ def test_the_report_has_everything_and_says_what_to_do(tmp_path):
 
 def test_a_recipe_of_the_users_own_has_a_place_of_its_own(tmp_path):
     one, other = Check(RECIPE, ("a.yaml", "steps=1")), Check(RECIPE, ("a.yaml", "steps=2"))
-    assert one.place != other.place and one.place.startswith("recipe-")
+    assert one.folder_name != other.folder_name and one.folder_name.startswith("recipe-")
     recorder = Recorder()
     diagnose([one], tmp_path, HERE, run=recorder, say=lambda _: None)
     assert recorder.commands[0][3:] == ["recipe", str(tmp_path / one.place), "a.yaml", "steps=1"]
@@ -131,11 +131,11 @@ def seen(*gpus, backend="nccl", names=None):
 
 def test_ranks_are_judged_by_the_gpus_that_they_saw():
     first, *others = judged(seen("a", "b"), 2)
-    assert (first.name, first.status, first.said) == ("a GPU for each rank", "works", "2 x H100")
-    assert [f.status for f in others] == ["works", "works"] and "90.00 GB/s" in others[0].said
-    assert judged(seen("a", "a"), 2)[0].status == "fails" and "share" in judged(seen("a", "a"), 2)[0].said
+    assert (first.name, first.status, first.message) == ("a GPU for each rank", "works", "2 x H100")
+    assert [f.status for f in others] == ["works", "works"] and "90.00 GB/s" in others[0].message
+    assert judged(seen("a", "a"), 2)[0].status == "fails" and "share" in judged(seen("a", "a"), 2)[0].message
     mixed = judged(seen("a", "b", names=["A100", "H100"]), 2)[0]
-    assert mixed.status == "fails" and mixed.said == "GPUs differ: A100, H100"
+    assert mixed.status == "fails" and mixed.message == "GPUs differ: A100, H100"
 
 
 def test_without_a_gpu_nothing_that_needs_one_is_said_to_work():
@@ -188,13 +188,13 @@ def test_images_on_a_gpu_come_from_egl(monkeypatch, tmp_path, backend, status):
     monkeypatch.setattr(sims, "build", lambda *_: Lit())
     monkeypatch.setattr(sims, "renderers", lambda: {"mujoco": RendererStatus(backend)})
     works, egl = checks.renderers(tmp_path)
-    assert (works.status, egl.status) == ("works", status) and works.said.startswith(f"by {backend}, two images")
+    assert (works.status, egl.status) == ("works", status) and works.message.startswith(f"by {backend}, two images")
 
 
 def test_three_steps_are_three():
     step = {"loss": 1.0, "grad_norm": 2.0, "surrogate/ratio_gap_max": 0.0, "memory/gpu_gib": 1.5}
     good = of_rows("x", [step] * 3, 4.0)
-    assert good.status == "works" and good.said == "3 steps in 4 s, memory/gpu_gib 1.5"
+    assert good.status == "works" and good.message == "3 steps in 4 s, memory/gpu_gib 1.5"
     assert of_rows("x", [step] * 2, 4.0).status == "fails"
     assert of_rows("x", [step, {**step, "grad_norm": float("nan")}, step], 4.0).status == "fails"
 
@@ -238,7 +238,7 @@ def test_an_error_of_a_check_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["checks", "kernels", str(tmp_path)])
     checks.main()
     (told,) = json.loads((tmp_path / "findings.json").read_text())
-    assert told["status"] == "fails" and "out of memory" in told["said"] and "--dry-run" in told["advice"]
+    assert told["status"] == "fails" and "out of memory" in told["message"] and "--dry-run" in told["advice"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.doctor import memory_plan
 from mmrl.doctor.checks import IMAGES
-from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, moves, told
+from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, memory_lines, moves
 from mmrl.engine.memory import GIB, MemoryModel, peak, standing
 from mmrl.errors import UserError
 from mmrl.settings import plain
@@ -322,7 +322,7 @@ def test_settings_that_fit_are_found_and_do():
 
 @pytest.mark.slow
 def test_what_can_not_fit_is_said_to():
-    lines = told(maker("image_flux_ocr", FLUX), 1, [Gpu.of("16")])
+    lines = memory_lines(maker("image_flux_ocr", FLUX), 1, [Gpu.of("16")])
     assert "16 GiB: does not fit" in lines[-1] and "nothing here makes it fit" in lines[-1]
 
 
@@ -341,14 +341,14 @@ def test_a_gpu_that_is_none_is_refused(text):
 
 def test_a_small_network_and_a_model_without_a_path_are_refused(tmp_path):
     with pytest.raises(UserError, match="model.path is not set"):
-        told(maker("image_sd35_ocr", "null"), 8, [BIG])
+        memory_lines(maker("image_sd35_ocr", "null"), 8, [BIG])
     (tmp_path / "mmrl_diffusion.json").write_text("{}")
     from mmrl.policies.diffusion import small
 
     (tmp_path / small.CONFIG).write_text("{}")
     make = maker("image_digits_flow", str(tmp_path), "model.warm_start=null")
     with pytest.raises(UserError, match="small network"):
-        told(make, 1, [BIG])
+        memory_lines(make, 1, [BIG])
 
 
 def test_the_command_line_prints_parts_and_what_fits(capsys):

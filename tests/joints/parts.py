@@ -255,7 +255,7 @@ class GivenPolicy:
         for name in ("square_sum", "std"):
             if name in given:
                 vars(found)[name] = given[name]
-        found.extras |= {name: given[name] for name in ("segments", "looks") if name in given}
+        found.extras |= {name: given[name] for name in ("segments", "policy_steps") if name in given}
         if "prediction" in given:  # as a denoiser: mean and distance to others are those of the prediction
             now = given["prediction"] + moved["prediction"]
             found.prediction = now.detach()[..., None]

@@ -25,7 +25,7 @@ SUMS = [[0.40, 0.40, 0.10, 0.10], [0.52, 0.52]]
 
 def table(looks=LOOKS, **columns):
     zeros, wide = ([[value] * len(row) for row in RATIOS] for value in (0.0, 0.5))
-    own = {} if looks is None else {"looks": looks}
+    own = {} if looks is None else {"policy_steps": looks}
     logp = [[-1.0] * len(row) for row in RATIOS]
     return Table(logp, rewards=[2.0, 0.0], prediction=zeros, std=wide, **own, **columns)
 
@@ -271,8 +271,8 @@ def test_looks_taken_apart_are_chains_of_their_own(tmp_path):
     with torch.no_grad():
         whole = trainer.policy.replay(batch, trainer.policy.module)
         apart = trainer.policy.replay(trainer.policy.by_step(batch), trainer.policy.module)
-    assert whole.extras["looks"].tolist() == [[0] * 4 + [1] * 4] * 2
-    assert apart.extras["looks"].tolist() == [[0] * 4] * 4
+    assert whole.extras["policy_steps"].tolist() == [[0] * 4 + [1] * 4] * 2
+    assert apart.extras["policy_steps"].tolist() == [[0] * 4] * 4
 
 
 def test_a_gaussian_chunk_is_compared_as_a_whole(tmp_path):

@@ -13,11 +13,11 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
-from mmrl.report.changes import places, turn
+from mmrl.report.changes import cut_positions, turn
 from mmrl.report.galleries import data_url, galleries, ranked
 from mmrl.report.health import examine
 from mmrl.report.page import differences, paragraph, report_html
-from mmrl.report.records import Series, read_run, told_time
+from mmrl.report.records import Series, duration_text, read_run
 from mmrl.report.run import Run, write_samples
 from mmrl.rollouts import Conversation, Episode, Message, Prompt, Sample, Turn
 from tests.report.made import CONFIG, evaluations, healthy, write_run
@@ -102,7 +102,7 @@ def test_the_paragraph_says_what_was_trained_and_what_came_of_it(tmp_path):
 
 
 def test_durations():
-    assert [told_time(s) for s in (0, 59.6, 200, 7500, 3600, 100_000)] == [
+    assert [duration_text(s) for s in (0, 59.6, 200, 7500, 3600, 100_000)] == [
         "0 s", "1 min", "3 min 20 s", "2 h 5 min", "1 h", "1 d 3 h",
     ]  # fmt: skip
 
@@ -225,8 +225,8 @@ def test_noise_is_no_change(tmp_path, seed):
 
 
 def test_changes_are_looked_for_near_both_ends_and_between():
-    assert places(5) == [] and places(6) == [3] and places(9) == [3, 4, 5, 6]
-    many = places(10_000)
+    assert cut_positions(5) == [] and cut_positions(6) == [3] and cut_positions(9) == [3, 4, 5, 6]
+    many = cut_positions(10_000)
     assert many[:3] == [3, 4, 5] and many[-1] == 9997 and 50 < len(many) < 70
     values = [1.0, math.nan, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
     found = turn(Series("x", list(range(1, 9)), values))

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rewards import RewardSet, RewardSpec, guarded
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rollouts import Prompt, Sample
@@ -122,6 +122,9 @@ def test_an_error_without_a_text_is_told_in_one_line():
         def __str__(self):
             raise RuntimeError
 
-    assert told(Awkward()) == "Awkward: (its text raises RuntimeError)"
-    assert told(ValueError("a\nb \ud83d" + "x" * 999)).startswith("ValueError: a b \\ud83d")
-    assert len(told(ValueError("x" * 999)).splitlines()) == 1 and len(told(ValueError("x" * 999))) <= 300
+    assert describe_error(Awkward()) == "Awkward: (its text raises RuntimeError)"
+    assert describe_error(ValueError("a\nb \ud83d" + "x" * 999)).startswith("ValueError: a b \\ud83d")
+    assert (
+        len(describe_error(ValueError("x" * 999)).splitlines()) == 1
+        and len(describe_error(ValueError("x" * 999))) <= 300
+    )

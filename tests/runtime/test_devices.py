@@ -33,7 +33,7 @@ def cuda(monkeypatch):
     monkeypatch.setenv(devices.EGL, "")
     monkeypatch.delenv(devices.EGL)
     yield taken
-    devices.disown()
+    devices.release_device()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_rank_takes_its_gpu_and_hands_it_on(cuda, monkeypatch, visible, name, 
         monkeypatch.setenv(devices.VISIBLE, visible)
     assert devices.of_children() == {} and devices.named("cuda") == "cuda"  # nothing is taken yet
     take_device()
-    assert cuda == [3] and devices.own() == 3
+    assert cuda == [3] and devices.device_index() == 3
     assert devices.of_children() == {"CUDA_VISIBLE_DEVICES": name}
     assert (devices.named("cuda"), devices.named("physx_cuda")) == ("cuda:3", "physx_cuda:3")
     assert device_of(None) == torch.device("cuda:3") and device_of("cpu") == torch.device("cpu")
@@ -68,7 +68,7 @@ def test_more_ranks_than_gpus_are_named_before_anything_is_built(cuda, monkeypat
 
 def test_without_a_gpu_nothing_is_taken():
     take_device()
-    assert devices.own() is None and devices.of_children() == {} and device_of(None) == torch.device("cpu")
+    assert devices.device_index() is None and devices.of_children() == {} and device_of(None) == torch.device("cpu")
 
 
 LAUNCHED = {

@@ -14,7 +14,7 @@ from rich.console import Console
 from mmrl.runtime import progress
 from mmrl.runtime.devices import without_launcher
 from mmrl.runtime.logging import quieten_environment
-from mmrl.runtime.progress import Display, Interval, told_left
+from mmrl.runtime.progress import Display, Interval, time_left_text
 from mmrl.tasks.manipulation import episodes
 from mmrl.tasks.visual_qa.data import rows
 from mmrl.tasks.visual_qa.data.files import FileSource
@@ -145,7 +145,7 @@ def test_the_line_of_a_step_says_what_is_missing_and_how_long_it_takes():
     assert line.endswith("no signal 75%  unscored 12%  2 lost  0.50s  32 rollouts/s  3 min 20 s left")
     assert "lost" not in step_line(3, 9, whole | {"simulator/dropped": 0.0, "advantages/zero_variance_groups": 0.0})
     assert "4 lost" in step_line(3, 9, whole | {"environment/lost": 4.0})
-    assert told_left(None) == "" and step_line(9, 9, whole, 0.0) == step_line(9, 9, whole)
+    assert time_left_text(None) == "" and step_line(9, 9, whole, 0.0) == step_line(9, 9, whole)
 
 
 def test_the_line_of_an_evaluation_has_the_standard_error_and_what_did_not_count():

@@ -59,7 +59,7 @@ class Composed:
     def __call__(self, command, **_):
         assert command[1:3] == ["-m", "mmrl"], command
         options = cli.parser().parse_args([str(word) for word in command[3:]])
-        path, given = cli.given(options) if command[3] == "eval" else (options.config, options.overrides)
+        path, given = cli.config_and_overrides(options) if command[3] == "eval" else (options.config, options.overrides)
         if command[3] == "control":
             given = [*control.overrides(load(path, given), path), *given]
         config = load(path, given)

@@ -76,10 +76,10 @@ class TrajectoryTrustRegion(Surrogate):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What is minimised for the sake of the advantages, and what divergences cost; and statistics."""
         from mmrl.core.ratios import unit_sum
-        from mmrl.rollouts import LOOKS
+        from mmrl.rollouts import POLICY_STEPS
 
         each = _divergence(micro, replay).where(micro.mask.to(log_ratio.device), 0)
-        whole = unit_sum(each.detach(), LOOKS.get(replay))
+        whole = unit_sum(each.detach(), POLICY_STEPS.get(replay))
         beyond = whole > self.bound
         ratio = log_ratio.exp()
         stats = {"ratio": ratio.detach(), "trajectory_kl": whole, "dropped": beyond.to(ratio.dtype)}

@@ -27,7 +27,7 @@ from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Re
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.report.settings import Log
-from mmrl.rollouts import LOOKS, MATCHING, Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.rollouts import MATCHING, POLICY_STEPS, Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
@@ -346,7 +346,7 @@ class VisionLanguageActionPolicy:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of policy steps that do not exist
         numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
         columns = {name.removeprefix(EXTRA): field for name, field in fields.items()}
-        return Replay.of({**columns, LOOKS.name: numbers, "value": None if value is None else spread(value)})
+        return Replay.of({**columns, POLICY_STEPS.name: numbers, "value": None if value is None else spread(value)})
 
     def actions(self, rollouts: Rollouts) -> Tensor:
         """Returns the head's present actions at every policy step at temperature 0, [step, chunk, action], with

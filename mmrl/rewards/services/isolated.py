@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mmrl.children.fork_server import ForkServer
 from mmrl.children.forked import ForkedService
 from mmrl.children.limits import Limits, end_descendants
-from mmrl.errors import UserError, told
+from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import Reward, Score, load_object, numbers
 from mmrl.rollouts import Sample
@@ -99,7 +99,7 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"reward {name!r}: {told(error)}") from error
+        raise ValueError(f"reward {name!r}: {describe_error(error)}") from error
 
     def score(sample: Any) -> dict[str, Any]:
         answer = _scored(reward, sample)
@@ -115,4 +115,4 @@ def _scored(reward: Reward, sample: Any) -> dict[str, Any]:
     except UserError as error:
         return {"refused": str(error)}
     except BaseException as error:  # any fault of a verifier costs this sample only
-        return {"raised": told(error)}
+        return {"raised": describe_error(error)}

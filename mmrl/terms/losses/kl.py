@@ -80,9 +80,9 @@ class ReferencePolicy(OtherPolicy):
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
         if estimator in OF_SAMPLES:
             return super().divergence(estimator, micro, replay)
-        from mmrl.rollouts import REFERENCE_ERROR, given
+        from mmrl.rollouts import REFERENCE_ERROR, require
 
-        return given(replay.reference_kl, "exact KLs") if estimator == "exact" else REFERENCE_ERROR.of(replay)
+        return require(replay.reference_kl, "exact KLs") if estimator == "exact" else REFERENCE_ERROR.of(replay)
 
 
 class InitialReference(ReferencePolicy):

@@ -114,9 +114,11 @@ class Curiosity(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        from mmrl.rollouts import given
+        from mmrl.rollouts import require
 
-        used = torch.tensor([float(uses_tool(given(s.conversation, "conversations"))) for s in batch.rollouts.samples])
+        used = torch.tensor(
+            [float(uses_tool(require(s.conversation, "conversations"))) for s in batch.rollouts.samples]
+        )
         group = batch.rollouts.group
         share = torch.stack([used[group == g].mean() for g in group])
         bonus = self.weight * (self.target - share).clamp_min(0) * used * batch.kept

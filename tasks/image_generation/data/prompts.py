@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.rollouts import Prompt
-from mmrl.runtime.jsonl import LONGEST_LINE, RowError, check_length, check_value, parsed, places
+from mmrl.runtime.jsonl import LONGEST_LINE, RowError, check_length, check_value, line_spans, parsed
 
 Format = Literal["plain", "geneval", "ocr"]
 QUOTED = re.compile(r'"[^"]+"|“[^“”]+”')
@@ -81,7 +81,7 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path}: a file of prompts ends in .txt or .jsonl")
     with path.open("rb") as file:
         last = 0
-        for position in list(places(file)):
+        for position in list(line_spans(file)):
             if path.suffix == ".txt":
                 yield from ((blank, b"") for blank in range(last + 1, position.line))
             last = position.line

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.runtime.jsonl import LONGEST_LINE, parsed, places
+from mmrl.runtime.jsonl import LONGEST_LINE, line_spans, parsed
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
 from mmrl.tasks.visual_qa.data.images import ImageFiles
@@ -85,7 +85,7 @@ class _JsonLines:
     def __init__(self, path: Path):
         self._path = path
         with path.open("rb") as file:
-            self._lines = list(places(file))
+            self._lines = list(line_spans(file))
 
     def __len__(self) -> int:
         return len(self._lines)

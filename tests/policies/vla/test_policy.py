@@ -371,7 +371,7 @@ def test_a_lost_episode_does_not_count(make):
     only.logp.sum().backward()
     none = policy.by_step(rollouts.select(lost))
     said = policy.replay(none, policy.module)
-    assert len(none) == 0 and said.logp.shape == said.extras["looks"].shape == none.mask.shape
+    assert len(none) == 0 and said.logp.shape == said.extras["policy_steps"].shape == none.mask.shape
     parts = Rollouts.concat([rollouts.select(lost), rollouts.select(~lost)])
     assert len(parts) == 6
 
