@@ -20,7 +20,7 @@ from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.starting import read_origin
 from mmrl.collection.checks import check_batch
-from mmrl.collection.collector import awake, sampled_by
+from mmrl.collection.collector import sampled_by, synced
 from mmrl.config import Config, configure, load, to_yaml
 from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, describe_error
@@ -186,7 +186,7 @@ class Job:
         journal: a record of episodes that were played before, which are not repeated."""
         count = self.config.evaluation.prompts if prompts is None else prompts
         ema = None if self._trainer is None else self._trainer.ema
-        with applied(ema), awake(self.generator):
+        with applied(ema), synced(self.generator):
             return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
 
     def _answering(self) -> Responding:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl import checkpoints
 from mmrl.algorithms.algorithm import Reduction
 from mmrl.collection.checks import check_batch
-from mmrl.collection.collector import Collector, awake
+from mmrl.collection.collector import Collector, synced
 from mmrl.config import Config
 from mmrl.core.correction import effective_sample_size
 from mmrl.core.filters import whole_groups
@@ -206,10 +206,10 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Evaluates the first evaluation.prompts held-out prompts, also by kind where prompts have one. Returns
         metrics."""
-        self.collector.lend_generator()
+        self.collector.pause_prefetch()
         self.engine.mark("evaluation")
         started = time.perf_counter()
-        with applied(self.ema), awake(self.generator) as measured:
+        with applied(self.ema), synced(self.generator) as measured:
             count = self.config.evaluation.prompts
             result, samples, marks = evaluate(self.collector.sampling, self.task, self.engine, count, self.config)
         result["time/evaluation"] = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What every algorithm is. One of one's own inherits from `Algorithm` or from a shipped one, and is named in the
+"""Base classes of algorithms. Users' algorithms inherit from `Algorithm` or from a shipped one, and are named in the
 configuration as `algorithm.type=package.module:Class`."""
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values [rollout, decision] become a loss. totals: the algorithm's `denominators`, summed over all
-    micro-batches of the optimizer step on all ranks, so that a loss does not depend on how rollouts are cut up."""
+    """A reduction of values [rollout, decision] to a loss. totals: the algorithm's `denominators`, summed over all
+    micro-batches of the optimizer step on all ranks, so that a loss does not depend on how rollouts are cut into
+    micro-batches."""
 
     mode: ReduceMode
     mask: Tensor  # [rollout, decision] bool, which decisions count
@@ -50,7 +51,7 @@ class SamplingPolicy(Section):
 
 
 class Algorithm(Choice):
-    """What is optimised: advantages once a step, then a loss for every micro-batch."""
+    """An algorithm: computes advantages once a step, then a loss for every micro-batch."""
 
     title: ClassVar[str] = "algorithm"
     kinds: ClassVar[dict[str, str]] = {
@@ -94,12 +95,12 @@ class Algorithm(Choice):
     # --- what it needs ---
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs()
 
     def parts(self) -> Iterable[tuple[str, Needs]]:
-        """Everything that needs something, by its key."""
-        yield f"algorithm.type={self.type}", self.own_needs
+        """Yields every part of the algorithm that has needs, with its key."""
+        yield f"algorithm.type={self.type}", self.base_needs
         added: dict[str, Sequence[Term | Shaper | Mask]]
         added = {"terms": self.terms, "shaping": self.shapers, "masks": self.masks}
         for name, members in added.items():
@@ -112,61 +113,61 @@ class Algorithm(Choice):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps a step."""
+        """Returns the number of optimizer steps a step."""
         return self.epochs * self.minibatches
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
-        """Raises ValueError in one line for settings of other sections that do not fit."""
+        """Raises ValueError for settings of other sections that do not fit."""
 
     def check_rewards(self, names: list[str]) -> None:
-        """Raises ValueError in one line for a reward that is none of the task's."""
+        """Raises ValueError for a reward that is none of the task's."""
 
     @property
     def by_step(self) -> bool:
-        """Whether a step's updates learn from single steps of episodes in a random order, in place of whole ones."""
+        """Returns whether updates use single steps of episodes in random order, instead of whole episodes."""
         return False
 
     def start(self, policy: Any, engine: Ranks) -> None:
-        """Hears once who is trained, for an objective that asks the policy for more than its replay."""
+        """Receives the policy and its engine, once, for an objective that needs more of the policy than its replay."""
 
     # --- what it computes ---
 
     def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts with what is demonstrated of each, as many in a row as its collection has rollouts a prompt; of
-        an algorithm that collects demonstrations."""
+        """Returns prompts with their demonstrations, for an algorithm that collects demonstrations; of each prompt as
+        many in a row as there are rollouts a prompt."""
         return list(prompts)
 
     @abstractmethod
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout] or [rollout, decision], of this rank's rollouts."""
+        """Computes the advantages of this rank's rollouts, [rollout] or [rollout, decision]."""
 
     def prepare(self, batch: Batch) -> None:
-        """Lets its parts leave what they will need in the rollouts, when advantages and masks are known."""
+        """Lets the parts store what they need in `batch.rollouts.extras`, after advantages and masks are set."""
         for term in self.terms:
             term.prepare(batch)
 
     def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
-        """May change the advantages of an optimizer step's micro-batches, before the first update. total: the sum of a
-        tensor over ranks, which all of them ask for alike."""
+        """May change the advantages of an optimizer step's micro-batches, before the first update. total: sums a tensor
+        over ranks, a collective."""
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """Statistics of the loss that `enough` wants to know."""
+        """Returns the names of statistics of the loss that `enough` needs."""
         return ()
 
     def enough(self, means: dict[str, float]) -> bool:
-        """Whether a step ends with the update that has just been made. means: of `watched`, over all decisions of the
-        update on all ranks, before it."""
+        """Returns whether a step ends after the update that was just made. means: of `watched`, over all decisions of
+        the update on all ranks, before the update."""
         return False
 
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Values to minimise and statistics to average, [rollout, decision]; on the device of `replay`."""
+        """Computes values to minimise and statistics to average, [rollout, decision], on the device of `replay`."""
 
     def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the loss without its terms, 0-d, and statistics.
+        """Computes this micro-batch's part of the loss without the terms, 0-d, and statistics.
 
-        An algorithm that computes values and reduction in one pass, or several losses, does it here.
+        To be overridden by an algorithm that computes values and reduction in one pass, or several losses.
         """
         from mmrl.protocols.checks import check_values
 
@@ -175,14 +176,14 @@ class Algorithm(Choice):
         return over(values if replay.weight is None else values * replay.weight), stats
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
-        """What a micro-batch adds to `Reduction.totals`, 0-d each."""
+        """Computes what a micro-batch adds to `Reduction.totals`, 0-d each."""
         from mmrl.core.reduce import denominator
 
         return {"decisions": denominator(micro.mask, mode=self.reduce)}
 
     def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        """[rollout] bool: whether its group can teach something, for dynamic sampling: here whether the combined reward
-        differs in it. A group is whole. weights, names: of the reward components."""
+        """Returns whether each rollout's group is informative, for dynamic sampling, [rollout] bool: by default,
+        whether the combined reward differs in it. rollouts: whole groups. weights, names: of the reward components."""
         from mmrl.core.advantages import combined_reward
         from mmrl.core.filters import varied_groups
 
@@ -190,7 +191,7 @@ class Algorithm(Choice):
         return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def counted(self, name: str, micro: Rollouts) -> Tensor:
-        """Over which entries the statistic `name` is averaged: bool, of the statistic's shape."""
+        """Returns the entries over which the statistic `name` is averaged: bool, of the statistic's shape."""
         return micro.mask
 
 

@@ -1,4 +1,4 @@
-"""Advantages of one reward: what is composed of transforms, a baseline and a scale."""
+"""Advantages of one reward, composed of transforms, a baseline and a scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmrl.algorithms.reward_transforms.transform import Transform
     from mmrl.protocols.batch import Batch
 
-# What one fused pass computes, by the names that the kernel has for it. The keys are methods, so that a class which
+# Cases that one fused kernel computes, by their names in the kernel. The keys are methods, so that a class which
 # inherits from one of these and computes something else is composed.
 FUSED_BASELINES = {Mean.centre: "mean", LeaveOneOut.centre: "leave_one_out", Baseline.centre: "none"}
 FUSED_SCALES = {
@@ -26,7 +26,7 @@ FUSED_SCALES = {
 
 
 class Estimator:
-    """Makes advantages of one reward, [rollout of all ranks] -> [rollout of all ranks]; 0 where it is NaN.
+    """An estimator of advantages from one reward, [rollout of all ranks] -> [rollout of all ranks]; 0 where it is NaN.
 
     total: [rollout, component] -> [rollout], as the algorithm combines rewards. groups: the group of each rollout, from
     0, and their number.
@@ -48,13 +48,13 @@ class Estimator:
         return self.compare(self.transform(reward))
 
     def transform(self, reward: Tensor) -> Tensor:
-        """The reward after all transforms, less what the baseline knows of it beforehand. NaN stays NaN."""
+        """Applies all transforms and subtracts the baseline's `of`. NaN stays NaN."""
         for transform in self.transforms:
             reward = transform.change(reward, self.batch)
         return reward - self.baseline.of(reward, self.batch, self.total)
 
     def compare(self, reward: Tensor) -> Tensor:
-        """A transformed reward, compared within the groups and over the scale."""
+        """Subtracts the statistic of the group from a transformed reward and divides by the scale."""
         from mmrl import kernels
         from mmrl.core.advantages import moments
 
@@ -65,7 +65,8 @@ class Estimator:
         return self.scale.divide(difference, reward, self._buckets).where(~reward.isnan(), 0)
 
     def silent(self, reward: Tensor) -> Tensor:
-        """[rollout] bool: whether a transformed reward can not differ from its baseline, for the whole group has it."""
+        """Returns where a transformed reward can not differ from its baseline, for the whole group has the same,
+        [rollout] bool."""
         from mmrl.core.advantages import moments
 
         index, groups = self.groups

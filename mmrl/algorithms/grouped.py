@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupedAlgorithm(RewardedAlgorithm):
-    """Rollouts of one prompt are compared with one another."""
+    """An algorithm that compares the rollouts of one prompt with one another."""
 
     baseline: Baseline = option(Mean(), "what a reward is compared with")
     scale: Scale = option(GroupStd(), "what the difference is divided by")
@@ -71,7 +71,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
         return self._of_trees(batch) if batch.rollouts.nodes is not None else self._of_groups(batch)
 
     def _of_groups(self, batch: Batch) -> Tensor:
-        """[rollout], from the rewards of all ranks, so that sharding changes nothing."""
+        """Computes advantages from the rewards of all ranks, [rollout], so that sharding changes nothing."""
         rewards, weights, names = batch.fact("rewards"), batch.reward_weights, batch.reward_names
 
         def total(rewards: Tensor) -> Tensor:
@@ -80,10 +80,10 @@ class GroupedAlgorithm(RewardedAlgorithm):
         estimate = Estimator(self.transforms, self.baseline, self.scale, batch, total)
         varied = self.components.varied(rewards, estimate.groups[0], weights, names)
         self._report(batch, total(rewards), varied, *estimate.groups)
-        return batch.mine(self.components.combine(estimate, rewards, weights, names))
+        return batch.local(self.components.combine(estimate, rewards, weights, names))
 
     def _report(self, batch: Batch, total: Tensor, varied: Tensor, index: Tensor, groups: int) -> None:
-        """Tells the statistics of the combined reward [rollout of all ranks], as it is before transforms."""
+        """Reports statistics of the combined reward [rollout of all ranks] before transforms."""
         from mmrl.core.advantages import lone_groups, reward_statistics
 
         if self.baseline.compares and lone_groups(total, index):
@@ -92,15 +92,16 @@ class GroupedAlgorithm(RewardedAlgorithm):
         batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
 
     def _of_trees(self, batch: Batch) -> Tensor:
-        """[rollout, decision]; a tree lies on one rank."""
+        """Computes advantages of trees of rollouts, [rollout, decision]; a tree lies on one rank."""
         from mmrl.core.credit import branch_advantages
 
         rollouts = batch.rollouts
         assert rollouts.nodes is not None
-        total = batch.mine(batch.combined())
+        total = batch.local(batch.combined())
         return branch_advantages(total, rollouts.group, rollouts.nodes, scale=self.scale.type)
 
     def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
-        """[rollout] bool: whether the combined reward, or with normalise_each any component, differs in its group."""
+        """Returns where the combined reward, or with normalise_each any component, differs in the group, [rollout]
+        bool."""
         assert rollouts.rewards is not None
         return self.components.varied(rollouts.rewards, rollouts.group, weights, names)

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 
 class PPO(RatioAlgorithm):
-    """A critic says what to expect of an observation, or of a response in the making, and advantages are generalised
-    estimates of how much better an action was. Time passes by looks at the scene: one chunk of actions is one step; of
-    a response every token is one. Where a model fills several places of a response at once, in any order, time passes
-    by its steps of unmasking: a step earns and is worth the mean of its tokens, and a token differs from its step by
+    """Proximal policy optimisation with a critic and generalised advantage estimates. A time step is a policy step with
+    its chunk of actions, or a token of a response. Where a model unmasks several tokens at once, in any order, a time
+    step is a step of unmasking: its reward and value are means over its tokens, and a token differs from its step by
     its own reward and value (TraceRL)."""
 
     equation: ClassVar[str] = (
@@ -46,15 +45,15 @@ class PPO(RatioAlgorithm):
     type: str = "ppo"
     gamma: float = option(0.99, "discount of a step", gt=0, le=1)
     lam: TraceDecay = option(
-        ConstantDecay(), "lambda of the policy's advantages. 1: returns; towards 0: the critic's word"
+        ConstantDecay(), "lambda of the policy's advantages. 1: returns; towards 0: the critic's values"
     )
     value_lam: float | None = option(None, "lambda of the critic's targets, 1: returns; null: lam", ge=0, le=1)
     value_coefficient: float = option(0.5, "weight of the critic's loss", gt=0)
     value_clip: float | None = option(
-        None, "how far a value may move from what it was before its loss stops to fall; null: as far as it likes", gt=0
+        None, "how far a value may move from the old value before its loss is clipped; null: no clip", gt=0
     )
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside task.rewards", ge=0)
-    critic: CriticSettings = option(SharedCritic(), "what says how much an observation is worth")
+    critic: CriticSettings = option(SharedCritic(), "estimates the value of an observation")
     horizon: Literal["infinite", "finite"] = option(
         "infinite",
         "finite: the estimates over 1, 2, ... steps are weighted by lam^n only as far as the episode was seen, and the "
@@ -62,8 +61,8 @@ class PPO(RatioAlgorithm):
     )
     bootstrap: Literal["time_limit", "every_end"] = option(
         "time_limit",
-        "where the critic's word stands for what would have followed: where the time limit cut an episode, or also "
-        "where it ended of its own, so that ending early is no loss under a reward of every step",
+        "where the critic's value stands for the return after the end: where the time limit cut an episode, or also "
+        "where it ended by itself, so that ending early is no loss under a reward of every step",
     )
     standardise: Literal["batch", "minibatch"] = option(
         "batch", "over which advantages are standardised: a step's, or an optimizer step's"
@@ -74,9 +73,9 @@ class PPO(RatioAlgorithm):
     )
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         offers: set[Offer] = {"critic", Stepwise} if self.by_step else {"critic"}
-        return super().own_needs | Needs(offers=frozenset(offers), critic=self.critic)
+        return super().base_needs | Needs(offers=frozenset(offers), critic=self.critic)
 
     @property
     def by_step(self) -> bool:
@@ -96,17 +95,17 @@ class PPO(RatioAlgorithm):
                 raise ValueError(f"{key} needs whole episodes; use algorithm.shuffle=episodes")
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout, decision], standardised over the steps of all ranks unless each minibatch is; leaves the critic's
-        targets in the rollouts.
+        """Computes advantages, [rollout, decision], standardised over the steps of all ranks unless `standardise` is
+        minibatch; stores the critic's targets in the rollouts.
 
-        The reward of the task comes with an episode's last step, the simulator's own with each.
+        The reward of the task is added to an episode's last step, the simulator's reward to every step.
         """
         import torch
 
         rollouts, steps = batch.rollouts, _steps(batch.rollouts)
-        when, there = moments_of(steps)
-        last = when == there.sum(1, keepdim=True) - 1
-        total = batch.mine(batch.combined()).nan_to_num(0.0)
+        moment, exists = moments_of(steps)
+        last = moment == exists.sum(1, keepdim=True) - 1
+        total = batch.local(batch.combined()).nan_to_num(0.0)
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
         estimates = self.estimates if steps.moment is None else self.estimates_of_traces
         values, steps.returns = estimates(rewards, steps)
@@ -123,12 +122,12 @@ class PPO(RatioAlgorithm):
         return values.repeat_interleave(rollouts.mask.shape[1] // steps.mask.shape[1], 1)
 
     def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Advantages before they are standardised, and what the critic shall learn; [rollout, step], of this rank."""
+        """Computes advantages before they are standardised, and the critic's targets; [rollout, step], of this rank."""
         advantages, returns = self.estimated_by(self.lam.of(steps.mask.sum(1)), rewards, steps)
         return advantages, returns if self.value_lam is None else self.estimated(rewards, steps, self.value_lam)[1]
 
     def estimated_by(self, lam: Tensor, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, each rollout with its lambda, [rollout]."""
+        """Computes advantages and returns, [rollout, step]. lam: of each rollout, [rollout]."""
         import torch
 
         present = lam.unique().tolist()
@@ -142,22 +141,22 @@ class PPO(RatioAlgorithm):
         return advantages, returns
 
     def estimates_of_traces(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """`estimates` where several decisions may be one step: of the steps, whose rewards and values are means, and by
-        how much a decision differs from its step."""
+        """Computes `estimates` where several decisions may be one step: estimates of the steps, whose rewards and
+        values are means, plus the difference of each decision from its step."""
         from mmrl.core.credit import mean_by_moment
         from mmrl.rollouts import Steps
 
-        when, there = moments_of(steps)
-        earned, worth = (mean_by_moment(each, when, steps.mask, there.shape[1]) for each in (rewards, steps.values))
+        moment, exists = moments_of(steps)
+        earned, worth = (mean_by_moment(each, moment, steps.mask, exists.shape[1]) for each in (rewards, steps.values))
         advantages, returns = (
-            part.gather(1, when) for part in self.estimates(earned, Steps.of_decisions(there, worth))
+            part.gather(1, moment) for part in self.estimates(earned, Steps.of_decisions(exists, worth))
         )
-        more = rewards - earned.gather(1, when)
-        apart = steps.values - worth.gather(1, when)
+        more = rewards - earned.gather(1, moment)
+        apart = steps.values - worth.gather(1, moment)
         return (advantages + more - apart).where(steps.mask, 0.0), (returns + more).where(steps.mask, 0.0)
 
     def estimated(self, rewards: Tensor, steps: Steps, lam: float) -> tuple[Tensor, Tensor]:
-        """Advantages and returns with this lambda."""
+        """Computes advantages and returns with one lambda, [rollout, step]."""
         import torch
 
         from mmrl.core.advantages import finite_gae, gae
@@ -181,13 +180,13 @@ class PPO(RatioAlgorithm):
 
         if self.standardise == "batch":
             return
-        known = [(micro.advantages.double(), micro.mask) for micro in minibatch if micro.advantages is not None]
-        sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in known]).sum(0)
+        scored = [(micro.advantages.double(), micro.mask) for micro in minibatch if micro.advantages is not None]
+        sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in scored]).sum(0)
         added, count = total(sums).tolist()
         mean = added / max(count, 1.0)
-        squares = torch.stack([(a - mean).square().where(m, 0.0).sum() for a, m in known]).sum()
+        squares = torch.stack([(a - mean).square().where(m, 0.0).sum() for a, m in scored]).sum()
         spread = (float(total(squares)) / max(count - 1, 1.0)) ** 0.5
-        for micro, (a, m) in zip(minibatch, known, strict=True):
+        for micro, (a, m) in zip(minibatch, scored, strict=True):
             micro.advantages = ((a - mean) / (spread + 1e-6)).where(m, 0.0).float()
 
     def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
@@ -196,13 +195,13 @@ class PPO(RatioAlgorithm):
         loss, stats = super().objective(micro, replay, over)
         assert replay.value is not None
         error = self._value_error(_steps(micro), replay.value)
-        known = _steps(micro).mask.to(error.device)
+        counted = _steps(micro).mask.to(error.device)
         stats["critic/error"] = error.detach()
-        return loss + self.value_coefficient * reduce(error, known, total=over.totals["steps"]), stats
+        return loss + self.value_coefficient * reduce(error, counted, total=over.totals["steps"]), stats
 
     def _value_error(self, steps: Steps, value: Tensor) -> Tensor:
-        """Squared error of the critic, [rollout, step]. Clipped, the worse of the errors of the value and of the value
-        kept near what it was (arXiv 1707.06347's released code)."""
+        """Computes the critic's squared error, [rollout, step]. With `value_clip`, the larger of the errors of the
+        value and of the value clipped around the old one (arXiv 1707.06347's released code)."""
         import torch
 
         assert steps.returns is not None
@@ -210,8 +209,8 @@ class PPO(RatioAlgorithm):
         error = (value - returns).square()
         if self.value_clip is None:
             return error
-        near = before + (value - before).clamp(-self.value_clip, self.value_clip)
-        return torch.maximum(error, (near - returns).square())
+        clipped = before + (value - before).clamp(-self.value_clip, self.value_clip)
+        return torch.maximum(error, (clipped - returns).square())
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         return super().denominators(micro) | {"steps": _steps(micro).mask.sum()}
@@ -221,8 +220,8 @@ class PPO(RatioAlgorithm):
 
 
 def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
-    """When each step was, [rollout, step] int64 from 0 on, without gaps among those that count; and which moments there
-    were, [rollout, moment] bool."""
+    """Returns the moment of each step, [rollout, step] int64 from 0 without gaps among counted steps; and which moments
+    exist, [rollout, moment] bool."""
     import torch
 
     from mmrl.core.credit import dense_moments

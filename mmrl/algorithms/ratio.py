@@ -1,4 +1,4 @@
-"""What algorithms share that compare the policy with the one that made the rollouts."""
+"""Base class of algorithms on the ratio of the policy to the policy that sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RatioAlgorithm(RewardedAlgorithm):
-    """Advantages, ratios, and a surrogate of both."""
+    """An algorithm whose loss is a surrogate of ratios and advantages."""
 
     surrogate: Surrogate = option(Clip(), "objective of ratio and advantage")
     level: Literal["decision", "segment", "sequence"] = option(
@@ -42,7 +42,7 @@ class RatioAlgorithm(RewardedAlgorithm):
         return self.target_kl is not None and means["surrogate/old_kl"] > self.target_kl
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         needs = Needs(old=True) | self.surrogate.needs
         if self.ratio == "normalised":
             needs |= Needs(offers=frozenset({"gaussian"}))
@@ -69,7 +69,8 @@ class RatioAlgorithm(RewardedAlgorithm):
         return micro.advantages.to(like.device)
 
     def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """To the policy that made the rollouts, at the algorithm's level, and statistics; [rollout, decision]."""
+        """Computes log-ratios to the policy that sampled, at the algorithm's level, and statistics; [rollout,
+        decision]."""
         from mmrl.core.ratios import by_unit, normalised
         from mmrl.rollouts import SEGMENTS, log_ratio
 

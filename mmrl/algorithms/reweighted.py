@@ -1,4 +1,4 @@
-"""Learning from demonstrations that the policy itself finds likely."""
+"""Supervised learning in which each token is weighted by its probability under the policy (DFT)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class ReweightedSupervised(Supervised):
-    """The likelihood of demonstrations, every token weighted by its own probability, without gradient: a token that the
-    policy would hardly have said does not pull as hard."""
+    """The likelihood of demonstrations, every token weighted by its own probability, without gradient: an unlikely
+    token has a small weight."""
 
     equation: ClassVar[str] = "-p logp, p = exp(logp) detached"
     source: ClassVar[str] = "DFT, arXiv 2508.05629"

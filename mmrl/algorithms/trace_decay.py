@@ -1,4 +1,4 @@
-"""Lambda of generalised advantage estimates: how far they look ahead, in each rollout."""
+"""The lambda of generalised advantage estimates, by rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TraceDecay(Choice):
 
     @abstractmethod
     def of(self, length: Tensor) -> Tensor:
-        """length: steps of each rollout, [rollout]; returns its lambda, [rollout] float64 within 0..1."""
+        """Returns the lambda of each rollout, [rollout] float64 within 0..1. length: its steps, [rollout]."""
 
 
 class ConstantDecay(TraceDecay):
@@ -32,7 +32,7 @@ class ConstantDecay(TraceDecay):
 
     source: ClassVar[str] = "GAE, arXiv 1506.02438"
     type: str = "constant"
-    number: float = option(0.95, "1: returns; towards 0: the critic's word", ge=0, le=1)
+    number: float = option(0.95, "1: returns; towards 0: the critic's values", ge=0, le=1)
 
     def of(self, length: Tensor) -> Tensor:
         import torch

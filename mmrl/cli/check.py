@@ -93,7 +93,7 @@ class JobCheck:
         if isinstance(policy, DiffusionPolicy):
             with self.findings.guarded("data"):
                 prompts = sampled(task.evaluation if task.train is None else task.train)
-                self.findings.add(probe_cut(prompts, policy.family.cut))
+                self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))
         with self.findings.guarded("rollout"):
             samples = policy.respond(sampled(task.evaluation, 2), [1, 2])
             task.accuracy(samples)

@@ -330,7 +330,7 @@ def needs_of(kind: type[Choice]) -> Needs | None:
     if not issubclass(kind, (Algorithm, *NEEDY)):
         return None
     method: Any = kind.model_construct(type="")
-    return method.own_needs if isinstance(method, Algorithm) else method.needs
+    return method.base_needs if isinstance(method, Algorithm) else method.needs
 
 
 @cache

@@ -1,1 +1,1 @@
-"""How the rollouts of a step come to be."""
+"""Collection of a step's rollouts: draws of prompts, sampling, extra sources, and batches made ahead of training."""

@@ -1,4 +1,4 @@
-"""Whether a step's batch can be divided as a job asks for."""
+"""Checks that a step's batch can be divided over ranks, minibatches and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mmrl.protocols.job import JobConfig
 
 
 def prompts_at_once(config: JobConfig, world: int) -> int:
-    """Of which a rank asks for rollouts together."""
+    """Returns the number of prompts that a rank samples at once."""
     share, most = config.rollout.prompts // world, config.rollout.generated_at_once
     return share if most is None else min(share, max(1, most // config.group_size))
 
 
 def check_batch(config: JobConfig, world: int) -> None:
-    """Raises UserError where the batch can not be divided as asked."""
+    """Raises UserError where the batch can not be divided."""
     rollout, minibatches = config.rollout, config.algorithm.minibatches
     shared = {"rollout.prompts": rollout.prompts}
     if config.generator is not None and config.generator.unfinished is not None:
@@ -31,10 +31,10 @@ def check_batch(config: JobConfig, world: int) -> None:
         )
     if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
         raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
-    mine = config.rollouts_per_step // world
-    if mine % minibatches:
+    local = config.rollouts_per_step // world
+    if local % minibatches:
         raise UserError(
-            f"{mine} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
+            f"{local} rollouts a rank (rollout.prompts x group_size / ranks) can not be cut into "
             f"algorithm.minibatches={minibatches} equal parts"
         )
     if config.needs.whole_groups and config.engine.token_limit is not None:

@@ -1,4 +1,5 @@
-"""Where the rollouts of each step come from: made in time, or ahead of it, or over several steps; with others added."""
+"""The collector of a step's rollouts: sampled in the step, ahead of it, or over several steps, with those of extra
+sources."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from mmrl.training.metrics import Metrics
 
 
 class Collector:
-    """Collects what a step learns from: prompts are drawn, answered, scored and measured, groups are chosen, and the
-    rollouts of further sources are added."""
+    """Collects a step's rollouts: draws prompts, samples and scores responses, takes measurements, selects groups, and
+    adds the rollouts of extra sources."""
 
     def __init__(
         self, config: JobConfig, policy: Policy, task: Task, ranks: Ranks, generator: SyncedGenerator | None
@@ -59,17 +60,17 @@ class Collector:
     # --- a step ---
 
     def next(self, step: int, metrics: Metrics) -> Rollouts:
-        """The rollouts of the step after `step` finished ones."""
+        """Returns the rollouts of the next step. step: number of finished steps."""
         if self.steps_ahead:
-            return self._with_extras(self._look_ahead(step, metrics), step, metrics)
-        with awake(self.weights.generator) as measured:
+            return self._with_extras(self._take_ahead(step, metrics), step, metrics)
+        with synced(self.weights.generator) as measured:
             self.weights.version = step
             metrics.set(measured)
             return self._with_extras(self.collect(step, metrics), step, metrics)
 
-    def _look_ahead(self, step: int, metrics: Metrics) -> Rollouts:
-        """The batch that was made while earlier steps were trained. Where it was the last one of those, the generator
-        is left making the next `steps_ahead` ones, with the weights of now."""
+    def _take_ahead(self, step: int, metrics: Metrics) -> Rollouts:
+        """Returns the batch that was sampled while earlier steps were trained. After the last one, the generator starts
+        on the next `steps_ahead` batches with the present weights."""
         if not self.pending:
             self.pending.begin([step], step, metrics)
         rollouts = self.collect(step, metrics)
@@ -79,10 +80,10 @@ class Collector:
         return rollouts
 
     def collect(self, step: int, metrics: Metrics) -> Rollouts:
-        """A full batch of scored rollouts: this rank's share of the step's prompts, in groups.
+        """Returns a full batch of scored rollouts: this rank's share of the step's prompts, in groups.
 
-        With dynamic sampling, groups that teach nothing are replaced by new ones; when max_rounds have not filled the
-        batch, the places left are taken by such groups after all, whose advantages are 0.
+        With dynamic sampling, uninformative groups are replaced by new ones. When max_rounds have not filled the batch,
+        it is filled up with uninformative groups, whose advantages are 0.
         """
         filters = self.config.rollout.filters
         if filters is None:
@@ -98,28 +99,30 @@ class Collector:
         return candidates.taken()
 
     def _round(self, step: int, metrics: Metrics) -> Rollouts:
-        """The first of what the generator has been making, or a new round."""
+        """Returns the first pending batch, or a new round."""
         if self.pending:
             return self.pending.take()
-        if self.steps_ahead and self.weights.lent:
+        if self.steps_ahead and self.weights.stale:
             self.weights.give(step, metrics)
         return self.rounds.make(step, self.weights.version)
 
     def _informative(self, batch: Rollouts, filters: DynamicSampling) -> Tensor:
-        """[rollout] bool: by the reward that the advantages are made of, and by the bounds of accuracy."""
+        """Returns whether each rollout's group is informative, [rollout] bool: its rewards differ, and its accuracy is
+        within the bounds."""
         weights = torch.tensor(self.task.reward_weights)
         varied = self.config.algorithm.informative(batch, weights, list(self.task.reward_names))
         accuracy = require(batch.accuracy, "accuracy")
         return varied & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:
-        """The step's rollouts with those of further sources behind them."""
+        """Returns the step's rollouts, followed by those of extra sources."""
         if fresh.version is not None:
             metrics.add("generation/staleness", step - fresh.version)
         return self.extras.joined(fresh)
 
     def observe(self, batch: Batch) -> None:
-        """Tells the sampler of prompts what became of a step's fresh rollouts, and further sources of all of them."""
+        """Passes the outcomes of a step's fresh rollouts to the prompt sampler, and the whole batch to the extra
+        sources."""
         if batch.rollouts.rewards is None:
             return
         self.draws.observe(outcomes(batch))
@@ -127,14 +130,14 @@ class Collector:
 
     # --- between steps ---
 
-    def lend_generator(self) -> None:
-        """For something else than training, such as evaluation, which gives it other weights. Waits until what it makes
-        ahead of time is made: it has one set of weights at a time."""
+    def pause_prefetch(self) -> None:
+        """Waits for the pending batches and marks the generator's weights as stale. To be called before something else
+        than training, such as evaluation, gives the generator other weights."""
         self.pending.wait()
-        self.weights.lent = True
+        self.weights.stale = True
 
     def give_up(self) -> None:
-        """Batches ahead of time that have not begun do not begin any more."""
+        """Cancels pending batches that have not begun, and resets the draws of prompts to before them."""
         before = self.pending.give_up()
         if before is not None:
             self._load(*before)
@@ -143,24 +146,24 @@ class Collector:
         self.draws.close()
 
     def state(self) -> State:
-        """From which `load` goes on, so that nothing is lost: where drawing has to go on, equal on all ranks, and what
-        this rank has in the making."""
-        shared, own = self.pending.state()
-        # Extras have no part in what is in the making
-        return shared | {"extras": self.extras.state()}, {"rounds": own, "extras": self.extras.own_state()}
+        """Returns the state that `load` restores: the draws of prompts and the extra sources, equal on all ranks, and
+        this rank's unfinished rollouts."""
+        shared, rounds = self.pending.state()
+        # Pending batches do not depend on the extra sources
+        return shared | {"extras": self.extras.state()}, {"rounds": rounds, "extras": self.extras.rank_state()}
 
-    def load(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        self._load(shared, own["rounds"])
+    def load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
+        self._load(shared, rank_state["rounds"])
         self.extras.load(shared["extras"])
-        self.extras.load_own(own["extras"])
+        self.extras.load_rank(rank_state["extras"])
 
-    def _load(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    def _load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
         self.draws.load(shared)
-        self.rounds.load(own)
+        self.rounds.load(rank_state)
 
 
 def outcomes(batch: Batch) -> list[Outcome]:
-    """What became of the fresh groups of all ranks, in the order of their draw."""
+    """Returns the outcomes of the fresh groups of all ranks, in the order of their draw."""
     names = ("group", "origin", "prompt", "accuracy")
     columns = [batch.fact(name).tolist() for name in names]
     rows = sorted(zip(*columns, batch.combined().tolist(), strict=True), key=itemgetter(0))
@@ -169,11 +172,12 @@ def outcomes(batch: Batch) -> list[Outcome]:
     return [Outcome(group[0][2], tuple(row[4] for row in group), tuple(row[3] for row in group)) for group in groups]
 
 
-def awake(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:
-    """Inside it an engine that generates for the policy has its present weights."""
+def synced(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:
+    """Returns a context in which the generator, if there is one, has the policy's present weights."""
     return nullcontext({}) if generator is None else generator.generation()
 
 
 def sampled_by(policy: Policy, generator: SyncedGenerator | None) -> RolloutSource:
-    """Who is asked for rollouts and answers: the policy, which may have tokens from engines, or workers for it."""
+    """Returns the source of rollouts: the policy, which may generate through engines, or the generator where it makes
+    whole rollouts."""
     return generator if isinstance(generator, RolloutSource) else policy

@@ -1,4 +1,4 @@
-"""Which prompts come next, on every rank its share, and what reads them ahead of time."""
+"""Draws of prompts: each rank's share of the next prompts, and reading ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mmrl.rollouts import Prompt
 
 @dataclass(frozen=True)
 class Draw:
-    """A rank's share of a draw of prompts. positions: of the draw, over all ranks; indices: in the source."""
+    """A rank's share of a draw of prompts. positions: in the sequence of draws over all ranks; indices: in the
+    source."""
 
     positions: list[int]
     indices: list[int]
@@ -32,27 +33,27 @@ class PromptDraws:
         self.ranks, self.share = ranks, settings.prompts // ranks.world  # prompts of a rank in a step
         # A copy, for a default is shared by all configurations of the process.
         self.sampler = settings.sampler.model_copy(deep=True)
-        self.sampler.look(self.source)
+        self.sampler.inspect(self.source)
         self.sampler.start(len(self.source), seed)
         self.drawn = 0  # prompts drawn so far, over all ranks
 
     def draw(self, share: int | None = None) -> Draw:
-        """This rank's share of the next prompts, as many on every rank; default: those of a step."""
+        """Draws this rank's share of the next prompts, as many on every rank; default: those of a step."""
         first, count = self.drawn, (self.share if share is None else share) * self.ranks.world
         indices = self.sampler.draw(count)
         self.drawn += count
-        return Draw(self._own(range(first, first + count)), self._own(indices))
+        return Draw(self._share_of(range(first, first + count)), self._share_of(indices))
 
     def prompts(self, draw: Draw) -> list[Prompt]:
         return [self.source[index] for index in draw.indices]
 
-    def foresee(self, *known: Draw) -> None:
-        """Has prompts read that were drawn, and those that would be drawn next. A sampler may change its mind in
-        between, by what it observes; then those are read for nothing."""
+    def foresee(self, *draws: Draw) -> None:
+        """Starts reading prompts that were drawn, and those that would be drawn next. A sampler may draw others after
+        it has observed outcomes; then they are read in vain."""
         if self.reader is not None:
-            drawn = [index for draw in known for index in draw.indices]
+            drawn = [index for draw in draws for index in draw.indices]
             sampler = self.sampler.model_copy(deep=True)
-            self.reader.expect([*drawn, *self._own(sampler.draw(self.share * self.ranks.world))])
+            self.reader.expect([*drawn, *self._share_of(sampler.draw(self.share * self.ranks.world))])
 
     def observe(self, outcomes: list[Outcome]) -> None:
         self.sampler.observe(outcomes)
@@ -65,21 +66,22 @@ class PromptDraws:
         self.sampler.load(state["sampler"])
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Closes the reader."""
         if self.reader is not None:
             self.reader.close()
 
-    def _own(self, drawn: Sequence[int]) -> list[int]:
+    def _share_of(self, drawn: Sequence[int]) -> list[int]:
         share = len(drawn) // self.ranks.world
         return list(drawn[self.ranks.rank * share : (self.ranks.rank + 1) * share])
 
 
 def reader_of(source: Source, policy: Policy) -> ReadAhead | None:
-    """What reads ahead where the source asks for that; the policy learns of it."""
+    """Returns a reader for a source with readers, and passes it to a policy that can encode ahead; None for other
+    sources."""
     if not isinstance(source, ReadableSource) or source.readers == 0:
         return None
     if not isinstance(policy, Encoding):
         return ReadAhead(source, None)
-    found = ReadAhead(source, policy.encoder())
-    policy.read_by(found)
-    return found
+    reader = ReadAhead(source, policy.encoder())
+    policy.read_by(reader)
+    return reader

@@ -1,4 +1,4 @@
-"""Rounds of dynamic sampling: which groups a step learns from, and on which rank."""
+"""Selection of groups in dynamic sampling, and their distribution over ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class Candidate:
-    """A group that a rank has sampled. teaches: whether anything is learned from it; turn: the round it came in;
-    position: the place of its draw."""
+    """A group that a rank has sampled. teaches: whether it is informative; turn: the round in which it was sampled;
+    position: that of its draw."""
 
     teaches: bool
     turn: int
@@ -23,13 +23,14 @@ class Candidate:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Candidates are taken in this order: those that teach, then the others, each as they were drawn."""
+        """Returns the key by which candidates are taken: those that teach, then the others, each in the order of
+        draw."""
         return (not self.teaches, self.turn, self.position)
 
 
 class Candidates:
-    """The groups that the rounds of a step have brought so far. Ranks that share give each other those they have to
-    spare, so that the step has those that one rank alone would have taken, and none waits for a rank without luck."""
+    """The groups that the rounds of a step have sampled so far. With `shared` ranks exchange groups, so that the step
+    has those that one rank alone would have taken, and no rank waits for one with few informative groups."""
 
     def __init__(self, wanted: int, ranks: Ranks, *, shared: bool) -> None:
         """wanted: groups of a rank's share."""
@@ -46,50 +47,51 @@ class Candidates:
 
     @property
     def full(self) -> bool:
-        """Whether all ranks have what they want. A collective."""
-        found = sum(candidate.teaches for candidate in self.candidates)
+        """Returns whether all ranks have as many informative groups as wanted. A collective."""
+        count = sum(candidate.teaches for candidate in self.candidates)
         if self.shared:
-            return sum(self.ranks.gather(found)) >= self.wanted * self.ranks.world
-        return self.ranks.max(found < self.wanted) == 0
+            return sum(self.ranks.gather(count)) >= self.wanted * self.ranks.world
+        return self.ranks.max(count < self.wanted) == 0
 
     def taken(self) -> Rollouts:
-        """This rank's share, with `filler` where a group that teaches nothing takes a place. A collective."""
-        mine = self.ranks.rank if self.shared else 0
-        told = self.ranks.gather(self.candidates) if self.shared else [self.candidates]
-        dealt_out = dealt(told, self.wanted)
+        """Returns this rank's share, with `filler` True for uninformative groups. A collective."""
+        rank_index = self.ranks.rank if self.shared else 0
+        by_rank = self.ranks.gather(self.candidates) if self.shared else [self.candidates]
+        dealt_out = dealt(by_rank, self.wanted)
         every = Rollouts.concat(self.parts)
-        if self.shared and any(source != rank for rank, own in enumerate(dealt_out) for source, _ in own):
-            parcels = [[c.position for s, c in own if s == mine] for own in dealt_out]
+        if self.shared and any(source != rank for rank, share in enumerate(dealt_out) for source, _ in share):
+            parcels = [[c.position for s, c in share if s == rank_index] for share in dealt_out]
             parts = [every.select(_rows(every, positions)) if positions else None for positions in parcels]
             arrived = self.ranks.exchange(parts, instead="rollout.dynamic_sampling.shared=false")
             every = Rollouts.concat([part for part in arrived if part is not None])
-        kept = [candidate for _, candidate in dealt_out[mine]]
-        found = every.select(_rows(every, [candidate.position for candidate in kept]))
-        size = len(found) // len(kept)
-        found.filler = torch.tensor([not candidate.teaches for candidate in kept]).repeat_interleave(size)
-        return found
+        chosen = [candidate for _, candidate in dealt_out[rank_index]]
+        batch = every.select(_rows(every, [candidate.position for candidate in chosen]))
+        size = len(batch) // len(chosen)
+        batch.filler = torch.tensor([not candidate.teaches for candidate in chosen]).repeat_interleave(size)
+        return batch
 
 
-def dealt(told: Sequence[Sequence[Candidate]], wanted: int) -> list[list[tuple[int, Candidate]]]:
-    """Who has each of the groups that a step takes, and which, for every rank, in the order of candidates.
+def dealt(by_rank: Sequence[Sequence[Candidate]], wanted: int) -> list[list[tuple[int, Candidate]]]:
+    """Deals the groups that a step takes to ranks. Returns for every rank pairs of source rank and candidate, in the
+    order of candidates.
 
-    told: the candidates of each rank. The first `wanted` for each rank are taken, wherever they are; a rank keeps its
-    own as long as it has room, and what is too many goes to the ranks that lack some, in order.
+    by_rank: the candidates of each rank. The first `wanted` x ranks are taken, wherever they are; a rank keeps the
+    first `wanted` of its candidates, and the surplus goes to the ranks with too few, in order.
     """
-    every = [(rank, candidate) for rank, own in enumerate(told) for candidate in own]
-    chosen = sorted(every, key=lambda pair: pair[1].order)[: wanted * len(told)]
-    share: list[list[tuple[int, Candidate]]] = [[] for _ in told]
+    every = [(rank, candidate) for rank, share in enumerate(by_rank) for candidate in share]
+    chosen = sorted(every, key=lambda pair: pair[1].order)[: wanted * len(by_rank)]
+    shares: list[list[tuple[int, Candidate]]] = [[] for _ in by_rank]
     spare: list[tuple[int, Candidate]] = []
     for rank, candidate in chosen:
-        (share[rank] if len(share[rank]) < wanted else spare).append((rank, candidate))
-    for own in share:
-        room = wanted - len(own)
-        own += spare[:room]
+        (shares[rank] if len(shares[rank]) < wanted else spare).append((rank, candidate))
+    for share in shares:
+        room = wanted - len(share)
+        share += spare[:room]
         spare = spare[room:]
-        own.sort(key=lambda pair: pair[1].order)
-    return share
+        share.sort(key=lambda pair: pair[1].order)
+    return shares
 
 
 def _rows(rollouts: Rollouts, positions: Sequence[int]) -> Tensor:
-    """Those of the groups at these positions, in their order."""
+    """Returns the rows of the groups at these positions, in their order."""
     return torch.cat([(rollouts.group == position).nonzero().flatten() for position in positions])

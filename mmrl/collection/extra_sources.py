@@ -1,4 +1,4 @@
-"""Where further rollouts of a step come from, beside those that the policy has just made."""
+"""Sources of rollouts that are added to a step's fresh ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source may draw on. policy: with every ability that the source needs. share: this rank's number and how
-    many ranks there are. most: the largest of a number over the ranks, which all of them ask for alike."""
+    """Inputs of a source. policy: with every ability that the source needs. share: this rank's number and the number of
+    ranks. most: the maximum of a number over the ranks, a collective."""
 
     policy: Any
     prompts: Source
@@ -38,10 +38,10 @@ class SourceContext:
 class ExtraSource(Choice):
     """Rollouts that are added to each step's fresh ones; as many on every rank.
 
-    They must hold `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
-    no other group has. Rewards that are NaN keep them out of the statistics of groups, and give them the advantage 0.
-    An `old_logp` that they bring is kept. `nodes` say which decisions they share with fresh rollouts, whose decisions
-    have the id of their row: those of a fork have its parent's as long as they are the same.
+    They must have `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
+    no other group has. Rollouts with NaN rewards are not in the statistics of groups, and get the advantage 0. Their
+    `old_logp`, if any, is kept. `nodes` mark decisions that are shared with fresh rollouts, whose decisions have the id
+    of their row: a fork has its parent's ids as long as the decisions are the same.
     """
 
     title: ClassVar[str] = "source"
@@ -63,11 +63,11 @@ class ExtraSource(Choice):
     @property
     @abstractmethod
     def rollouts(self) -> int:
-        """How many a step gets, over all ranks; 0 where that follows from the groups."""
+        """Returns the number of rollouts that a step gets, over all ranks; 0 where it depends on the groups."""
 
     @property
     def in_group(self) -> int:
-        """How many at most join a fresh group."""
+        """Returns the largest number of rollouts that join a fresh group."""
         return 0
 
     @abstractmethod
@@ -75,28 +75,28 @@ class ExtraSource(Choice):
 
     @abstractmethod
     def make(self, fresh: Rollouts) -> Rollouts:
-        """This rank's share of them."""
+        """Returns this rank's share of the rollouts. fresh: this rank's fresh rollouts."""
 
-    def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources do not ask)
-        """Hears what became of a step's rollouts, after its updates."""
+    def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources need none)
+        """Observes a step's batch after its updates."""
 
     def state(self) -> dict[str, Any]:
-        """Numbers, texts and lists from which `load` goes on, equal on all ranks; later steps do not change them."""
+        """Returns numbers, texts and lists that `load` restores, equal on all ranks; later steps do not change them."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (many have none)
-        """Goes on from a `state`."""
+        """Restores a `state`."""
 
-    def own_state(self) -> dict[str, Any]:
-        """Tensors, numbers, texts and lists of this rank alone from which `load_own` goes on, on as many ranks."""
+    def rank_state(self) -> dict[str, Any]:
+        """Returns tensors, numbers, texts and lists of this rank alone, which `load_rank` restores on as many ranks."""
         return {}
 
-    def load_own(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have none)
-        """Goes on from an `own_state`."""
+    def load_rank(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have none)
+        """Restores a `rank_state`."""
 
 
 class ExtraRolloutSources:
-    """The further sources of a run, in their order."""
+    """The extra sources of a run, in their order."""
 
     def __init__(self, settings: Sequence[ExtraSource], context: SourceContext) -> None:
         # Copies, for a default is shared by all configurations of the process.
@@ -105,7 +105,7 @@ class ExtraRolloutSources:
             source.start(context)
 
     def joined(self, fresh: Rollouts) -> Rollouts:
-        """A step's rollouts with those of every source behind them."""
+        """Returns a step's rollouts, followed by those of every source."""
         import torch
 
         from mmrl.rollouts import FRESH, Rollouts, alike, with_nodes
@@ -115,7 +115,7 @@ class ExtraRolloutSources:
         fresh.origin = torch.full((len(fresh),), FRESH)
         added = with_nodes(fresh, [source.make(fresh) for source in self.sources])
         added = [alike(part, fresh) for part in added]
-        if fresh.filler is not None:  # a group may teach something, now that it holds more
+        if fresh.filler is not None:  # a group may be informative, now that it is larger
             joined = torch.cat([part.group for part in added])
             fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
         if any(part.old_logp is not None for part in added):
@@ -134,12 +134,12 @@ class ExtraRolloutSources:
         for source, state in zip(self.sources, states, strict=True):
             source.load(state)
 
-    def own_state(self) -> list[dict[str, Any]]:
-        return [copy.deepcopy(source.own_state()) for source in self.sources]
+    def rank_state(self) -> list[dict[str, Any]]:
+        return [copy.deepcopy(source.rank_state()) for source in self.sources]
 
-    def load_own(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_rank(self, states: Sequence[dict[str, Any]]) -> None:
         for source, state in zip(self.sources, states, strict=True):
-            source.load_own(state)
+            source.load_rank(state)
 
 
 class DemonstrationSource(ExtraSource):
@@ -172,13 +172,13 @@ class DemonstrationSource(ExtraSource):
 
         context: SourceContext = self._context
         rank, world = context.share
-        first, own = self._order.state()["drawn"], self.prompts // world
-        indices = self._order.draw(self.prompts)[rank * own : (rank + 1) * own]
-        places = range(first + rank * own, first + (rank + 1) * own)
-        made = context.policy.demonstrate([context.prompts[i] for i in indices], list(places))
-        made.group = -1 - torch.tensor(places)
-        made.origin = torch.full((own,), DEMONSTRATION)
-        return made
+        first, count = self._order.state()["drawn"], self.prompts // world
+        indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]
+        positions = range(first + rank * count, first + (rank + 1) * count)
+        demonstrations = context.policy.demonstrate([context.prompts[i] for i in indices], list(positions))
+        demonstrations.group = -1 - torch.tensor(positions)
+        demonstrations.origin = torch.full((count,), DEMONSTRATION)
+        return demonstrations
 
     def state(self) -> dict[str, Any]:
         return self._order.state()
@@ -188,8 +188,8 @@ class DemonstrationSource(ExtraSource):
 
 
 def joining(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
-    """Rollouts that join groups, of which there may be another number on each rank: filled up with rollouts of which
-    nothing counts, so that all ranks make as many passes of the model."""
+    """Concatenates rollouts that join groups, and fills them up with masked ones to the largest number of any rank, so
+    that all ranks make as many passes of the model."""
     import torch
 
     from mmrl.rollouts import REPLAYED, Rollouts, alike

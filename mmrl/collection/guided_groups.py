@@ -1,4 +1,4 @@
-"""Demonstrations that take part in the groups of rollouts."""
+"""Demonstrations that join the groups of rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APART = 1 << 30  # added to the run's seed, so that no response is drawn twice; 
 
 
 class Guidance(ExtraSource):
-    """What joins groups is made of the demonstration of their prompt."""
+    """A source whose rollouts are made from the demonstration of a group's prompt."""
 
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose rollouts is right")
@@ -35,7 +35,7 @@ class Guidance(ExtraSource):
         self._context = context
 
     def chosen(self, fresh: Rollouts) -> tuple[list[int], list[int]]:
-        """Groups that get something, and their prompts."""
+        """Returns the groups that get rollouts, and the index of each one's prompt."""
         assert fresh.prompt is not None and fresh.accuracy is not None
         groups, prompts = [], []
         for group in fresh.group.unique().tolist():
@@ -45,20 +45,20 @@ class Guidance(ExtraSource):
                 prompts.append(int(fresh.prompt[rows][0]))
         return groups, prompts
 
-    def joined(self, made: Rollouts, groups: list[int], prompts: list[int], origin: int) -> Rollouts:
-        """`made`, scored, as members of groups."""
+    def joined(self, rollouts: Rollouts, groups: list[int], prompts: list[int], origin: int) -> Rollouts:
+        """Scores rollouts and makes them members of groups."""
         import torch
 
-        made.group, made.prompt = torch.tensor(groups), torch.tensor(prompts)
-        made.origin = torch.full((len(groups),), origin)
-        made.rewards = self._context.task.score(made.samples, made.group)
-        made.accuracy = self._context.task.accuracy(made.samples)
-        return made
+        rollouts.group, rollouts.prompt = torch.tensor(groups), torch.tensor(prompts)
+        rollouts.origin = torch.full((len(groups),), origin)
+        rollouts.rewards = self._context.task.score(rollouts.samples, rollouts.group)
+        rollouts.accuracy = self._context.task.accuracy(rollouts.samples)
+        return rollouts
 
 
 class GuidedGroups(Guidance):
     """The demonstration of a prompt joins the group of its rollouts and is scored like them, so that a group in which
-    all are wrong still says what right is. The surrogate `guided` weighs what such rollouts teach."""
+    all are wrong has a right one. The surrogate `guided` weights such rollouts."""
 
     equation: ClassVar[str] = "A_i of the group G with the prompt's demonstration, scored by the task; origin 1"
     source: ClassVar[str] = "mixed-policy GRPO of LUFFY, arXiv 2504.14945; groups=failed is a variant"
@@ -80,13 +80,13 @@ class GuidedGroups(Guidance):
         groups, prompts = self.chosen(fresh)
         if not groups:
             return joining([], fresh, context)
-        made = context.policy.demonstrate([context.prompts[prompt] for prompt in prompts], groups)
-        return joining([self.joined(made, groups, prompts, DEMONSTRATION)], fresh, context)
+        demonstrations = context.policy.demonstrate([context.prompts[prompt] for prompt in prompts], groups)
+        return joining([self.joined(demonstrations, groups, prompts, DEMONSTRATION)], fresh, context)
 
 
 class GuidedPrefixes(Guidance):
-    """Responses that begin as the demonstration of their prompt does, and go on as the policy likes, join its group.
-    Each has another share of the demonstration; the beginning is not learned from unless that is asked for."""
+    """Responses that begin with a part of their prompt's demonstration and are continued by the policy join its group.
+    Each has another share of the demonstration; the beginning is learned from only with `learned`."""
 
     equation: ClassVar[str] = (
         "A_i of the group G with `count` responses that begin with floor(u n) of the demonstration's n decisions, u "
@@ -126,17 +126,17 @@ class GuidedPrefixes(Guidance):
         if context.most(len(groups)) == 0:
             return joining([], fresh, context)
         assert fresh.prompt is not None
-        asked = groups or [int(fresh.group[0])]  # ranks may have to generate together
+        targets = groups or [int(fresh.group[0])]  # ranks may have to generate together
         shown = [context.prompts[prompt] for prompt in prompts or [int(fresh.prompt[0])]]
-        each = torch.arange(len(asked)).repeat_interleave(self.count)
-        known = context.policy.demonstrate(shown, asked).select(each)
-        seeds = rollout_seeds(context.seed + APART, asked, self.count)
+        each = torch.arange(len(targets)).repeat_interleave(self.count)
+        demonstrations = context.policy.demonstrate(shown, targets).select(each)
+        seeds = rollout_seeds(context.seed + APART, targets, self.count)
         shares = [self.low + (self.high - self.low) * random.Random(number).random() for number in seeds]
-        lengths = (known.mask.sum(1) * torch.tensor(shares)).long()
-        made: Rollouts = context.policy.continued(known, lengths.tolist(), seeds)
+        lengths = (demonstrations.mask.sum(1) * torch.tensor(shares)).long()
+        continued: Rollouts = context.policy.continued(demonstrations, lengths.tolist(), seeds)
         if not self.learned:
-            made.mask = made.mask & (torch.arange(made.mask.shape[1]) >= lengths[:, None])
+            continued.mask = continued.mask & (torch.arange(continued.mask.shape[1]) >= lengths[:, None])
         if not groups:
             return joining([], fresh, context)
         each_group, each_prompt = ([column[i] for i in each.tolist()] for column in (groups, prompts))
-        return joining([self.joined(made, each_group, each_prompt, EXTRA)], fresh, context)
+        return joining([self.joined(continued, each_group, each_prompt, EXTRA)], fresh, context)

@@ -1,4 +1,4 @@
-"""Rollouts in the making over several steps."""
+"""Rollouts that are generated over several steps (partial rollouts)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class PendingGroup:
-    """Rollouts in the making for one prompt. position: of the draw, prompt: its index in the source. version: finished
-    steps behind the weights that drew their first tokens, if any did."""
+    """Unfinished rollouts of one prompt. position: of the draw; prompt: its index in the source. version: finished
+    steps of the weights that sampled the first tokens; None before."""
 
     position: int
     prompt: int
@@ -26,11 +26,11 @@ class PendingGroup:
 
 
 class Pool:
-    """More groups in the making than a step needs, so that it need not wait for the longest responses: they go on in
-    the next step, with its weights, from the tokens they have (partial rollouts, arXiv 2501.12599).
+    """A pool of more unfinished groups than a step needs, so that no step waits for the longest responses: they
+    continue in the next step, with its weights, from the tokens they have (partial rollouts, arXiv 2501.12599).
 
-    Responses grow by whole segments; a step ends after one, when it has its groups. So what it gets does not depend on
-    time, and as long as weights stay the same a response does not depend on how many steps it took.
+    Responses grow by whole segments, and a step ends after the segment that completes enough groups. So results do not
+    depend on timing, and under constant weights a response does not depend on the number of steps it took.
     """
 
     def __init__(self, policy: Any, source: Source, seed: int, group_size: int, partial: Partial) -> None:
@@ -40,7 +40,7 @@ class Pool:
         self.groups: list[PendingGroup] = []  # oldest first
 
     def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
-        """positions, prompts: of the draw, and the prompts' indices in the source."""
+        """Adds groups. positions: of the draw; prompts: indices in the source."""
         size = self.group_size
         if positions:
             seeds = rollout_seeds(self.seed, positions, size)
@@ -49,8 +49,8 @@ class Pool:
                 self.groups.append(PendingGroup(position, prompt, drafts[i * size : (i + 1) * size]))
 
     def take(self, count: int, step: int, version: int) -> Rollouts:
-        """The `count` oldest finished groups, as soon as there are as many. Waits for a group that would be older than
-        `max_staleness` in the step after `step`. version: of the weights that the generator has."""
+        """Generates until there are `count` finished groups, and returns the oldest. Also finishes groups that would be
+        older than `max_staleness` in the step after `step`. version: of the generator's weights."""
         while not self._enough(count, step):
             for group in self.groups:
                 group.version = version if group.version is None else group.version
@@ -74,7 +74,7 @@ class Pool:
         return all(draft.finished(self.policy.eos) for draft in group.drafts)
 
     def state(self) -> dict[str, Any]:
-        """Tensors and numbers that `load` needs; later steps do not change them."""
+        """Returns tensors and numbers that `load` restores; later steps do not change them."""
         return {
             "positions": [group.position for group in self.groups],
             "prompts": [group.prompt for group in self.groups],

@@ -1,4 +1,4 @@
-"""Batches that a generator makes ahead of time, while earlier ones are trained on."""
+"""Batches that are sampled in a thread while earlier ones are trained on."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from mmrl.protocols.parts import SyncedGenerator
 from mmrl.rollouts import Rollouts
 from mmrl.training.metrics import Metrics
 
-State = tuple[dict[str, Any], dict[str, Any]]  # equal on all ranks, and this rank's own
+State = tuple[dict[str, Any], dict[str, Any]]  # equal on all ranks; of this rank alone
 
 
 class GeneratorWeights:
-    """Which weights a generator has that is given them now and then."""
+    """The version of the weights that a generator has."""
 
     def __init__(self, generator: SyncedGenerator | None) -> None:
         self.generator = generator
-        self.version = 0  # finished steps behind them
-        self.lent = False  # whether the generator may have weights that are not those of `version`
+        self.version = 0  # finished steps of these weights
+        self.stale = False  # whether the generator may have other weights than those of `version`
 
     def give(self, version: int, metrics: Metrics) -> None:
-        """Gives the generator the weights of now, which are those after `version` steps. A collective."""
+        """Sends the generator the present weights, those after `version` steps. A collective."""
         if self.generator is None:
             raise ValueError("there is no generator that could have weights of its own")
         metrics.set(self.generator.synchronise())
-        self.version, self.lent = version, False
+        self.version, self.stale = version, False
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """Rollouts in the making, in a thread. before: where drawing was: nothing is lost if they are made again."""
+    """A batch that is sampled in a thread. before: the state of the draws before it, from which it can be sampled
+    again."""
 
     before: State
     rollouts: Future[Rollouts]
 
 
 class PendingBatches:
-    """What the generator makes ahead of time, the next batch first."""
+    """The queue of batches that are sampled ahead, the next one first."""
 
     def __init__(self, rounds: Rounds, draws: PromptDraws, weights: GeneratorWeights) -> None:
         self.rounds, self.draws, self.weights = rounds, draws, weights
@@ -52,8 +53,9 @@ class PendingBatches:
         return len(self.batches)
 
     def begin(self, steps: Sequence[int], version: int, metrics: Metrics) -> None:
-        """Batches for these steps, one after the other, by the weights of now. Their prompts are drawn now, so that
-        they do not depend on when a batch is begun; only those of a pool follow from what it has in the making then."""
+        """Starts batches for these steps, one after the other, with the present weights. Their prompts are drawn now,
+        so that they do not depend on when a batch begins; a pool draws when it begins, by the number of its unfinished
+        groups."""
         if not steps:
             return
         self.weights.give(version, metrics)
@@ -61,24 +63,24 @@ class PendingBatches:
         drawn = [((self.draws.state(), self.rounds.state()), self.rounds.ahead()) for _ in steps]
         self.draws.foresee(*(draw for _, draw in drawn if draw is not None))
         for step, (before, draw) in zip(steps, drawn, strict=True):
-            made = thread.submit(self.rounds.make, step, version, draw)
-            self.batches.append(PendingBatch(before, made))
+            future = thread.submit(self.rounds.make, step, version, draw)
+            self.batches.append(PendingBatch(before, future))
         thread.shutdown(wait=False)
 
     def take(self) -> Rollouts:
-        """The next batch, as soon as it is made."""
+        """Waits for the next batch and returns it."""
         return self.batches.popleft().rollouts.result()
 
     def wait(self) -> None:
         wait([pending.rollouts for pending in self.batches])
 
     def state(self) -> State:
-        """Where drawing was before the next batch; a round that has begun is made again."""
+        """Returns the state of the draws before the next batch; a batch that has begun is sampled again."""
         return self.batches[0].before if self.batches else (self.draws.state(), self.rounds.state())
 
     def give_up(self) -> State | None:
-        """Batches that have not begun do not begin any more; from where their prompts are drawn again, should training
-        go on. A pool has one batch at most in the making, which has begun: then None."""
+        """Cancels the batches. Returns the state from which their prompts can be drawn again; None where nothing is
+        cancelled: a pool has one batch at most, which has begun."""
         if not self.batches or self.rounds.one_at_once:
             return None
         before = self.state()

@@ -1,4 +1,4 @@
-"""Prompts of the next step are read, and encoded for the policy, by processes while this step is trained on."""
+"""Processes that read the prompts of the next step, and encode them for the policy, while this step is trained on."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 
 log = logging.getLogger(__name__)
-held: list[Any] = []  # of a process that reads: the source, and the encoder or None
+held: list[Any] = []  # in a reading process: the source, and the encoder or None
 
 
 class ReadAhead:
-    """A source whose prompts are ready when they are asked for, if they were expected.
+    """A source that reads expected prompts ahead in processes.
 
-    Which prompt is where, and what is said of rows that can not be used, follows from `source` alone: a process reads
-    the prompt of a place or none at all, which this process then reads for itself. So a run depends neither on how many
-    processes there are nor on what they were told to expect, and there is nothing to save.
+    Prompts and warnings about unusable rows depend on `source` alone: a process reads the prompt of an index or fails,
+    and then this process reads it. So a run does not depend on the number of processes or on what was expected, and
+    checkpoints hold nothing of them.
     """
 
     def __init__(self, source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> None:
-        """encoder: what else is made of a prompt; see `Encoding`."""
+        """encoder: encodes a prompt for the policy; see `Encoding`."""
         self.source, self.encoder = source, encoder
         self._pool: ProcessPoolExecutor | None = None
         self._coming: dict[int, Future[bytes | str]] = {}
         self._encoded: dict[int, tuple[Prompt, Any]] = {}  # by the prompt's identity
-        self._told = False  # that something could not be read ahead
+        self._warned = False  # whether a warning was logged
 
     def __len__(self) -> int:
         return len(self.source)
@@ -47,18 +47,18 @@ class ReadAhead:
         future = self._coming.pop(index, None)
         if future is None:
             return self.source[index]
-        found = self._result(future)
-        if isinstance(found, str):
+        outcome = self._result(future)
+        if isinstance(outcome, str):
             prompt = self.source[index]
-            self._tell(index, prompt, found)
+            self._warn(index, prompt, outcome)
             return prompt
-        prompt, made = pickle.loads(found)
-        if made is not None:
-            self._encoded[id(prompt)] = (prompt, made)
+        prompt, encoded = pickle.loads(outcome)
+        if encoded is not None:
+            self._encoded[id(prompt)] = (prompt, encoded)
         return prompt
 
     def expect(self, indices: Sequence[int]) -> None:
-        """These will be asked for next, in this order; all else that was expected is given up."""
+        """Starts reading these prompts, in this order, and cancels all others that were expected."""
         self._encoded.clear()
         for index in self._coming.keys() - set(indices):
             self._coming.pop(index).cancel()
@@ -69,24 +69,23 @@ class ReadAhead:
                 self._coming[index] = self._pool.submit(_read, index)
 
     def encoded(self, prompt: Prompt) -> Any | None:
-        """What the encoder made of this very prompt, which is given away; None where it was not read ahead."""
-        _, made = self._encoded.pop(id(prompt), (None, None))
-        return made
+        """Returns the encoder's output for this prompt object and forgets it; None where it was not read ahead."""
+        _, output = self._encoded.pop(id(prompt), (None, None))
+        return output
 
     def close(self) -> None:
-        """Ends the processes. What is asked for later is read here."""
+        """Ends the processes. Later prompts are read in this process."""
         self._coming.clear()
         self._encoded.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
-    def _tell(self, index: int, prompt: Prompt, reason: str) -> None:
-        """Says once why processes are of no use, where this one can read what they could not. A row that is not used is
-        told by the source, and a prompt that can not be encoded by the policy."""
-        if not (self._told or reason.startswith(RowError.__name__)):
-            self._told = True
-            log.warning("prompt %s (place %d) was not read ahead, but in time: %s", prompt.id, index, reason)
+    def _warn(self, index: int, prompt: Prompt, reason: str) -> None:
+        """Logs once why processes can not read what this one can. Not for rows that the source itself reports."""
+        if not (self._warned or reason.startswith(RowError.__name__)):
+            self._warned = True
+            log.warning("prompt %s (index %d) was not read ahead, but in time: %s", prompt.id, index, reason)
 
     def _started(self) -> ProcessPoolExecutor:
         # Not by fork: this process may have a GPU, and threads.
@@ -105,7 +104,7 @@ class ReadAhead:
 
 
 def _begin(source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> None:
-    """What a process does first. Signals are for the trainer, which ends this process when it has seen to them."""
+    """Initialises a reading process. It ignores signals, for the trainer handles them and ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
@@ -121,7 +120,7 @@ def _end_with_trainer() -> None:
 
 
 def _read(index: int) -> bytes | str:
-    """The prompt of a place and what the encoder makes of it; for one that can not be read, encoded or sent, why."""
+    """Returns the pickled prompt and its encoding; a message where it can not be read, encoded or pickled."""
     source, encoder = held
     try:
         prompt = source.read(index)

@@ -1,4 +1,4 @@
-"""Rollouts that were right once and are learned from again."""
+"""Replay of right rollouts of earlier steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Rollouts
 
-BELOW = -(1 << 40)  # ids of groups of what is imitated: further down than those of demonstrations
-Stored = dict[str, Any]  # what the policy needs to make a rollout again, and what is known of it
+BELOW = -(1 << 40)  # group ids of imitated rollouts, below those of demonstrations
+Stored = dict[str, Any]  # what the policy needs to restore a rollout, with its rewards and log-probabilities
 
 
 class ReplaySource(ExtraSource):
-    """The last right rollouts of every prompt are kept, by all ranks alike."""
+    """A buffer of the last right rollouts of every prompt, equal on all ranks."""
 
     test: ClassVar[str] = "tests/joints/test_replays.py"
     keep: int = option(4, "rollouts that are kept of a prompt; the oldest leave first", ge=1)
@@ -46,52 +46,52 @@ class ReplaySource(ExtraSource):
         self._context, self._stored = context, {}
 
     def observe(self, batch: Batch) -> None:
-        """Keeps what was right among the new rollouts of all ranks."""
-        for prompt, stored in batch.each(self._found(batch)):
+        """Stores the right ones among the new rollouts of all ranks."""
+        for prompt, stored in batch.gathered_list(self._right(batch)):
             before = self._stored.pop(prompt, [])  # what was right last is last
             self._stored[prompt] = [*before, stored][-self.keep :]
         for prompt in list(self._stored)[: -self.prompts]:
             del self._stored[prompt]
 
-    def _found(self, batch: Batch) -> list[tuple[int, Stored]]:
-        """This rank's: prompts and what is kept."""
+    def _right(self, batch: Batch) -> list[tuple[int, Stored]]:
+        """Returns this rank's right rollouts as pairs of prompt and what is stored."""
         from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
         assert rollouts.accuracy is not None and rollouts.origin is not None and rollouts.rewards is not None
         scored = ~rollouts.rewards.isnan().any(1)
         new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)
-        right = (rollouts.accuracy >= self.accuracy) & new & batch.kept & scored
+        right = (rollouts.accuracy >= self.accuracy) & new & batch.rollout_mask & scored
         rows = rollouts.select(right)
         assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
-        found = []
+        stored = []
         for i, state in enumerate(self._context.policy.stored(rows)):
-            known: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
+            entry: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
             if self.likelihoods == "recorded":
                 assert rows.old_logp is not None
-                known["logp"] = rows.old_logp[i].tolist()
-            found.append((int(rows.prompt[i]), known))
-        return found
+                entry["logp"] = rows.old_logp[i].tolist()
+            stored.append((int(rows.prompt[i]), entry))
+        return stored
 
-    def _made(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
-        """Replayed rollouts with all that is known of them."""
+    def _restored(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
+        """Restores stored rollouts, with rewards, accuracy and log-probabilities."""
         import torch
 
         from mmrl.rollouts import REPLAYED
 
         context: SourceContext = self._context
-        asked = [context.prompts[prompt] for prompt in prompts]
-        made: Rollouts = context.policy.recalled(asked, [one["state"] for one in stored])
-        made.group, made.prompt = group, torch.tensor(prompts)
-        made.origin = torch.full((len(stored),), REPLAYED)
-        made.rewards = torch.tensor([one["rewards"] for one in stored])
-        made.accuracy = torch.tensor([one["accuracy"] for one in stored])
+        questions = [context.prompts[prompt] for prompt in prompts]
+        restored: Rollouts = context.policy.recalled(questions, [one["state"] for one in stored])
+        restored.group, restored.prompt = group, torch.tensor(prompts)
+        restored.origin = torch.full((len(stored),), REPLAYED)
+        restored.rewards = torch.tensor([one["rewards"] for one in stored])
+        restored.accuracy = torch.tensor([one["accuracy"] for one in stored])
         if self.likelihoods == "recorded":
-            made.old_logp = torch.zeros(made.mask.shape)
+            restored.old_logp = torch.zeros(restored.mask.shape)
             for row, one in enumerate(stored):
-                count = min(made.mask.shape[1], len(one["logp"]))  # both end where no decision counts
-                made.old_logp[row, :count] = torch.tensor(one["logp"][:count])
-        return made
+                count = min(restored.mask.shape[1], len(one["logp"]))  # both are padded with uncounted decisions
+                restored.old_logp[row, :count] = torch.tensor(one["logp"][:count])
+        return restored
 
     def state(self) -> dict[str, Any]:
         return {"prompts": list(self._stored), "stored": [list(stored) for stored in self._stored.values()]}
@@ -101,8 +101,8 @@ class ReplaySource(ExtraSource):
 
 
 class SuccessReplay(ReplaySource):
-    """Right rollouts of earlier steps join the group of their prompt, so that a group in which all are wrong now still
-    says what right is. Of a prompt that was never right before there is nothing to replay."""
+    """Right rollouts of earlier steps join the group of their prompt, so that a group in which all are wrong now has a
+    right one. A prompt that was never right before gets nothing."""
 
     equation: ClassVar[str] = (
         "A_i of the group G with min(count, stored) rollouts of earlier steps, r = pi / pi_then (recorded) or pi / "
@@ -133,13 +133,13 @@ class SuccessReplay(ReplaySource):
             prompt = int(fresh.prompt[rows][0])
             stored = self._stored.get(prompt, [])
             if self.groups == "all" or not bool((fresh.accuracy[rows] >= self.accuracy).any()):
-                chance = random.Random(f"{context.seed} {group}")  # the place of the draw, whatever the rank
+                chance = random.Random(f"{context.seed} {group}")  # by the draw's position, whatever the rank
                 drawn = chance.sample(stored, min(self.count, len(stored)))
                 chosen += [(group, prompt, one) for one in drawn]
         if not chosen:
             return joining([], fresh, context)
         groups, prompts, stored = (list(column) for column in zip(*chosen, strict=True))
-        return joining([self._made(prompts, stored, torch.tensor(groups))], fresh, context)
+        return joining([self._restored(prompts, stored, torch.tensor(groups))], fresh, context)
 
 
 class SelfImitation(ReplaySource):
@@ -150,7 +150,7 @@ class SelfImitation(ReplaySource):
 
     type: str = "self_imitation"
     count: int = option(description="replayed rollouts a step, over all ranks", ge=1)
-    _drawn: int = PrivateAttr(default=0)  # steps that were served
+    _drawn: int = PrivateAttr(default=0)  # steps so far
 
     @property
     def rollouts(self) -> int:
@@ -166,12 +166,12 @@ class SelfImitation(ReplaySource):
             return joining([], fresh, context)
         drawn = random.Random(f"{context.seed} {self._drawn}").choices(every, k=self.count)
         rank, world = context.share
-        own = slice(rank * self.count // world, (rank + 1) * self.count // world)
-        prompts, stored = (list(column) for column in zip(*drawn[own], strict=True))
-        places = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[own]
-        made = self._made(prompts, stored, BELOW - places)
-        made.rewards = torch.full_like(made.rewards, torch.nan)  # type: ignore[arg-type]
-        return made
+        local = slice(rank * self.count // world, (rank + 1) * self.count // world)
+        prompts, stored = (list(column) for column in zip(*drawn[local], strict=True))
+        positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
+        imitated = self._restored(prompts, stored, BELOW - positions)
+        imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
+        return imitated
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"drawn": self._drawn}

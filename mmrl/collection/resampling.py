@@ -1,4 +1,4 @@
-"""Further responses to prompts that no rollout answered rightly."""
+"""Further responses to prompts whose rollouts are all wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ APART = 1 << 31  # added to the run's seed, so that no response is drawn twice; 
 
 
 class ExtraRollouts(ExtraSource):
-    """Prompts whose rollouts are all wrong are asked again, at another temperature, and the right answers join their
-    group; what is still wrong is dropped. Together with `success_replay` it explores, filters and replays."""
+    """Prompts whose rollouts are all wrong are sampled again, at another temperature, and the right responses join
+    their group; wrong ones are dropped. Together with `success_replay` it explores, filters and replays."""
 
     equation: ClassVar[str] = (
         "A_i of the group G with those of `count` responses at temperature `temperature` that are right; each replayed "
@@ -58,29 +58,29 @@ class ExtraRollouts(ExtraSource):
 
         context: SourceContext = self._context
         failed = self._failed(fresh)
-        # Under ZeRO-3 ranks generate together: one that has nothing to ask asks something
+        # Under ZeRO-3 ranks generate together: one without failed groups samples for another group
         if context.most(len(failed)) == 0:
             return joining([], fresh, context)
         assert fresh.prompt is not None
-        asked = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
-        seeds = rollout_seeds(context.seed + APART, [group for group, _ in asked], self.count)
-        prompts = [context.prompts[prompt] for _, prompt in asked]
-        made: Rollouts = context.policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
-        made.group = torch.tensor([group for group, _ in asked]).repeat_interleave(self.count)
-        made.prompt = torch.tensor([prompt for _, prompt in asked]).repeat_interleave(self.count)
-        made.rewards = context.task.score(made.samples, made.group)
-        made.accuracy = context.task.accuracy(made.samples)
-        made.origin = torch.full((len(made),), EXTRA)
-        right = (made.accuracy >= self.accuracy) & bool(failed)
-        place = right.view(-1, self.count).cumsum(1).flatten()  # among the right ones of its group, from 1
-        return joining([made.select(right & (place <= self.most))], fresh, context)
+        targets = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
+        seeds = rollout_seeds(context.seed + APART, [group for group, _ in targets], self.count)
+        prompts = [context.prompts[prompt] for _, prompt in targets]
+        responses: Rollouts = context.policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
+        responses.group = torch.tensor([group for group, _ in targets]).repeat_interleave(self.count)
+        responses.prompt = torch.tensor([prompt for _, prompt in targets]).repeat_interleave(self.count)
+        responses.rewards = context.task.score(responses.samples, responses.group)
+        responses.accuracy = context.task.accuracy(responses.samples)
+        responses.origin = torch.full((len(responses),), EXTRA)
+        right = (responses.accuracy >= self.accuracy) & bool(failed)
+        rank = right.view(-1, self.count).cumsum(1).flatten()  # among the right responses of its group, from 1
+        return joining([responses.select(right & (rank <= self.most))], fresh, context)
 
     def _failed(self, fresh: Rollouts) -> list[tuple[int, int]]:
-        """Groups without a right rollout, and their prompts."""
+        """Returns groups without a right rollout, with the index of each one's prompt."""
         assert fresh.prompt is not None and fresh.accuracy is not None
-        found = []
+        failed = []
         for group in fresh.group.unique().tolist():
             rows = fresh.group == group
             if not bool((fresh.accuracy[rows] >= self.accuracy).any()):
-                found.append((group, int(fresh.prompt[rows][0])))
-        return found
+                failed.append((group, int(fresh.prompt[rows][0])))
+        return failed

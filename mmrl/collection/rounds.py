@@ -1,4 +1,4 @@
-"""One round of rollouts, however it is made: demonstrated, sampled, or taken from what is in the making."""
+"""Rounds of rollouts: demonstrated, sampled, or taken from a pool of partial rollouts."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class Rounds(ABC):
-    """Makes the rollouts of this rank's share of prompts, scored and measured, in whole groups.
+    """A maker of rollouts of this rank's share of prompts, scored and measured, in whole groups.
 
-    one_at_once: whether one at most is in the making."""
+    one_at_once: whether at most one round may be pending.
+    """
 
     one_at_once: ClassVar[bool] = False
     config: JobConfig
     draws: PromptDraws
 
     def ahead(self) -> Draw | None:
-        """A draw for a round that is made later, so that it does not depend on when that is; None: the round draws
-        itself, by what it has in the making then."""
+        """Draws the prompts of a later round in advance, so that they do not depend on when it is made. Returns None
+        where the round draws them itself, by its unfinished groups."""
         return self.draws.draw()
 
     @abstractmethod
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
-        """A round for the step after `step` finished ones. version: finished steps behind the weights of the generator.
-        draw: of `ahead`; None: the next prompts."""
+        """Makes a round for the next step. step: number of finished steps. version: finished steps of the generator's
+        weights. draw: from `ahead`; None: the next prompts."""
 
     def state(self) -> dict[str, Any]:
-        """What this rank has in the making: tensors and numbers that `load` needs; later steps do not change them."""
+        """Returns this rank's unfinished rollouts, as tensors and numbers that `load` restores; later steps do not
+        change them."""
         return {}
 
-    def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have nothing in the making)
-        """Goes on from a `state`."""
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have no state)
+        """Restores a `state`."""
 
     def drawn(self, draw: Draw | None) -> tuple[Draw, list[Prompt]]:
-        """The given draw; or the next one, after whose prompts those of the one behind it are read ahead."""
+        """Returns a draw and its prompts. Without `draw` the next one is drawn, and the one after it is read ahead."""
         chosen = self.draws.draw() if draw is None else draw
         prompts = self.draws.prompts(chosen)
         if draw is None:
@@ -65,7 +67,7 @@ class DemonstratedRounds(Rounds):
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
         seeds = rollout_seeds(self.config.seed, draw.positions, size)
-        shared = [seed for seed in seeds[::size] for _ in range(size)]  # what is compared is drawn alike
+        shared = [seed for seed in seeds[::size] for _ in range(size)]  # compared rollouts share a seed
         batch = self.policy.demonstrate(self.config.algorithm.shown(prompts), shared)
         batch.group = torch.tensor(draw.positions).repeat_interleave(size)
         return batch
@@ -73,7 +75,7 @@ class DemonstratedRounds(Rounds):
 
 @dataclass(eq=False)
 class ScoredRounds(Rounds):
-    """Rollouts of the policy, which the task scores. sampling: who is asked for rollouts."""
+    """Rollouts of the policy, which the task scores. sampling: the source of rollouts."""
 
     policy: Policy
     sampling: RolloutSource
@@ -85,7 +87,7 @@ class ScoredRounds(Rounds):
         return 0 if self.config.generator is None else self.config.generator.steps_ahead
 
     def measure(self, batch: Rollouts, step: int) -> Rollouts:
-        """The round with all that methods want to know of it beside its rewards."""
+        """Adds the measurements that methods need."""
         config = self.config
         context = CollectedContext(
             self.policy, self.task, config.seed, step, config.group_size, self.ranks.max, self.sampling
@@ -96,7 +98,7 @@ class ScoredRounds(Rounds):
 
 
 class SampledRounds(ScoredRounds):
-    """Rollouts that are sampled at once, or some at a time, each lot scored while the next one is made."""
+    """Rollouts that are sampled at once, or in micro-batches, each of which is scored while the next one is sampled."""
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
@@ -108,7 +110,7 @@ class SampledRounds(ScoredRounds):
         return self.measure(batch, step)
 
     def sampled(self, prompts: list[Prompt], positions: list[int], step: int) -> Rollouts:
-        """Groups of rollouts, with rewards."""
+        """Samples groups of rollouts, with rewards."""
         settings, size = self.config.rollout, self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
@@ -117,10 +119,10 @@ class SampledRounds(ScoredRounds):
         with one_thread("rewards") as background:
             for i in range(0, len(prompts), at_once):
                 rows = slice(i * size, (i + at_once) * size)
-                asked, each = prompts[i : i + at_once], size
+                questions, each = prompts[i : i + at_once], size
                 if settings.paired:
-                    asked, each = [one for prompt in asked for one in (prompt, twin_of(prompt))], size // 2
-                part = self.sampling.rollout(asked, each, seeds[rows], step=step)
+                    questions, each = [one for prompt in questions for one in (prompt, twin_of(prompt))], size // 2
+                part = self.sampling.rollout(questions, each, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
                 if not settings.scores_in_background:
@@ -132,8 +134,8 @@ class SampledRounds(ScoredRounds):
 
 @dataclass(eq=False)
 class PooledRounds(ScoredRounds):
-    """What is finished first of more groups in the making than a step needs. Every rank has as many of them; towards
-    the end of the run no more than will be trained on."""
+    """The groups that finish first of a pool of partial rollouts. Every rank has as many unfinished groups; towards the
+    end of the run no more than will be trained on."""
 
     one_at_once: ClassVar[bool] = True
     pool: Pool
@@ -162,7 +164,7 @@ class PooledRounds(ScoredRounds):
 
 
 def one_thread(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread that computes on this rank's GPU: a new thread would begin with the machine's first one."""
+    """Returns a pool of one thread that computes on this rank's GPU; without it a new thread would use GPU 0."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(1, name)
     return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))

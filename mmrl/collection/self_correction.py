@@ -1,4 +1,4 @@
-"""Rollouts that are put together to samples of self-correction."""
+"""Samples of self-correction, joined from two rollouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SelfCorrections(ExtraSource):
     count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
     _context: Any = PrivateAttr()
-    _told: bool = PrivateAttr(False)  # whether it was said that nothing fits
+    _warned: bool = PrivateAttr(False)  # whether a warning was logged that nothing fits
 
     @property
     def needs(self) -> Needs:
@@ -64,35 +64,36 @@ class SelfCorrections(ExtraSource):
         if not pairs:
             return joining([], fresh, context)
         first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
-        made: Rollouts = context.policy.recombined(fresh.select(first), fresh.select(second), self.text)
+        joined: Rollouts = context.policy.recombined(fresh.select(first), fresh.select(second), self.text)
         assert fresh.prompt is not None
-        made.group, made.prompt = fresh.group[first], fresh.prompt[first]
-        made.origin = torch.full((len(pairs),), EXTRA)
-        made.rewards = context.task.score(made.samples, made.group)
-        made.accuracy = context.task.accuracy(made.samples)
-        fits = torch.tensor([s.response_length <= s.max_response_length for s in made.samples])
-        if not fits.any() and not self._told:
-            self._told = True
-            shortest = min(sample.response_length for sample in made.samples)
+        joined.group, joined.prompt = fresh.group[first], fresh.prompt[first]
+        joined.origin = torch.full((len(pairs),), EXTRA)
+        joined.rewards = context.task.score(joined.samples, joined.group)
+        joined.accuracy = context.task.accuracy(joined.samples)
+        fits = torch.tensor([s.response_length <= s.max_response_length for s in joined.samples])
+        if not fits.any() and not self._warned:
+            self._warned = True
+            shortest = min(sample.response_length for sample in joined.samples)
             _log.warning(
                 "self_corrections: none of %d fits; the shortest has %d tokens, rollout.max_response_length=%d: "
                 "raise it or shorten the text between them",
-                *(len(pairs), shortest, made.samples[0].max_response_length),
+                *(len(pairs), shortest, joined.samples[0].max_response_length),
             )
-        return joining([made.select(fits)], fresh, context)
+        return joining([joined.select(fits)], fresh, context)
 
     def _pairs(self, fresh: Rollouts) -> list[tuple[int, int]]:
-        """Rows of first and second responses: a wrong one and a right one, then two wrong ones where there are two."""
+        """Returns the rows of first and second responses: a wrong and a right one, then two wrong ones where there are
+        two."""
         assert fresh.accuracy is not None
-        found = []
+        pairs = []
         for group in fresh.group.unique().tolist():
             rows = (fresh.group == group).nonzero().flatten()
-            known = fresh.accuracy[rows]
-            right, wrong = (rows[known >= self.accuracy].tolist(), rows[known < self.accuracy].tolist())
+            accuracy = fresh.accuracy[rows]
+            right, wrong = (rows[accuracy >= self.accuracy].tolist(), rows[accuracy < self.accuracy].tolist())
             if not right or not wrong:
                 continue
-            chance = random.Random(f"{self._context.seed} {group}")  # the place of the draw, whatever the rank
+            chance = random.Random(f"{self._context.seed} {group}")  # by the draw's position, whatever the rank
             mended = -(-self.count // 2) if len(wrong) > 1 else self.count
-            found += [(chance.choice(wrong), chance.choice(right)) for _ in range(mended)]
-            found += [tuple(chance.sample(wrong, 2)) for _ in range(self.count - mended)]
-        return found  # type: ignore[return-value]
+            pairs += [(chance.choice(wrong), chance.choice(right)) for _ in range(mended)]
+            pairs += [tuple(chance.sample(wrong, 2)) for _ in range(self.count - mended)]
+        return pairs  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Settings of what a step learns from: how many prompts, how many rollouts of each, and which of them are kept."""
+"""Settings of collection: prompts a step, rollouts of each, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Demonstrations(Section):
 
     @property
     def longest_silence(self) -> int:
-        """Steps in a row without a score after which the run ends."""
+        """Returns the number of consecutive unscored steps after which the run ends."""
         return 1
 
     @property
     def producer(self) -> GeneratorSettings | RolloutWorkers | None:
-        """Who makes rollouts in place of the policy, where anybody does."""
+        """Returns settings of the generator that makes rollouts in place of the policy; None: the policy makes them."""
         return None
 
     @property
@@ -74,7 +74,7 @@ class Demonstrations(Section):
 
     @property
     def paired(self) -> bool:
-        """Whether a group answers two prompts, half of it each."""
+        """Returns whether half of a group answers a prompt and half its twin."""
         return False
 
     @property
@@ -139,4 +139,4 @@ class Groups(Independent):
         return self.dynamic_sampling
 
 
-CollectionSettings = type[Demonstrations]  # a name of its own: inside a choice, `type` is a key
+CollectionSettings = type[Demonstrations]  # a separate name: inside a choice, `type` is a key

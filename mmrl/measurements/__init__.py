@@ -1,1 +1,1 @@
-"""Measurements: what methods want to know of a step's rollouts, one class each."""
+"""Measurements: quantities of a step's rollouts that methods need, one class each."""

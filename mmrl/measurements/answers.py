@@ -1,4 +1,4 @@
-"""Further answers to the prompts of a step: greedy ones, those of a view of the prompt, those of the reference."""
+"""Further responses to the prompts of a step: greedy, under a view of the prompt, or of the reference policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GreedyRewards(CollectedMeasurement["Column"]):
 
         from mmrl.rollouts import Column
 
-        prompts, _, member = asked(rollouts)
+        prompts, _, member = grouped_prompts(rollouts)
         answers = context.sampling.respond(prompts, [0] * len(prompts))
         return Column(context.task.score(answers, torch.arange(len(prompts)))[member])
 
@@ -51,14 +51,14 @@ class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
         from mmrl.rollouts import FurtherAnswers
         from mmrl.runtime.seeds import rollout_seeds
 
-        prompts, groups, member = asked(rollouts)
+        prompts, groups, member = grouped_prompts(rollouts)
         size = context.group_size
         changed = [self.view.changed(prompt) for prompt in prompts]
         seeds = rollout_seeds(context.seed, groups, size)
         samples = context.sampling.rollout(changed, size, seeds, step=context.step).samples
-        right = context.task.accuracy(samples).view(-1, size).nanmean(1)
-        said = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
-        return FurtherAnswers(right[member], [said[g] for g in member.tolist()])
+        accuracy = context.task.accuracy(samples).view(-1, size).nanmean(1)
+        responses = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
+        return FurtherAnswers(accuracy[member], [responses[g] for g in member.tolist()])
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,18 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         from mmrl.rollouts import Column
         from mmrl.runtime.seeds import reference_seeds
 
-        prompts, groups, member = asked(rollouts)
+        prompts, groups, member = grouped_prompts(rollouts)
         most = context.most(len(groups))
         chosen = [i % len(groups) for i in range(most)]  # ranks may have to generate together
         with context.reference():
             seeds = reference_seeds(context.seed, [groups[i] for i in chosen])
-            made = context.policy.rollout([prompts[i] for i in chosen], 1, seeds, step=context.step)
-        return Column(context.earned(made.samples, torch.arange(most))[member])
+            reference = context.policy.rollout([prompts[i] for i in chosen], 1, seeds, step=context.step)
+        return Column(context.earned(reference.samples, torch.arange(most))[member])
 
 
-def asked(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:
-    """The prompts of the groups, the groups' ids in rising order, and which of them [rollout] a rollout belongs to."""
+def grouped_prompts(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:
+    """Returns the prompt of each group, the ids of the groups in rising order, and the index of each rollout's group,
+    [rollout] int64."""
     groups, member = rollouts.group.unique(return_inverse=True)
     first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
     return [rollouts.samples[row].prompt for row in first], groups.tolist(), member

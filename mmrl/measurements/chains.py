@@ -1,4 +1,4 @@
-"""Where the states of chains lead, and what can be read of them."""
+"""Measurements of denoising chains: completions of their states, and features of their latents."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completions(CollectedMeasurement["Column"]):
-    """Rewards [rollout, 1 + decision] of what a chain's states lead to without further noise: before its first
-    stochastic step, and behind each, which of the last one is the rollout's own."""
+    """Rewards [rollout, 1 + decision] of noise-free completions of a chain's states: of the state before the first
+    stochastic step, then of the state after each step. The last is the reward of the rollout itself."""
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every step of the chain, and its reward"
@@ -40,8 +40,8 @@ class Completions(CollectedMeasurement["Column"]):
 
 @dataclass(frozen=True)
 class CandidateCompletions(CollectedMeasurement["Column"]):
-    """Rewards [rollout, decision] of what a chain's states behind each of its decisions lead to without further noise,
-    of candidates that share the state before it."""
+    """Rewards [rollout, decision] of noise-free completions of the state after each decision, of candidates that share
+    the state before it."""
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every candidate, and its reward"
@@ -59,10 +59,11 @@ class CandidateCompletions(CollectedMeasurement["Column"]):
 
 
 def _completed(rollouts: Rollouts, context: CollectedContext, *, ends: bool) -> Tensor:
-    """[rollout, decision] the reward of where the state before each decision leads, with `ends` that behind it."""
+    """Returns the reward of the noise-free completion from the state before each decision, with `ends` from the state
+    after it, [rollout, decision]."""
     count = rollouts.mask.shape[1]
-    made = context.policy.complete_steps(rollouts, ends=ends)
-    return context.earned(made, rollouts.group.repeat_interleave(count)).view(-1, count)
+    completions = context.policy.complete_steps(rollouts, ends=ends)
+    return context.earned(completions, rollouts.group.repeat_interleave(count)).view(-1, count)
 
 
 @dataclass(frozen=True)

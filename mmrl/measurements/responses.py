@@ -1,4 +1,5 @@
-"""Knowledge of the decisions of a response: which they were, how likely a view makes them, where segments lead."""
+"""Measurements of the decisions of a response: their indices, their log-probabilities under a view, gains of
+segments."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecisionNumbers(PreparedMeasurement["DecisionColumn"]):
-    """Which number of their list the decisions are, [rollout, decision] int64."""
+    """The index of each decision in its list, such as a token id, [rollout, decision] int64."""
 
     requires: ClassVar[type] = Numbered
     cost: ClassVar[str] = ""
@@ -39,7 +40,7 @@ class DecisionNumbers(PreparedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
-    """Log-likelihoods [rollout, decision] under a view of the prompt, by the policy that made the rollouts."""
+    """Log-probabilities [rollout, decision] under a view of the prompt, by the policy that sampled."""
 
     view: View
     cost: ClassVar[str] = "a forward pass under every view"
@@ -60,7 +61,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class ViewReplay(ReplayedMeasurement["Replay"]):
-    """What the policy says of the same responses under a view of their prompts, with its gradient."""
+    """A replay of the same responses under a view of their prompts, with its gradient."""
 
     view: View
     cost: ClassVar[str] = "a forward and a backward pass under every view"
@@ -74,18 +75,18 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
         return frozenset({"views"})
 
     def measure(self, micro: Rollouts, context: ReplayedContext) -> Replay:
-        found: Replay = context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)
-        return found
+        replay: Replay = context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)
+        return replay
 
     def of(self, replay: Replay) -> Replay:
-        """What was measured beside this replay."""
-        found: Replay = replay.extras[self.name]
-        return found
+        """Returns the replay under the view that was computed beside this replay."""
+        viewed: Replay = replay.extras[self.name]
+        return viewed
 
 
 @dataclass(frozen=True)
 class PromptLikelihoods(PreparedMeasurement["Column"]):
-    """How likely [rollout] the policy finds the prompt where it sees what it made of it, a mean over tokens."""
+    """The mean log-probability [rollout] of the prompt's tokens given the image that the policy made of it."""
 
     requires: ClassVar[type] = Inverting
     cost: ClassVar[str] = "a pass over every image and its prompt"
@@ -97,15 +98,15 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
         from mmrl.rollouts import Column
 
         rows = context.micro_batches
-        found = torch.cat([context.policy.inverse(rollouts.select(part)) for part in rows])
-        return Column(found[torch.cat(rows).argsort()])
+        logp = torch.cat([context.policy.inverse(rollouts.select(part)) for part in rows])
+        return Column(logp[torch.cat(rows).argsort()])
 
 
 @dataclass(frozen=True)
 class SegmentGains(CollectedMeasurement["DecisionColumn"]):
-    """What the segment of `every` decisions that a decision belongs to added to the reward that is expected,
-    [rollout, decision]: the mean reward of `count` responses that go on anew from the segment's end, less that of its
-    beginning; at the beginning of a response it is the mean of its group, at its end its own reward."""
+    """The gain in expected reward of the segment of `every` decisions that a decision belongs to, [rollout, decision]:
+    the mean reward of `count` responses that are resampled from the segment's end, less that from its beginning. The
+    expected reward at the beginning of a response is the mean of its group, at the end the reward itself."""
 
     every: int
     count: int
@@ -122,19 +123,19 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         from mmrl.core.credit import segment_gains
         from mmrl.rollouts import DecisionColumn
 
-        own = context.rewards(rollouts)
+        rewards = context.rewards(rollouts)
         worth = torch.full((len(rollouts), -(-rollouts.mask.shape[1] // self.every)), torch.nan)
-        worth[:, 0] = torch.stack([own[rollouts.group == group].nanmean() for group in rollouts.group])
+        worth[:, 0] = torch.stack([rewards[rollouts.group == group].nanmean() for group in rollouts.group])
         lengths = rollouts.mask.sum(1).tolist()
         cuts = [(row, cut) for row, length in enumerate(lengths) for cut in range(self.every, length, self.every)]
         if context.most(len(cuts)):  # ranks may have to generate together
             earned = self._earned(rollouts, cuts or [(0, 0)], context)
             for (row, cut), value in zip(cuts, earned[: len(cuts)], strict=True):
                 worth[row, cut // self.every] = value
-        return DecisionColumn(segment_gains(worth, own, rollouts.mask, every=self.every))
+        return DecisionColumn(segment_gains(worth, rewards, rollouts.mask, every=self.every))
 
     def _earned(self, rollouts: Rollouts, cuts: list[tuple[int, int]], context: CollectedContext) -> Tensor:
-        """[cut] the mean reward of responses that go on from these decisions of these rows."""
+        """Returns the mean reward of responses that are resampled from these decisions of these rows, [cut]."""
         import torch
 
         from mmrl.runtime.seeds import continuation_seeds
@@ -146,7 +147,7 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
             for (row, cut), member in zip(cuts, members, strict=True)
             for number in continuation_seeds(context.seed, int(rollouts.group[row]), member, cut, self.count)
         ]
-        places = [cut for _, cut in cuts for _ in range(self.count)]
-        made = context.policy.continued(rollouts.select(rows), places, seeds)
-        earned = context.earned(made.samples, torch.arange(len(rows)) // self.count)
+        lengths = [cut for _, cut in cuts for _ in range(self.count)]
+        continued = context.policy.continued(rollouts.select(rows), lengths, seeds)
+        earned = context.earned(continued.samples, torch.arange(len(rows)) // self.count)
         return earned.view(-1, self.count).nanmean(1)

@@ -1,1 +1,1 @@
-"""Which prompt comes next, and its views."""
+"""Samplers of prompts, and views of a prompt."""

@@ -1,4 +1,4 @@
-"""Views that take away what can be seen."""
+"""Views that remove visual information."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Blank(View):
-    """The prompt with grey images in the place of its own: what is said under it is said without seeing."""
+    """The prompt with grey images in place of its images: a response under it can not depend on them."""
 
     equation: ClassVar[str] = "every pixel = level"
     source: ClassVar[str] = "the image that pointwise mutual information leaves out, as for MIRL"
@@ -29,7 +29,7 @@ class Blank(View):
 
 
 class Mirrored(View):
-    """The prompt with its images and frames mirrored, left to right: what is where changes in a known way."""
+    """The prompt with its images and frames mirrored, left to right: positions change in a known way."""
 
     equation: ClassVar[str] = "x <- width - 1 - x"
     source: ClassVar[str] = "consistency under flips, as for OT-GRPO"
@@ -43,7 +43,8 @@ class Mirrored(View):
 
 
 class HiddenRegions(View):
-    """The prompt with the regions that its answer hangs on blacked out: a counterfactual that keeps everything else."""
+    """The prompt with the image regions that decide its answer blacked out: a counterfactual that keeps everything
+    else."""
 
     equation: ClassVar[str] = "pixels in the boxes of metadata[boxes] = 0"
     source: ClassVar[str] = "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is ours"
@@ -67,8 +68,8 @@ class HiddenRegions(View):
 
 
 class ShuffledPatches(View):
-    """The patches of every image in another order, drawn by chance from the prompt's id: what is there stays, where
-    it is is lost."""
+    """The patches of every image in another order, drawn by chance from the prompt's id: the content stays, the layout
+    is lost."""
 
     equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
     source: ClassVar[str] = "an ablation of our own, beside masked_patches"
@@ -97,7 +98,7 @@ class ShuffledPatches(View):
 
 
 class ShuffledFrames(View):
-    """The frames of every clip in another order, drawn by chance from the prompt's id: what is seen stays, what happens
+    """The frames of every video in another order, drawn by chance from the prompt's id: the content stays, the motion
     is lost."""
 
     equation: ClassVar[str] = "a permutation of the frames, never the order that they have"
@@ -120,6 +121,9 @@ class ShuffledFrames(View):
             return order
 
         if not prompt.videos:
-            raise UserError(f"prompt {prompt.id!r} has no clip whose frames view.type=shuffled_frames could shuffle")
-        clips = [replace(c, frames=tuple(c.frames[i] for i in shuffled(len(c.frames)))) for c in prompt.videos]
-        return replace(prompt, videos=tuple(clips))
+            raise UserError(f"prompt {prompt.id!r} has no video whose frames view.type=shuffled_frames could shuffle")
+        videos = [
+            replace(video, frames=tuple(video.frames[i] for i in shuffled(len(video.frames))))
+            for video in prompt.videos
+        ]
+        return replace(prompt, videos=tuple(videos))

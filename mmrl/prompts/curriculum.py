@@ -1,4 +1,4 @@
-"""Samplers that prefer some prompts to others by what became of them."""
+"""Samplers that prefer some prompts by their outcomes so far."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ TEST = "tests/prompts/test_curriculum.py"
 
 
 class Remembering(PromptSampler):
-    """A sampler that knows of each prompt how often it was seen, and an average of how often it was solved: accuracy,
-    or the reward where that is unknown."""
+    """A sampler that keeps a moving average of each prompt's success: accuracy, or the reward where that is unknown."""
 
     decay: float = option(0.5, "weight of the newest visit in a prompt's average", gt=0, le=1)
     _size: int = PrivateAttr(0)
@@ -46,27 +45,28 @@ class Remembering(PromptSampler):
         self._rates = {int(prompt): rate for prompt, rate in state["rates"].items()}
 
     def chance(self, *more: int) -> np.random.Generator:
-        """For the draws of this place: it depends on the seed and on how many were drawn alone."""
+        """Returns a generator seeded by the run's seed, the number of prompts drawn so far, and `more`."""
         import numpy as np
 
         return np.random.default_rng([self._seed, self._drawn, *more])
 
 
-def spread_out(known: Mapping[int, float], size: int, otherwise: float) -> np.ndarray:
-    """[prompt] float64 of what is known of some prompts."""
+def spread_out(values: Mapping[int, float], size: int, otherwise: float) -> np.ndarray:
+    """Returns values by prompt, [prompt] float64: `values` where a prompt has one, else `otherwise`."""
     import numpy as np
 
-    found = np.full(size, otherwise, np.float64)
-    found[list(known)] = list(known.values())
-    return found
+    column = np.full(size, otherwise, np.float64)
+    column[list(values)] = list(values.values())
+    return column
 
 
 def solved(outcome: Outcome) -> float:
-    """The mean accuracy of a prompt's rollouts, or their mean reward where it is unknown; NaN where that is too."""
+    """Returns the mean accuracy of a prompt's rollouts, or their mean reward where it is unknown; NaN where both
+    are."""
     for values in (outcome.accuracies, outcome.rewards):
-        known = [value for value in values if math.isfinite(value)]
-        if known:
-            return sum(known) / len(known)
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            return sum(finite) / len(finite)
     return math.nan
 
 
@@ -75,19 +75,19 @@ class Weighted(Remembering):
 
     @abstractmethod
     def weights(self) -> np.ndarray:
-        """[prompt] float64."""
+        """Returns the weight of each prompt, [prompt] float64."""
 
     def draw(self, count: int) -> list[int]:
         import numpy as np
 
-        found: list[int] = []
+        drawn: list[int] = []
         weights = self.weights()
-        while len(found) < count:
+        while len(drawn) < count:
             # The largest of log(u) / w are a draw without putting back (Efraimidis and Spirakis 2006).
-            keys = np.log(self.chance(len(found)).random(self._size)) / np.maximum(weights, 1e-12)
-            found += [int(prompt) for prompt in np.argsort(-keys, kind="stable")[: count - len(found)]]
+            keys = np.log(self.chance(len(drawn)).random(self._size)) / np.maximum(weights, 1e-12)
+            drawn += [int(prompt) for prompt in np.argsort(-keys, kind="stable")[: count - len(drawn)]]
         self._drawn += count
-        return found
+        return drawn
 
 
 class SuccessWeighted(Weighted):
@@ -121,7 +121,7 @@ class SuccessWindow(Remembering):
     type: str = "success_window"
     low: float = option(0.01, "smallest average success of a prompt that is drawn", ge=0, le=1)
     high: float = option(0.99, "largest average success of a prompt that is drawn", ge=0, le=1)
-    recheck: int = option(4, "every so many rounds nobody is passed over", unit="rounds", ge=1)
+    recheck: int = option(4, "every so many rounds no prompt is passed over", unit="rounds", ge=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
 
     def start(self, size: int, seed: int) -> None:
@@ -129,18 +129,18 @@ class SuccessWindow(Remembering):
         self._order.start(size, seed)
 
     def draw(self, count: int) -> list[int]:
-        """If a whole round holds nobody that is not passed over, whoever comes next is taken."""
-        found: list[int] = []
+        """Draws the next prompts. If a whole round is passed over, the next prompt is taken."""
+        drawn: list[int] = []
         passed = 0
-        while len(found) < count:
+        while len(drawn) < count:
             (prompt,) = self._order.draw(1)
-            passed = 0 if self._welcome(prompt) else passed + 1
+            passed = 0 if self._accepts(prompt) else passed + 1
             if passed == 0 or passed > self._size:
-                found.append(prompt)
+                drawn.append(prompt)
         self._drawn += count
-        return found
+        return drawn
 
-    def _welcome(self, prompt: int) -> bool:
+    def _accepts(self, prompt: int) -> bool:
         round_ = (self._order.state()["drawn"] - 1) // self._size
         rate = self._rates.get(prompt)
         return rate is None or round_ % self.recheck == self.recheck - 1 or self.low <= rate <= self.high
@@ -171,25 +171,25 @@ class SkipFlat(Remembering):
         self._flat = {}
 
     def draw(self, count: int) -> list[int]:
-        """If a whole round was skipped, whoever comes next is taken."""
-        found: list[int] = []
+        """Draws the next prompts. If a whole round was skipped, the next prompt is taken."""
+        drawn: list[int] = []
         skipped = 0
-        while len(found) < count:
+        while len(drawn) < count:
             (prompt,) = self._order.draw(1)
             chance = self.chance(self._order.state()["drawn"]).random()
             if chance < self.explore ** self._flat.get(prompt, 0) or skipped >= self._size:
-                found.append(prompt)
+                drawn.append(prompt)
                 skipped = 0
             else:
                 skipped += 1
         self._drawn += count
-        return found
+        return drawn
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         super().observe(outcomes)
         for outcome in outcomes:
-            known = {reward for reward in outcome.rewards if math.isfinite(reward)}
-            self._flat[outcome.prompt] = self._flat.get(outcome.prompt, 0) + 1 if len(known) < 2 else 0
+            rewards = {reward for reward in outcome.rewards if math.isfinite(reward)}
+            self._flat[outcome.prompt] = self._flat.get(outcome.prompt, 0) + 1 if len(rewards) < 2 else 0
 
     def state(self) -> dict[str, Any]:
         flat = {str(prompt): count for prompt, count in self._flat.items()}
@@ -231,17 +231,17 @@ class Volatility(Remembering):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         super().observe(outcomes)
         for outcome in outcomes:
-            known = [reward for reward in outcome.rewards if math.isfinite(reward)]
+            scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
             self._visits[outcome.prompt] = self._visits.get(outcome.prompt, 0) + 1
-            if known:
-                mean = sum(known) / len(known)
-                std = math.sqrt(sum((r - mean) ** 2 for r in known) / len(known))
+            if scored:
+                mean = sum(scored) / len(scored)
+                std = math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
                 before = self._spread.get(outcome.prompt, std)
                 self._spread[outcome.prompt] = before + self.decay * (std - before)
 
     def state(self) -> dict[str, Any]:
         named: dict[str, dict[int, Any]] = {"spread": self._spread, "visits": self._visits}
-        return super().state() | {name: {str(p): v for p, v in kept.items()} for name, kept in named.items()}
+        return super().state() | {name: {str(p): v for p, v in values.items()} for name, values in named.items()}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)

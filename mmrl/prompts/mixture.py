@@ -1,4 +1,4 @@
-"""Samplers that share a step out among kinds of prompts."""
+"""Samplers that divide a step among categories of prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEST = "tests/prompts/test_curriculum.py"
 
 
 class Categorised(PromptSampler):
-    """A sampler of categories, each with an order of its own prompts. To sort them it reads every prompt once."""
+    """A sampler that draws a category and then the next of its prompts. It reads every prompt once for its category."""
 
     by: str = option("task", "key of the prompts' metadata that says what kind they are")
     _seed: int = PrivateAttr(0)
@@ -31,8 +31,8 @@ class Categorised(PromptSampler):
     _draws: int = PrivateAttr(0)
     _values: dict[str, float] = PrivateAttr(default_factory=dict)
 
-    def look(self, source: Any) -> None:
-        found: dict[str, list[int]] = {}
+    def inspect(self, source: Any) -> None:
+        members: dict[str, list[int]] = {}
         for index in range(len(source)):
             prompt = source[index]
             if self.by not in prompt.metadata:
@@ -40,9 +40,9 @@ class Categorised(PromptSampler):
                     f"rollout.sampler.by={self.by}: prompt {prompt.id!r} has no such metadata; it has "
                     f"{', '.join(sorted(prompt.metadata)) or 'none'}"
                 )
-            found.setdefault(str(prompt.metadata[self.by]), []).append(index)
-        self._members = {name: found[name] for name in sorted(found)}
-        self._of = {index: name for name, members in found.items() for index in members}
+            members.setdefault(str(prompt.metadata[self.by]), []).append(index)
+        self._members = {name: members[name] for name in sorted(members)}
+        self._of = {index: name for name, indices in members.items() for index in indices}
 
     def start(self, size: int, seed: int) -> None:
         self._seed, self._draws = seed, 0
@@ -50,21 +50,21 @@ class Categorised(PromptSampler):
         self._values = dict.fromkeys(self._members, 0.0)
 
     def draw(self, count: int) -> list[int]:
-        found = [self._next(name) for name in self._categories(count)]
+        indices = [self._next(name) for name in self._categories(count)]
         self._draws += 1
-        return found
+        return indices
 
     @abstractmethod
     def _categories(self, count: int) -> list[str]:
-        """Of the next `count` prompts."""
+        """Returns the category of each of the next `count` prompts."""
 
     def _next(self, name: str) -> int:
-        """Every member once a round, in an order that is drawn anew each round."""
+        """Returns the next prompt of a category: each once a round, in an order that is drawn anew each round."""
         import numpy as np
 
-        members, place = self._members[name], self._drawn[name]
+        members, drawn = self._members[name], self._drawn[name]
         self._drawn[name] += 1
-        round_, within = divmod(place, len(members))
+        round_, within = divmod(drawn, len(members))
         order = np.random.default_rng([self._seed, round_, len(members), members[0]]).permutation(len(members))
         return members[int(order[within])]
 
@@ -74,10 +74,10 @@ class Categorised(PromptSampler):
         return np.random.default_rng([self._seed, self._draws])
 
     def _by_category(self, outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-        found: dict[str, list[Outcome]] = {}
+        grouped: dict[str, list[Outcome]] = {}
         for outcome in outcomes:
-            found.setdefault(self._of[outcome.prompt], []).append(outcome)
-        return found
+            grouped.setdefault(self._of[outcome.prompt], []).append(outcome)
+        return grouped
 
     def state(self) -> dict[str, Any]:
         return {"draws": self._draws, "drawn": dict(self._drawn), "values": dict(self._values)}
@@ -104,12 +104,12 @@ class CategoryBandit(Categorised):
         return [names[int(i)] for i in self.chance().choice(len(names), size=count, p=shares)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        for name, own in self._by_category(outcomes).items():
+        for name, visited in self._by_category(outcomes).items():
             gaps = []
-            for outcome in own:
-                known = [reward for reward in outcome.rewards if math.isfinite(reward)]
-                mean = sum(known) / len(known) if known else 0.0
-                gaps += [abs(reward - mean) for reward in known]
+            for outcome in visited:
+                scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
+                mean = sum(scored) / len(scored) if scored else 0.0
+                gaps += [abs(reward - mean) for reward in scored]
             if gaps:
                 self._values[name] += self.rate * (sum(gaps) / len(gaps) - self._values[name])
 
@@ -144,15 +144,15 @@ class TaskQuotas(Categorised):
     def _categories(self, count: int) -> list[str]:
         wanted = {name: share * count for name, share in self.shares.items()}
         quotas = {name: int(number) for name, number in wanted.items()}
-        rest = sorted(wanted, key=lambda name: quotas[name] - wanted[name])  # the largest remainders first
-        for name in rest[: count - sum(quotas.values())]:
+        ranked = sorted(wanted, key=lambda name: quotas[name] - wanted[name])  # the largest remainders first
+        for name in ranked[: count - sum(quotas.values())]:
             quotas[name] += 1
         return [name for name, number in quotas.items() for _ in range(number)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         gained: dict[str, float] = {}
-        for name, own in self._by_category(outcomes).items():
-            rates = [rate for rate in map(solved, own) if math.isfinite(rate)]
+        for name, visited in self._by_category(outcomes).items():
+            rates = [rate for rate in map(solved, visited) if math.isfinite(rate)]
             if rates:
                 now = max(0.001, 1 - sum(rates) / len(rates))
                 before = self._losses.get(name, now)

@@ -1,4 +1,4 @@
-"""Which prompts a step gets. A sampler may learn from what became of earlier prompts."""
+"""Samplers of prompts. A sampler may adapt to the outcomes of earlier prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one prompt that was drawn, over all of its rollouts on whatever rank."""
+    """The outcome of one prompt that was drawn, over all of its rollouts on all ranks."""
 
     prompt: int  # its index in the task's training source
     rewards: tuple[float, ...]  # the combined reward of each rollout; NaN where it could not be scored
@@ -43,25 +43,25 @@ class PromptSampler(Choice):
     }
     test: ClassVar[str] = "tests/prompts/test_sampler.py"
 
-    def look(self, source: Any) -> None:
-        """Before `start`: the prompts themselves, `source[index]` of each of `len(source)`, for samplers that sort them
-        by what they say."""
+    def inspect(self, source: Any) -> None:
+        """Reads the prompts before `start`: `source[index]` of each of `len(source)`; for samplers that sort them by
+        content."""
 
     @abstractmethod
     def start(self, size: int, seed: int) -> None:
-        """Begin with a source of `size` prompts."""
+        """Starts on a source of `size` prompts."""
 
     @abstractmethod
     def draw(self, count: int) -> list[int]:
-        """Indices of the next `count` prompts; one may come more than once."""
+        """Returns the indices of the next `count` prompts; one may occur more than once."""
 
     @abstractmethod
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """What became of the prompts of a finished step, in the order of their draw."""
+        """Observes the outcomes of a finished step's prompts, in the order of their draw."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Numbers, strings, lists and mappings of them, from which `load` goes on; later draws do not change them."""
+        """Returns numbers, strings, lists and mappings of them that `load` restores; later draws do not change them."""
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None: ...

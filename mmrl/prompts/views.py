@@ -1,4 +1,4 @@
-"""Other views of a prompt, under which the same response is replayed."""
+"""Views of a prompt: changed prompts under which the same response is replayed."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class View(Choice):
 
     @property
     def name(self) -> str:
-        """By which the replay under it is found; equal for equal settings."""
+        """Returns the key of the replay under this view; equal for equal settings."""
         return self.model_dump_json()
 
     @abstractmethod
     def change(self, prompt: Prompt) -> Prompt: ...
 
     def changed(self, prompt: Prompt) -> Prompt:
-        """The prompt under this view. Raises UserError where `change` gives something else."""
+        """Returns the prompt under this view. Raises UserError where `change` returns something else."""
         from mmrl.rollouts import Prompt
 
-        found = self.change(prompt)
-        if not isinstance(found, Prompt):
+        changed = self.change(prompt)
+        if not isinstance(changed, Prompt):
             raise UserError(
-                f"the view {self.type} made {type(found).__name__} of prompt {prompt.id}; expected a Prompt"
+                f"the view {self.type} made {type(changed).__name__} of prompt {prompt.id}; expected a Prompt"
             )
-        return found
+        return changed
 
 
 class MaskedPatches(View):
@@ -76,7 +76,7 @@ class MaskedPatches(View):
 
 
 class NoText(View):
-    """The prompt without its words: only its images and clips are left."""
+    """The prompt without its text: only its images and videos are left."""
 
     equation: ClassVar[str] = "text = its <image> and <video> markers"
     source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"

@@ -1,1 +1,1 @@
-"""What the parts of a job ask of one another and offer one another."""
+"""Interfaces between the parts of a job: what each part needs from the others and what it offers them."""

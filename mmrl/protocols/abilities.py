@@ -1,4 +1,4 @@
-"""What some policies can do and others can not, a Protocol each, under which a job may ask for it."""
+"""Optional abilities of policies, one Protocol each. A job asks for an ability by its Protocol."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 Kind = TypeVar("Kind", bound=type)
-SENTENCES: dict[type, str] = {}  # of every ability, what a policy has that has it; for messages
+SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages
 
 
 def ability(sentence: str) -> Callable[[Kind], Kind]:
-    """Makes a Protocol an ability, which settings of a model offer and parts of a job ask for. sentence: what is
-    missing where a policy has it not, after "needs"."""
+    """Registers a Protocol as an ability, which settings of a model offer and parts of a job ask for. sentence: what
+    error messages say after "needs" where a policy does not have it."""
 
-    def made(kind: Kind) -> Kind:
+    def register(kind: Kind) -> Kind:
         SENTENCES[kind] = sentence
         return runtime_checkable(kind)
 
-    return made
+    return register
 
 
 def able(policy: Any, kind: type) -> Any:
-    """The policy, which has this ability. Raises TypeError where a method of it is missing, of settings that offer
-    more than their policy has."""
+    """Returns the policy if it has the ability `kind`. Raises TypeError, which names the missing methods, where the
+    settings of a policy offer more than the policy has."""
     if not isinstance(policy, kind):
         lacks = sorted(name for name in vars(kind) if not name.startswith("_") and name not in dir(policy))
         raise TypeError(
@@ -38,54 +38,55 @@ def able(policy: Any, kind: type) -> Any:
 
 @ability("decisions that are numbers of a list, as tokens of a vocabulary")
 class Numbered(Protocol):
-    """A policy whose decisions are numbers of a list."""
+    """A policy whose decisions are indices into a fixed list, such as token ids."""
 
     def numbers(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision] int64."""
+        """Returns the index of each decision, [rollout, decision] int64."""
 
 
 @ability("rollouts that can be put away and made again")
 class Storing(Protocol):
-    """A policy whose rollouts can be put away and made again."""
+    """A policy whose rollouts can be stored as plain data and restored."""
 
     def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """The numbers, texts and lists of each rollout from which `recalled` makes it again."""
+        """Returns the numbers, texts and lists of each rollout from which `recalled` restores it."""
 
     def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-        """Rollouts of these prompts, not scored, as they were put away."""
+        """Restores rollouts of these prompts, without rewards, from what `stored` returned."""
 
 
 @ability("responses that can be put together")
 class Recombining(Protocol):
-    """A policy whose responses can be put together."""
+    """A policy that can join two responses to one."""
 
     def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
-        """Responses that are one of `first`, the text, and one of `second`, which alone counts; not scored."""
+        """Joins a response of `first`, the text and a response of `second` to one response, without rewards. Only the
+        decisions of `second` count."""
 
 
 @ability("responses that can go on anew from inside")
 class Continuing(Protocol):
-    """A policy whose responses can go on anew from inside."""
+    """A policy that can resample a response from any of its decisions on."""
 
     def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
-        """The first so many decisions of each rollout, and what the policy decides after them now; not scored."""
+        """Keeps the first `lengths` decisions of each rollout and samples the rest anew; without rewards."""
 
 
 @ability("chains that can be completed from each of their steps")
 class Completing(Protocol):
-    """A policy whose decisions are steps of chains."""
+    """A policy whose decisions are the steps of a denoising chain."""
 
     def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
-        """What the states before each decision lead to without further noise, with `ends` those behind it: all of the
-        first rollout, then of the next."""
+        """Completes the chain without further noise from the state before each decision, with `ends` from the state
+        after it. Returns rollouts x decisions samples: all of the first rollout, then all of the next."""
 
 
 @ability("images that it can read again (model.type=autoregressive_image)")
 class Inverting(Protocol):
-    """A policy that can read what it makes."""
+    """A policy that can read the images that it makes."""
 
     def inverse(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] how likely it finds each prompt, given what was made of it: a mean over the prompt's tokens."""
+        """Returns the mean log-probability of each prompt's tokens given the image that was made of it, [rollout]."""
 
 
 @ability("latents before each of its decisions (denoising.likelihood.type=chain)")
@@ -93,16 +94,17 @@ class Latent(Protocol):
     """A policy whose decisions are made from latents."""
 
     def latents(self, rollouts: Rollouts) -> Tensor:
-        """[rollout, decision, number]: what a small network can read of the state before each decision."""
+        """Returns features of the state before each decision for a small network, [rollout, decision, feature]."""
 
 
 @ability("the likeliest alternatives to each of its decisions")
 class Ranking(Protocol):
-    """A policy that says what else might have been decided. Where `Rollouts.extras["alternatives"]` brings such numbers
-    along, its replay says how likely they are, with a gradient; see `mmrl.rollouts.ALTERNATIVES`."""
+    """A policy that lists the likeliest alternatives to its decisions. Where `Rollouts.extras["alternatives"]` holds
+    their indices, its replay returns their log-probabilities with a gradient; see `mmrl.rollouts.ALTERNATIVES`."""
 
     def likeliest(self, rollouts: Rollouts, model: Any, count: int) -> Tensor:
-        """[rollout, decision, count] int64, best first; model: as in `Policy.replay`."""
+        """Returns the indices of the likeliest decisions, [rollout, decision, count] int64, best first. model: as in
+        `Policy.replay`."""
 
 
 @ability("responses whose text is known decision by decision")
@@ -110,15 +112,16 @@ class Spelling(Protocol):
     """A policy whose decisions add text."""
 
     def pieces(self, rollouts: Rollouts) -> list[list[str]]:
-        """The text that each decision of each rollout adds."""
+        """Returns the text that each decision adds, by rollout."""
 
 
 @ability("what it would do now where it was, with its gradient")
 class Acting(Protocol):
-    """A policy whose actions follow from its weights without a draw between them."""
+    """A policy whose actions are a differentiable function of its weights."""
 
     def actions(self, rollouts: Rollouts) -> Tensor:
-        """[look, chunk, action] with their gradient, of all looks of the first rollout, then of the next."""
+        """Returns actions with their gradient, [policy step, chunk, action]: all policy steps of the first rollout,
+        then all of the next."""
 
 
 @ability("steps of an episode that can be learned from one by one")
@@ -126,21 +129,21 @@ class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""
 
     def by_step(self, rollouts: Rollouts) -> Rollouts:
-        """Every step as a rollout of its own."""
+        """Splits episodes: returns every step as a separate rollout."""
 
 
 @runtime_checkable
 class Uneven(Protocol):
-    """A policy whose rollouts differ in what it costs to learn from them."""
+    """A policy whose rollouts differ in the cost of an update."""
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] int64, to which that cost is about proportional."""
+        """Returns lengths to which that cost is about proportional, [rollout] int64."""
 
 
 @runtime_checkable
 class Recording(Protocol):
-    """A policy that may keep what it said of rollouts when it made them."""
+    """A policy that may keep the log-probabilities of its rollouts from sampling."""
 
     def recorded(self, rollouts: Rollouts) -> Replay | None:
-        """What a replay by the weights that made them says, to rounding, without a pass of the network; None where it
-        was not kept, on all ranks alike."""
+        """Returns the replay under the weights that sampled, equal to rounding, without a forward pass; None, on all
+        ranks alike, where it was not kept."""

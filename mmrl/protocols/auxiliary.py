@@ -1,4 +1,4 @@
-"""Networks that learn beside the policy, each by an optimizer of its own."""
+"""Networks that are trained beside the policy, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor, nn
 
 
 class AuxiliaryModule:
-    """A module that is trained from the same numbers on all ranks, so that it stays equal on them, by Adam."""
+    """A module that is trained by Adam on equal inputs on all ranks, so that it stays equal on them."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
         self.module, self.optimizer = module, torch.optim.Adam(module.parameters(), lr=lr)
         self.updates = 0  # so far
 
-    def ask(self, *inputs: Tensor) -> Tensor:
-        """What the module says, without a gradient."""
+    def predict(self, *inputs: Tensor) -> Tensor:
+        """Returns the module's output without a gradient."""
         with torch.no_grad():
-            found: Tensor = self.module(*inputs)
-        return found
+            output: Tensor = self.module(*inputs)
+        return output
 
     def update(self, loss: Tensor) -> None:
-        """One optimizer step down the gradient of a loss, 0-d."""
+        """Takes one optimizer step on a loss, 0-d."""
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         self.updates += 1
 
     def state(self) -> dict[str, Any]:
-        """Tensors and numbers that `load` needs; later updates do not change them."""
+        """Returns a copy of the tensors and numbers that `load` needs."""
         states = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {**copy.deepcopy(states), "updates": self.updates}
 
@@ -42,22 +42,24 @@ class AuxiliaryModule:
 
 
 class AuxiliaryModules:
-    """The auxiliary modules of a run, by the names that their owners give them; checkpoints hold them."""
+    """The auxiliary modules of a run by name. Checkpoints hold them."""
 
     def __init__(self) -> None:
-        self._made: dict[str, AuxiliaryModule] = {}
-        self._waiting: dict[str, dict[str, Any]] = {}  # states of a checkpoint whose modules were not asked for yet
+        self._modules: dict[str, AuxiliaryModule] = {}
+        self._unclaimed: dict[
+            str, dict[str, Any]
+        ] = {}  # states from a checkpoint whose modules `get` has not built yet
 
     def get(self, name: str, make: Callable[[], nn.Module], lr: float) -> AuxiliaryModule:
-        """The module of this name, which is made where it is first asked for, on all ranks alike."""
-        if name not in self._made:
-            self._made[name] = AuxiliaryModule(make(), lr)
-            if name in self._waiting:
-                self._made[name].load(self._waiting.pop(name))
-        return self._made[name]
+        """Returns the module of this name, built by `make` at the first call, on all ranks alike."""
+        if name not in self._modules:
+            self._modules[name] = AuxiliaryModule(make(), lr)
+            if name in self._unclaimed:
+                self._modules[name].load(self._unclaimed.pop(name))
+        return self._modules[name]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        return self._waiting | {name: module.state() for name, module in self._made.items()}
+        return self._unclaimed | {name: module.state() for name, module in self._modules.items()}
 
     def load(self, states: dict[str, dict[str, Any]]) -> None:
-        self._made, self._waiting = {}, dict(states)
+        self._modules, self._unclaimed = {}, dict(states)

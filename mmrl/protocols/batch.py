@@ -1,4 +1,5 @@
-"""What algorithms, shapers and masks may know of a step: this rank's rollouts, and named facts of all ranks'."""
+"""The batch of a step as algorithms, shapers and masks read it: this rank's rollouts, and named columns ("facts") of
+all ranks'."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ R = TypeVar("R", bound=Record)
 class Batch:
     """The rollouts of a step before they are learned from.
 
-    rollouts: this rank's. kept: [rollout] bool, False where a mask has left one of them out. What `fact` and
-    `decisions` give is of all ranks, in their order, so that results do not depend on how rollouts are shared out; all
-    ranks must ask for the same, in the same order. `report` takes numbers for the step's metrics, equal on all ranks.
-    memory: what parts of the algorithm keep from step to step, each under a name of its own: mappings, lists and
-    numbers, with strings as keys, equal on all ranks; modules: networks that learn beside the policy; checkpoints hold
-    both.
+    rollouts: this rank's. rollout_mask: [rollout] bool, False where a mask has excluded the rollout. `fact` and
+    `decisions` return columns of all ranks, in rank order, so that results do not depend on how rollouts are
+    distributed; all ranks must call them alike, in the same order. `report` takes numbers for the step's metrics, equal
+    on all ranks. memory: state of parts of the algorithm across steps, each part under its own name: mappings with
+    strings as keys, lists and numbers, equal on all ranks; modules: networks that are trained beside the policy;
+    checkpoints hold both.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Batch:
     ) -> None:
         self.rollouts, self.reward_names = rollouts, list(reward_names)
         self.reward_weights = torch.tensor(reward_weights)
-        self.kept = torch.ones(len(rollouts), dtype=torch.bool)
+        self.rollout_mask = torch.ones(len(rollouts), dtype=torch.bool)
         self.reports: dict[str, float] = {}
         self.memory: dict[str, Any] = {} if memory is None else memory
         self.modules = AuxiliaryModules() if modules is None else modules
@@ -50,62 +51,64 @@ class Batch:
         self._sizes: list[int] | None = None
 
     def fact(self, name: str) -> Tensor:
-        """[rollout of all ranks] of a column, or [rollout, component] of "rewards".
+        """Returns a column, [rollout of all ranks], or for "rewards" [rollout, component].
 
-        rewards (NaN where a component could not be scored or a mask left the rollout out), group, prompt, length (of
+        rewards (NaN where a component could not be scored or a mask excluded the rollout), group, prompt, length (of
         counted decisions), truncated, accuracy, origin, `reward/<name>`; logp and entropy, means over the counted
-        decisions, where they are asked for as statistics; `group/<fact>`, its mean over the group, where it is known;
-        any other name is a key of the prompts' metadata: numbers as they are, other values as their place among all
-        that occur.
+        decisions, where they are requested as statistics; `group/<fact>`, its mean over the scored rollouts of the
+        group; any other name is a key of the prompts' metadata: numbers as they are, other values as their index in the
+        sorted list of all that occur.
 
         Raises KeyError for a name that is neither.
         """
         if name.startswith("group/"):
             return self._group_mean(self.fact(name.removeprefix("group/")))
-        return self.everyone(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
+        return self.gathered(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
 
-    def everyone(self, column: Tensor) -> Tensor:
-        """[rollout of all ranks, ...] of [rollout, ...] of this rank."""
+    def gathered(self, column: Tensor) -> Tensor:
+        """Concatenates a column [rollout, ...] over all ranks. A collective."""
         parts = self._gather(column)
         return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
 
     def measured(self, measurement: Measurement[R]) -> R:
-        """This rank's record of a measurement. Raises KeyError for one that no part lists in its needs."""
+        """Returns this rank's record of a measurement. Raises KeyError for one that no part lists in its needs."""
         if measurement.name not in self.rollouts.extras:
             raise KeyError(f"{measurement.name} was not measured; list it in Needs.measurements")
-        record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # which it has made
+        record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # `measurement` made it
         return record
 
-    def each(self, values: list[Any]) -> list[Any]:
-        """Those of all ranks, in their order, of as many things as this rank likes; small ones, for they are sent."""
+    def gathered_list(self, values: list[Any]) -> list[Any]:
+        """Concatenates lists over all ranks, in rank order. Lengths may differ; items should be small, for they are
+        pickled and sent. A collective."""
         return [value for part in self._gather(values) for value in part]
 
     def responses(self) -> list[str]:
-        """The text of the responses of all ranks."""
-        return self.each([sample.response for sample in self.rollouts.samples])
+        """Returns the text of the responses of all ranks."""
+        return self.gathered_list([sample.response for sample in self.rollouts.samples])
 
     def combined(self) -> Tensor:
-        """[rollout of all ranks] the weighted sum of the components that weigh anything; NaN where one of those is."""
+        """Returns the weighted sum of the components whose weight is not 0, [rollout of all ranks]; NaN where one of
+        them is."""
         return combined_reward(self.fact("rewards"), self.reward_weights)
 
-    def mine(self, values: Tensor) -> Tensor:
-        """This rank's part of something [rollout of all ranks, ...]."""
+    def local(self, values: Tensor) -> Tensor:
+        """Returns this rank's rows of values [rollout of all ranks, ...]."""
         if self._sizes is None:
             self._sizes = self._gather(len(self.rollouts))
         first = sum(self._sizes[: self._rank])
         return values[first : first + len(self.rollouts)]
 
     def decisions(self, values: Tensor) -> Tensor:
-        """[decision] the counted ones of `values` [rollout, decision], of all ranks."""
+        """Selects the counted entries of `values` [rollout, decision] on all ranks, [decision]."""
         counted = values.expand(self.rollouts.mask.shape)[self.rollouts.mask]
         return torch.cat(self._gather(counted))
 
     def steps(self, values: Tensor, mask: Tensor) -> Tensor:
-        """[step] the counted ones of `values` [rollout, step], of all ranks."""
+        """Selects the entries of `values` [rollout, step] where `mask` holds, on all ranks, [step]."""
         return torch.cat(self._gather(values[mask]))
 
     def generator(self, of: str = "") -> torch.Generator:
-        """For draws of this rank that depend on the run's seed, the step, the rank and what they are of alone."""
+        """Returns a generator for this rank's draws, seeded by the run's seed, the step, the rank and `of` alone."""
         return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(of.encode()) << 20))
 
     def report(self, numbers: dict[str, float]) -> None:
@@ -113,35 +116,35 @@ class Batch:
 
     def _group_mean(self, values: Tensor) -> Tensor:
         group = self.fact("group")
-        found = torch.full_like(values, torch.nan)
+        means = torch.full_like(values, torch.nan)
         for g in group.unique():
-            found[group == g] = values[group == g].nanmean()
-        return found
+            means[group == g] = values[group == g].nanmean()
+        return means
 
     def _column(self, name: str) -> Tensor:
         rollouts = self.rollouts
         if name.startswith("reward/"):
             return self._column("rewards")[:, self.reward_names.index(name.removeprefix("reward/"))]
-        return COLUMNS[name](rollouts, self.kept)
+        return COLUMNS[name](rollouts, self.rollout_mask)
 
     def _meta(self, name: str) -> Tensor:
-        own = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
-        everyone = [value for part in self._gather(own) for value in part]
-        if any(value is None for value in everyone):
+        local = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
+        values = [value for part in self._gather(local) for value in part]
+        if any(value is None for value in values):
             raise KeyError(f"{name} is no fact of rollouts, and not all prompts have it in their metadata")
-        if all(isinstance(value, int | float) for value in everyone):
-            return torch.tensor([float(value) for value in everyone])
-        places = {value: place for place, value in enumerate(sorted({str(value) for value in everyone}))}
-        return torch.tensor([float(places[str(value)]) for value in everyone])
+        if all(isinstance(value, int | float) for value in values):
+            return torch.tensor([float(value) for value in values])
+        index = {value: number for number, value in enumerate(sorted({str(value) for value in values}))}
+        return torch.tensor([float(index[str(value)]) for value in values])
 
 
-def _rewards(rollouts: Rollouts, kept: Tensor) -> Tensor:
+def _rewards(rollouts: Rollouts, rollout_mask: Tensor) -> Tensor:
     assert rollouts.rewards is not None
-    return rollouts.rewards.where(kept[:, None], torch.nan)
+    return rollouts.rewards.where(rollout_mask[:, None], torch.nan)
 
 
 def _mean(values: Tensor | None, rollouts: Rollouts) -> Tensor:
-    """[rollout] over the counted decisions; NaN where there is none."""
+    """Averages over the counted decisions, [rollout]; NaN where there is none."""
     assert values is not None, "no part asked for this statistic before the advantages"
     return values.where(rollouts.mask, 0).sum(1) / rollouts.mask.sum(1)
 
@@ -152,12 +155,12 @@ def _or(values: Tensor | None, otherwise: float, rollouts: Rollouts) -> Tensor:
 
 COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "rewards": _rewards,
-    "group": lambda rollouts, kept: rollouts.group,
-    "prompt": lambda rollouts, kept: _or(rollouts.prompt, -1, rollouts).long(),
-    "length": lambda rollouts, kept: rollouts.mask.sum(1),
-    "truncated": lambda rollouts, kept: torch.tensor([float(s.truncated) for s in rollouts.samples]),
-    "accuracy": lambda rollouts, kept: _or(rollouts.accuracy, torch.nan, rollouts),
-    "origin": lambda rollouts, kept: _or(rollouts.origin, FRESH, rollouts).long(),
-    "logp": lambda rollouts, kept: _mean(rollouts.old_logp, rollouts),
-    "entropy": lambda rollouts, kept: _mean(rollouts.old_entropy, rollouts),
+    "group": lambda rollouts, rollout_mask: rollouts.group,
+    "prompt": lambda rollouts, rollout_mask: _or(rollouts.prompt, -1, rollouts).long(),
+    "length": lambda rollouts, rollout_mask: rollouts.mask.sum(1),
+    "truncated": lambda rollouts, rollout_mask: torch.tensor([float(s.truncated) for s in rollouts.samples]),
+    "accuracy": lambda rollouts, rollout_mask: _or(rollouts.accuracy, torch.nan, rollouts),
+    "origin": lambda rollouts, rollout_mask: _or(rollouts.origin, FRESH, rollouts).long(),
+    "logp": lambda rollouts, rollout_mask: _mean(rollouts.old_logp, rollouts),
+    "entropy": lambda rollouts, rollout_mask: _mean(rollouts.old_entropy, rollouts),
 }

@@ -1,4 +1,4 @@
-"""Whether what a part gives back is what it was asked for, blamed on the part's own key."""
+"""Checks of what parts return. Errors name the key of the part that returned it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
 
 
 def check_values(key: str, values: Any, shape: torch.Size, *, finite: bool = False) -> None:
-    """Raises UserError in one line unless `values` are floating-point numbers of this shape, [rollout, decision] as a
-    rule; finite: none of them NaN or infinite."""
+    """Raises UserError unless `values` are floating-point numbers of this shape, mostly [rollout, decision]. finite:
+    NaN and infinite values raise too."""
     _check_tensor(key, values, shape)
     if not values.is_floating_point():
         raise UserError(f"{key} gave values of type {_kind(values)}; expected floating-point numbers")
@@ -22,15 +22,15 @@ def check_values(key: str, values: Any, shape: torch.Size, *, finite: bool = Fal
         raise UserError(f"{key} gave {int((~values.isfinite()).sum())} values that are not finite")
 
 
-def check_mask(key: str, kept: Any, shape: torch.Size) -> None:
-    """Raises UserError in one line unless `kept` are truth values of this shape."""
-    _check_tensor(key, kept, shape)
-    if kept.dtype != torch.bool:
-        raise UserError(f"{key} gave values of type {_kind(kept)}; expected bool, True where something is learned")
+def check_mask(key: str, mask: Any, shape: torch.Size) -> None:
+    """Raises UserError unless `mask` is a bool tensor of this shape."""
+    _check_tensor(key, mask, shape)
+    if mask.dtype != torch.bool:
+        raise UserError(f"{key} gave values of type {_kind(mask)}; expected bool, True where something is learned")
 
 
 def check_loss(key: str, loss: Any) -> None:
-    """Raises UserError in one line unless `loss` is a 0-d tensor that has a gradient."""
+    """Raises UserError unless `loss` is a 0-d tensor with a gradient."""
     _check_tensor(key, loss, torch.Size())
     if not loss.requires_grad:
         raise UserError(f"{key} gave a loss without a gradient: nothing of the policy's is in it")

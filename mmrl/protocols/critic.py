@@ -1,4 +1,4 @@
-"""Settings of critics: what says how much an observation is worth. What they are made of belongs to the policies."""
+"""Settings of critics, which estimate the value of an observation. Their networks belong to the policies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mmrl.settings import Choice, option
 
 
 class CriticSettings(Choice):
-    """What says how much an observation is worth. In `optim.groups` the name critic gives it a learning rate of its
-    own, and with `optim.hold_steps` it learns alone for a while."""
+    """A network that estimates the value of an observation. In `optim.groups` the name critic sets its learning rate,
+    and with `optim.hold_steps` it is trained alone for the first steps."""
 
     title: ClassVar[str] = "critic"
     kinds: ClassVar[dict[str, str]] = {
@@ -23,15 +23,15 @@ class CriticSettings(Choice):
 
 
 class SharedCritic(CriticSettings):
-    """A perceptron reads what the policy's backbone made of the observation, and the robot's state if there is one; of
-    a response in the making, what the model made of its last token, or of the empty place that is filled next."""
+    """A perceptron on the features of the policy's backbone, and on the robot's state if there is one. For text the
+    features are those of the last token, or of the masked position that is filled next."""
 
     type: str = "shared"
     detach: bool = option(False, "the backbone does not learn from the critic's loss")
 
 
 class SeparateCritic(CriticSettings):
-    """A perceptron of its own reads the robot's state, and what only a simulator knows where that is asked for."""
+    """A separate perceptron on the robot's state, and on privileged simulator state where it is configured."""
 
     type: str = "separate"
     width: int = option(256, "of its hidden layers", ge=1)

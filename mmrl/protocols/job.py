@@ -8,11 +8,11 @@ from mmrl.protocols.requirements import Needs
 
 
 class JobConfig(Protocol):
-    """What a part may read of its job; `mmrl.config.Config` is one.
+    """The configuration as parts may read it; `mmrl.config.Config` implements it.
 
-    Which class a section is depends on the job, and the room that owns the section knows it: the room's loader, for
-    one, names the sections that its kind of model brings. So sections are not typed here, and no room stands on the
-    configuration, which stands on all of them.
+    The class of a section depends on the job. The package that owns the section knows it: a loader, for example, names
+    the sections of its kind of model. So sections have no types in this Protocol, and no package imports the
+    configuration, which imports all of them.
     """
 
     @property
@@ -50,11 +50,11 @@ class JobConfig(Protocol):
 
     @property
     def generator(self) -> Any:
-        """Settings of who samples for the policy; None where it samples itself."""
+        """Settings of the engine that samples for the policy; None where the policy samples itself."""
 
     @property
     def correction(self) -> Any:
-        """Settings of the correction of decisions that a generator sampled."""
+        """Settings of the importance-sampling correction for decisions that a generator sampled."""
 
     @property
     def needs(self) -> Needs: ...
@@ -69,4 +69,4 @@ class JobConfig(Protocol):
     def total_updates(self) -> int: ...
 
     def section(self, name: str) -> Any:
-        """A section that only jobs with this kind of model have."""
+        """Returns a section that only jobs with this kind of model have."""

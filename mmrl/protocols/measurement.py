@@ -1,4 +1,5 @@
-"""What a method wants to know of a step's rollouts beyond their rewards and log-probabilities."""
+"""Measurements: quantities of a step's rollouts beyond rewards and log-probabilities, computed for the methods that
+need them."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import RolloutSource, Task
     from mmrl.rollouts import Rollouts, Sample
 
-R_co = TypeVar("R_co", covariant=True)  # a record; of one that is replayed whatever it gives
+R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement any type
 
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """What a measurement may use. policy: with every ability that the measurement requires. most: the largest of a
-    number over the ranks, which all of them ask for alike. group_size: rollouts of a prompt; step: finished steps."""
+    """Inputs of a measurement. policy: with every ability that the measurement requires. most: the maximum of a number
+    over the ranks, a collective. group_size: rollouts of a prompt; step: finished steps."""
 
     policy: Any
     task: Task
@@ -32,7 +33,7 @@ class MeasurementContext:
     most: Callable[[int], int]
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
-        """[rollout] the combined reward of scored rollouts, NaN as in `earned`."""
+        """Returns the combined reward of scored rollouts, [rollout]; NaN as in `earned`."""
         import torch
 
         from mmrl.core.advantages import combined_reward
@@ -41,7 +42,8 @@ class MeasurementContext:
         return combined_reward(require(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
 
     def earned(self, samples: list[Sample], group: Tensor) -> Tensor:
-        """[sample] the combined reward; NaN where a component that counts could not be scored."""
+        """Scores samples and returns their combined reward, [sample]; NaN where a component with a weight could not be
+        scored."""
         import torch
 
         from mmrl.core.advantages import combined_reward
@@ -51,16 +53,16 @@ class MeasurementContext:
 
 @dataclass(frozen=True)
 class CollectedContext(MeasurementContext):
-    """Beside the rollouts, which are scored, in whole groups. sampling: who is asked for rollouts and answers."""
+    """Inputs of a measurement of scored rollouts in whole groups. sampling: samples further rollouts and responses."""
 
     sampling: RolloutSource
 
 
 @dataclass(frozen=True)
 class PreparedContext(MeasurementContext):
-    """Before the updates of a step. micro_batches: rows of the rollouts. replayed: a field of `Replay`, such as "logp"
-    or "value", as the policy that made the rollouts says it of these rollouts or of others like them, such as a view
-    of them. reference: inside it the policy has the reference's weights."""
+    """Inputs of a measurement before the updates of a step. micro_batches: rows of the rollouts. replayed: a field of
+    `Replay`, such as "logp" or "value", under the policy that sampled, of these rollouts or of changed ones of the same
+    size. reference: a context in which the policy has the reference's weights."""
 
     micro_batches: list[Tensor]
     replayed: Callable[[Rollouts, str], Tensor]
@@ -69,21 +71,20 @@ class PreparedContext(MeasurementContext):
 
 @dataclass(frozen=True)
 class ReplayedContext:
-    """In an update. policy: with every ability that the measurement requires; engine: around its module, which replays
-    with a gradient where it is given to the policy as `model`."""
+    """Inputs of a measurement in an update. policy: with every ability that the measurement requires; engine: wraps the
+    policy's module and replays with a gradient where it is passed to the policy as `model`."""
 
     policy: Any
     engine: Any
 
 
 class Measurement(ABC, Generic[R_co]):
-    """Knowledge of rollouts that is filled in under `name` for the methods that list it in `Needs.measurements`; equal
-    ones, which are to be frozen dataclasses, are taken once.
+    """A quantity of rollouts that is computed and stored under `name` for the methods that list it in
+    `Needs.measurements`. Equal measurements, which have to be frozen dataclasses, are computed once.
 
-    requires: the ability that `context.policy` must have, refused before anything is loaded; None: none beyond
-    `Policy`. cost: what it adds to a step, in words. of_sampling_weights: whether it must be taken with the weights
-    that made the rollouts, which are not there any more where those are made ahead of training. films: whether it looks
-    at `Episode.frames`.
+    requires: the ability that `context.policy` must have, checked before anything is loaded; None: none beyond
+    `Policy`. cost: what it adds to a step, as text. of_sampling_weights: whether it must be computed with the weights
+    that sampled, which are gone where rollouts are made ahead of training. films: whether it reads `Episode.frames`.
     """
 
     requires: ClassVar[type | None] = None
@@ -97,7 +98,7 @@ class Measurement(ABC, Generic[R_co]):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        """What else decisions must support, beside `requires`."""
+        """Returns what decisions must support beside `requires`."""
         return frozenset()
 
     @property
@@ -106,23 +107,23 @@ class Measurement(ABC, Generic[R_co]):
 
 
 class CollectedMeasurement(Measurement[R_co]):
-    """A record of `Rollouts.extras` that is made where rollouts are collected."""
+    """A measurement in `Rollouts.extras` that is computed where rollouts are collected."""
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> R_co: ...
 
 
 class PreparedMeasurement(Measurement[R_co]):
-    """A record of `Rollouts.extras` that is made before the updates of a step, in the micro-batches that are learned
-    from."""
+    """A measurement in `Rollouts.extras` that is computed before the updates of a step, in the micro-batches of the
+    updates."""
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> R_co: ...
 
 
 class ReplayedMeasurement(Measurement[R_co]):
-    """Something that is computed with its gradient in every update, beside the replay of a micro-batch, for
-    `Replay.extras`."""
+    """A measurement in `Replay.extras` that is computed with a gradient in every update, beside the replay of a
+    micro-batch."""
 
     @abstractmethod
     def measure(self, micro: Rollouts, context: ReplayedContext) -> R_co: ...

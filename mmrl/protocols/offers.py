@@ -1,4 +1,4 @@
-"""What decisions of a policy may support, and how a message says that they do not."""
+"""Offers: what the decisions of a policy may support, and how error messages name each."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ OFFERS = {
 
 
 def sentence_of(offer: Offer) -> str:
-    """What a part needs that needs this offer."""
+    """Returns the text for an offer that follows "needs" in error messages."""
     return OFFERS[offer] if isinstance(offer, str) else SENTENCES.get(offer, offer.__name__)

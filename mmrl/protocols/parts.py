@@ -1,4 +1,4 @@
-"""What the training loop asks of its parts, whatever they are."""
+"""Protocols of the parts of the training loop."""
 
 from __future__ import annotations
 
@@ -22,62 +22,64 @@ class Source(Protocol):
 
 @runtime_checkable
 class ExactSource(Source, Protocol):
-    """A source that may give another prompt in the place of one that can not be used."""
+    """A source that may return another prompt for an index whose prompt can not be used."""
 
     def read(self, index: int) -> Prompt:
-        """`self[index]`, or any error where that is not the prompt of this very place."""
+        """Returns `self[index]`; raises any error where that would be another prompt than that of the index."""
 
 
 @runtime_checkable
 class ReadableSource(ExactSource, Protocol):
-    """A source that other processes can read as well, to which it is pickled. readers: how many of them read ahead."""
+    """A source that can be pickled and read in other processes. readers: number of processes that read ahead."""
 
     @property
     def readers(self) -> int: ...
 
 
 class Responding(Protocol):
-    """What answers prompts."""
+    """A sampler of one response a prompt."""
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]: ...
 
     def counts(self) -> dict[str, float]:
-        """Of what went wrong since it was last asked."""
+        """Returns counts of failures since the last call, by metric name."""
 
 
 @runtime_checkable
 class RolloutSource(Responding, Protocol):
-    """What makes rollouts."""
+    """A sampler of groups of rollouts."""
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts: ...
 
 
 class Policy(RolloutSource, Protocol):
-    """A model that makes rollouts and says how likely they are."""
+    """A model that samples rollouts and computes their log-probabilities."""
 
     @property
     def module(self) -> nn.Module: ...
 
     @property
     def max_decisions(self) -> int:
-        """Of the longest rollout."""
+        """Returns the number of decisions of the longest rollout."""
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts: ...
 
     def replay(self, rollouts: Rollouts, model: Any, *, reference: bool = False) -> Replay:
-        """model: `module`, or the engine around it. reference: its weights are those of the reference policy now."""
+        """Recomputes the rollouts' log-probabilities. model: `module`, or the engine around it. reference: the module
+        holds the reference policy's weights during this call."""
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """The same rollouts as answers to changed prompts."""
+        """Returns the same rollouts with changed prompts."""
 
     def trained_by(self, engine: Any) -> None:
-        """Told once which engine trains it, whose ranks it may have to keep step with."""
+        """Receives the engine that trains the policy, once, before the first rollout; some policies have to stay in
+        step with its ranks."""
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None: ...
 
 
 class Drafting(Policy, Protocol):
-    """A policy whose rollouts can be made bit by bit."""
+    """A policy whose rollouts can be generated over several calls."""
 
     engine: Any
     eos: tuple[int, ...]
@@ -87,13 +89,13 @@ class Drafting(Policy, Protocol):
     def extend(self, generator: Any, drafts: Sequence[Any], count: int) -> None: ...
 
     def restore(self, drafts: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
-        """Makes new drafts those that once had these states."""
+        """Restores the states of earlier drafts in new ones."""
 
     def complete(self, drafts: Sequence[Any], group_size: int) -> Rollouts: ...
 
 
 class Task(Protocol):
-    """Prompts, what a rollout earns, and what counts as success. train: None where it can only be evaluated."""
+    """A task: prompts, rewards and a measure of success. train: None where it can only be evaluated."""
 
     @property
     def train(self) -> Source | None: ...
@@ -115,21 +117,22 @@ class Task(Protocol):
 
 
 class PromptReader(Protocol):
-    """What may have encoded prompts already."""
+    """A reader that may have encoded prompts ahead of time."""
 
     def encoded(self, prompt: Prompt) -> Any | None:
-        """What an `Encoding` policy's encoder made of this very prompt, once; None: nobody has."""
+        """Returns the output of an `Encoding` policy's encoder for this prompt object, once; None where it was not
+        encoded ahead of time."""
 
 
 @runtime_checkable
 class Encoding(Protocol):
-    """A policy that makes something of a prompt before it answers it, which can be done in another process."""
+    """A policy whose prompts can be encoded in another process."""
 
     def read_by(self, reader: PromptReader) -> None:
-        """Told once who reads ahead and may have encoded a prompt already."""
+        """Receives the reader that may have encoded prompts ahead of time, once."""
 
     def encoder(self) -> Callable[[Prompt], Any] | None:
-        """Can be pickled. None: what it would make is of no use here."""
+        """Returns the encoder, which can be pickled; None where encoding ahead of time is of no use."""
 
 
 @runtime_checkable
@@ -137,7 +140,7 @@ class SimulatedTask(Protocol):
     """A task whose prompts are start states of episodes."""
 
     simulator_rows: int  # environments that may exist at once on a rank
-    watched: bool  # whether what is measured or earned depends on images of whole episodes
+    watched: bool  # whether rewards or metrics depend on images of whole episodes
 
     def make_simulator(self, rows: int) -> Any: ...
 
@@ -146,12 +149,12 @@ class SimulatedTask(Protocol):
 class ConversationTask(Protocol):
     """A task in which an environment answers responses."""
 
-    environment: Any  # settings of `mmrl.sims.turns.settings:EnvironmentSettings`; None: it asks for one response
+    environment: Any  # settings of `mmrl.sims.turns.settings:EnvironmentSettings`; None: a single response
 
 
 class SyncedGenerator(Protocol):
-    """Engines that generate for the policy and need its weights. Inside `generation`, and after `synchronise`, they
-    have them; both give metrics."""
+    """Engines that generate for the policy and need its weights. They have them inside the context `generation` and
+    after `synchronise`; both return metrics."""
 
     def generation(self) -> AbstractContextManager[dict[str, float]]: ...
 

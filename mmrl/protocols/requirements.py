@@ -1,4 +1,4 @@
-"""What decisions can support, what algorithms and terms need of them, and the one place where the two are compared."""
+"""Needs of algorithms and terms, capabilities of policies, and the check that compares them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference policy that a part asks for. resets: the present policy becomes it every so many steps; decays: it
-    follows the present one as an average of its weights, with this decay a step; neither: it stays what it was."""
+    """The reference policy that a part needs. resets: the reference becomes the present policy every so many steps;
+    decays: the reference is an exponential moving average of the policy's weights, with this decay a step; neither: it
+    stays fixed."""
 
     resets: frozenset[int] = frozenset()
     decays: frozenset[float] = frozenset()
@@ -33,13 +34,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm or a part of it asks of the rest of the job.
+    """Requirements of an algorithm, or of a part of it, on the rest of the job.
 
-    offers: what decisions must support; keys of OFFERS, and abilities. old: likelihoods under the policy that made the
-    rollouts, in the micro-batches of a loss; None where that is the policy that is trained. reference: likelihoods
-    under the reference policy. critic: what gives a value of every observation. statistics: of decisions ("logp",
+    offers: what decisions must support; keys of OFFERS, and abilities. old: log-probabilities under the policy that
+    sampled, in the micro-batches of a loss; None where that is the policy that is trained. reference: log-probabilities
+    under the reference policy. critic: an estimate of the value of every observation. statistics: of decisions ("logp",
     "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. measurements:
-    whatever else is to be known of a step's rollouts.
+    further quantities of a step's rollouts.
     """
 
     offers: frozenset[Offer] = frozenset()
@@ -52,27 +53,27 @@ class Needs:
 
     @property
     def required(self) -> frozenset[Offer]:
-        """What decisions must support, for its measurements too."""
+        """Returns what decisions must support, for the measurements too."""
         return self.offers.union(*(measurement.required for measurement in self.measurements))
 
     @property
     def collected(self) -> list[CollectedMeasurement[Any]]:
-        return [found for found in self.measurements if isinstance(found, CollectedMeasurement)]
+        return [measurement for measurement in self.measurements if isinstance(measurement, CollectedMeasurement)]
 
     @property
     def prepared(self) -> list[PreparedMeasurement[Any]]:
-        return [found for found in self.measurements if isinstance(found, PreparedMeasurement)]
+        return [measurement for measurement in self.measurements if isinstance(measurement, PreparedMeasurement)]
 
     @property
     def replayed(self) -> list[ReplayedMeasurement[Any]]:
-        return [found for found in self.measurements if isinstance(found, ReplayedMeasurement)]
+        return [measurement for measurement in self.measurements if isinstance(measurement, ReplayedMeasurement)]
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
 
 
 def _either(one: Any, other: Any) -> Any:
-    """Of tuples each member once; of a thing that there is one of, the one that is there."""
+    """Merges two values of a field: tuples without duplicates, other values by `|`; None counts as missing."""
     if one is None or other is None:
         return one if other is None else other
     return tuple(dict.fromkeys((*one, *other))) if isinstance(one, tuple) else one | other
@@ -84,12 +85,12 @@ def together(parts: Iterable[Needs]) -> Needs:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the decisions of a job's policy support. of: the key and value that decide it, for messages."""
+    """The capabilities of a job's policy. of: the key and value that determine them, for error messages."""
 
     of: str
     offers: frozenset[Offer] = frozenset()
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    groups: tuple[str, ...] = field(default=())  # named groups of parameters beside the policy's own
+    groups: tuple[str, ...] = field(default=())  # named parameter groups beside the policy's
 
 
 def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
@@ -103,12 +104,12 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
             raise SettingsError(f"{key} needs {sentence_of(lacked[0])}, which {offered.of} does not have")
 
 
-def _one_reference(asked: list[tuple[str, frozenset[float]]]) -> None:
-    """There is one reference policy: where it follows the present one, all that ask for it must mean that."""
-    for key, decays in asked:
-        if decays != asked[0][1]:
-            first, other = (", ".join(map(str, found)) or "none" for found in (asked[0][1], decays))
+def _one_reference(references: list[tuple[str, frozenset[float]]]) -> None:
+    """Raises SettingsError where two parts need references with different decays, for a job has one reference."""
+    for key, decays in references:
+        if decays != references[0][1]:
+            first, other = (", ".join(map(str, decay)) or "none" for decay in (references[0][1], decays))
             raise SettingsError(
-                f"{key} asks for a reference that follows with decay {other}, {asked[0][0]} with {first}: a job has "
-                "one reference; leave one of them out, or give both the same decay"
+                f"{key} asks for a reference that follows with decay {other}, {references[0][0]} with {first}: a job "
+                "has one reference; leave one of them out, or give both the same decay"
             )

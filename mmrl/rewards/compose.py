@@ -1,4 +1,4 @@
-"""Several rewards side by side: each keeps its name and its column, and the advantage applies the weights."""
+"""A set of rewards: each has a name and a column, and the advantage applies the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.rewards.guarded import GuardedReward
-from mmrl.rewards.registry import LOWEST, build, is_own
+from mmrl.rewards.registry import LOWEST, build, is_custom
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.settings import RewardSpec
@@ -19,13 +19,13 @@ from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Sample
 
-SAMPLE_S, BATCH_S = 60.0, 600.0  # that a reward of one's own may take in this process
-MOST_LATE, MOST_LATE_HERE = 32, 4  # calls of a batch that may take too long: in processes of their own, and in this one
+SAMPLE_S, BATCH_S = 60.0, 600.0  # limits of a custom reward in this process
+MOST_LATE, MOST_LATE_IN_PROCESS = 32, 4  # calls of a batch that may time out: of isolated rewards, and in this process
 
 
 def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
-    """The reward itself, behind what keeps its faults from the run; ValueError as `mmrl.rewards.build`, for a
-    deadline where nothing could keep it, and for a batch size where there are no batches."""
+    """Builds a reward inside a guard against its faults. Raises ValueError as `mmrl.rewards.build`, for a deadline that
+    could not be enforced, and for a batch size of a reward without batches."""
     late = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
     failures = Failures(spec.column, late)
     reward = build(
@@ -42,17 +42,17 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     if isinstance(reward, IsolatedReward):
         failures.most_late = spec.max_timeouts or MOST_LATE
         return reward
-    failures.most_late = spec.max_timeouts or MOST_LATE_HERE
+    failures.most_late = spec.max_timeouts or MOST_LATE_IN_PROCESS
     patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
-    return GuardedReward(reward, failures, (spec.deadline_s or patience) if is_own(spec.name) else None)
+    return GuardedReward(reward, failures, (spec.deadline_s or patience) if is_custom(spec.name) else None)
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
     if spec.deadline_s is not None and spec.deadline_s <= 0:
         raise ValueError(f"reward {spec.name!r}: deadline_s must be positive, not {spec.deadline_s}")
-    asked = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
-    if asked is not None and not is_own(spec.name) and not isinstance(reward, IsolatedReward):
-        raise ValueError(f"reward {spec.name!r}: {asked} needs isolated: true, for only then it is stopped in time")
+    option = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
+    if option is not None and not is_custom(spec.name) and not isinstance(reward, IsolatedReward):
+        raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, for only then it is stopped in time")
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
@@ -85,15 +85,14 @@ class RewardSet:
     def score(
         self, samples: Sequence[Sample], group: Tensor | None = None, *, only: Container[str] | None = None
     ) -> Tensor:
-        """Returns unweighted components [rollout, component], float32; NaN where a component could not be scored, and
+        """Computes unweighted components [rollout, component], float32; NaN where a component could not be scored, and
         in those that are not in `only`.
 
         group: [rollout] integers, which prompt a rollout answers; only rewards that compare the rollouts of a group
-        need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. A reward that
-        raises, ends its process or takes too long loses samples, which it counts and warns of. A conversation that its
-        environment lost is never scored. Raises UserError naming
-        the reward for a wrong number of values, a value that is no number, a group that is missing, a reward server
-        that is down, and a sample of the wrong kind.
+        need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. Samples on which a
+        reward raises, ends its process or takes too long are NaN, counted and warned of. A conversation that its
+        environment lost is never scored. Raises UserError, which names the reward, for a wrong number of values, a
+        value that is no number, a group that is missing, a reward server that is down, and a sample of the wrong kind.
         """
         if group is not None and group.shape != (len(samples),):
             raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")
@@ -116,21 +115,21 @@ class RewardSet:
 
 
 def _applies(spec: RewardSpec, sample: Sample) -> bool:
-    """Whether the component is for the sample's prompt; it is so for all rollouts of a group or for none."""
+    """Returns whether the component applies to the sample's prompt; equal for all rollouts of a group."""
     return all(sample.prompt.metadata.get(key) == value for key, value in spec.where.items())
 
 
 def _calls(
     reward: GuardedReward | IsolatedReward, batch_size: int | None, rows: list[int], group: Tensor | None
 ) -> list[list[int]]:
-    """Which of the samples `rows` go into each call of the reward."""
+    """Splits `rows` of the samples into calls of the reward."""
     if reward.scope == "sample":
         size = batch_size or max(1, len(rows))
         return [rows[first : first + size] for first in range(0, len(rows), size)]
     if reward.scope == "batch":
         return [rows] if rows else []
     if group is None:
-        raise UserError("it compares the rollouts of a group, and score() was not told the groups")
+        raise UserError("it compares the rollouts of a group, and score() did not get the groups")
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(int(group[row]), []).append(row)

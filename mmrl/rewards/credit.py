@@ -1,4 +1,4 @@
-"""Credit for a part of the answer, for silence, for agreement, and for form."""
+"""Rewards for partly right answers, abstention, agreement and form."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SILENCE = ("i don't know", "i do not know", "cannot be determined", "can not be 
 
 
 def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> Reward:
-    """For questions with several right letters. credit: subset gives |chosen| / |right| where nothing wrong is chosen,
-    else 0; jaccard |chosen and right| / |chosen or right|; f1 their harmonic mean; exact 1 or 0.
+    """A score for questions with several right letters. credit: subset gives |chosen| / |right| where nothing wrong is
+    chosen, else 0; jaccard |chosen and right| / |chosen or right|; f1 their harmonic mean; exact 1 or 0.
 
     The gold answer is a list of letters, or a text such as "A, C"; None where it names none.
     """
@@ -53,7 +53,7 @@ def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> R
 def abstention(
     *, phrases: Sequence[str] = SILENCE, silent: float = 0.0, wrong: float = -1.0, right: float = 1.0
 ) -> Reward:
-    """Three grades: `right` where `exact_match` holds, `silent` where the answer is one of `phrases`, else `wrong`, so
+    """Three levels: `right` where `exact_match` holds, `silent` where the answer is one of `phrases`, else `wrong`, so
     that guessing does not pay. Raises ValueError unless wrong <= silent <= right."""
     if not wrong <= silent <= right:
         raise ValueError(f"wrong <= silent <= right must hold, got {wrong}, {silent}, {right}")
@@ -90,11 +90,12 @@ class Majority:
 
 
 def tool_calls() -> Reward:
-    """How well the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> fit the gold list of such mappings.
+    """The agreement, 0 to 1, of the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> with the gold list.
 
     Each gold call is matched with the first unused call of its name, and counts the mean of 1 for the name, the share
     of argument names that both have, and that of the gold arguments with the right value; the sum is divided by the
-    number of the larger side. 0 where a call is no JSON; None where the gold answer is no such list."""
+    number of the larger side. 0 where a call is no JSON; None where the gold answer is no such list.
+    """
 
     def reward(sample: Sample) -> float | None:
         wanted = _gold_calls(sample.prompt.answer)

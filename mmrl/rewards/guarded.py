@@ -1,4 +1,4 @@
-"""Rewards in this process, called so that what goes wrong in one costs its samples and never the run."""
+"""Guards rewards in this process: a fault of a reward costs its samples, never the run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST_STUCK = 8  # threads that run on after their deadline, before the run ends
 
 
 class GuardedReward:
-    """A reward of any kind as a batched one: samples on which it raises, or that take longer than `deadline_s` seconds,
+    """A batched reward around any reward: samples on which it raises, or that take longer than `deadline_s` seconds,
     are counted in `failures`.
 
     Where a batch raises, its halves are tried, and so on: only samples that raise by themselves are lost. A group, and
-    a batch that takes too long, is lost as a whole. With a deadline the reward runs in a thread of its own, which is
-    left behind where it does not end; os._exit and memory are for `IsolatedReward`.
+    a batch that takes too long, is lost as a whole. With a deadline the reward runs in a separate thread, which is
+    abandoned where it does not end; os._exit and memory limits need `IsolatedReward`.
 
     Raises UserError as the reward does, for a wrong number of values or one that is no number, and if too many calls
     run on after their deadline.
@@ -55,7 +55,7 @@ class GuardedReward:
         return [*self._batch(score, samples[:half]), *self._batch(score, samples[half:])]
 
     def _attempt(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """What the function returns, or the Failure."""
+        """Returns the function's value, or the Failure."""
         if (skipped := self.failures.skips()) is not None:
             return skipped
         try:
@@ -84,11 +84,12 @@ class GuardedReward:
 
 
 class TimeLimit(BaseException):
-    """A call took too long. The call itself sees it too; no `except Exception` of its own holds it up."""
+    """Raised when a call took too long, in the caller and in the call. It is no Exception, so that the call does not
+    catch it."""
 
 
 class CallingThread:
-    """A thread that makes the calls of somebody who does not wait for ever. On a GPU it uses the maker's."""
+    """A thread that runs calls with a time limit. It uses the GPU of the thread that made it."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Any] | None] = queue.SimpleQueue()
@@ -98,8 +99,8 @@ class CallingThread:
         self._thread.start()
 
     def call(self, function: Callable[[Any], Any], argument: Any, limit_s: float) -> Any:
-        """What the function returns or raises; what is no Exception (sys.exit, an interrupt of its own) is raised as a
-        RuntimeError. Raises TimeLimit after `limit_s` seconds; then `leave` is all that may follow."""
+        """Returns or raises what the function does; what is no Exception (such as SystemExit) is raised as a
+        RuntimeError. Raises TimeLimit after `limit_s` seconds; then only `leave` may follow."""
         self._calls.put((function, argument))
         try:
             result, error = self._results.get(timeout=limit_s)
@@ -110,7 +111,7 @@ class CallingThread:
         return result
 
     def leave(self) -> bool:
-        """Tells the call to end, which reaches it between two steps of Python; whether the thread still runs."""
+        """Raises TimeLimit in the call, between two Python instructions. Returns whether the thread still runs."""
         self._calls.put(None)
         if self._thread.is_alive():
             identity = ctypes.c_ulong(self._thread.ident or 0)
@@ -133,9 +134,9 @@ class CallingThread:
                     answer = None, error
                 self._results.put(answer)
         except TimeLimit:
-            return  # nobody waits any more
+            return  # the caller has left
 
 
 def _listed(values: Any) -> Any:
-    """A generator runs here, where what it raises costs samples."""
+    """Returns a list of an iterable: a generator that raises costs samples here."""
     return list(values) if isinstance(values, Iterable) else values

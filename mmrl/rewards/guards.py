@@ -1,8 +1,7 @@
-"""Guards: what is measured beside a reward, because a policy that hacks the reward moves it.
+"""Guards: measures of images and videos beside a reward, which change where a policy hacks the reward.
 
-Each takes a batch of images [rollout, channel, height, width] in 0..1, or where it says so of clips, and gives
-[rollout], float32. Images are
-clamped as a viewer would see them, but for `out_of_gamut`. A held-out second scorer is a reward of weight 0.
+Each takes a batch of images [rollout, channel, height, width] in 0..1, some of videos, and returns [rollout], float32.
+Pixels are clamped to 0..1, except in `out_of_gamut`. A held-out second scorer is a reward of weight 0.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.rewards.types import Score, clip, image_of
+from mmrl.rewards.types import Score, image_of, video_of
 from mmrl.rollouts import Sample
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
@@ -39,7 +38,7 @@ def sharpness(images: Tensor) -> Tensor:
 
 
 def diversity(images: Tensor, group: Tensor) -> Tensor:
-    """d_i = mean over the others j of i's group of sqrt(mean over values of (x_i - x_j)^2): 0 where all look the same.
+    """d_i = mean over the others j of i's group of sqrt(mean over values of (x_i - x_j)^2): 0 where all are equal.
 
     group: [rollout] integers. NaN for a rollout that is alone in its group.
     """
@@ -55,24 +54,24 @@ def diversity(images: Tensor, group: Tensor) -> Tensor:
     return result
 
 
-def motion(clips: Tensor) -> Tensor:
-    """Mean absolute difference of a clip's neighbouring frames, [rollout]; clips are [rollout, frame, channel, height,
-    width]. 0 for one frame."""
-    pixels = clips.float().clamp(0, 1)
+def motion(videos: Tensor) -> Tensor:
+    """Mean absolute difference of neighbouring frames, [rollout]; 0 for one frame. videos: [rollout, frame, channel,
+    height, width]."""
+    pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 2:
         return pixels.new_zeros(len(pixels))
     return pixels.diff(dim=1).abs().flatten(1).mean(1)
 
 
-def static(clips: Tensor, least: float = 0.01) -> Tensor:
-    """1 where a clip stands still: its `motion` is below `least`. A reward of single frames pays for such clips."""
-    return (motion(clips) < least).float()
+def static(videos: Tensor, least: float = 0.01) -> Tensor:
+    """1 where a video stands still: its `motion` is below `least`. A reward of single frames may favour such videos."""
+    return (motion(videos) < least).float()
 
 
-def flicker(clips: Tensor) -> Tensor:
+def flicker(videos: Tensor) -> Tensor:
     """Mean absolute second difference in time of the frames' brightness, [rollout]: light that comes and goes. 0 where
-    a clip has fewer than three frames, and for what only moves."""
-    pixels = clips.float().clamp(0, 1)
+    a video has fewer than three frames, and under motion alone."""
+    pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 3:
         return pixels.new_zeros(len(pixels))
     light = _luma(pixels.flatten(0, 1)).mean((1, 2)).view(pixels.shape[:2])
@@ -104,24 +103,28 @@ MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
     "brightness": brightness,
     "saturation": saturation,
 }
-OF_CLIPS: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "static": static, "flicker": flicker}
+VIDEO_MEASURES: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "static": static, "flicker": flicker}
 
 
 class GuardReward:
     """A guard as a reward: with weight 0 it is reported as reward/<label> and may be the fact of a mask of type=band.
-    Of clips the guards of images are means over the frames. None for what holds NaN or inf."""
+    For videos the guards of images are means over the frames. None for NaN or inf."""
 
     scope: Literal["sample"] = "sample"
 
     def __init__(self, *, of: str) -> None:
-        if of not in {**MEASURES, **OF_CLIPS}:
-            raise ValueError(f"of must be one of {', '.join({**MEASURES, **OF_CLIPS})}, not {of!r}")
+        if of not in {**MEASURES, **VIDEO_MEASURES}:
+            raise ValueError(f"of must be one of {', '.join({**MEASURES, **VIDEO_MEASURES})}, not {of!r}")
         self.of = of
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        made: list[Score] = []
+        scores: list[Score] = []
         for sample in samples:  # one by one: sizes may differ
-            shown = image_of(sample)[None] if sample.frames is None else clip(sample)
-            value = OF_CLIPS[self.of](clip(sample)[None]) if self.of in OF_CLIPS else MEASURES[self.of](shown)
-            made.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
-        return made
+            shown = image_of(sample)[None] if sample.frames is None else video_of(sample)
+            value = (
+                VIDEO_MEASURES[self.of](video_of(sample)[None])
+                if self.of in VIDEO_MEASURES
+                else MEASURES[self.of](shown)
+            )
+            scores.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
+        return scores

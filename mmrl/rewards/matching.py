@@ -1,4 +1,4 @@
-"""Which of several things belongs to which of others."""
+"""Assignments between rows and columns of a table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ Table = Sequence[Sequence[float]]  # [row][column], any number of either
 
 
 def best_assignment(gains: Table) -> list[tuple[int, int]]:
-    """Pairs (row, column), in the order of the rows, each row and column at most once and as many as there can be, with
-    the largest sum of gains."""
+    """Returns pairs (row, column), ordered by row, of the maximal assignment with the largest sum of gains."""
     from scipy.optimize import linear_sum_assignment  # half a second, for every job that lists the rewards
 
     if not gains:
@@ -19,8 +18,8 @@ def best_assignment(gains: Table) -> list[tuple[int, int]]:
 
 
 def soft_assignment(gains: Table, epsilon: float, rounds: int = 200) -> list[list[float]]:
-    """Weights [row][column] of Sinkhorn's algorithm: rows and columns of exp(gains / epsilon) are scaled in turn until
-    each sums to 1, after the smaller side was filled up with things that gain nothing. As epsilon falls to 0 this is
+    """Returns weights [row][column] of Sinkhorn's algorithm: rows and columns of exp(gains / epsilon) are scaled in
+    turn until each sums to 1, after the smaller side was padded with gains of 0. As epsilon falls to 0 this is
     `best_assignment`. gains: at most 1."""
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Boxes with an area, and how much of two of them is shared.
+"""Boxes and their overlap.
 
 Plain numbers: `torchvision.ops`, which computes the same of tensors, takes seconds to import, in every process that
 scores.
@@ -12,7 +12,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def proper(numbers: Iterable[float | str]) -> Box | None:
-    """Four numbers as a box; None unless it has an area."""
+    """Returns four numbers as a box; None where it has no area."""
     x1, y1, x2, y2 = map(float, numbers)
     return (x1, y1, x2, y2) if x1 < x2 and y1 < y2 else None
 

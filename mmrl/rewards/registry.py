@@ -1,4 +1,4 @@
-"""Rewards by name: the ones that come with mmrl, and the user's own as 'package.module:function' or ':Class'."""
+"""Rewards by name: those of mmrl, and custom ones as 'package.module:function' or 'package.module:Class'."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def build(
     limits: Limits | None = None,
     failures: Failures | None = None,
 ) -> Reward | BatchReward:
-    """The reward `name` made with `options`; an isolated one runs in `workers` processes within `limits`, each killed
-    where a sample takes more than `deadline_s` seconds, and counts what it loses in `failures`.
+    """Builds the reward `name` with `options`; an isolated one runs in `workers` processes within `limits`, each killed
+    where a sample takes more than `deadline_s` seconds, and counts failed samples in `failures`.
 
-    name: a key of REWARDS, or a reward of one's own: 'package.module:function' for `function(sample, **options)`,
+    name: a key of REWARDS, or a custom reward: 'package.module:function' for `function(sample, **options)`,
     'package.module:Class' for a `BatchReward` made by `Class(**options)`. `isolated` None isolates those that are known
-    to hang. Raises ValueError in one line for an unknown name, an unknown or missing option, an option's value that the
-    reward refuses, a batched reward that shall be isolated, and workers or limits of one that is not.
+    to hang. Raises ValueError for an unknown name, an unknown or missing option, an option's value that the reward
+    refuses, a batched reward with isolated=True, and workers or limits of a reward that is not isolated.
     """
     options = dict(options or {})
     isolated = name in ISOLATED if isolated is None else isolated
@@ -100,7 +100,7 @@ def build(
     if workers is not None and workers < 1:
         raise ValueError(f"reward {name!r}: workers must be at least 1, not {workers}")
     reward: Reward | BatchReward
-    target = load_object(name) if is_own(name) else None
+    target = load_object(name) if is_custom(name) else None
     if target is not None and not callable(target):
         raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
     if target is not None and not inspect.isclass(target):
@@ -115,8 +115,8 @@ def build(
             reward = factory(**options)
         except ValueError as error:
             raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
-        except Exception as error:  # any fault of a class of somebody's own
-            if not is_own(name):
+        except Exception as error:  # any fault of a custom class
+            if not is_custom(name):
                 raise
             raise ValueError(f"reward {name!r} can not be made: {describe_error(error)}") from error
     if isinstance(reward, BatchReward) and isolated:
@@ -128,35 +128,35 @@ def build(
     )
 
 
-def is_own(name: str) -> bool:
-    """Whether a reward is somebody's own, and not one of REWARDS."""
+def is_custom(name: str) -> bool:
+    """Returns whether a reward is the user's, not one of REWARDS."""
     return ":" in name
 
 
 def _check_name(name: str) -> None:
     if name not in REWARDS:
-        known = f"{', '.join(REWARDS)}, or 'package.module:function'"
-        raise ValueError(f"unknown reward {name!r}{nearest(name, REWARDS)}; known: {known}")
+        valid = f"{', '.join(REWARDS)}, or 'package.module:function'"
+        raise ValueError(f"unknown reward {name!r}{nearest(name, REWARDS)}; known: {valid}")
 
 
 def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of a class that hands further options on are its base's too."""
-    own = list(inspect.signature(factory).parameters.values())
-    if isinstance(factory, type) and own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        names = {parameter.name for parameter in own}
-        own = own[:-1] + [p for p in _parameters(factory.__bases__[0]) if p.name not in names]
-    return own
+    """Returns the parameters of a factory; of a class with **options also those of its base."""
+    parameters = list(inspect.signature(factory).parameters.values())
+    if isinstance(factory, type) and parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        names = {parameter.name for parameter in parameters}
+        parameters = parameters[:-1] + [p for p in _parameters(factory.__bases__[0]) if p.name not in names]
+    return parameters
 
 
 def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: Mapping[str, Any]) -> None:
     parameters = list(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [parameter.name for parameter in parameters]
+    names = [parameter.name for parameter in parameters]
     for key in options:
-        if key not in known:
-            valid = ", ".join(known) or "none"
-            raise ValueError(f"reward {name!r} has no option {key!r}{nearest(key, known)}; known: {valid}")
+        if key not in names:
+            valid = ", ".join(names) or "none"
+            raise ValueError(f"reward {name!r} has no option {key!r}{nearest(key, names)}; known: {valid}")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
     if missing:
         raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")

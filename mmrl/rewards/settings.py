@@ -12,7 +12,7 @@ class RewardSpec(Section):
     """One component of a task's reward, of its evaluation or of its guards."""
 
     name: str = option(
-        description="of `mmrl.rewards.REWARDS`, or one's own as package.module:function or package.module:Class"
+        description="of `mmrl.rewards.REWARDS`, or a custom one as package.module:function or package.module:Class"
     )
     weight: float = option(1.0, "of the component in the advantage; 0: it is only reported", allow_inf_nan=False)
     options: dict[str, Any] = option({}, "of the reward")
@@ -22,11 +22,11 @@ class RewardSpec(Section):
         "prompts it is for: keys of their metadata and the values these have; it gives 0 to all rollouts of the others",
     )
     isolated: bool | None = option(
-        None, "run it in processes of its own; default: those that are known to hang, such as math"
+        None, "run it in separate processes; default: those that are known to hang, such as math"
     )
     deadline_s: float | None = option(
         None,
-        "the longest that an isolated reward may take for a sample (default 5), or one of one's own in this process "
+        "the longest that an isolated reward may take for a sample (default 5), or a custom one in this process "
         "for a call, which is a sample (60) or a batch (600)",
         unit="s",
         gt=0,
@@ -41,7 +41,7 @@ class RewardSpec(Section):
         None,
         "calls of a batch that may take too long. After so many the rest of the batch is not tried and counts as "
         "on_timeout says, with one warning, so that a batch that hangs costs max_timeouts x deadline_s / workers. "
-        "Default: 32 of an isolated reward, 4 of one's own in this process",
+        "Default: 32 of an isolated reward, 4 of a custom one in this process",
         ge=1,
     )
     workers: int | None = option(None, "processes of an isolated reward; default: 2", ge=1)

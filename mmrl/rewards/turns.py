@@ -1,4 +1,4 @@
-"""What conversations earn, and what is measured of them."""
+"""Rewards and measures of conversations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mmrl.rewards.overlap import iou
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Conversation, Sample
 
-RIGHT = 0.5  # least overlap (intersection over union) of a zoom with what it should have shown
+RIGHT = 0.5  # least intersection over union of a zoom with the target box
 
 
 def is_lost(sample: Sample) -> bool:
-    """Whether its environment failed."""
+    """Returns whether the conversation's environment failed."""
     return sample.conversation is not None and sample.conversation.end == "lost"
 
 
@@ -23,8 +23,10 @@ def environment_return(*, gamma: float = 1.0) -> Reward:
     """The sum of the environment's rewards, that of turn t times gamma^t. None for what is no conversation."""
 
     def score(sample: Sample) -> float | None:
-        talk = sample.conversation
-        return None if talk is None else sum(gamma**t * turn.reward for t, turn in enumerate(talk.turns))
+        conversation = sample.conversation
+        return (
+            None if conversation is None else sum(gamma**t * turn.reward for t, turn in enumerate(conversation.turns))
+        )
 
     return score
 
@@ -45,13 +47,14 @@ def tool_bonus(*, success: Reward | None = None) -> Reward:
     return score
 
 
-def used_tool(talk: Conversation) -> bool:
-    """Whether a tool was called and did what it was asked for."""
-    return any(turn.tool is not None and turn.error is None for turn in talk.turns)
+def used_tool(conversation: Conversation) -> bool:
+    """Returns whether a tool was called without an error."""
+    return any(turn.tool is not None and turn.error is None for turn in conversation.turns)
 
 
 def zoomed_right(sample: Sample) -> float:
-    """1.0 where a tool looked at the box `target` of the prompt's metadata; NaN where there is no target."""
+    """Returns 1.0 where a tool zoomed into the box `target` of the prompt's metadata, else 0.0; NaN without a
+    target."""
     target = sample.prompt.metadata.get("target")
     if target is None or sample.conversation is None:
         return math.nan
@@ -60,18 +63,21 @@ def zoomed_right(sample: Sample) -> float:
 
 
 def conversation_measures(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """[rollout] each, where the samples are conversations; else nothing."""
-    talks = [sample.conversation for sample in samples if sample.conversation is not None]
-    if len(talks) < len(samples) or not samples:
+    """Computes measures by name, [rollout] each, where all samples are conversations; else none."""
+    conversations = [sample.conversation for sample in samples if sample.conversation is not None]
+    if len(conversations) < len(samples) or not samples:
         return {}
     measured: dict[str, Callable[[Conversation], float]] = {
-        "turns/count": lambda talk: len(talk.turns),
+        "turns/count": lambda conversation: len(conversation.turns),
         "turns/tool_share": used_tool,
-        "turns/error_share": lambda talk: any(turn.error is not None for turn in talk.turns),
-        "turns/over_limit": lambda talk: talk.end in ("turns", "length"),
-        "turns/lost": lambda talk: talk.end == "lost",
-        "turns/reward": lambda talk: sum(turn.reward for turn in talk.turns),
+        "turns/error_share": lambda conversation: any(turn.error is not None for turn in conversation.turns),
+        "turns/over_limit": lambda conversation: conversation.end in ("turns", "length"),
+        "turns/lost": lambda conversation: conversation.end == "lost",
+        "turns/reward": lambda conversation: sum(turn.reward for turn in conversation.turns),
     }
-    found = {name: torch.tensor([float(measure(talk)) for talk in talks]) for name, measure in measured.items()}
+    measures = {
+        name: torch.tensor([float(measure(conversation)) for conversation in conversations])
+        for name, measure in measured.items()
+    }
     right = torch.tensor([zoomed_right(sample) for sample in samples])
-    return found if right.isnan().all() else {**found, "turns/zoomed_right": right}
+    return measures if right.isnan().all() else {**measures, "turns/zoomed_right": right}

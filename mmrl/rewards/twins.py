@@ -1,4 +1,5 @@
-"""Prompts with a twin, which differs from them in little, and what an image is worth more under its own."""
+"""Prompts with a twin, which differs in a word, and the reward of an image under its prompt less that under the
+twin."""
 
 from __future__ import annotations
 
@@ -12,22 +13,23 @@ from mmrl.rollouts import Prompt, Sample
 
 
 def twin_of(prompt: Prompt) -> Prompt:
-    """The prompt in metadata["twin"], a text or a prompt, whose own twin is this one. Raises UserError without one."""
+    """Returns the prompt in metadata["twin"], a text or a prompt, with this prompt as its twin. Raises UserError
+    without one."""
     other = prompt.metadata.get("twin")
-    rest = {key: value for key, value in prompt.metadata.items() if key != "twin"}
+    metadata = {key: value for key, value in prompt.metadata.items() if key != "twin"}
     if isinstance(other, str):
-        other = replace(prompt, id=f"{prompt.id}-twin", text=other, metadata=rest)
+        other = replace(prompt, id=f"{prompt.id}-twin", text=other, metadata=metadata)
     if not isinstance(other, Prompt):
         raise UserError(
             f"prompt {prompt.id} has no twin: rollout.twins=true and twin_margin need metadata['twin'], a text that "
             "differs in a word, such as the key `twin` of a .jsonl file or task.data.twins=true"
         )
-    return replace(other, metadata=other.metadata | {"twin": replace(prompt, metadata=rest)})
+    return replace(other, metadata=other.metadata | {"twin": replace(prompt, metadata=metadata)})
 
 
 class TwinMargin:
-    """What another reward says of an image under its own prompt, less what it says under the prompt's twin: only what
-    tells the two apart is earned (FocusDiff, arXiv 2506.05501, reconstructed).
+    """The score of another reward under the image's prompt, less that under the prompt's twin (FocusDiff, arXiv
+    2506.05501, reconstructed).
 
     reward, options: of a reward that scores samples one by one or in batches. None where either could not be scored.
     """
@@ -41,8 +43,8 @@ class TwinMargin:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         others = [replace(sample, prompt=twin_of(sample.prompt)) for sample in samples]
-        own, other = (self._of(part) for part in (list(samples), others))
-        return [None if a is None or b is None else a - b for a, b in zip(own, other, strict=True)]
+        scores, twin_scores = (self._of(part) for part in (list(samples), others))
+        return [None if a is None or b is None else a - b for a, b in zip(scores, twin_scores, strict=True)]
 
     def _of(self, samples: list[Sample]) -> list[Score]:
         if isinstance(self.reward, BatchReward):

@@ -1,4 +1,4 @@
-"""The two kinds of reward, and what the images of samples look like to one."""
+"""Types of rewards, and the images and videos of samples as rewards get them."""
 
 from __future__ import annotations
 
@@ -39,55 +39,55 @@ class DifferentiableReward(Protocol):
     """A reward of images that has a gradient."""
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[rollout] of images [rollout, channel, height, width], as decoded, with their gradient."""
+        """Computes rewards [rollout] of images [rollout, channel, height, width], as decoded, with their gradient."""
 
 
 def device_of(device: str | None) -> torch.device:
-    """Where a reward's model runs: what its option `device` says, else the current GPU if there is one, else the CPU.
+    """Returns the device of a reward's model: its option `device`, else the current GPU if there is one, else the CPU.
 
-    Asked when scoring, not when building: a reward may be built before its process knows which GPU is its own.
+    To be called when scoring, not when building: a reward may be built before the GPU of its process is set.
     """
     return torch.device(device or (named("cuda") if torch.cuda.is_available() else "cpu"))
 
 
 def image_of(sample: Sample) -> Tensor:
-    """The image that was made, [channel, height, width]. Raises UserError where the rollout holds none."""
+    """Returns the generated image, [channel, height, width]. Raises UserError where the rollout has none."""
     if sample.image is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no image to score")
     return sample.image
 
 
-def clip(sample: Sample) -> Tensor:
-    """The clip that was made, [frame, channel, height, width]. Raises UserError where the rollout holds none."""
+def video_of(sample: Sample) -> Tensor:
+    """Returns the generated video, [frame, channel, height, width]. Raises UserError where the rollout has none."""
     if sample.frames is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no clip to score")
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no video to score")
     return sample.frames
 
 
 def as_pil(image: Tensor) -> Image.Image:
-    """What a viewer sees of [channel, height, width] in 0..1: clamped, rounded to 8 bits; always RGB."""
+    """Converts an image [channel, height, width] in 0..1 to PIL: clamped, rounded to 8 bits, always RGB."""
     pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
 def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequence[Score]]) -> list[Score]:
-    """`score` of the samples whose image is finite, put back in place; None for images that hold NaN or inf."""
+    """Scores the samples whose image is finite, in their order; None for images with NaN or inf."""
     finite = [bool(image_of(sample).isfinite().all()) for sample in samples]
-    kept = [sample for sample, good in zip(samples, finite, strict=True) if good]
-    values = iter(score(kept) if kept else [])
+    scored = [sample for sample, good in zip(samples, finite, strict=True) if good]
+    values = iter(score(scored) if scored else [])
     return [next(values) if good else None for good in finite]
 
 
 def numbers(values: Any, count: int) -> list[Score]:
-    """`values` as plain numbers, None where one is None, NaN or infinite. Raises UserError where they are not `count`
+    """Converts `values` to floats, None where one is None, NaN or infinite. Raises UserError where they are not `count`
     numbers."""
     try:
-        found = [None if value is None else _finite(value) for value in values]
+        scores = [None if value is None else _finite(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
         raise UserError(f"expected one number a sample: {' '.join(str(error).split())}") from None
-    if len(found) != count:
-        raise UserError(f"gave {len(found)} values for {count} samples")
-    return found
+    if len(scores) != count:
+        raise UserError(f"gave {len(scores)} values for {count} samples")
+    return scores
 
 
 def _finite(value: Any) -> Score:
@@ -99,7 +99,7 @@ def _finite(value: Any) -> Score:
 
 
 def load_object(path: str) -> Any:
-    """What 'package.module:name' names. Raises ValueError where there is no such thing."""
+    """Imports the object 'package.module:name'. Raises ValueError where there is none."""
     module_name, _, attribute = path.partition(":")
     try:
         members = vars(importlib.import_module(module_name))
@@ -112,6 +112,6 @@ def load_object(path: str) -> Any:
     return members[attribute]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
+def nearest(word: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,8 +1,8 @@
-"""Verifiers: does a response answer its prompt, and does it have the wanted form?
+"""Verifiers of answers and of the form of responses.
 
-Each public function here takes its options and returns a reward, `(sample) -> float | None`. Options are checked when
-the reward is made; None is returned only where a sample cannot be scored at all. The time that a response takes grows
-with its length, never with the square of it: regular expressions that could try one place in many ways are possessive.
+Each public function takes its options and returns a reward, `(sample) -> float | None`. Options are checked when the
+reward is made; None is returned only where a sample cannot be scored at all. The time that a response takes grows with
+its length, never with the square of it: regular expressions that could match one position in many ways are possessive.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def answer_tag() -> Reward:
 def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:
     """Soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 13), in tokens.
 
-    0 up to max_length - buffer, then linearly to -1 at max_length, -1 beyond; max_length is the sample's own maximal
-    response length unless given.
+    0 up to max_length - buffer, then linearly to -1 at max_length, -1 beyond; max_length defaults to the sample's
+    maximal response length.
     """
     if buffer < 1 or (max_length is not None and buffer > max_length):
         raise ValueError(f"buffer must lie in 1 .. max_length, not {buffer}")
@@ -141,8 +141,8 @@ def overlong_penalty(*, buffer: int, max_length: int | None = None) -> Reward:
 
 
 def tokens_per_forward() -> Reward:
-    """Tokens of the response for each time that the model had to be asked, of discrete diffusion with
-    unmasking.threshold: a reward of speed (LightningRL). None where that is not known."""
+    """Tokens of the response a forward pass, of discrete diffusion with unmasking.threshold: a reward of speed
+    (LightningRL). None where the number of passes is unknown."""
 
     def reward(sample: Sample) -> float | None:
         return sample.response_length / sample.forwards if sample.forwards else None
@@ -151,7 +151,7 @@ def tokens_per_forward() -> Reward:
 
 
 def random(*, seed: int = 0, probability: float = 0.5) -> Reward:
-    """The control: 1 with the given probability, else 0, independently for each call and blind to the sample.
+    """The control: 1 with this probability, else 0, independent of the sample.
 
     A run that still gains under it gains from something other than the reward.
     """

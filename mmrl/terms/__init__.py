@@ -1,1 +1,1 @@
-"""What may be added to any algorithm: loss terms, advantage shapers and masks of decisions, one small file each."""
+"""Additions to any algorithm: loss terms, advantage shapers and masks of decisions, one small file each."""

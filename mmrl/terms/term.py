@@ -1,5 +1,5 @@
-"""The three kinds of addition to an algorithm. Each is a pure function with its settings; one of one's own inherits
-from its class here and is named as `package.module:Class`."""
+"""Base classes of the three kinds of addition to an algorithm. Each is a pure function with its settings; users'
+additions inherit from one of them and are named as `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ class Term(Choice):
         return Needs()
 
     def prepare(self, batch: Batch) -> None:
-        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
+        """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
+        `key`."""
 
     @abstractmethod
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Values to minimise, coefficient included, and statistics to average; [rollout, decision] all of them."""
+        """Computes values to minimise, coefficient included, and statistics to average; all [rollout, decision]."""
 
 
 class Shaper(Choice):
@@ -69,25 +70,26 @@ class Shaper(Choice):
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
-    paid_by_environment: ClassVar[bool] = False  # whether it pays what the environment gives, beside the task's rewards
+    paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's
 
     @property
     def needs(self) -> Needs:
         return Needs()
 
     def check_rewards(self, names: list[str]) -> None:  # noqa: B027  (most shapers name none)
-        """Raises ValueError in one line for a reward that is none of the task's."""
+        """Raises ValueError for a reward that is none of the task's."""
 
     @abstractmethod
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """advantages: of this rank's rollouts, [rollout, decision]; returns the like."""
+        """Returns the changed advantages, [rollout, decision]. advantages: of this rank's rollouts, [rollout,
+        decision]."""
 
 
 class Mask(Choice):
-    """A choice of what is learned from.
+    """A selection of rollouts or decisions that count in the loss.
 
-    `of` "rollouts": `keep` gives [rollout] before the advantages, and a rollout that is left out also leaves the
-    statistics of its group. `of` "decisions": it gives [rollout, decision] after them.
+    `of` "rollouts": `keep` returns [rollout] before the advantages, and a masked rollout is not in the statistics of
+    its group either. `of` "decisions": it returns [rollout, decision] after them.
     """
 
     title: ClassVar[str] = "mask"
@@ -109,4 +111,4 @@ class Mask(Choice):
 
     @abstractmethod
     def keep(self, batch: Batch) -> Tensor:
-        """Of this rank's rollouts, bool: True where something is learned."""
+        """Returns the mask of this rank's rollouts or decisions, bool: True where they count."""

@@ -1,1 +1,1 @@
-"""From scored rollouts to minibatches: preparation, balancing, metrics."""
+"""Preparation of scored rollouts for updates, balancing of ranks, and metrics."""

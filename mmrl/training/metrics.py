@@ -1,4 +1,4 @@
-"""A step's numbers, over all ranks, and the line that tells them."""
+"""Metrics of a step over all ranks, and the line that is printed of them."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from mmrl.runtime.progress import time_left_text
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
 KIB_IN_GIB = 2**20
-MAXIMA = ("_gap", "/staleness")  # names of which the largest value is told besides
+MAXIMA = ("_gap", "/staleness")  # endings of names whose maximum is reported too
 
 
 class Metrics:
-    """Sums and counts of a step's numbers, made into means over all ranks once, at its end."""
+    """Sums and counts of a step's metrics, averaged over all ranks once, at its end."""
 
     def __init__(self, engine: Ranks) -> None:
         self.engine = engine
         self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
         self._totals: set[str] = set()  # names whose values are parts of a total
-        self._given: dict[str, float] = {}
+        self._scalars: dict[str, float] = {}
         self._times: dict[str, float] = defaultdict(float)
-        self._busy: dict[str, float] = defaultdict(float)  # of these, what this rank did not wait for others
+        self._busy: dict[str, float] = defaultdict(float)  # seconds without waiting for other ranks
         self._started = time.perf_counter()
 
     def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
-        """Values to average, NaN left out; with `sums` they are parts of a total instead. where: bool, of the same
-        shape; others are left out too.
+        """Adds values to average, without NaN; with `sums` they are added to a total instead. where: bool, of the same
+        shape; entries where it is False are left out.
 
-        Nothing is read here: on a GPU that would wait for all that it has been given to do."""
+        No value is read in this call: on a GPU that would synchronise.
+        """
         self.add_all({name: values}, where=where, sums=sums)
 
     def add_all(self, columns: dict[str, Tensor], *, where: Tensor | None = None, sums: bool = False) -> None:
-        """`add` of several names with values of one shape, on one device: a few operations for all of them."""
+        """Adds several metrics with values of one shape on one device, in a few operations for all."""
         values = torch.stack([column.detach().flatten().double() for column in columns.values()])
-        known = torch.ones_like(values, dtype=torch.bool) if sums else ~values.isnan()
+        counted = torch.ones_like(values, dtype=torch.bool) if sums else ~values.isnan()
         if where is not None:
-            known &= where.to(values.device).flatten()
-        found = values.where(known, 0.0)
-        most = found.amax(1) if values.shape[1] else found.sum(1)
-        rows = torch.stack([found.sum(1), known.sum(1), most.clamp(min=0.0)], 1)
+            counted &= where.to(values.device).flatten()
+        finite = values.where(counted, 0.0)
+        most = finite.amax(1) if values.shape[1] else finite.sum(1)
+        rows = torch.stack([finite.sum(1), counted.sum(1), most.clamp(min=0.0)], 1)
         for name, row in zip(columns, rows.unbind(), strict=True):
             self._parts[name].append(row)
         if sums:
             self._totals.update(columns)
 
     def add_rewards(self, rollouts: Rollouts, task: Task) -> None:
-        """Rewards, accuracy and the task's own measures of rollouts that were scored, fresh ones alone."""
+        """Adds rewards, accuracy and the task's measures of scored rollouts; of fresh ones only."""
         if rollouts.rewards is None:
             return
         fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
@@ -75,7 +76,7 @@ class Metrics:
             self.add("accuracy", fresh.accuracy)
 
     def set(self, values: dict[str, float]) -> None:
-        self._given.update(values)
+        self._scalars.update(values)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -95,24 +96,24 @@ class Metrics:
                 entry[0] += total
                 entry[1] += count
             for name, value in maxima.items():
-                self._given[name + "_max"] = max(self._given.get(name + "_max", 0.0), value)
+                self._scalars[name + "_max"] = max(self._scalars.get(name + "_max", 0.0), value)
         means = {name: total / count for name, (total, count) in merged.items() if count > 0}
         times = {f"time/{name}": value for name, value in self._times.items()}
         times |= stragglers([seconds for _, _, seconds, _ in everyone])
         for name in everyone[0][3]:
             times[name] = max(memory[name] for _, _, _, memory in everyone)
-        return {**means, **self._given, **times, "time/step": time.perf_counter() - self._started}
+        return {**means, **self._scalars, **times, "time/step": time.perf_counter() - self._started}
 
     def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Sums with their counts, and maxima; from every device in one copy."""
-        places: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+        """Returns sums with counts, and maxima, by name; one copy from each device."""
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():
             for part in parts:
-                places[part.device].append((name, part))
+                by_device[part.device].append((name, part))
         sums, maxima = dict[str, tuple[float, float]](), dict[str, float]()
-        for found in places.values():
-            rows = torch.stack([part for _, part in found]).tolist()
-            for (name, _), (total, count, most) in zip(found, rows, strict=True):
+        for named in by_device.values():
+            rows = torch.stack([part for _, part in named]).tolist()
+            for (name, _), (total, count, most) in zip(named, rows, strict=True):
                 before, counted = sums.get(name, (0.0, 0.0))
                 sums[name] = (before + total, 1.0 / self.engine.world if name in self._totals else counted + count)
                 if name.endswith(MAXIMA) and count:
@@ -121,56 +122,56 @@ class Metrics:
 
 
 def peak_memory() -> dict[str, float]:
-    """The most memory that this process has held so far, in GiB: of the host, and of its GPU."""
-    found = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_IN_GIB}
+    """Returns the peak memory of this process so far, in GiB: of the host, and of its GPU."""
+    peaks = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_IN_GIB}
     if torch.cuda.is_initialized():
-        found["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+        peaks["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return peaks
 
 
 def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
-    """Of several ranks' seconds of work in each phase: the longest, the median, and the rank that took longest."""
-    found = {}
+    """Returns the maximum, the median and the slowest rank of the seconds that the ranks worked in each phase."""
+    metrics = {}
     for name in times[0] if len(times) > 1 else ():
         seconds = [rank[name] for rank in times]
-        found[f"time/{name}_max"] = max(seconds)
-        found[f"time/{name}_median"] = median(seconds)
-        found[f"time/{name}_slowest"] = float(seconds.index(max(seconds)))
-    return found
+        metrics[f"time/{name}_max"] = max(seconds)
+        metrics[f"time/{name}_median"] = median(seconds)
+        metrics[f"time/{name}_slowest"] = float(seconds.index(max(seconds)))
+    return metrics
 
 
 class UnscoredMonitor:
-    """Steps in a row in which no rollout was scored, so that nothing could be learned."""
+    """Counts consecutive steps in which no rollout was scored, so that nothing could be learned."""
 
     def __init__(self, most: int) -> None:
         self.most, self.steps = most, 0
 
     def judge(self, step: int, values: dict[str, float]) -> None:
-        """Raises UserError after `most` such steps in a row, naming the components that are to blame; `values` are of
-        all ranks, so all of them raise."""
+        """Raises UserError after `most` such steps in a row, which names the components with unscored rollouts.
+        `values` are of all ranks, so all ranks raise."""
         if UNSCORED not in values:
             return
         self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0
         if self.steps >= self.most:
             shares = {n.removeprefix(f"{UNSCORED}/"): v for n, v in values.items() if n.startswith(f"{UNSCORED}/")}
-            told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
+            lost = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
             raise UserError(
-                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {told}); "
+                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {lost}); "
                 "the warnings above say why, or raise rollout.max_unscored_steps"
             )
 
 
 class ZeroGradientMonitor:
-    """Steps in a row whose gradient was exactly 0, so that nothing was learned: rewards that never differ within a
-    group, a weight of 0, a mask that leaves nothing. And steps in a row in which no group had a signal, so that only
-    loss terms may have moved the weights."""
+    """Counts consecutive steps whose gradient was exactly 0, so that nothing was learned: rewards that never differ
+    within a group, a weight of 0, a mask that excludes everything. Also counts consecutive steps in which no group had
+    a signal, so that only loss terms may have moved the weights."""
 
     def __init__(self, most: int) -> None:
         self.most, self.steps, self.flat = most, 0, 0
 
     def judge(self, step: int, values: dict[str, float]) -> str | None:
-        """What to say of it, after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
-        ranks, so all of them raise."""
+        """Returns a warning after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
+        ranks, so all ranks raise."""
         self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent: updates were skipped
         self.flat = self.flat + 1 if values.get(FLAT) == 1.0 else 0
         first = max(1, self.most // 5)
@@ -185,7 +186,7 @@ class ZeroGradientMonitor:
         rewards = [f"{n.removeprefix('reward/')} {v:.3g}" for n, v in values.items() if n.startswith("reward/")]
         why = (
             f"step {step}: nothing was learned in {self.steps} steps in a row, for the gradient was 0 (mean rewards: "
-            f"{', '.join(rewards) or 'none'}). Rewards that are all equal within each group teach nothing: look at the "
+            f"{', '.join(rewards) or 'none'}). Rewards that are all equal within each group teach nothing: check the "
             "tables in samples/, the rewards and their weights, and what rollouts are masked"
         )
         if self.steps < self.most:
@@ -194,7 +195,8 @@ class ZeroGradientMonitor:
 
 
 def step_line(step: int, steps: int, values: dict[str, float], left: float | None = None) -> str:
-    """One line of a step: what moved, what is missing, and how fast. left: seconds until the last step."""
+    """Formats the line of a step: main metrics, shares without signal or score, speed. left: seconds until the last
+    step."""
     shown = [
         ("acc", "accuracy"),
         ("loss", "loss"),
@@ -214,7 +216,7 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
 
 
 def evaluation_line(step: int, values: dict[str, float]) -> str:
-    """Held-out accuracy with its standard error, and what did not count in it."""
+    """Formats the line of an evaluation: accuracy with its standard error, and what was not scored."""
     unscored, lost = values["evaluation/unscored"], lost_episodes(values, "evaluation/")
     missing = [f"{unscored:.1%} could not be scored"] if unscored else []
     missing += [f"{lost} lost"] if lost else []
@@ -229,5 +231,5 @@ def evaluation_line(step: int, values: dict[str, float]) -> str:
 
 
 def lost_episodes(values: dict[str, float], prefix: str = "") -> int:
-    """How many episodes and conversations a simulator or an environment lost."""
+    """Returns the number of episodes and conversations that a simulator or an environment lost."""
     return round(sum(values.get(prefix + name, 0.0) for name in ("simulator/dropped", "environment/lost")))

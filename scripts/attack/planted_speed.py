@@ -17,14 +17,14 @@ B, L, C = "mmrl/kernels/prebuilt.py", "mmrl/runtime/lazy_imports.py", "tasks/ima
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("old policy: never of the first minibatch", P, "known = not now or self.algorithm.epochs > 1", "known = not now",
+    ("old policy: never of the first minibatch", P, "complete = not now or self.algorithm.epochs > 1", "complete = not now",
      STEPS),
     ("old policy: another minibatch is its own", P, "minibatches[0] = [replace(micro, **unknown) for micro in "
      "minibatches[0]]", "minibatches[-1] = [replace(micro, **unknown) for micro in minibatches[-1]]", STEPS),
-    ("old policy: what was kept is asked again", P, "*([] if made is not None else every[len(now) :])",
+    ("old policy: what was kept is asked again", P, "*([] if recorded is not None else every[len(now) :])",
      "*every[len(now) :]", STEPS),
-    ("old policy: what was kept serves before the first update too", P, "asked = [*(now if known else []), ",
-     "asked = [", STEPS),
+    ("old policy: what was kept serves before the first update too", P, "wanted = [*(now if complete else []), ",
+     "wanted = [", STEPS),
     ("epochs: every one in the same order", "mmrl/trainer.py",
      "in torch.randperm(len(minibatches), generator=shuffle).tolist()", "in range(len(minibatches))",
      STEPS),

@@ -19,7 +19,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("kl: difficulty frees wrong answers", K, "(rollouts.advantages > 0) & ", "", MORE),
     ("kl: difficulty without e", K, "torch.exp(-math.e * solved)", "torch.exp(-solved)", MORE),
     ("kl: all right is hard", K, "(solved > 0) & (solved < 1)", "(solved > 0)", MORE),
-    ("kl: share is hard-coded", K, "int(self.share * len(everyone))", "int(2e-4 * len(everyone))", MORE),
+    ("kl: share is hard-coded", K, "int(self.share * len(ranked))", "int(2e-4 * len(ranked))", MORE),
     ("kl: share of this rank", K, "batch.decisions(covariance)", "covariance[rollouts.mask]", MORE),
     ("kl: advantages are not centred", K, "(rollouts.advantages - advantages.mean())", "rollouts.advantages", MORE),
     ("kl: weights are left out", K, "(weights * values).where", "values.where", MORE),

@@ -256,7 +256,7 @@ def balance(sizes: Sequence[int], steps: int) -> Costs:
             before = [[(0, piece.cost) for piece in own] for own in told]
             after = [list(own) for own in before]
             for move in moves:
-                after[move.target][move.place] = before[move.source][move.number]
+                after[move.target][move.slot] = before[move.source][move.number]
             add("heaviest rank over the mean, as drawn", world, heaviest(before))
             add("heaviest rank over the mean, balanced", world, heaviest(after))
             add("share of groups sent", world, len(moves) / (world * SHARE))

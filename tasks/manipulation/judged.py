@@ -69,7 +69,7 @@ class SuccessJudge(Judged):
         episodes = [_watched_episode(sample) for sample in samples]
         self._scores = {key: cached for key, cached in self._scores.items() if cached[0]() is not None}
         new = [e for e in episodes if not e.lost and id(e) not in self._scores]
-        answers = self.judge.ask([self._episode_question(e) for e in new], self.words) if new else []
+        answers = self.judge.ask([self._episode_question(e) for e in new], self.answers) if new else []
         for episode, (yes, no) in zip(new, answers, strict=True):
             self._scores[id(episode)] = ref(episode), yes / (yes + no) if yes + no > 0 else None
         return [None if e.lost else self._scores[id(e)][1] for e in episodes]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import clip
+from mmrl.rewards.types import video_of
 from mmrl.rollouts import Sample
 
 
@@ -17,7 +17,7 @@ def stack_videos(samples: Sequence[Sample], size: tuple[int, ...] | None = None)
 
     Raises UserError for a sample without a video, and for one that has not the given size, or that of the first.
     """
-    videos = [clip(sample).float() for sample in samples]
+    videos = [video_of(sample).float() for sample in samples]
     size = size or tuple(videos[0].shape)
     for sample, video in zip(samples, videos, strict=True):
         if video.shape != size:

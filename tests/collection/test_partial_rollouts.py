@@ -164,7 +164,7 @@ def stop_after_save(kept):
     kept.trainer.save = save_and_stop
     with pytest.raises(KeyboardInterrupt):
         kept.trainer.train()
-    kept.trainer.collector.lend_generator()
+    kept.trainer.collector.pause_prefetch()
     release(kept.trainer)
     return kept
 

@@ -278,12 +278,12 @@ class Learned(Shaper):
     def shape(self, advantages, batch):
         lengths, earned = batch.fact("length").float()[:, None], batch.combined()
         critic = batch.modules.get(self.key, Critic, lr=0.05)
-        expected = critic.ask(lengths)
+        expected = critic.predict(lengths)
         for _ in range(20):
             critic.update((critic.module(lengths) - earned).square().mean())
-        errors = {"before": expected, "after": critic.ask(lengths)}
+        errors = {"before": expected, "after": critic.predict(lengths)}
         batch.report({f"own/{name}": float((found - earned).square().mean()) for name, found in errors.items()})
-        return batch.mine(earned - expected)[:, None].expand(advantages.shape)
+        return batch.local(earned - expected)[:, None].expand(advantages.shape)
 
 
 def test_a_second_network_learns_and_goes_on_from_a_checkpoint(tmp_path):
@@ -364,7 +364,7 @@ class OneStep(Shaper):
     def shape(self, advantages, batch):
         rollouts = batch.rollouts
         last = rollouts.mask & (rollouts.mask.cumsum(1) == rollouts.mask.sum(1, keepdim=True))
-        reward = batch.mine(batch.combined())[:, None].where(last, 0.0)
+        reward = batch.local(batch.combined())[:, None].where(last, 0.0)
         values = rollouts.extras["steps"].values
         return (reward + batch.measured(Successors()).values - values).where(rollouts.mask, 0.0)
 
@@ -425,10 +425,10 @@ class Ring(ExtraSource):
         own = (batch.rollouts.origin != REPLAYED).nonzero().flatten().tolist()
         self._kept = [*self._kept, *(self._row(batch.rollouts, row) for row in own)][-self.size :]
 
-    def own_state(self):
+    def rank_state(self):
         return {"kept": self._kept}
 
-    def load_own(self, state):
+    def load_rank(self, state):
         self._kept = state["kept"]
 
 
@@ -466,7 +466,7 @@ class Towards(RewardedAlgorithm):
     _policy: Any = PrivateAttr(None)
 
     @property
-    def own_needs(self):
+    def base_needs(self):
         return Needs(offers=frozenset({Acting}))
 
     def start(self, policy, engine):

@@ -322,7 +322,7 @@ def test_a_checkpoint_begins_with_the_first_batch_in_the_making(given):
     made = two_ahead(given)
     for step, drawn in enumerate([2, 4, 6, 8]):  # of two and of none that were taken, then again
         made.next(step)
-        made.trainer.collector.lend_generator()
+        made.trainer.collector.pause_prefetch()
         assert made.trainer.collector.state()[0]["drawn"] == drawn
 
 
@@ -381,10 +381,10 @@ def test_rounds_after_an_evaluation_are_of_the_trained_weights(given):
     made.next(1)
     with torch.no_grad():
         made.module.logp[0, 0] += 1
-    batches.lend_generator()
+    batches.pause_prefetch()
     held.weights = -5.0  # the average
     assert groups_of(made.next(2)) == [0, 2]  # 0 of the batch in the making, 2 of a round that comes now
-    batches.lend_generator()  # the batch of the last step is made
+    batches.pause_prefetch()  # the batch of the last step is made
     assert [call.weights for call in made.trainer.policy.calls] == [0.0] * 4 + [1.0] * 2
 
 
@@ -398,7 +398,7 @@ def test_every_round_ahead_of_time_is_a_new_one(given):
     generator.policy = made.trainer.policy
     made.trainer.policy.sampled_by = generator
     assert [int(sample.response) // 2 for sample in made.next().samples[::2]] == [0, 2]
-    made.trainer.collector.lend_generator()
+    made.trainer.collector.pause_prefetch()
     assert made.trainer.collector.draws.drawn == 6
     assert [int(sample.response) // 2 for sample in made.next(1).samples[::2]] == [4, 5]
 
@@ -410,7 +410,7 @@ def test_a_generator_that_comes_back_gets_the_weights_once(given):
     batches, held = made.trainer.collector, made.trainer.policy.sampled_by
     made.next()
     before = held.given
-    batches.lend_generator()
+    batches.pause_prefetch()
     made.next(1)  # two batches in the making and two further rounds, then the next batches
     assert held.given == before + 2
 

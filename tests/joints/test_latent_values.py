@@ -46,13 +46,13 @@ def test_it_learns_a_value_and_goes_on_from_its_state():
     def fit(network, seed):
         return fit_values(network.module, network.update, x, outcome, eta=0.0, passes=30, size=50, seed=seed)
 
-    assert whole.ask(x).tolist() == [0.0] * 400  # nothing is known in the beginning
+    assert whole.predict(x).tolist() == [0.0] * 400  # nothing is known in the beginning
     first = fit(whole, 0)
     fit(half, 0)
     rest.load(half.state())
     last = fit(whole, 1)
     assert fit(rest, 1) == last < first < 0.2
-    assert torch.equal(whole.ask(x), rest.ask(x)) and (whole.ask(x) - outcome).square().mean() < 0.05
+    assert torch.equal(whole.predict(x), rest.predict(x)) and (whole.predict(x) - outcome).square().mean() < 0.05
 
 
 def one_weight():

@@ -73,7 +73,7 @@ def test_shuffled_frames():
     assert sorted(shades) == [0, 1, 2, 3] != shades and changed.videos[0].fps == 4.0
     assert changed.videos[1] == own.videos[1]  # one frame has one order
     assert ShuffledFrames().change(own) == changed
-    with pytest.raises(UserError, match="prompt '7' has no clip"):
+    with pytest.raises(UserError, match="prompt '7' has no video"):
         ShuffledFrames().change(prompt())
 
 

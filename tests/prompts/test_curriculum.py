@@ -17,7 +17,7 @@ KINDS = [Prompt(str(i), "?", metadata={"task": "ab"[i % 2]}) for i in range(10)]
 
 
 def started(sampler, size=10, seed=3):
-    sampler.look(KINDS[:size])
+    sampler.inspect(KINDS[:size])
     sampler.start(size, seed)
     return sampler
 

@@ -128,7 +128,7 @@ def test_the_combined_reward_weighs_components_and_knows_not_what_one_of_them_do
 
 def test_rollouts_that_a_mask_left_out_leave_the_rewards_of_everyone(parts):
     def ask(batch):
-        batch.kept = torch.arange(len(batch.rollouts)) != 0  # the first of each rank
+        batch.rollout_mask = torch.arange(len(batch.rollouts)) != 0  # the first of each rank
         return batch.fact("rewards")[:, 1], batch.combined(), batch.fact("group")
 
     for rewards, combined, group in together(ask, *parts):
@@ -138,7 +138,7 @@ def test_rollouts_that_a_mask_left_out_leave_the_rewards_of_everyone(parts):
 
 
 def test_each_rank_finds_its_own_part_again(parts):
-    for part, found in zip(parts, together(lambda b: b.mine(b.fact("prompt")), *parts), strict=True):
+    for part, found in zip(parts, together(lambda b: b.local(b.fact("prompt")), *parts), strict=True):
         assert torch.equal(found, part.prompt)
 
 

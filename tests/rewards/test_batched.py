@@ -97,7 +97,7 @@ def test_a_group_reward_gets_exactly_its_group_in_order():
 
 def test_a_group_reward_needs_groups():
     rewards = RewardSet([RewardSpec(name=f"{HERE}:Lead", label="lead")])
-    with pytest.raises(UserError, match="reward 'lead': .*not told the groups"):
+    with pytest.raises(UserError, match="reward 'lead': .*did not get the groups"):
         rewards.score([sample(1)])
     with pytest.raises(ValueError, match="group has the shape"):
         rewards.score([sample(1)], torch.tensor([0, 0]))

@@ -238,7 +238,7 @@ def npz(request=b'{"samples": []}', **arrays):
         (b'{"samples": [{"image": 3}]}', "json", "no image in base64 PNG"),
         (b'{"samples": [{"image": "AAAA"}]}', "json", "no image in base64 PNG"),
         (b'{"samples": [{"images": ["?"]}]}', "json", "no image in base64 PNG"),
-        (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a clip has frames and fps"),
+        (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a video has frames and fps"),
         (b'{"samples": [{"frames": ["?"]}]}', "json", "no image in base64 PNG"),
         (b'{"samples": [{}], "group": [1, 2]}', "json", "one integer a sample"),
         (b'{"samples": [{}], "group": ["a"]}', "json", "one integer a sample"),
@@ -319,7 +319,7 @@ def test_a_group_reward_may_live_elsewhere():
         samples = [sample(level) for level in (0.9, 0.1, 0.5, 0.3)]
         scores = remote(url_of(server), scope="group").score(samples, torch.tensor([0, 0, 1, 1]))
         assert scores.flatten().tolist() == [1, 0, 1, 0]
-        assert "not told the groups" in failure(url_of(server))
+        assert "did not get the groups" in failure(url_of(server))
 
 
 def test_faults_on_the_far_side_are_heard_here(server):

@@ -121,7 +121,7 @@ def no_failures_yet(request):
 
 
 def nursery_of(reward):
-    return reward._nursery._running.process.pid
+    return reward._fork_server._running.process.pid
 
 
 def family(pid):

@@ -53,9 +53,9 @@ def test_moves_in_a_ring():
     moves = planned(told)
     held = [[piece.cost for piece in listed] for listed in told]
     for move in moves:
-        held[move.target][move.place] = told[move.source][move.number].cost
+        held[move.target][move.slot] = told[move.source][move.number].cost
     assert sorted(map(sum, held)) == [12, 14, 16]
-    assert sorted((m.source, m.number) for m in moves) == sorted((m.target, m.place) for m in moves)
+    assert sorted((m.source, m.number) for m in moves) == sorted((m.target, m.slot) for m in moves)
 
 
 def test_what_comes_from_two_ranks_takes_the_places_that_it_was_given():

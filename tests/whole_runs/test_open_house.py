@@ -33,7 +33,7 @@ class Squared(GroupedAlgorithm):
         return self.shaping
 
     @property
-    def own_needs(self):
+    def base_needs(self):
         return Needs(old=True)
 
     def loss(self, micro, replay):

@@ -1,1 +1,1 @@
-"""What is subtracted from a reward."""
+"""Baselines, which are subtracted from rewards."""

@@ -1,4 +1,4 @@
-"""Baselines: what a reward is compared with before it is an advantage."""
+"""Base class of baselines, and baselines from statistics of the group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Total = Callable[["Tensor"], "Tensor"]  # [rollout, component] -> [rollout], as 
 
 
 class Baseline(Choice):
-    """What a reward is compared with: a value that is known of a rollout beforehand (`of`), or statistics of its group
-    (`centre`). A class of one's own gives one of these; what it leaves as it is here changes nothing.
+    """A baseline that is subtracted from rewards: a value of the rollout (`of`), or a statistic of its group
+    (`centre`). Users' classes override one of the two; the defaults change nothing.
 
-    compares: whether it is made of the other rollouts of the group, so that a group of one has none. within_group:
-    whether equal rewards of a group leave exactly nothing, which then stays 0 whatever is normalised afterwards.
-    single: whether it is of one combined reward alone.
+    compares: whether it is computed from other rollouts of the group, so that a group of one has none. within_group:
+    whether equal rewards of a group leave exactly 0, which later normalisation keeps. single: whether it applies to one
+    combined reward only.
     """
 
     title: ClassVar[str] = "baseline"
@@ -50,19 +50,19 @@ class Baseline(Choice):
         return Needs()
 
     def check(self, config: JobConfig) -> None:
-        """Raises ValueError in one line for settings that do not go with it."""
+        """Raises ValueError for settings that do not go with it."""
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        """[rollout of all ranks] what is subtracted from the rewards [rollout of all ranks], NaN where one is unknown;
-        here 0. The scale then divides by a deviation of what is left."""
+        """Returns what is subtracted from the rewards, [rollout of all ranks] as these are, NaN where one is unknown;
+        by default 0. The scale then divides by a deviation of the differences."""
         import torch
 
         return torch.zeros_like(rewards)
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        """[rollout of all ranks] the rewards, from which `of` is subtracted already, less a statistic of their groups:
-        here as they are. index: [rollout] the group's number, from 0; within: moments of the groups. NaN stays NaN. The
-        scale then divides by a deviation of the rewards."""
+        """Subtracts a statistic of the groups from rewards from which `of` is already subtracted, [rollout of all
+        ranks]; by default nothing. index: the group's number from 0, [rollout]; within: moments of the groups. NaN
+        stays NaN. The scale then divides by a deviation of the rewards."""
         return rewards
 
 

@@ -31,12 +31,12 @@ class Greedy(Baseline):
         return Needs(measurements=(GreedyRewards(),))
 
     def check(self, config: JobConfig) -> None:
-        heat = vars(config.evaluation).get("temperature", 0.0)
-        if heat != 0:
+        temperature = vars(config.evaluation).get("temperature", 0.0)
+        if temperature != 0:
             raise ValueError(
-                f"evaluation.temperature={heat} with algorithm.baseline=greedy: its responses are sampled as those of "
-                "evaluation are; set evaluation.temperature=0"
+                f"evaluation.temperature={temperature} with algorithm.baseline=greedy: its responses are sampled as "
+                "those of evaluation are; set evaluation.temperature=0"
             )
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        return batch.everyone(total(batch.measured(GreedyRewards()).values))
+        return batch.gathered(total(batch.measured(GreedyRewards()).values))

@@ -26,8 +26,8 @@ class Quantile(Baseline):
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
         import torch
 
-        group, found = batch.fact("group"), torch.full_like(rewards, torch.nan)
+        group, quantiles = batch.fact("group"), torch.full_like(rewards, torch.nan)
         for g in group.unique():
             rows = group == g
-            found[rows] = rewards[rows].nanquantile(self.q)
-        return found
+            quantiles[rows] = rewards[rows].nanquantile(self.q)
+        return quantiles

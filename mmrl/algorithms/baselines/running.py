@@ -1,4 +1,4 @@
-"""A baseline that remembers what each prompt earned before."""
+"""A baseline from the rewards of each prompt in earlier steps."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class Running(Baseline):
 
         memory = batch.memory.setdefault("baseline running", {"step": 0, "prompts": {}})
         memory["step"] += 1
-        prompts, found = batch.fact("prompt"), torch.full_like(rewards, torch.nan)
+        prompts, means = batch.fact("prompt"), torch.full_like(rewards, torch.nan)
         for prompt in prompts.unique().tolist():
             rows = prompts == prompt
-            known = rewards[rows][~rewards[rows].isnan()]
-            if not len(known):
+            scored = rewards[rows][~rewards[rows].isnan()]
+            if not len(scored):
                 continue
-            total_reward, count, seen = memory["prompts"].get(
+            total_reward, count, last = memory["prompts"].get(
                 str(prompt), (self.strength * self.prior, self.strength, memory["step"])
             )
-            found[rows] = total_reward / count
-            kept = 2.0 ** (-(memory["step"] - seen) / self.half_life)
-            kept = min(max(kept, self.keep_least), self.keep_most)
+            means[rows] = total_reward / count
+            decay = 2.0 ** (-(memory["step"] - last) / self.half_life)
+            decay = min(max(decay, self.keep_least), self.keep_most)
             memory["prompts"][str(prompt)] = (
-                kept * total_reward + float(known.sum()),
-                kept * count + len(known),
+                decay * total_reward + float(scored.sum()),
+                decay * count + len(scored),
                 memory["step"],
             )
-        return found
+        return means

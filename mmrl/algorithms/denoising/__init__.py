@@ -1,1 +1,1 @@
-"""Objectives that need no chain of denoising steps, or its gradient."""
+"""Objectives of denoisers that need no chain of denoising steps, or its gradient."""

@@ -1,4 +1,4 @@
-"""Contrasting good samples with bad ones in the forward process."""
+"""Contrast of good and bad samples in the forward process (DiffusionNFT)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Contrast(GroupedAlgorithm):
-    """Good samples pull the implicit policy on one side of the old one, bad samples the one on the other side. There is
-    no ratio and no chain, and any solver may sample."""
+    """Good samples train the implicit policy on one side of the old policy, bad samples the one on the other side.
+    There is no ratio and no chain, and any solver may sample."""
 
     equation: ClassVar[str] = (
         "bound / nft_beta (o |v+ error|^2 + (1 - o) |v- error|^2), v+- = v_old +- nft_beta (v - v_old), "
@@ -28,7 +28,7 @@ class Contrast(GroupedAlgorithm):
     bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"contrast"}), old=True)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,5 +1,4 @@
-"""Fitting the distribution that rewards and the reference ask for, by a weighted likelihood of the policy's own
-rollouts."""
+"""A weighted likelihood of rollouts, which fits the policy to the reference tilted by the reward (DMPO)."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Replay, Rollouts
 
-KEY = "distribution_matching"  # of its column: 1 for rollouts that have a part in the loss, 0 for others
+KEY = "distribution_matching"  # name of a column: 1 for rollouts in the loss, 0 for others
 
 
 class DistributionMatching(RewardedAlgorithm):
     """The cross-entropy to the reference tilted by the reward, from rollouts of a group with self-normalised importance
-    weights. In small groups nearly all weight is on one rollout and every other one is made likelier too, only less: so
-    a weight that policies have in common is taken off. The log-likelihood is that of the policy, for masked diffusion
+    weights. In small groups nearly all weight is on one rollout, and every other one is made likelier too, only less:
+    so `weight_baseline` is subtracted from the weights. The log-likelihood is that of the policy, for masked diffusion
     unmasking.likelihood={type: elbo}."""
 
     equation: ClassVar[str] = (
@@ -41,7 +40,7 @@ class DistributionMatching(RewardedAlgorithm):
     )
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         offers = frozenset({"reference_ratio", "single_sample_kl"})
         return Needs(offers=offers, reference=Reference(), statistics=frozenset({"logp"}), whole_groups=True)
 
@@ -53,7 +52,8 @@ class DistributionMatching(RewardedAlgorithm):
             )
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout] the weight less its baseline, where that does not change with the policy."""
+        """Computes weights less their baseline, [rollout]; the baseline `present` is subtracted in the loss, for it
+        changes with the policy."""
         import torch
 
         from mmrl.rollouts import Column
@@ -61,9 +61,9 @@ class DistributionMatching(RewardedAlgorithm):
         rollouts = batch.rollouts
         assert rollouts.ref_logp is not None and rollouts.old_logp is not None
         apart = (rollouts.ref_logp - rollouts.old_logp).cpu().where(rollouts.mask, 0).sum(1)
-        away, rewards, group = batch.everyone(apart), batch.combined() / self.alpha.value, batch.fact("group")
+        away, rewards, group = batch.gathered(apart), batch.combined() / self.alpha.value, batch.fact("group")
         part = ~rewards.isnan() & (batch.fact("length") > 0)
-        found = torch.zeros(len(rewards))
+        weights = torch.zeros(len(rewards))
         sizes = []
         for g in group[part].unique():
             rows = ((group == g) & part).nonzero().flatten()
@@ -73,13 +73,13 @@ class DistributionMatching(RewardedAlgorithm):
                 weight = weight - weight.mean()
             elif self.weight_baseline == "negative":
                 weight = weight - (away[rows] - rewards[rows]).softmax(0)
-            found[rows] = weight
+            weights[rows] = weight
         batch.report({"weights/effective_size": sum(sizes) / len(sizes) if sizes else 0.0})
-        mine = batch.mine(part)
+        local_part = batch.local(part)
         if rollouts.filler is not None:
-            mine = mine & ~rollouts.filler
-        rollouts.extras[KEY] = Column(mine.float())
-        return batch.mine(found)
+            local_part = local_part & ~rollouts.filler
+        rollouts.extras[KEY] = Column(local_part.float())
+        return batch.local(weights)
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch
@@ -117,6 +117,6 @@ def _column(micro: Rollouts) -> Tensor:
 
 
 def _members(micro: Rollouts) -> list[Tensor]:
-    """The rows of every group that have a part in the loss, where there are any."""
+    """Returns the rows of every group that are in the loss."""
     part = (_column(micro) > 0) & micro.mask.any(1)
     return [((micro.group == g) & part).nonzero().flatten() for g in micro.group[part].unique()]

@@ -21,5 +21,5 @@ class Matching(GRPO):
     surrogate: Surrogate = option(Clip(low=constant(5e-3), high=constant(5e-3)), "objective of ratio and advantage")
 
     @property
-    def own_needs(self) -> Needs:
-        return super().own_needs | Needs(offers=frozenset({"matching"}))
+    def base_needs(self) -> Needs:
+        return super().base_needs | Needs(offers=frozenset({"matching"}))

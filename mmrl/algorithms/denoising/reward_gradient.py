@@ -1,4 +1,4 @@
-"""Climbing a reward that is differentiable, through the last steps that made an image."""
+"""Gradient ascent on a differentiable reward, through the last steps of the chain."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class RewardGradient(Algorithm):
-    """The reward of an image goes up along its gradient. It is quick, and nothing keeps images what they were: watch
-    the guards."""
+    """Gradient ascent on the reward of an image. It is quick, and nothing keeps images near the base model's: watch the
+    guards."""
 
     equation: ClassVar[str] = "-r(x_0), with the gradient through the last steps of the chain (and the decoder)"
     source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
@@ -32,7 +32,7 @@ class RewardGradient(Algorithm):
     reward: RewardSpec = option(description="that is climbed; one that has a gradient, such as classifier_logp")
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"image_gradient"}))
 
     def check_rewards(self, names: list[str]) -> None:
@@ -47,22 +47,22 @@ class RewardGradient(Algorithm):
         from mmrl.rollouts import IMAGES
 
         reward = differentiable(self.reward.model_dump_json())
-        found = reward.differentiable(IMAGES.of(replay), [sample.prompt for sample in micro.samples])
-        values = found[:, None].to(replay.logp.device)
+        rewards = reward.differentiable(IMAGES.of(replay), [sample.prompt for sample in micro.samples])
+        values = rewards[:, None].to(replay.logp.device)
         return -self.reward.weight * values, {"reward_gradient/reward": values.detach()}
 
 
 @cache
 def differentiable(spec: str) -> DifferentiableReward:
-    """The reward of a specification in JSON. Raises ValueError in one line for one that has no gradient."""
+    """Returns the reward of a `RewardSpec` in JSON. Raises ValueError for one without a gradient."""
     from mmrl.rewards.registry import build
     from mmrl.rewards.types import DifferentiableReward
 
-    asked = RewardSpec.model_validate_json(spec)
-    made = build(asked.name, asked.options)
-    if not isinstance(made, DifferentiableReward):
+    settings = RewardSpec.model_validate_json(spec)
+    built = build(settings.name, settings.options)
+    if not isinstance(built, DifferentiableReward):
         raise ValueError(
-            f"algorithm.reward.name={asked.name} has no gradient; use classifier_logp, or a class of your own with "
+            f"algorithm.reward.name={settings.name} has no gradient; use classifier_logp, or a class of your own with "
             "differentiable(images, prompts)"
         )
-    return made
+    return built

@@ -1,4 +1,4 @@
-"""Fitting what is said of every token in every state to the reward-tilted policy that made the rollouts."""
+"""Matching of token distributions in every state to the reward-tilted old policy (DTM)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Replay, Rollouts
 
-KEY = "tilt_matching"  # of its column: the factor of the control variate
+KEY = "tilt_matching"  # name of a column: the factor of the control variate
 
 
 class TiltMatching(RewardedAlgorithm):
-    """In every state that a response is shown in, its token counts as much as the response's tilted reward, so that
-    what the policy says becomes the old policy's posterior of tokens under that tilt; no likelihood of a response is
-    needed, and no ratio. What the old policy said of all tokens is a control variate: it changes the target by nothing
-    on average. Each step tilts the policy that it began with a little more, and learns from its rollouts in several
-    updates (algorithm.epochs, algorithm.minibatches)."""
+    """In every masked state of a response its token is weighted by the response's tilted reward, so that the policy
+    fits the old policy's posterior of tokens under that tilt; no likelihood of a response is needed, and no ratio. The
+    old policy's token distribution is a control variate, which does not change the target on average. Each step tilts
+    the policy a little more, in several updates (algorithm.epochs, algorithm.minibatches)."""
 
     equation: ClassVar[str] = (
         "-sum_v y_v log p_v in every state, y = e^(tilt r) [v = x] + c (p_old_v - [v = x]); c: 0, 1, or the mean "
@@ -35,11 +34,11 @@ class TiltMatching(RewardedAlgorithm):
     type: str = "tilt_matching"
     tilt: Schedule = number(0.5, "of the policy by a reward of 1, in one step", gt=0)
     control_variate: Literal["none", "one", "others"] = option(
-        "one", "the factor c of what the old policy said: 0, 1, or what the group's other rollouts are worth"
+        "one", "the factor c of the old policy's distribution: 0, 1, or the mean tilted reward of the group's others"
     )
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"distribution"}), old=True, statistics=frozenset({"logp"}))
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
@@ -50,8 +49,7 @@ class TiltMatching(RewardedAlgorithm):
             )
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout] e^(tilt r) - c: how much likelier the response's own tokens are made; 0 where nothing was
-        scored."""
+        """Computes e^(tilt r) - c, the weight of the response's tokens, [rollout]; 0 where nothing was scored."""
         import torch
 
         from mmrl.rollouts import Column
@@ -67,11 +65,11 @@ class TiltMatching(RewardedAlgorithm):
                 rows = ((group == g) & scored).nonzero().flatten()
                 if len(rows) > 1:
                     factor[rows] = (worth[rows].sum() - worth[rows]) / (len(rows) - 1)
-        mine = batch.mine(factor)
+        local = batch.local(factor)
         if batch.rollouts.filler is not None:
-            mine = mine.masked_fill(batch.rollouts.filler, 0.0)
-        batch.rollouts.extras[KEY] = Column(mine)
-        return batch.mine(worth - factor)
+            local = local.masked_fill(batch.rollouts.filler, 0.0)
+        batch.rollouts.extras[KEY] = Column(local)
+        return batch.local(worth - factor)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.rollouts import OLD_CROSS_ENTROPY, Column

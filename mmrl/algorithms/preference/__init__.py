@@ -1,1 +1,1 @@
-"""Losses of pairs and of whole groups."""
+"""Preference losses of pairs and of whole groups."""

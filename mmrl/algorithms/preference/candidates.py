@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class CandidatePreference(StepwisePreference):
-    """At every step of a chain a group draws candidates from one state. That whose completion earns most is preferred
-    to that whose completion earns least, so that a preference is of the step and not of what came before."""
+    """At every step of a chain a group draws candidates from one state. The candidate whose completion earns most is
+    preferred to the one whose completion earns least, so that the preference is about this step alone."""
 
     equation: ClassVar[str] = (
         "-log sigmoid(beta (logp_t - ref_logp_t of the best candidate of step t - the same of the worst)), a mean over "
@@ -30,24 +30,25 @@ class CandidatePreference(StepwisePreference):
     type: str = "candidate_preference"
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         offers, measurements = frozenset({"reference_ratio"}), (CandidateCompletions(),)
         return Needs(offers=offers, whole_groups=True, reference=Reference(), measurements=measurements)
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout, decision] 1 for the best candidate of a step, -1 for the worst; of equal ones the first."""
+        """Computes 1 for the best candidate of a step, -1 for the worst, of equal ones the first, and 0 for others;
+        [rollout, decision]."""
         import torch
 
         worth, group = batch.measured(CandidateCompletions()).values, batch.rollouts.group
-        found = torch.zeros(worth.shape)
+        signs = torch.zeros(worth.shape)
         for g in group.unique():
             for t in range(worth.shape[1]):
-                rows = ((group == g) & batch.kept & ~worth[:, t].isnan()).nonzero().flatten()
-                own = worth[rows, t]
-                if len(rows) > 1 and own.max() > own.min():
-                    found[rows[own.argmax()], t] = 1.0
-                    found[rows[own.argmin()], t] = -1.0
-        return found
+                rows = ((group == g) & batch.rollout_mask & ~worth[:, t].isnan()).nonzero().flatten()
+                rewards = worth[rows, t]
+                if len(rows) > 1 and rewards.max() > rewards.min():
+                    signs[rows[rewards.argmax()], t] = 1.0
+                    signs[rows[rewards.argmin()], t] = -1.0
+        return signs
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch
@@ -74,17 +75,17 @@ class CandidatePreference(StepwisePreference):
 
 
 def pairs(micro: Rollouts) -> tuple[Tensor, Tensor, Tensor]:
-    """[pair] int64 each: the rows of the good and of the bad candidate, and the step, of counted decisions."""
+    """Returns the rows of the good and of the bad candidate, and the step, of counted decisions; [pair] int64 each."""
     import torch
 
     assert micro.advantages is not None
-    found: list[tuple[int, int, int]] = []
+    triples: list[tuple[int, int, int]] = []
     sign = micro.advantages.where(micro.mask, 0.0)
     for g in micro.group.unique():
         rows = (micro.group == g).nonzero().flatten()
         for t in range(sign.shape[1]):
             good, bad = rows[sign[rows, t] > 0], rows[sign[rows, t] < 0]
             if len(good) and len(bad):
-                found.append((int(good[0]), int(bad[0]), t))
-    good_, bad_, step = torch.tensor(found, dtype=torch.int64).view(-1, 3).unbind(1)
+                triples.append((int(good[0]), int(bad[0]), t))
+    good_, bad_, step = torch.tensor(triples, dtype=torch.int64).view(-1, 3).unbind(1)
     return good_, bad_, step

@@ -1,4 +1,4 @@
-"""Telling right answers from wrong ones by their scores."""
+"""A discriminative objective: right answers score above wrong ones (DisCO)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Discriminative(GroupLoss):
-    """Right rollouts of a group shall score above its wrong ones, of which those that score highest count most. There
-    is no clip and prompts count alike, however hard. Bound the drift by the term kl against old, whose coefficient is a
-    multiplier with k_p that follows the metric old_kl."""
+    """Right rollouts of a group are trained to score above its wrong ones, of which those that score highest count
+    most. There is no clip and prompts count alike, however hard. Bound the drift by the term kl against old, whose
+    coefficient is a multiplier with k_p that follows the metric old_kl."""
 
     equation: ClassVar[str] = (
         "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), a mean over the groups that "
@@ -32,15 +32,15 @@ class Discriminative(GroupLoss):
     threshold: float = option(0.5, "rewards above it are of right answers")
 
     @property
-    def own_needs(self) -> Needs:
-        return super().own_needs | Needs(old=self.score == "ratio")
+    def base_needs(self) -> Needs:
+        return super().base_needs | Needs(old=self.score == "ratio")
 
     def advantages(self, batch: Batch) -> Tensor:
         import torch
 
         rewards = batch.combined()
         sides = torch.where(rewards > self.threshold, 1.0, -1.0)
-        return batch.mine(sides.masked_fill(rewards.isnan(), 0.0))
+        return batch.local(sides.masked_fill(rewards.isnan(), 0.0))
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import math
@@ -48,10 +48,10 @@ class Discriminative(GroupLoss):
         from mmrl.rollouts import log_ratio
 
         mask = micro.mask.to(replay.logp.device)
-        said = replay.logp
+        values = replay.logp
         if self.score == "ratio":
-            said = log_ratio(micro, replay).exp()
-        score = said.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)
+            values = log_ratio(micro, replay).exp()
+        score = values.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)
         right, wrong = score[good], score[bad]
         if self.tau is None:
             above = wrong.mean()

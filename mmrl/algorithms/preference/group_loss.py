@@ -1,4 +1,4 @@
-"""Learning from the best and the worst rollout of a group, as a pair."""
+"""Base class of losses of groups, and preference losses of the best and the worst rollout of a group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class GroupLoss(Algorithm):
-    """A loss of whole groups, whose rollouts are good (advantage 1), bad (-1) or have no part in it (0)."""
+    """A loss of whole groups, whose rollouts are good (advantage 1), bad (-1) or not in the loss (0)."""
 
     test: ClassVar[str] = "tests/joints/test_preference.py"
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"single_sample_kl"}), whole_groups=True)
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
@@ -47,15 +47,16 @@ class GroupLoss(Algorithm):
         values: list[Tensor] = []
         stats: dict[str, Tensor] = {}
         for good, bad in sides(micro):
-            value, found = self.of_group(good, bad, micro, replay)
+            value, measured = self.of_group(good, bad, micro, replay)
             values.append(value)
-            for name, number_ in found.items():
-                stats.setdefault(name, torch.full((len(micro),), torch.nan))[good[0]] = number_.detach().cpu()
+            for name, statistic in measured.items():
+                stats.setdefault(name, torch.full((len(micro),), torch.nan))[good[0]] = statistic.detach().cpu()
         total = torch.stack(values).sum() if values else replay.logp.where(over.mask, 0).sum() * 0
         return total / over.totals["groups"].to(total.device).clamp(min=1), stats
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one group, 0-d, and statistics, 0-d each. good, bad: its rows in `micro`, at least one each."""
+        """Computes the loss of one group, 0-d, and statistics, 0-d each. good, bad: its rows in `micro`, at least one
+        each."""
         raise NotImplementedError
 
     def counted(self, name: str, micro: Rollouts) -> Tensor:
@@ -65,21 +66,22 @@ class GroupLoss(Algorithm):
 
 
 def sides(micro: Rollouts) -> list[tuple[Tensor, Tensor]]:
-    """The rows of good and of bad rollouts of every group that has both, among those with a counted decision."""
+    """Returns the rows of good and of bad rollouts of every group that has both, among those with a counted
+    decision."""
     assert micro.advantages is not None
     sign = (micro.advantages * micro.mask).sum(1).sign()
-    found = []
+    pairs = []
     for group in micro.group.unique():
         rows = micro.group == group
         good, bad = ((rows & (sign == s)).nonzero().flatten() for s in (1, -1))
         if len(good) and len(bad):
-            found.append((good, bad))
-    return found
+            pairs.append((good, bad))
+    return pairs
 
 
 class Preference(GroupLoss):
-    """Direct preference optimisation on line: the best rollout of every group is preferred to its worst. A group whose
-    rewards are equal has no part in it."""
+    """Online direct preference optimisation: the best rollout of every group is preferred to its worst. A group whose
+    rewards are equal is not in the loss."""
 
     equation: ClassVar[str] = (
         "-log sigmoid(m), m = beta (sum_t (logp - ref_logp) of the best - the same of the worst), a mean over groups"
@@ -89,21 +91,22 @@ class Preference(GroupLoss):
     beta: Schedule = number(0.1, "of the log-ratios to the reference", gt=0)
 
     @property
-    def own_needs(self) -> Needs:
-        return super().own_needs | Needs(reference=Reference())
+    def base_needs(self) -> Needs:
+        return super().base_needs | Needs(reference=Reference())
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout] 1 for the best of its group, -1 for the worst; of equal ones the first."""
+        """Computes 1 for the best of its group, -1 for the worst, of equal ones the first, and 0 for others;
+        [rollout]."""
         import torch
 
         rewards, group = batch.combined(), batch.fact("group")
-        found = torch.zeros(len(rewards))
+        signs = torch.zeros(len(rewards))
         for g in group.unique():
             rows = ((group == g) & ~rewards.isnan()).nonzero().flatten()
             if len(rows) > 1 and rewards[rows].max() > rewards[rows].min():
-                found[rows[rewards[rows].argmax()]] = 1.0
-                found[rows[rewards[rows].argmin()]] = -1.0
-        return batch.mine(found)
+                signs[rows[rewards[rows].argmax()]] = 1.0
+                signs[rows[rewards[rows].argmin()]] = -1.0
+        return batch.local(signs)
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch.nn.functional as F
@@ -113,15 +116,15 @@ class Preference(GroupLoss):
         return F.softplus(-margin), {"preference/margin": margin, "preference/right": (margin > 0).float()}
 
     def _gained(self, row: Tensor, micro: Rollouts, replay: Replay) -> Tensor:
-        """The log-ratio of a whole rollout to the reference, 0-d."""
+        """Computes the log-ratio of a whole rollout to the reference, 0-d."""
         assert micro.ref_logp is not None
         apart = replay.logp[row] - micro.ref_logp[row].to(replay.logp.device)
         return apart.where(micro.mask[row].to(apart.device), 0).sum()
 
 
 class MixedPreference(Preference):
-    """A preference, what is good by itself, and how to say it: the pair's loss, that of either response alone against a
-    threshold, and the likelihood of the best."""
+    """A sum of three losses: of the pair, of either response alone against a threshold, and of the likelihood of the
+    best."""
 
     equation: ClassVar[str] = (
         "preference x preference's + quality x (-log sigmoid(c - shift) - log sigmoid(shift - b)) + generation x "
@@ -141,5 +144,5 @@ class MixedPreference(Preference):
         chosen, rejected = (self.beta.value * self._gained(row, micro, replay) for row in (good[0], bad[0]))
         alone = F.softplus(self.shift.value - chosen) + F.softplus(rejected - self.shift.value)
         mask = micro.mask[good[0]].to(replay.logp.device)
-        said = -replay.logp[good[0]].where(mask, 0).sum() / mask.sum()
-        return self.preference * pair + self.quality * alone + self.generation * said, stats
+        nll = -replay.logp[good[0]].where(mask, 0).sum() / mask.sum()
+        return self.preference * pair + self.quality * alone + self.generation * nll, stats

@@ -1,4 +1,4 @@
-"""Direct preference optimisation by decision: of denoising steps and matchings, on line and from given pairs."""
+"""Direct preference optimisation by decision, of denoising steps and matchings, online or from pairs of a data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StepwisePreference(Preference):
-    """The best rollout of every group is preferred to its worst, in each decision by itself: with matchings that is
+    """The best rollout of every group is preferred to its worst, separately in each decision: with matchings that is
     Diffusion-DPO (and its flow form), with chains D3PO."""
 
     equation: ClassVar[str] = (
@@ -38,7 +38,7 @@ class StepwisePreference(Preference):
     )
 
     @property
-    def own_needs(self) -> Needs:
+    def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"reference_ratio"}), whole_groups=True, reference=Reference())
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,7 +62,8 @@ class PairCollection(Demonstrations):
 
 
 class OfflinePreference(StepwisePreference):
-    """Pairs that are given: a prompt's demonstration is preferred to what it holds as `rejected`."""
+    """Direct preference optimisation on pairs of a data set: a prompt's demonstration is preferred to its `rejected`
+    answer."""
 
     equation: ClassVar[str] = (
         "level decision: stepwise_preference's; sequence: preference's, with sums over decisions before the sigmoid"
@@ -79,7 +80,7 @@ class OfflinePreference(StepwisePreference):
         return [one for prompt in prompts for one in (prompt, rejected(prompt))]
 
     def advantages(self, batch: Batch) -> Tensor:
-        """[rollout] 1 for what is preferred, -1 for what is not."""
+        """Returns 1 for preferred answers, -1 for rejected ones, [rollout]."""
         import torch
 
         return torch.tensor([1.0, -1.0]).repeat(len(batch.rollouts) // 2)
@@ -94,7 +95,7 @@ class OfflinePreference(StepwisePreference):
 
 
 def gains(micro: Rollouts, replay: Replay) -> Tensor:
-    """[rollout, decision] log-ratios to the reference, in their exact form where there is one."""
+    """Computes log-ratios to the reference, [rollout, decision], in their exact form where there is one."""
     from mmrl.rollouts import REFERENCE_LOG_RATIO
 
     if (exact := REFERENCE_LOG_RATIO.get(replay)) is not None:
@@ -104,7 +105,7 @@ def gains(micro: Rollouts, replay: Replay) -> Tensor:
 
 
 def rejected(prompt: Prompt) -> Prompt:
-    """The prompt with what it rejects as its demonstration. Raises UserError where it rejects nothing."""
+    """Returns the prompt with its rejected answer as the demonstration. Raises UserError where it has none."""
     if "rejected" not in prompt.metadata:
         raise UserError(
             f"prompt {prompt.id} has nothing under `rejected`: algorithm.type=offline_preference learns from pairs, "

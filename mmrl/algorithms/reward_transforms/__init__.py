@@ -1,1 +1,1 @@
-"""Changes of the reward before baseline and scale."""
+"""Transforms of rewards before baseline and scale."""

@@ -23,16 +23,16 @@ class BestOnly(Transform):
     divide: bool = option(True, "divide by the standard deviation of the group")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        found = rewards.clone()
+        advantages = rewards.clone()
         for rows in groups_of(rewards, batch.fact("group")):
-            found[rows] = 0.0
+            advantages[rows] = 0.0
             if len(rows) < 2:
                 continue
             ranked = rewards[rows].sort(descending=True)
             ahead = ranked.values[0] - ranked.values[1]
             if ahead > 0:
-                found[rows[ranked.indices[0]]] = ahead / (rewards[rows].std() + 1e-6 if self.divide else 1.0)
-        return found
+                advantages[rows[ranked.indices[0]]] = ahead / (rewards[rows].std() + 1e-6 if self.divide else 1.0)
+        return advantages
 
 
 class PassAtK(Transform):
@@ -52,19 +52,19 @@ class PassAtK(Transform):
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.ranking import best_of_subsets
 
-        found = rewards.clone()
+        advantages = rewards.clone()
         for rows in groups_of(rewards, batch.fact("group")):
-            if len(rows) < self.k:  # no subset: nothing is known
-                found[rows] = 0.0
+            if len(rows) < self.k:  # there is no subset
+                advantages[rows] = 0.0
                 continue
             best = best_of_subsets(rewards[rows], self.k)
-            found[rows] = self.k * (best.holding - best.without if self.leave_one_out else best.holding)
-        return found
+            advantages[rows] = self.k * (best.holding - best.without if self.leave_one_out else best.holding)
+        return advantages
 
 
 class PassAtKAnalytic(Transform):
-    """Every subset of k of the group is one trial that is worth its best response; a rollout gets the mean advantage of
-    the trials that it has part in, over their standard deviation."""
+    """Every subset of k of the group is one trial, whose reward is that of its best response; a rollout gets the mean
+    advantage of the trials that contain it, over their standard deviation."""
 
     equation: ClassVar[str] = (
         "A_i = (mean_{I: i in I} max_I r - mean_I max_I r) / std_I max_I r, over all subsets I of k; of right and "
@@ -78,11 +78,11 @@ class PassAtKAnalytic(Transform):
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.ranking import best_of_subsets
 
-        found = rewards.clone()
+        advantages = rewards.clone()
         for rows in groups_of(rewards, batch.fact("group")):
-            found[rows] = 0.0
+            advantages[rows] = 0.0
             if len(rows) >= self.k:
                 best = best_of_subsets(rewards[rows], self.k)
                 if best.std > 0:
-                    found[rows] = (best.holding - best.mean) / best.std
-        return found
+                    advantages[rows] = (best.holding - best.mean) / best.std
+        return advantages

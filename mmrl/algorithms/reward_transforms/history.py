@@ -1,4 +1,4 @@
-"""Rewards on the scale of what was earned before."""
+"""Rewards standardised by those of earlier steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class History(Transform):
     keep: float = option(0.9, "weight of the past in a step", ge=0, lt=1)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        known = rewards[~rewards.isnan()]
-        if not len(known):
+        scored = rewards[~rewards.isnan()]
+        if not len(scored):
             return rewards
-        mean, square = float(known.mean()), float(known.square().mean())
+        mean, square = float(scored.mean()), float(scored.square().mean())
         memory = batch.memory.setdefault(self.key, {"mean": mean, "square": square})
         std = max(0.0, memory["square"] - memory["mean"] ** 2) ** 0.5
-        found = (rewards - memory["mean"]) / (std + 1e-6)
+        rescaled = (rewards - memory["mean"]) / (std + 1e-6)
         for name, value in (("mean", mean), ("square", square)):
             memory[name] = self.keep * memory[name] + (1 - self.keep) * value
-        return found
+        return rescaled

@@ -1,4 +1,4 @@
-"""A reward that the model gives itself, by doing the inverse of its task."""
+"""A self-reward: the likelihood of the prompt given the image, by the same model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 
 class InverseLikelihood(Transform):
-    """A unified model reads the image that it drew, and says how likely the prompt is as what it shows: an image of
-    which it can not tell what was asked for earns little. Nobody else judges; the model that judges is the one that
-    drew, with its gradient off."""
+    """A unified model reads the image that it generated, and the mean log-likelihood of the prompt given the image is
+    added to the reward. The judge is the present policy, without a gradient."""
 
     equation: ClassVar[str] = "r + weight x mean_t log p(prompt_t | image, prompt_<t)"
     source: ClassVar[str] = "dual self-rewards, arXiv 2506.07963; the direction I2T of Co-RL, arXiv 2505.17534"
@@ -31,6 +30,6 @@ class InverseLikelihood(Transform):
         return Needs(measurements=(PromptLikelihoods(),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        found = batch.everyone(batch.measured(PromptLikelihoods()).values).to(rewards)
-        batch.report({"inverse/likelihood": float(found.nanmean())})
-        return rewards + self.weight.value * found
+        likelihood = batch.gathered(batch.measured(PromptLikelihoods()).values).to(rewards)
+        batch.report({"inverse/likelihood": float(likelihood.nanmean())})
+        return rewards + self.weight.value * likelihood

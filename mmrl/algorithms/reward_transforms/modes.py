@@ -1,4 +1,4 @@
-"""Rewards that grow with how rare a way to the right answer is."""
+"""A bonus for rare kinds of right answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Modes(Transform):
-    """The right answers of a group are put together by their words, and those of a rare kind earn a bonus."""
+    """The right answers of a group are clustered by their text, and those of small clusters earn a bonus."""
 
     equation: ClassVar[str] = (
         "r_i <- r_i + bonus (1 / p(mode_i) - 1) / (m - 1) where r_i > threshold, p the share of the mode among the m "
@@ -36,19 +36,19 @@ class Modes(Transform):
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.distances import similarity
 
-        found, responses = rewards.clone(), batch.responses()
+        shaped, responses = rewards.clone(), batch.responses()
         for rows in groups_of(rewards.where(rewards > self.threshold, float("nan")), batch.fact("group")):
             if len(rows) < 2:
                 continue
             near = similarity([responses[row] for row in rows.tolist()], self.n) >= self.alike
             mode = _modes(near)
             count = (mode[:, None] == mode[None]).sum(1)
-            found[rows] += self.bonus * (len(rows) / count - 1) / (len(rows) - 1)
-        return found
+            shaped[rows] += self.bonus * (len(rows) / count - 1) / (len(rows) - 1)
+        return shaped
 
 
 def _modes(near: Tensor) -> Tensor:
-    """[n, n] bool -> [n] int64: the number of the first row that begins a mode and is near."""
+    """Returns for each row the first row that begins a mode and is near, [n, n] bool -> [n] int64."""
     import torch
 
     mode = torch.full((len(near),), -1)

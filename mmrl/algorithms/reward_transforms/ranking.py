@@ -1,4 +1,4 @@
-"""Rewards as places within a group: their scale, and how far the best is ahead, do not count."""
+"""Rewards as ranks within a group: their scale, and the lead of the best, do not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RankScore(Choice):
-    """What a reward's place among others is worth."""
+    """A score of a reward's rank among others."""
 
     title: ClassVar[str] = "score of ranks"
     kinds: ClassVar[dict[str, str]] = {
@@ -27,7 +27,7 @@ class RankScore(Choice):
 
     @abstractmethod
     def of(self, rewards: Tensor) -> Tensor:
-        """[n] scored rewards -> [n]."""
+        """Returns the scores of scored rewards, [n] -> [n]."""
 
 
 class WinRate(RankScore):
@@ -58,8 +58,8 @@ class Pairwise(RankScore):
 
 
 class InverseNormal(RankScore):
-    """The quantile of a normal distribution at the reward's place, so that rewards of any shape, of any task, give
-    advantages of the same distribution."""
+    """The quantile of a normal distribution at the reward's rank, so that rewards of any distribution give advantages
+    of the same distribution."""
 
     equation: ClassVar[str] = "Phi^-1((place_i + 1/2) / n), place_i from 0, the mean place of equals"
     source: ClassVar[str] = "reconstructed from what OpenVLThinkerV2, arXiv 2604.08539, says of its Gaussian G2RPO"
@@ -72,16 +72,16 @@ class InverseNormal(RankScore):
 
 
 class Rank(Transform):
-    """The score of a reward's place among those of its group."""
+    """The score of a reward's rank within its group."""
 
     equation: ClassVar[str] = "r_i <- score(r_i; r_1 .. r_G)"
     source: ClassVar[str] = "rank-based group advantages, as named in the survey arXiv 2509.08827, section 3.1.4"
     type: str = "rank"
-    score: RankScore = option(WinRate(), "what a place is worth")
+    score: RankScore = option(WinRate(), "the score of a rank")
     by: str = option("group", "the fact whose equal values are ranked together: group, a task's name in metadata, ...")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        found = rewards.clone()
+        scores = rewards.clone()
         for rows in groups_of(rewards, batch.fact(self.by)):
-            found[rows] = self.score.of(rewards[rows])
-        return found
+            scores[rows] = self.score.of(rewards[rows])
+        return scores

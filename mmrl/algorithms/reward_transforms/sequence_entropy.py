@@ -1,4 +1,4 @@
-"""Rewards that go to the rollouts that were in doubt where the answer was right."""
+"""A bonus by entropy for right rollouts, and a penalty for wrong ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class SequenceEntropy(Transform):
-    """The group's right rollouts share a bonus by their mean entropies, its wrong ones a malus by their reciprocals."""
+    """The group's right rollouts share a bonus in proportion to their mean entropies, its wrong ones a penalty in
+    proportion to the reciprocals."""
 
     equation: ClassVar[str] = (
         "right: beta_1 r + beta_2 n H_i / sum_k H_k over the n right ones; wrong: beta_1 r - beta_2 m (1 / H_j) / "
@@ -32,12 +33,12 @@ class SequenceEntropy(Transform):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        found, entropy, nan = rewards.clone(), batch.fact("entropy").clamp(min=1e-6), float("nan")
+        shaped, entropy, nan = rewards.clone(), batch.fact("entropy").clamp(min=1e-6), float("nan")
         for of, sign, share in (
             (rewards > self.threshold, 1.0, entropy),
             (rewards <= self.threshold, -1.0, 1 / entropy),
         ):
             for rows in groups_of(rewards.where(of, nan), batch.fact("group")):
                 part = share[rows] / share[rows].sum() * len(rows)
-                found[rows] = self.beta_1 * rewards[rows] + sign * self.beta_2 * part
-        return found
+                shaped[rows] = self.beta_1 * rewards[rows] + sign * self.beta_2 * part
+        return shaped

@@ -1,4 +1,4 @@
-"""Rewards that keep right answers from becoming all alike."""
+"""A bonus for unlikely right answers, which keeps them diverse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Smoothing(Transform):
-    """A right answer earns more the less likely it was, a wrong one what it earned before."""
+    """A right answer earns more the less likely it was; the reward of a wrong one stays."""
 
     equation: ClassVar[str] = "r <- r - tau mean_t logp_t where r > threshold, logp of the policy that made the rollout"
     source: ClassVar[str] = (

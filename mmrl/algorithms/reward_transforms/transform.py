@@ -1,4 +1,4 @@
-"""Changes of the reward before the baseline: what counts is the place within the group, or the best of several."""
+"""Base class of transforms, which change rewards before the baseline is subtracted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Transform(Choice):
     """A change of the combined reward, or with components=normalise_each of every component.
 
-    finished: what it gives are advantages already, so that the baseline and the scale must be none.
+    finished: whether it returns advantages, so that the baseline and the scale must be none.
     """
 
     title: ClassVar[str] = "transform of rewards"
@@ -43,10 +43,11 @@ class Transform(Choice):
 
     @abstractmethod
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """[rollout of all ranks] -> the like. NaN stays NaN, and has no part in what becomes of the others."""
+        """Returns the changed rewards, [rollout of all ranks] -> the same shape. NaN stays NaN and does not affect the
+        others."""
 
 
 def groups_of(rewards: Tensor, units: Tensor) -> list[Tensor]:
-    """Rows of the scored rewards of each unit [rollout]; each [n] int64."""
+    """Returns the rows of the scored rewards of each unit, [n] int64 each. units: [rollout]."""
     scored = ~rewards.isnan()
     return [((units == unit) & scored).nonzero().flatten() for unit in units.unique()]

@@ -1,4 +1,4 @@
-"""A bonus for answers that are given under another view of the prompt too."""
+"""A bonus for answers that also occur under another view of the prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class ViewAgreement(Transform):
-    """No label is needed: an answer earns as much as it is matched by answers to the same prompt under a view, where
-    those are translated back, such as left to right for mirrored images."""
+    """An answer earns a bonus by how often it also occurs among answers to the same prompt under a view, after these
+    are translated back, such as left to right for mirrored images. No label is needed."""
 
     equation: ClassVar[str] = (
         "r <- r + bonus min(n, m) / n, n and m how often the group gives the answer, and how often it is given under "
@@ -40,22 +40,22 @@ class ViewAgreement(Transform):
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        again = batch.measured(ViewAnswers(self.view)).responses
-        own = [_plain(text, {}) for text in batch.responses()]
+        responses = batch.measured(ViewAnswers(self.view)).responses
+        answers = [_plain(text, {}) for text in batch.responses()]
         swaps = self.swaps | {after: before for before, after in self.swaps.items()}
-        under = [[_plain(text, swaps) for text in texts] for texts in batch.each(again)]
+        under = [[_plain(text, swaps) for text in texts] for texts in batch.gathered_list(responses)]
         group, matched = batch.fact("group"), torch.zeros_like(rewards)
         for g in group.unique():
             rows = (group == g).nonzero().flatten().tolist()
-            given, others = Counter(own[row] for row in rows), Counter(under[rows[0]])
+            counts, counts_under = Counter(answers[row] for row in rows), Counter(under[rows[0]])
             for row in rows:
-                matched[row] = min(given[own[row]], others[own[row]]) / given[own[row]]
+                matched[row] = min(counts[answers[row]], counts_under[answers[row]]) / counts[answers[row]]
         batch.report({"view_agreement/matched": float(matched[~rewards.isnan()].mean())})
         return rewards + self.bonus * matched
 
 
 def _plain(text: str, swaps: dict[str, str]) -> str:
-    """The answer in lower case and single spaces, its words swapped."""
+    """Returns the answer in lower case with single spaces, its words swapped."""
     from mmrl.rewards.parsing.responses import extract_answer
 
     return " ".join(swaps.get(word, word) for word in extract_answer(text).lower().split())

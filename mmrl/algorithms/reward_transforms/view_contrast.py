@@ -1,4 +1,4 @@
-"""A bonus for answers that hang on what a view of the prompt takes away."""
+"""A bonus for answers that depend on what a view of the prompt removes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class ViewContrast(Transform):
-    """A right response earns a bonus where its prompt is answered rightly often enough, compared with the same prompt
-    under a view: with shuffled frames, where the order of a clip's frames is made use of."""
+    """A right response earns a bonus where the group's accuracy is high enough compared with that under a view: with
+    shuffled frames, where the policy uses the order of a video's frames."""
 
     equation: ClassVar[str] = (
         "r <- r + bonus where accuracy = 1 and the group's mean accuracy >= margin * that under the view"
@@ -36,8 +36,8 @@ class ViewContrast(Transform):
         return Needs(measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        under = batch.everyone(batch.measured(ViewAnswers(self.view)).accuracy)
+        under = batch.gathered(batch.measured(ViewAnswers(self.view)).accuracy)
         right = batch.fact("accuracy") == 1
-        seen = batch.fact("group/accuracy")
+        accuracy = batch.fact("group/accuracy")
         batch.report({"view_contrast/accuracy_under_view": float(under.nanmean())})
-        return rewards + self.bonus * (right & (seen >= self.margin * under)).to(rewards)
+        return rewards + self.bonus * (right & (accuracy >= self.margin * under)).to(rewards)

@@ -1,1 +1,1 @@
-"""What the difference from the baseline is divided by, and how rewards are combined."""
+"""Scales, by which advantages are divided, and combinations of several rewards."""

@@ -1,4 +1,4 @@
-"""Ways in which several rewards become one advantage."""
+"""Combinations of several rewards to one advantage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Components(Choice):
-    """How several rewards become one advantage: as one reward (`total`), or by advantages of each (`combine`). A class
-    of one's own gives one of these. rewards: [rollout, component], NaN where one is unknown; weights: [component], in
-    the order of `names`."""
+    """A combination of several rewards to one advantage: as one reward (`total`), or from advantages of each
+    (`combine`). Users' classes override one of the two. rewards: [rollout, component], NaN where one is unknown;
+    weights: [component], in the order of `names`."""
 
     title: ClassVar[str] = "components"
     kinds: ClassVar[dict[str, str]] = {
@@ -31,24 +31,25 @@ class Components(Choice):
         """Raises ValueError for a name that is no reward of the task."""
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """[rollout, component] -> [rollout]: the one reward that they make."""
+        """Combines rewards [rollout, component] to one reward [rollout]."""
         from mmrl.core.advantages import combined_reward
 
         return combined_reward(rewards, weights)
 
     def varied(self, rewards: Tensor, group: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """[rollout] bool: whether what the rewards make differs within the rollout's group [rollout]."""
+        """Returns whether the combined reward differs within the rollout's group, [rollout] bool."""
         from mmrl.core.filters import varied_groups
 
         return varied_groups(self.total(rewards, weights, names), group)
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """[rollout] advantages of all ranks, from those that `estimate` makes of one reward: here of `total`."""
+        """Computes advantages, [rollout of all ranks]. estimate: computes those of one reward; by default of
+        `total`."""
         return estimate(self.total(rewards, weights, names))
 
 
 class SumOfComponents(Components):
-    """Their weighted sum is normalised."""
+    """The weighted sum of the rewards is normalised."""
 
     equation: ClassVar[str] = "r = sum_k w_k r_k"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
@@ -56,7 +57,7 @@ class SumOfComponents(Components):
 
 
 class NormaliseEach(Components):
-    """Each is normalised in its group; their weighted sum is normalised over the batch."""
+    """Each reward is normalised in its group; their weighted sum is normalised over the batch."""
 
     equation: ClassVar[str] = "S = sum_k w_k A_k; A = (S - mean S) / (std S + 1e-6), over the batch"
     source: ClassVar[str] = "GDPO, arXiv 2601.05242"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Constrained(Components):
-    """Costs have advantages of their own, which a price takes off that of the reward. Written as a control of type
+    """Advantages of costs, times a price, are subtracted from that of the reward. Written as a control of type
     multiplier, which follows `reward/<cost>` to its budget, the price is a PID-Lagrangian multiplier: it rises while
     the cost is above the budget. Costs are rewards of weight 0 in the task."""
 
@@ -32,7 +32,7 @@ class Constrained(Components):
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         prices = {name: price.value for name, price in self.prices.items()}
-        found = estimate(self.total(rewards, weights, names))
+        advantages = estimate(self.total(rewards, weights, names))
         for name, price in prices.items():
-            found = found - price * estimate(rewards[:, names.index(name)])
-        return found / (1 + sum(prices.values()))
+            advantages = advantages - price * estimate(rewards[:, names.index(name)])
+        return advantages / (1 + sum(prices.values()))

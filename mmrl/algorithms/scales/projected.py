@@ -1,4 +1,4 @@
-"""An auxiliary reward that may not pull against the main one."""
+"""An auxiliary reward that can not work against the main one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales: what the difference of a reward from its baseline is divided by."""
+"""Base class of scales, which divide the difference of a reward from its baseline, and the common ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Scale(Choice):
-    """What the difference from the baseline is divided by: a standard deviation that rollouts share (`buckets` says
-    which), or something else (`divide`). A class of one's own gives one of these."""
+    """A scale that divides differences from the baseline: the standard deviation of a bucket of rollouts (`buckets`),
+    or something else (`divide`). Users' classes override one of the two."""
 
     title: ClassVar[str] = "scale of advantages"
     kinds: ClassVar[dict[str, str]] = {
@@ -32,12 +32,13 @@ class Scale(Choice):
         return Needs()
 
     def buckets(self, batch: Batch) -> Tensor:
-        """[rollout of all ranks] equal for those that share a scale: here for a group."""
+        """Returns numbers that are equal for rollouts that share a scale, [rollout of all ranks]; by default the
+        group's."""
         return batch.fact("group")
 
     def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:
-        """[rollout of all ranks] differences from the baseline over the scale of the rewards of their bucket; of one
-        whose rewards are all equal 0. buckets: [rollout] their numbers, from 0."""
+        """Divides differences from the baseline by the scale of the rewards of their bucket, [rollout of all ranks]; 0
+        in a bucket whose rewards are all equal. buckets: their numbers from 0, [rollout]."""
         from mmrl.core.advantages import over_std
 
         return over_std(differences, rewards, buckets, int(buckets.max()) + 1)
@@ -77,7 +78,7 @@ class BucketStd(Scale):
 
 
 class NoScale(Scale):
-    """Nothing."""
+    """No scale: differences stay as they are."""
 
     equation: ClassVar[str] = "A = r - b"
     source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"

@@ -20,10 +20,12 @@ OTHERS = {name: where for name, where in Surrogate.kinds.items() if name != "by_
 
 
 class ByPart(Surrogate):
-    """Text that plans an image, and the codes or denoising steps that draw it, have bounds of their own: a word may
-    move further than one of hundreds of codes."""
+    """The text that plans an image and the image tokens or denoising steps that draw it have separate surrogates: a
+    word may move further than one of hundreds of image tokens."""
 
-    equation: ClassVar[str] = "text's values where a decision is a word, image's where it is a code or a step"
+    equation: ClassVar[str] = (
+        "text's values where a decision is a text token, image's where it is an image token or a step"
+    )
     source: ClassVar[str] = (
         "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875: two levels of tokens in one "
         "objective"
@@ -31,7 +33,7 @@ class ByPart(Surrogate):
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "by_part"
     text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHERS)
-    image: Surrogate = option(Clip(), "objective of the image's codes or steps", kinds=OTHERS)
+    image: Surrogate = option(Clip(), "objective of the image's tokens or steps", kinds=OTHERS)
 
     @model_validator(mode="after")
     def _of_single_decisions(self) -> ByPart:
@@ -56,8 +58,8 @@ class ByPart(Surrogate):
         total = torch.zeros_like(log_ratio)
         stats: dict[str, Tensor] = {}
         for name, part, chosen in (("text", TEXT, self.text), ("image", IMAGE, self.image)):
-            mine = in_part(micro, part).to(log_ratio.device)
-            values, found = chosen.values(log_ratio, advantages, micro, replay)
-            total = values.where(mine, total)
-            stats |= {f"{name}_{key}": value.where(mine, torch.nan) for key, value in found.items()}
+            inside = in_part(micro, part).to(log_ratio.device)
+            values, measured = chosen.values(log_ratio, advantages, micro, replay)
+            total = values.where(inside, total)
+            stats |= {f"{name}_{key}": value.where(inside, torch.nan) for key, value in measured.items()}
         return total, stats

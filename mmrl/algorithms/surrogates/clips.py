@@ -46,8 +46,8 @@ class Geometric(Surrogate):
 
 
 class LogClip(Clipped):
-    """The policy gradient with PPO's clip, but of the logarithm of the ratio: a decision that has moved far is not
-    weighted by how far. Add the term kl against old, the policy drift, for the whole method."""
+    """The policy gradient with PPO's clip, but of the logarithm of the ratio, so that a decision is not weighted by its
+    ratio. Add the term kl against old, the policy drift, for the whole method."""
 
     equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
     source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term kl against old"
@@ -93,7 +93,7 @@ class SqrtClip(Surrogate):
 
 class BoundaryChance(Clipped):
     """A decision just past the bound of the clip keeps its gradient with a certain chance, one further away never does.
-    It is drawn once a step who is kept."""
+    The draw is made once a step."""
 
     equation: ClassVar[str] = (
         "clip's, but -r A with probability `keep` where 1 + high < r <= 1 + high + band and A > 0, or where "
@@ -123,6 +123,6 @@ class BoundaryChance(Clipped):
         near = ((advantages > 0) & (ratio > high) & (ratio <= high + self.band)) | (
             (advantages < 0) & (ratio < low) & (ratio >= low - self.band)
         )
-        kept = near & (drawn.values.to(ratio.device) < self.keep)
-        stats["kept"] = kept.to(values.dtype)
-        return (-ratio * advantages).where(kept, values), stats
+        retained = near & (drawn.values.to(ratio.device) < self.keep)
+        stats["kept"] = retained.to(values.dtype)
+        return (-ratio * advantages).where(retained, values), stats

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class MirrorDescent(Surrogate):
-    """A step of mirror descent as a regression: the logarithm of the ratio shall be the advantage over tau. Nothing is
-    clipped and no weight is put on old rollouts. The paper's l is the sum over a response; with
+    """A step of mirror descent as a regression: the logarithm of the ratio is fitted to the advantage over tau. Nothing
+    is clipped and no weight is put on old rollouts. The paper's l is the sum over a response; with
     algorithm.level=sequence it is the mean here. With algorithm.scale=none the advantage is the reward less the mean of
     its group, as there."""
 

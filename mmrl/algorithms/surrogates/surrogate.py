@@ -52,16 +52,17 @@ class Surrogate(Choice):
         return Needs()
 
     def prepare(self, batch: Batch) -> None:
-        """Once a step, when advantages and masks are known: may leave columns in `batch.rollouts.extras`, as `key`."""
+        """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
+        `key`."""
 
     @abstractmethod
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        """Values to minimise and statistics, [rollout, decision]; log_ratio and advantages have that shape too."""
+        """Computes values to minimise and statistics, [rollout, decision], as log_ratio and advantages are."""
 
     def objective(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
     ) -> Result:
-        """The reduced values, 0-d, and statistics."""
+        """Computes the reduced values, 0-d, and statistics."""
         from mmrl.protocols.checks import check_values
 
         values, stats = self.values(log_ratio, advantages, micro, replay)
@@ -77,7 +78,7 @@ class Clipped(Surrogate):
 
     @property
     def bounds(self) -> dict[str, float]:
-        """What holds now, by the names of `core.surrogates`."""
+        """Returns the present bounds, by the names of `core.surrogates`."""
         return {"clip_low": self.low.value, "clip_high": self.high.value}
 
 
@@ -96,7 +97,7 @@ class Clip(Clipped):
     def objective(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
     ) -> Result:
-        """In one pass of a kernel; of the statistics that it gives as means, every decision gets the mean."""
+        """Computes the objective in one kernel; statistics are means, which every decision gets."""
         from mmrl.kernels import clipped_surrogate
 
         loss, means = clipped_surrogate(

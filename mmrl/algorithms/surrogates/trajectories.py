@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class TrajectoryTrustRegion(Surrogate):
-    """How far whole chains move away from the old policy's has a price, and beyond a bound a chain teaches nothing
-    else.
+    """A price on the divergence of whole chains from the old policy, and a bound beyond which a chain's advantage does
+    not count.
 
-    A chain is all that a robot's policy draws at one look, or the steps of an image. The exact divergences of its
-    steps are summed, of those inside the window, for the others are not drawn. Where all are, the mean of the sums is
-    no less than the divergence of the actions or images that chains lead to. Written as a control of type multiplier
-    that follows surrogate/trajectory_kl to a target, the price is the dual variable of a bound on that mean.
-    Divergences are in the units of the likelihood: nats where its `reduction` is sum, nats an element where it is
-    mean."""
+    A chain is all that a robot's policy draws at one policy step, or the steps of an image. The exact divergences of
+    its steps inside the window are summed, for only those are stochastic. Where all steps are, the mean of the sums is
+    an upper bound of the divergence of the final actions or images. Written as a control of type multiplier that
+    follows surrogate/trajectory_kl to a target, the price is the dual variable of a bound on that mean. Divergences are
+    in the units of the likelihood: nats where its `reduction` is sum, nats an element where it is mean.
+    """
 
     equation: ClassVar[str] = (
         "-r A, or 0 at all steps of a chain with D > bound; + price D_t, D_t = |mean_t - old mean_t|^2 / (2 std_t^2), "
@@ -67,14 +67,15 @@ class TrajectoryTrustRegion(Surrogate):
     def objective(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
     ) -> Result:
-        """Weights of decisions are those of what they gain: a weighted sum would be no chain's divergence."""
+        """Computes the loss, 0-d. `replay.weight` applies to the advantages' part only: a weighted sum of divergences
+        would not be a chain's divergence."""
         gain, cost, stats = self._parts(log_ratio, advantages, micro, replay)
         return over((gain if replay.weight is None else gain * replay.weight) + cost), stats
 
     def _parts(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What is minimised for the sake of the advantages, and what divergences cost; and statistics."""
+        """Computes the policy gradient's part, the divergences' part, and statistics; [rollout, decision]."""
         from mmrl.core.ratios import unit_sum
         from mmrl.rollouts import POLICY_STEPS
 
@@ -87,8 +88,8 @@ class TrajectoryTrustRegion(Surrogate):
 
 
 def _divergence(micro: Rollouts, replay: Replay) -> Tensor:
-    """[rollout, decision], of the steps from the old policy's. A head that compares distributions says nothing before
-    the first update, when the old policy is the present one."""
+    """Returns the divergence of each step from the old policy's, [rollout, decision]. Heads that compare distributions
+    return none before the first update, when the old policy is the present one: then 0."""
     if replay.divergence is not None:
         return replay.divergence
     assert micro.old_prediction is None or not micro.mask.any()

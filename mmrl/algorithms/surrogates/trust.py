@@ -76,8 +76,8 @@ class QueryTrustRegion(Surrogate):
 
 
 class SequenceMask(Surrogate):
-    """A rollout in which any decision has moved past a bound is left out as a whole, for the bounds on improvement grow
-    with the largest divergence. Where another engine sampled, it is compared with what that engine said."""
+    """A rollout in which any decision has moved past a bound is masked as a whole, for bounds on the improvement depend
+    on the largest divergence. Where another engine sampled, that engine's log-probabilities are the old ones."""
 
     equation: ClassVar[str] = "-r A, or 0 for all decisions of a rollout with max_t divergence_t > bound"
     source: ClassVar[str] = "reconstructed from trust region masking, arXiv 2512.23075"

@@ -1,1 +1,1 @@
-"""Models that judge images and texts."""
+"""Models as judges of images and texts."""

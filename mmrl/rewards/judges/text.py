@@ -1,5 +1,5 @@
-"""A model as judge of what was said: by a reference answer, by criteria, by whether reasoning, caption and answer agree
-with one another and with the image; and of a made image beside a reference."""
+"""Judges of responses: by a reference answer, by criteria, by the consistency of reasoning, caption, answer and image;
+and a judge of a generated image beside a reference."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ IS_IT_BETTER = f'The first image was made for "{{prompt}}". Does it show that be
 
 
 class TextJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge that is asked of a response; 0 to 1.
+    """P(yes) / (P(yes) + P(no)) of a judge's answer to a question about a response; 0 to 1.
 
     question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
-    <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees those of the prompt, and
-    after them its clips, as `frames` images each: the first, the last and evenly between, or all where there are no
-    more. An empty {thinking} or {caption} that the question asks for gets 0. None where the judge gives neither word
+    <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees the images of the prompt, and
+    after them its videos, as `frames` images each: the first, the last and evenly between, or all where there are no
+    more. A response without the {thinking} or {caption} of the question gets 0. None where the judge gives neither word
     any probability.
     """
 
     scope: Literal["sample"] = "sample"
-    asked: str = IS_IT_RIGHT
+    default_question: str = IS_IT_RIGHT
     shown: bool = False
 
     def __init__(
@@ -55,41 +55,41 @@ class TextJudge(Judged):
         answers: Sequence[str] = ("yes", "no"),
         **judge: Any,
     ) -> None:
-        super().__init__(question=self.asked if question is None else question, answers=answers, **judge)
+        super().__init__(question=self.default_question if question is None else question, answers=answers, **judge)
         if frames < 2:
-            raise ValueError(f"frames must be at least 2, the first and the last of a clip, not {frames}")
+            raise ValueError(f"frames must be at least 2, the first and the last of a video, not {frames}")
         self.images, self.frames = self.shown if images is None else images, frames
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         questions: list[JudgeQuestion] = []
-        places: list[list[tuple[int, float]]] = []  # of each sample: its questions, and their weights
+        question_rows: list[list[tuple[int, float]]] = []  # of each sample: indices and weights of its questions
         for sample in samples:
-            own = []
+            rows = []
             for criterion, weight in self.criteria(sample):
                 if (text := self._filled(sample, criterion)) is not None:
-                    own.append((len(questions), weight))
+                    rows.append((len(questions), weight))
                     questions.append(JudgeQuestion(self._shown(sample.prompt) if self.images else (), text))
-            places.append(own)
-        verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.words)]
-        return [self._mean([(verdicts[place], weight) for place, weight in own]) for own in places]
+            question_rows.append(rows)
+        verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.answers)]
+        return [self._mean([(verdicts[index], weight) for index, weight in rows]) for rows in question_rows]
 
     def _shown(self, prompt: Prompt) -> tuple[Image.Image, ...]:
-        clips = (spaced(clip.frames, self.frames) for clip in prompt.videos)
-        return (*prompt.images, *(frame for clip in clips for frame in clip))
+        videos = (spaced(video.frames, self.frames) for video in prompt.videos)
+        return (*prompt.images, *(frame for video in videos for frame in video))
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
-        """What is asked of a sample, each with its weight."""
+        """Returns the criteria of a sample with their weights; by default one without text."""
         return [("", 1.0)]
 
     def _mean(self, verdicts: list[tuple[Score, float]]) -> Score:
         if not verdicts:
             return 0.0
-        known = [(value, weight) for value, weight in verdicts if value is not None]
-        total = sum(weight for _, weight in known)
-        return sum(value * weight for value, weight in known) / total if len(known) == len(verdicts) else None
+        judged = [(value, weight) for value, weight in verdicts if value is not None]
+        total = sum(weight for _, weight in judged)
+        return sum(value * weight for value, weight in judged) / total if len(judged) == len(verdicts) else None
 
     def _filled(self, sample: Sample, criterion: str) -> str | None:
-        """None where a part that the question asks for is empty."""
+        """Fills in the question; None where {thinking} or {caption} is in it and empty."""
         gold = sample.prompt.answer
         if "{gold}" in self.question and gold is None:
             raise UserError(
@@ -106,26 +106,26 @@ class TextJudge(Judged):
         }
         if any("{" + name + "}" in self.question and not parts[name] for name in ("thinking", "caption")):
             return None
-        pieces = self.question.split("{")  # what was said may hold braces of its own
+        pieces = self.question.split("{")  # responses may contain braces
         text = pieces[0]
         for piece in pieces[1:]:
-            name, closed, rest = piece.partition("}")
-            text += parts[name] + rest if closed and name in parts else "{" + piece
+            name, closed, tail = piece.partition("}")
+            text += parts[name] + tail if closed and name in parts else "{" + piece
         return text
 
 
 class AnswerJudge(TextJudge):
-    """How likely a judge finds the answer right, given the reference answer; see `TextJudge`."""
+    """The probability that the answer is right given the reference answer, by a judge; see `TextJudge`."""
 
 
 class RubricJudge(TextJudge):
-    """The weighted share of criteria that a response meets, each asked of the judge by itself.
+    """The weighted share of criteria that a response meets, by one question to the judge for each.
 
     criteria: a list of texts, or of [text, weight]; or the key of the prompts' metadata that holds such a list, as
     `criteria_key`. Rubrics as Rewards (arXiv:2507.17746), explicit aggregation. The others as `TextJudge`.
     """
 
-    asked = IS_IT_MET
+    default_question = IS_IT_MET
 
     def __init__(self, *, criteria: Sequence[Any] | None = None, criteria_key: str | None = None, **judge: Any) -> None:
         if (criteria is None) == (criteria_key is None):
@@ -138,69 +138,70 @@ class RubricJudge(TextJudge):
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
         if self.listed is not None:
             return self.listed
-        found = sample.prompt.metadata.get(self.criteria_key or "")
-        if not found:
+        criteria = sample.prompt.metadata.get(self.criteria_key or "")
+        if not criteria:
             raise UserError(f"prompt {sample.prompt.id!r} has no criteria in its metadata as {self.criteria_key!r}")
-        return _weighed(found)
+        return _weighed(criteria)
 
 
 class ConsistencyJudge(TextJudge):
-    """How likely a judge finds that the answer follows from the reasoning, which is not asked whether either is right
-    (the think-answer consistency of TACO); see `TextJudge`."""
+    """The probability that the answer follows from the reasoning, right or not, by a judge (the think-answer
+    consistency of TACO); see `TextJudge`."""
 
-    asked = DOES_IT_FOLLOW
+    default_question = DOES_IT_FOLLOW
 
 
 class CaptionJudge(TextJudge):
-    """How likely a judge that does not see the image finds that the caption in <info> leads to the right answer (the
-    caption reward of Visionary-R1, by a verdict in place of an answer of its own); see `TextJudge`."""
+    """The probability that the caption in <info> leads to the right answer, by a judge without the image (the caption
+    reward of Visionary-R1, by a verdict instead of the judge's answer); see `TextJudge`."""
 
-    asked = IS_IT_ENOUGH
+    default_question = IS_IT_ENOUGH
 
 
 class EvidenceJudge(TextJudge):
-    """How likely a judge that sees the image finds in it what the reasoning says (the semantic consistency of
-    VideoRFT, by a verdict in place of an embedding); see `TextJudge`."""
+    """The probability that the reasoning's statements about the image are true, by a judge that sees it (the semantic
+    consistency of VideoRFT, by a verdict instead of an embedding); see `TextJudge`."""
 
-    asked = IS_IT_SEEN
+    default_question = IS_IT_SEEN
     shown = True
 
 
 class ReferenceJudge(VlmJudge):
-    """P(yes) of a judge that is asked whether the made image is better than the prompt's first one, its reference
+    """P(yes) of a judge that is asked whether the generated image is better than the prompt's first one, its reference
     (RewardDance, Wu et al. 2025, arXiv:2509.08826); the options are those of `vlm_judge`."""
 
     def __init__(self, *, question: str = IS_IT_BETTER, normalise: bool = False, **judge: Any) -> None:
         super().__init__(question=question, normalise=normalise, **judge)
 
-    def _asked(self, sample: Sample) -> JudgeQuestion:
+    def _question_of(self, sample: Sample) -> JudgeQuestion:
         if not sample.prompt.images:
             raise UserError(f"prompt {sample.prompt.id!r} has no image as a reference")
         return self._question(sample, as_pil(image_of(sample)), sample.prompt.images[0])
 
 
 def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
-    """`count` frames, 2 or more, from the first to the last; all where there are no more."""
+    """Returns `count` frames, 2 or more, evenly spaced from the first to the last; all where there are no more."""
     if len(frames) <= count:
         return list(frames)
-    return [frames[round(place * (len(frames) - 1) / (count - 1))] for place in range(count)]
+    return [frames[round(index * (len(frames) - 1) / (count - 1))] for index in range(count)]
 
 
 def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:
-    """Raises ValueError for what is neither a text nor a text with a positive weight."""
-    found = []
+    """Returns criteria with their weights. Raises ValueError for what is neither a text nor a text with a positive
+    weight."""
+    weighed = []
     for criterion in criteria:
         text, weight = (criterion, 1.0) if isinstance(criterion, str) else (criterion[0], float(criterion[1]))
         if not isinstance(text, str) or weight <= 0:
             raise ValueError(f"a criterion is a text, or a text and a positive weight, not {criterion!r}")
-        found.append((text, weight))
-    if not found:
+        weighed.append((text, weight))
+    if not weighed:
         raise ValueError("criteria are empty")
-    return found
+    return weighed
 
 
 def _inside(response: str, tag: str) -> str:
-    """What stands in the first pair of tags, stripped; empty where there is none."""
+    """Returns the text in the first pair of tags, stripped; empty where there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     begin = response.find(opening)
     end = response.find(closing, begin)

@@ -1,7 +1,7 @@
 """A vision-language model as judge: of one image (RewardDance), or of two against each other (Pref-GRPO).
 
-A judge is asked a question that is answered by one word, and the probabilities of the words it might begin with are
-read: from an endpoint that speaks OpenAI's protocol (vLLM, SGLang, a hosted model), or from a model in this process.
+A judge gets a question that is answered by one word, and the probabilities of the two possible answers are read: from
+an endpoint with OpenAI's protocol (vLLM, SGLang, a hosted model), or from a model in this process.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ class JudgeQuestion:
 
 
 class Judge(Protocol):
-    def ask(self, questions: Sequence[JudgeQuestion], words: tuple[str, str]) -> list[tuple[float, float]]:
-        """For each question the probability that its answer begins with each of the words: the sum over tokens that
-        are the word but for case and white space."""
+    def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
+        """Returns for each question the probabilities that the response begins with each of the two answers: sums over
+        tokens that equal the answer but for case and white space."""
         ...
 
 
 class Endpoint:
-    """A model behind POST {base_url}/chat/completions. A word that is not among the TOP first tokens has probability 0.
+    """A model behind POST {base_url}/chat/completions. An answer that is not among the TOP first tokens has probability
+    0.
 
     `api_key_env` names the environment variable that holds the key. At most `concurrency` requests are under way; each
     has `deadline_s` and `retries` as `mmrl.rewards.services.http.post`, and raises UserError as it does. With
-    `think_tokens` the judge may say so much first: its verdict is the last token that is one of the words, or nothing.
+    `think_tokens` the judge may generate so many tokens first: its verdict is the last token that is one of the
+    answers, if any.
     """
 
     def __init__(
@@ -79,16 +81,16 @@ class Endpoint:
             concurrency,
         )
 
-    def ask(self, questions: Sequence[JudgeQuestion], words: tuple[str, str]) -> list[tuple[float, float]]:
+    def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
         with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self._ask, question, words) for question in questions]
+            futures = [pool.submit(self._ask, question, answers) for question in questions]
             try:
                 return [future.result() for future in futures]
             except UserError:
                 pool.shutdown(wait=False, cancel_futures=True)  # the others would only wait for the same outage
                 raise
 
-    def _ask(self, question: JudgeQuestion, words: tuple[str, str]) -> tuple[float, float]:
+    def _ask(self, question: JudgeQuestion, answers: tuple[str, str]) -> tuple[float, float]:
         headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
@@ -105,34 +107,34 @@ class Endpoint:
         body = json.dumps(request).encode()
         answer = post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
         try:
-            said = answer["choices"][0]["logprobs"]["content"]
-            place = _verdict(said, words) if self.think_tokens else 0
-            if place is None:
+            content_tokens = answer["choices"][0]["logprobs"]["content"]
+            position = _verdict(content_tokens, answers) if self.think_tokens else 0
+            if position is None:
                 return 0.0, 0.0
-            tokens = said[place]["top_logprobs"]
-            found = [(str(token["token"]), math.exp(token["logprob"])) for token in tokens]
+            tokens = content_tokens[position]["top_logprobs"]
+            alternatives = [(str(token["token"]), math.exp(token["logprob"])) for token in tokens]
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
                 f"judge {self.url} answered without choices[0].logprobs.content[0].top_logprobs ({error!r}); "
                 f"does {self.model} give log-probabilities?"
             ) from None
-        first, second = (sum(p for token, p in found if _is_word(token, word)) for word in words)
+        first, second = (sum(p for token, p in alternatives if _is_word(token, word)) for word in answers)
         return first, second
 
 
-def _verdict(said: Sequence[Any], words: tuple[str, str]) -> int | None:
-    """The place of the last token that is one of the words."""
-    places = [i for i, token in enumerate(said) if any(_is_word(str(token["token"]), word) for word in words)]
-    return places[-1] if places else None
+def _verdict(tokens: Sequence[Any], answers: tuple[str, str]) -> int | None:
+    """Returns the position of the last token that is one of the answers; None where there is none."""
+    positions = [i for i, token in enumerate(tokens) if any(_is_word(str(token["token"]), word) for word in answers)]
+    return positions[-1] if positions else None
 
 
 class LocalModel:
     """An image-text model of transformers from a folder or a hub name, `batch_size` questions in one forward.
 
-    Raises ValueError where it can not be loaded, and where no token of it is one of the words.
+    Raises ValueError where it can not be loaded, and where it has no token for an answer.
     """
 
-    def __init__(self, path: str, words: tuple[str, str], batch_size: int, dtype: str, device: str | None):
+    def __init__(self, path: str, answers: tuple[str, str], batch_size: int, dtype: str, device: str | None):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         if batch_size < 1:
@@ -146,13 +148,13 @@ class LocalModel:
         self.batch_size, self.device = batch_size, device
         tokenizer = self.processor.tokenizer
         tokens = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
-        self._ids = {word: [number for number, t in enumerate(tokens) if _is_word(t, word)] for word in words}
+        self._ids = {word: [number for number, t in enumerate(tokens) if _is_word(t, word)] for word in answers}
         for word, ids in self._ids.items():
             if not ids:
                 raise ValueError(f"judge {path!r} has no token {word!r}; choose other answers")
 
     @torch.no_grad()
-    def ask(self, questions: Sequence[JudgeQuestion], words: tuple[str, str]) -> list[tuple[float, float]]:
+    def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
         device, result = device_of(self.device), list[tuple[float, float]]()
         self.model.to(device)
         for first in range(0, len(questions), self.batch_size):
@@ -165,7 +167,7 @@ class LocalModel:
             ).to(device)
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
             p = logits.softmax(-1).cpu()
-            result += zip(*(p[:, self._ids[word]].sum(1).tolist() for word in words), strict=True)
+            result += zip(*(p[:, self._ids[word]].sum(1).tolist() for word in answers), strict=True)
         return result
 
     def _chat(self, question: JudgeQuestion) -> str:
@@ -180,7 +182,7 @@ def _is_word(token: str, word: str) -> bool:
 
 
 class Judged:
-    """The options that both kinds of judge share.
+    """A base class of judges with their common options.
 
     Exactly one of `base_url` with `model` (an endpoint, see `Endpoint`) and `path` (a model in this process, see
     `LocalModel`) says who judges; `deadline_s`, `retries`, `concurrency`, `api_key_env` and `think_tokens` are for the
@@ -212,12 +214,12 @@ class Judged:
             raise ValueError(f"answers must be two different words, not {list(answers)}")
         if "{prompt}" not in question:
             raise ValueError("question must hold {prompt}, where the prompt's text belongs")
-        self.question, self.words = question, (answers[0], answers[1])
+        self.question, self.answers = question, (answers[0], answers[1])
         self.judge: Judge
         if base_url is not None and model is not None:
             self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, think_tokens)
         elif path is not None:
-            self.judge = LocalModel(path, self.words, batch_size, dtype, device)
+            self.judge = LocalModel(path, self.answers, batch_size, dtype, device)
 
     def _question(self, sample: Sample, *images: Image.Image) -> JudgeQuestion:
         return JudgeQuestion(images, self.question.replace("{prompt}", sample.prompt.text))
@@ -247,13 +249,13 @@ class VlmJudge(Judged):
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
-    def _asked(self, sample: Sample) -> JudgeQuestion:
+    def _question_of(self, sample: Sample) -> JudgeQuestion:
         return self._question(sample, as_pil(image_of(sample)))
 
     def _score(self, samples: list[Sample]) -> list[Score]:
-        questions = [self._asked(sample) for sample in samples]
+        questions = [self._question_of(sample) for sample in samples]
         result: list[Score] = []
-        for yes, no in self.judge.ask(questions, self.words):
+        for yes, no in self.judge.ask(questions, self.answers):
             certain = yes + no if self.normalise else 1.0
             result.append(yes / certain if yes + no > 0 else None)
         return result
@@ -291,10 +293,10 @@ class VlmPreference(Judged):
 
     def _score(self, samples: list[Sample]) -> list[Score]:
         images = [as_pil(image_of(sample)) for sample in samples]
-        asked = [order for pair in combinations(range(len(samples)), 2) for order in self._orders(samples[0], pair)]
-        questions = [self._question(samples[i], images[i], images[j]) for i, j in asked]
+        pairs = [order for pair in combinations(range(len(samples)), 2) for order in self._orders(samples[0], pair)]
+        questions = [self._question(samples[i], images[i], images[j]) for i, j in pairs]
         wins: list[list[float]] = [[] for _ in samples]
-        for (i, j), (first, second) in zip(asked, self.judge.ask(questions, self.words), strict=True):
+        for (i, j), (first, second) in zip(pairs, self.judge.ask(questions, self.answers), strict=True):
             if first + second > 0:
                 won = 0.5 if first == second else float(first > second)
                 wins[i].append(won)

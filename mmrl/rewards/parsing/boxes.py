@@ -83,8 +83,8 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
     says that there is nothing; None where it can not be read."""
     if isinstance(gold, str):
         text = extract_answer(gold)
-        boxes = boxes_in(text)
-        return boxes if boxes or states_nothing(text) else None
+        written = boxes_in(text)
+        return written if written or states_nothing(text) else None
     if isinstance(gold, dict):
         text = json.dumps(gold, default=str)
         return boxes_in(text) or ([] if _NOTHING_SAID.search(text) else None)

@@ -1,1 +1,1 @@
-"""Rewards in processes of their own and behind addresses."""
+"""Rewards in separate processes and behind HTTP."""

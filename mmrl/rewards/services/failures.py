@@ -1,4 +1,4 @@
-"""Samples that a reward could not score because it failed: each is counted, and the user is told before he wonders."""
+"""Failures of rewards: samples that could not be scored are counted and warned of."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no score. deadline: it took too long; crash: its process ended; error: it raised; not tried: too
-    much of its batch had taken too long."""
+    """The reason for a missing score. deadline: it took too long; crash: its process ended; error: it raised; not
+    tried: too much of its batch had taken too long."""
 
     cause: Cause
     what: str
 
 
 class Failures:
-    """What one reward has lost: `causes` counts by cause, `prompts` by the id of the prompt.
+    """Counts of one reward's failures: `causes` by cause, `prompts` by the id of the prompt.
 
-    late: the score of a sample that was not scored in time; None leaves it unscored. most_late: waits of a batch that
-    may end without a score; what is left of the batch then is late without a try, so that a batch of answers that all
-    hang costs a bounded time.
+    late: the score of a sample that was not scored in time; None leaves it unscored. most_late: calls of a batch that
+    may time out; after so many the rest of the batch is late without a try, so that a batch of hanging calls costs a
+    bounded time.
     """
 
     def __init__(self, name: str, late: Score = None, most_late: int = 32) -> None:
         self.name, self.late, self.most_late = name, late, most_late
         self.causes: Counter[Cause] = Counter()
         self.prompts: Counter[str] = Counter()
-        self._waits = 0  # of the batch that came to nothing
+        self._waits = 0  # calls of the batch that timed out
         self._counting = threading.Lock()
 
     def begin(self) -> None:
-        """Another batch begins."""
+        """Starts another batch."""
         self._waits = 0
 
     def waited(self, limit_s: float) -> Failure:
-        """The failure of a call that gave no answer in `limit_s` seconds. The one after which nothing more of the batch
-        is tried is told."""
+        """Returns the failure of a call that timed out after `limit_s` seconds. Warns at the one after which the rest
+        of the batch is not tried."""
         with self._counting:
             self._waits += 1
             waits = self._waits
@@ -56,17 +56,17 @@ class Failures:
                 self.name,
                 limit_s,
                 waits,
-                self._told(self.late),
+                self._shown(self.late),
             )
         return Failure("deadline", f"no answer in {limit_s:g} s")
 
     def skips(self) -> Failure | None:
-        """The failure of every further sample of the batch, once too many calls have hung."""
+        """Returns the failure of every further sample of the batch, once too many calls have timed out; None before."""
         return Failure("not tried", "the batch had hung too often") if self._waits >= self.most_late else None
 
     def lost(self, sample: Sample, failure: Failure) -> Score:
-        """Counts the sample and gives its score. A warning is logged the first time, the tenth, the hundredth and so on
-        that something of this cause happens, unless the whole batch was told of."""
+        """Counts the failed sample and returns its score. Warns at the first, tenth, hundredth ... failure of a cause,
+        except of samples that were not tried."""
         self.causes[failure.cause] += 1
         self.prompts[sample.prompt.id] += 1
         count = self.causes[failure.cause]
@@ -77,7 +77,7 @@ class Failures:
                 self.name,
                 sample.prompt.id,
                 failure.what,
-                self._told(score),
+                self._shown(score),
                 failure.cause,
                 count,
                 len(self.prompts),
@@ -85,5 +85,5 @@ class Failures:
         return score
 
     @staticmethod
-    def _told(score: Score) -> str:
+    def _shown(score: Score) -> str:
         return "left out" if score is None else f"{score:g}"

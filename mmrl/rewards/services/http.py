@@ -53,13 +53,13 @@ class HttpReward:
         scope: Literal["sample", "group"] = "sample",
     ):
         check_address(url, deadline_s, retries)
-        for name, value, known in (
+        for name, value, valid in (
             ("format", format, ("json", "npz")),
             ("pixels", pixels, ("uint8", "float32")),
             ("scope", scope, ("sample", "group")),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+            if value not in valid:
+                raise ValueError(f"{name} must be one of {', '.join(valid)}, not {value!r}")
         self.url, self.deadline_s, self.retries = url, deadline_s, retries
         self.format, self.pixels, self.scope = format, pixels, scope
 
@@ -82,7 +82,7 @@ def check_address(url: str, deadline_s: float, retries: int) -> None:
 
 
 def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float, retries: int) -> dict[str, Any]:
-    """The JSON object that `url` answers with.
+    """Posts `body` and returns the JSON object of the answer.
 
     Raises UserError after 1 + `retries` requests that found no connection, were not answered in `deadline_s` seconds or
     with a status of 5xx or 429; at once for another status that is not 200 and for an answer that is no JSON object.
@@ -110,7 +110,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
 
 
 def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
-    """Status and body. Raises requests.RequestException for all that goes wrong on the way, a late answer included."""
+    """Returns status and body. Raises requests.RequestException for every failure, a late answer included."""
     import requests
     import urllib3
 
@@ -149,7 +149,7 @@ def png_base64(image: Image.Image) -> str:
 
 
 def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, pixels: str = "float32") -> bytes:
-    """The body of a request. Raises UserError for an answer or metadata that JSON can not carry."""
+    """Encodes the body of a request. Raises UserError for an answer or metadata that is not JSON."""
     rows: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for number, sample in enumerate(samples):
@@ -157,15 +157,17 @@ def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, 
         row |= {key: getattr(sample.prompt, key) for key in _PROMPT}
         row["images"] = [png_base64(image) for image in sample.prompt.images]
         if sample.prompt.videos:
-            row["videos"] = [{"frames": list(map(png_base64, c.frames)), "fps": c.fps} for c in sample.prompt.videos]
+            row["videos"] = [
+                {"frames": list(map(png_base64, video.frames)), "fps": video.fps} for video in sample.prompt.videos
+            ]
         if sample.image is not None and format == "json":
             row["image"] = png_base64(_exact_mode(sample.image))
         if sample.frames is not None and format == "json":
             row["frames"] = [png_base64(_exact_mode(frame)) for frame in sample.frames]
         if format == "npz":
-            made = {f"image_{number}": sample.image, f"frames_{number}": sample.frames}
-            known = {name: values for name, values in made.items() if values is not None}
-            arrays |= {name: (_bytes(v) if pixels == "uint8" else v.float()).numpy() for name, v in known.items()}
+            generated = {f"image_{number}": sample.image, f"frames_{number}": sample.frames}
+            present = {name: values for name, values in generated.items() if values is not None}
+            arrays |= {name: (_bytes(v) if pixels == "uint8" else v.float()).numpy() for name, v in present.items()}
         rows.append(row)
     try:
         text = json.dumps({"samples": rows, "group": None if group is None else list(group)}).encode()
@@ -179,7 +181,7 @@ def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, 
 
 
 def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], Tensor | None]:
-    """Samples and group of a request's body. Raises ValueError for anything that `encode` would not have made.
+    """Decodes samples and group from a request's body. Raises ValueError for anything that `encode` does not produce.
 
     `max_bytes` bounds what an npz may unpack to.
     """
@@ -208,16 +210,16 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
             if sum(member.file_size for member in archive.infolist()) > max_bytes:
                 raise ValueError(f"the npz unpacks to more than {max_bytes} bytes")
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            contents = {name: arrays[name] for name in arrays.files}
     except zipfile.BadZipFile as error:
         raise ValueError(f"no npz: {error}") from None
-    if found.get("request", np.empty(0)).dtype != np.uint8:
+    if contents.get("request", np.empty(0)).dtype != np.uint8:
         raise ValueError("the npz holds no array `request` of uint8")
-    return found
+    return contents
 
 
 def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
-    """array, film: the made image and the made clip's frames, where an npz carries them."""
+    """Decodes one sample. array, film: the generated image and the frames of the generated video, from an npz."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is no JSON object")
     unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
@@ -226,9 +228,9 @@ def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | 
     for key, kind in (_PROMPT | _SAMPLE).items():
         if key in row and not isinstance(row[key], kind):
             raise ValueError(f"sample {number}: {key} must be of type {kind.__name__}")
-    given = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
+    fields = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
     images = tuple(_image(text, number) for text in row.get("images", []))
-    prompt = Prompt(images=images, videos=tuple(_clip(clip, number) for clip in row.get("videos", [])), **given)
+    prompt = Prompt(images=images, videos=tuple(_video(video, number) for video in row.get("videos", [])), **fields)
     image = None if array is None else _pixels(array, number)
     if row.get("image") is not None:
         image = _pixels(np.asarray(_image(row["image"], number)), number, channels_last=True)
@@ -239,10 +241,10 @@ def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | 
     return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
 
 
-def _clip(clip: Any, number: int) -> Video:
-    if not isinstance(clip, dict) or not isinstance(clip.get("fps"), int | float) or not clip.get("frames"):
-        raise ValueError(f"sample {number}: a clip has frames and fps")
-    return Video(tuple(_image(text, number) for text in clip["frames"]), clip["fps"])
+def _video(video: Any, number: int) -> Video:
+    if not isinstance(video, dict) or not isinstance(video.get("fps"), int | float) or not video.get("frames"):
+        raise ValueError(f"sample {number}: a video has frames and fps")
+    return Video(tuple(_image(text, number) for text in video["frames"]), video["fps"])
 
 
 def _image(text: Any, number: int) -> Image.Image:
@@ -255,7 +257,7 @@ def _image(text: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> Tensor:
-    """[channel, height, width] fp32; bytes are divided by 255."""
+    """Converts an array to an image, [channel, height, width] fp32; bytes are divided by 255."""
     if channels_last:
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
     if array.ndim != 3 or array.shape[0] not in (1, 3) or array.dtype not in (np.uint8, np.float32):
@@ -268,5 +270,5 @@ def _bytes(image: Tensor) -> Tensor:
 
 
 def _exact_mode(image: Tensor) -> Image.Image:
-    """As `as_pil`, but an image of one channel stays one."""
+    """Converts an image as `as_pil`, but one channel stays one."""
     return as_pil(image).convert("L") if image.shape[0] == 1 else as_pil(image)

@@ -1,4 +1,4 @@
-"""Rewards that nobody vouches for, in processes of a fork server of their own (see `mmrl.children.fork_server`)."""
+"""Rewards in separate worker processes of a fork server (see `mmrl.children.fork_server`)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ class IsolatedReward:
     counted in `failures`.
 
     Workers start at the first call and stay. One sample may take `deadline_s` seconds: a verifier that hangs, or ends
-    its process, costs its own sample, and the next one gets a new worker. Each worker leads a process group of its own,
-    uses no more than `limits` allow and sees no credential in its environment; what it has started ends with each
-    answer, and all ends with this process, however that ends. Images stay behind: a worker sees the prompt without
-    its images unless `images=True`.
+    its process, costs its sample, and the next one gets a new worker. Each worker leads its own process group, uses no
+    more than `limits` allow and has no credentials in its environment; processes that it started are ended after each
+    answer, and all end with this process. A worker gets the prompt without its images unless `images=True`.
 
-    score() raises UserError if the reward cannot be built in its own process, if that process does not start, and for a
-    value that is no number.
+    score() raises UserError if the reward cannot be built in the worker, if the worker does not start, and for a value
+    that is no number.
     """
 
     scope: Literal["sample"] = "sample"
@@ -50,7 +49,7 @@ class IsolatedReward:
         self.name, self.deadline_s, self.images = name, deadline_s, images
         self.failures, self.workers = failures or Failures(name), workers
         self.limits = limits or Limits()
-        self._nursery = ForkServer(SCORER, (name, dict(options)), self.limits)
+        self._fork_server = ForkServer(SCORER, (name, dict(options)), self.limits)
         self._room = threading.Semaphore(workers)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -60,19 +59,19 @@ class IsolatedReward:
 
     def close(self) -> None:
         """Ends all workers and their fork server; a later call starts others."""
-        self._nursery.close()
+        self._fork_server.close()
 
     def _score(self, sample: Sample) -> Score:
         if (skipped := self.failures.skips()) is not None:
             return self.failures.lost(sample, skipped)
         stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
         with self._room:
-            answer = self._asked(stripped)
+            answer = self._answer(stripped)
         return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
 
-    def _asked(self, sample: Sample) -> Score | Failure:
+    def _answer(self, sample: Sample) -> Score | Failure:
         try:
-            worker = self._nursery.hire()
+            worker = self._fork_server.hire()
             answer = worker.call(sample, self.deadline_s)
         except TimeoutError:
             return self.failures.waited(self.deadline_s)
@@ -83,7 +82,7 @@ class IsolatedReward:
 
 
 def _read(answer: dict[str, Any]) -> Score | Failure:
-    """Raises UserError for a value that is no number, and where the reward raised one."""
+    """Reads a worker's answer. Raises UserError for a value that is no number, and where the reward raised one."""
     if "refused" in answer:
         raise UserError(str(answer["refused"]))
     if "raised" in answer:
@@ -92,7 +91,7 @@ def _read(answer: dict[str, Any]) -> Score | Failure:
 
 
 def scorer(name: str, options: dict[str, Any]) -> ForkedService:
-    """The reward `name(options)` of the registry as a service for samples. Raises ValueError where it can not be
+    """Builds the reward `name(options)` of the registry as a service for samples. Raises ValueError where it can not be
     built."""
     try:
         reward: Any = load_object("mmrl.rewards.registry:build")(name, options, isolated=False)

@@ -1,4 +1,4 @@
-"""Serves one reward over HTTP, for `http` rewards elsewhere: a scorer with an environment or a machine of its own.
+"""A server of one reward over HTTP, for rewards of type `http`: a scorer in another environment or on another machine.
 
     python -m mmrl.rewards.services.server REWARD [--option key=value ...] [--host 127.0.0.1] --port N
 
@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Listens at once; `serve_forever()` answers until `shutdown()`. Requests are scored one at a time.
+    """An HTTP server of one reward. It listens at once; `serve_forever()` answers until `shutdown()`. Requests are
+    scored one at a time.
 
     Status 400 for a request that can not be read, 411 for one without a length, 413 for one that is too long, 415 for
     another type, 422 for samples that the reward refuses, 500 for a fault of the server; the text is {"error": ...}. A
@@ -65,20 +66,20 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         try:
             samples, group = decode(body, "json" if kind == JSON else "npz", max_bytes=self.server.max_bytes)
-        except Exception as error:  # whatever a library says of bytes from the network
+        except Exception as error:  # any fault of a parser of bytes from the network
             return 400, {"error": f"{type(error).__name__}: {error}"}
         try:
             values = self.server.rewards.score(samples, group)[:, 0].tolist()
         except UserError as error:
             return 422, {"error": str(error)}
-        except Exception as error:  # the caller must hear of it, and the server goes on
+        except Exception as error:  # it is reported to the caller, and the server goes on
             _log.exception("the reward failed")
             return 500, {"error": repr(error)}
         return 200, {"scores": [None if math.isnan(value) else value for value in values]}
 
     def _answer(self, status: int, answer: dict[str, Any]) -> None:
         text = json.dumps(answer).encode()
-        self.close_connection |= status != 200  # what was not read of a refused request would be taken for the next one
+        self.close_connection |= status != 200  # the unread rest of a refused request would be taken for the next one
         self.send_response(status)
         self.send_header("Content-Type", JSON)
         self.send_header("Content-Length", str(len(text)))
@@ -104,10 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    given = parser.parse_args(arguments)
-    options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(given.option))
+    parsed = parser.parse_args(arguments)
+    options: Any = OmegaConf.to_container(OmegaConf.from_dotlist(parsed.option))
     try:
-        serve(RewardSpec(name=given.reward, options=options), given.host, given.port)
+        serve(RewardSpec(name=parsed.reward, options=options), parsed.host, parsed.port)
     except (ValueError, OSError) as error:
         print(f"mmrl.rewards.services.server: {error}", file=sys.stderr)
         return 2

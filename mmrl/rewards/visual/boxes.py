@@ -132,14 +132,14 @@ def labelled_boxes(
         if golds is None:
             return None
         text = sample.response if whole_response else extract_answer(sample.response)
-        found = _labelled(text, pair, sample)
+        predicted = _labelled(text, pair, sample)
         if not golds:
             return _nothing(text)
-        gains = [[iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in found[:MOST]]
+        gains = [[iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in predicted[:MOST]]
         matched = [gains[r][c] for r, c in best_assignment(gains)]
         if threshold is not None:
             matched = [float(value >= threshold) for value in matched]
-        return sum(matched) / max(len(found), len(golds))
+        return sum(matched) / max(len(predicted), len(golds))
 
     return reward
 
@@ -162,10 +162,10 @@ def average_precision(
             return None
         if not golds:
             return _nothing(answer)
-        found = _labelled(answer, pair, sample, ranked=True)[:MOST]
-        labels = {label for label, _ in [*golds, *found]}
+        predicted = _labelled(answer, pair, sample, ranked=True)[:MOST]
+        labels = {label for label, _ in [*golds, *predicted]}
         values = [
-            _precision([b for n, b in found if n == label], [b for n, b in golds if n == label], bar)
+            _precision([b for n, b in predicted if n == label], [b for n, b in golds if n == label], bar)
             for label in labels
             for bar in thresholds
         ]
@@ -174,10 +174,10 @@ def average_precision(
     return reward
 
 
-def _precision(found: list[Box], golds: list[Box], bar: float) -> float:
-    """The area under the precision-recall curve, precision made to fall (all-point interpolation)."""
+def _precision(predicted: list[Box], golds: list[Box], bar: float) -> float:
+    """Computes the area under the precision-recall curve with monotone precision (all-point interpolation)."""
     free, hits = list(golds), []
-    for box in found:
+    for box in predicted:
         near = max(free, key=lambda gold: iou(box, gold), default=None)
         hit = near is not None and iou(box, near) >= bar
         if hit and near is not None:

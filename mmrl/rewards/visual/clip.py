@@ -127,8 +127,8 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
-    clip = TransformersClip(model, processor)
-    return ClipReward(clip, clip.temperature / scale, device)
+    clip_model = TransformersClip(model, processor)
+    return ClipReward(clip_model, clip_model.temperature / scale, device)
 
 
 def hpsv2(*, weights: str, model: str = "ViT-H-14", device: str | None = None) -> ClipReward:

@@ -2,9 +2,9 @@
 
 convention
   pixels        of the image that the prompt holds
-  thousandths   0 to 1000 of either side, as Qwen3-VL and many others speak
+  thousandths   0 to 1000 of either side, as Qwen3-VL and many others use
   unit          0 to 1 of either side
-  resized       pixels of what the processor made of the image, as Qwen2.5-VL speaks: sides that are multiples of
+  resized       pixels of the image that the processor resized, as Qwen2.5-VL uses: sides that are multiples of
                 `factor`, of at least min_pixels and at most max_pixels in all
 """
 
@@ -23,7 +23,7 @@ CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
 
 @dataclass(frozen=True)
 class Resize:
-    """What a processor makes of an image of a certain size (the smart resize of Qwen2-VL)."""
+    """The size to which a processor resizes an image (the smart resize of Qwen2-VL)."""
 
     factor: int = 28
     min_pixels: int = 3136
@@ -56,13 +56,13 @@ class Coordinates:
         self.convention, self.resize = convention, Resize(**(resize or {}))
 
     def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
-        """x, y, x, y, ... as shares of the first image's sides. Raises UserError where the prompt has no image and
-        the convention asks for its size."""
+        """Converts x, y, x, y, ... to shares of the first image's sides. Raises UserError where the prompt has no image
+        and the convention needs its size."""
         width, height = self.sides(sample)
         return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
 
     def sides(self, sample: Sample) -> tuple[float, float]:
-        """What the whole width and the whole height are."""
+        """Returns the width and the height of the image in this convention."""
         if self.convention == "unit":
             return 1.0, 1.0
         if self.convention == "thousandths":

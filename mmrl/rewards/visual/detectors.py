@@ -31,8 +31,8 @@ COCO = (
     *("computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "book", "clock"),
     *("vase", "scissors", "teddy bear", "hair drier", "toothbrush"),
 )  # in the order of the data set; as GenEval calls them
-SAME = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # COCO's own words
-OVERLAP = 0.5  # of two boxes of one label; the weaker is left out
+SAME = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # COCO's names
+OVERLAP = 0.5  # intersection over union of two boxes of one label, above which the weaker is left out
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class DetectedObject:
 
 
 class Detector(Protocol):
-    """`labels` are all that it can find."""
+    """A detector of objects of the classes `labels`."""
 
     labels: tuple[str, ...]
 
     def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
-        """The objects of each RGB image with a score of at least `least`, the surest first."""
+        """Returns the objects of each RGB image with a score of at least `least`, highest first."""
         ...
 
 
@@ -72,11 +72,11 @@ class OnnxDetector:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        given, made = self._session.get_inputs(), {output.name for output in self._session.get_outputs()}
+        inputs, outputs = self._session.get_inputs(), {output.name for output in self._session.get_outputs()}
         stored = self._session.get_modelmeta().custom_metadata_map
-        if [one.name for one in given] != ["image"] or not {"boxes", "scores"} <= made or "labels" not in stored:
+        if [one.name for one in inputs] != ["image"] or not {"boxes", "scores"} <= outputs or "labels" not in stored:
             raise ValueError(f"{path} needs the input image, the outputs boxes and scores, and labels in its metadata")
-        self._side = int(given[0].shape[2])
+        self._side = int(inputs[0].shape[2])
         self.labels: tuple[str, ...] = tuple(json.loads(stored["labels"]))
 
     def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
@@ -120,13 +120,13 @@ class TransformersDetector:
         self._model.to(device)
         inputs = self._processor(images=list(images), return_tensors="pt").to(device)
         sizes = [(image.height, image.width) for image in images]
-        made = self._processor.post_process_object_detection(self._model(**inputs), least, sizes)
+        detections = self._processor.post_process_object_detection(self._model(**inputs), least, sizes)
         return [
             sure_first(
                 DetectedObject(self._names[int(label)], float(score), _corners(box))
                 for label, score, box in zip(one["labels"], one["scores"], one["boxes"], strict=True)
             )
-            for one in made
+            for one in detections
         ]
 
 
@@ -139,9 +139,9 @@ class TorchvisionDetector:
     def __init__(self, name: str, weights: str, device: str | None = None) -> None:
         from torchvision.models import detection, get_model, get_model_weights, list_models
 
-        known = list_models(detection)
-        if name not in known:
-            raise ValueError(f"torchvision has no detector {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+        names = list_models(detection)
+        if name not in names:
+            raise ValueError(f"torchvision has no detector {name!r}{nearest(name, names)}; known: {', '.join(names)}")
         if not Path(weights).is_file():
             raise ValueError(f"weights: there is no file {weights}")
         model: Any = get_model(name, weights=None, weights_backbone=None)
@@ -158,14 +158,16 @@ class TorchvisionDetector:
     def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
         device = device_of(self._device)
         self._model.to(device)
-        given = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]
+        tensors = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]
         return [
             sure_first(
                 DetectedObject(self._names[int(label)], float(score), _corners(box))
-                for label, score, box in zip(made["labels"], made["scores"], made["boxes"], strict=True)
+                for label, score, box in zip(
+                    detections["labels"], detections["scores"], detections["boxes"], strict=True
+                )
                 if score >= least
             )
-            for made in self._model(given)
+            for detections in self._model(tensors)
         ]
 
 
@@ -173,30 +175,31 @@ KINDS: dict[str, Any] = {"onnx": OnnxDetector, "transformers": TransformersDetec
 
 
 def detector(options: Mapping[str, Any]) -> Detector:
-    """`options`: `kind` and what its class takes. Raises ValueError for an unknown kind or option, and as the class."""
-    given = dict(options)
-    kind = given.pop("kind", None)
+    """Builds a detector. options: `kind` and the arguments of its class. Raises ValueError for an unknown kind or
+    option, and as the class."""
+    arguments = dict(options)
+    kind = arguments.pop("kind", None)
     if kind not in KINDS:
         raise ValueError(f"detector.kind must be one of {', '.join(KINDS)}, not {kind!r}")
     try:
-        return KINDS[kind](**given)
+        return KINDS[kind](**arguments)
     except TypeError as error:
         raise ValueError(f"detector of kind {kind}: {error}") from None
 
 
 def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[DetectedObject]:
-    """boxes [n, 4], scores [n, label] -> objects, without the weaker of two boxes of one label that overlap by more
-    than half (intersection over union), the surest first."""
+    """Returns objects from boxes [n, 4] and scores [n, label], highest score first, after non-maximum suppression
+    within each label."""
     from torchvision.ops import batched_nms  # two seconds, for every job that lists the rewards
 
-    place, label = (scores >= least).nonzero(as_tuple=True)
-    sure = scores[place, label]
-    kept = batched_nms(boxes[place], sure, label, OVERLAP)
-    return [DetectedObject(labels[int(label[i])], float(sure[i]), _corners(boxes[place[i]])) for i in kept]
+    row, label = (scores >= least).nonzero(as_tuple=True)
+    sure = scores[row, label]
+    selected = batched_nms(boxes[row], sure, label, OVERLAP)
+    return [DetectedObject(labels[int(label[i])], float(sure[i]), _corners(boxes[row[i]])) for i in selected]
 
 
-def sure_first(found: Any) -> list[DetectedObject]:
-    return sorted(found, key=lambda one: -one.score)
+def sure_first(objects: Any) -> list[DetectedObject]:
+    return sorted(objects, key=lambda one: -one.score)
 
 
 def _corners(box: torch.Tensor) -> Box:

@@ -1,4 +1,4 @@
-"""What the reasoning names of what a report says."""
+"""A reward for the findings of a report that the reasoning names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
 
 
 def says(text: str, phrase: Any) -> bool:
-    """Whether a plain text holds a phrase, or one of several, as whole words."""
+    """Returns whether a plain text holds a phrase, or one of several, as whole words."""
     ways: Sequence[Any] = phrase if isinstance(phrase, list | tuple) else (phrase,)
     return any(_whole_words(spaced(str(way))).search(text) for way in ways)
 

@@ -1,4 +1,4 @@
-"""Rewards of images for clips: each frame is scored by itself, and the scores are pooled."""
+"""Rewards of images for videos: each frame is scored by itself, and the scores are pooled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import BatchReward, Reward, Score, clip, load_object, numbers
+from mmrl.rewards.types import BatchReward, Reward, Score, load_object, numbers, video_of
 from mmrl.rollouts import Sample
 
 Pool = Literal["mean", "least", "last"]
 
 
 class Framewise:
-    """A reward of images over every `every`-th frame of a clip, from the first on.
+    """A reward of images over every `every`-th frame of a video, from the first on.
 
-    reward: of `mmrl.rewards.REWARDS` or one's own, with its `options`. pool: "mean" of the frames' scores, the "least"
-    of them, or that of the "last" frame alone. None where a frame that counts could not be scored. A still clip gets
-    what its image gets: put a guard of motion beside it.
+    reward: of `mmrl.rewards.REWARDS` or a custom one, with its `options`. pool: "mean" of the frames' scores, the
+    "least" of them, or that of the "last" frame alone. None where a frame that counts could not be scored. A still
+    video gets the score of its image: add a guard of motion.
     """
 
     scope: Literal["sample"] = "sample"
@@ -36,23 +36,23 @@ class Framewise:
         self.pool, self.every = pool, every
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        frames = [list(clip(sample)[:: self.every]) for sample in samples]
+        frames = [list(video_of(sample)[:: self.every]) for sample in samples]
         if self.pool == "last":
-            frames = [[clip(sample)[-1]] for sample in samples]
+            frames = [[video_of(sample)[-1]] for sample in samples]
         flat = [replace(s, image=one, frames=None) for s, of in zip(samples, frames, strict=True) for one in of]
         if isinstance(self.reward, BatchReward):
             values = numbers(self.reward.score(flat), len(flat))
         else:
             values = numbers([self.reward(one) for one in flat], len(flat))
         if not all(frames):
-            raise UserError("a clip without frames can not be scored")
+            raise UserError("a video without frames can not be scored")
         scores, at = [], iter(values)
         for of in frames:
             scores.append(self._pooled([next(at) for _ in of]))
         return scores
 
     def _pooled(self, values: Sequence[Score]) -> Score:
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        scored = [value for value in values if value is not None]
+        if len(scored) < len(values):
             return None
-        return min(known) if self.pool == "least" else sum(known) / len(known)
+        return min(scored) if self.pool == "least" else sum(scored) / len(scored)

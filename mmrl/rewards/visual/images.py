@@ -1,4 +1,4 @@
-"""Rewards of an image by itself, or against what its prompt asks for: file size, a classifier, the text it shows."""
+"""Rewards of an image alone, or against its prompt: file size, a classifier, the text in the image."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class ClassifierLogp:
         return score_finite(samples, self._score)
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[rollout] with the gradient by images [rollout, channel, height, width], which beyond 0..1 is that at the
-        border."""
+        """Computes log-probabilities [rollout] with the gradient by images [rollout, channel, height, width]; outside
+        0..1 the gradient is that at the border."""
         inside = images + (images.clamp(0, 1) - images).detach()
         logp = self.model.to(images.device)(inside).float().log_softmax(-1)
         classes = [_class_of(Sample(prompt), logp.shape[1]) for prompt in prompts]
@@ -94,7 +94,7 @@ def _class_of(sample: Sample, count: int) -> int:
 
 
 def ocr(*, threads: int = 1) -> Reward:
-    """1 - min(d, n) / n, with d the edit distance of the text read in the image and the n letters asked for.
+    """1 - min(d, n) / n, with d the edit distance of the text read in the image to the n letters wanted.
 
     Case, white space and typography do not count, and text asked for that stands somewhere in the text read has d = 0:
     the measure of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], a text
@@ -136,7 +136,7 @@ def _letters(text: str) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """The fewest insertions, deletions and replacements of one letter that make `a` into `b` (Levenshtein)."""
+    """Returns the fewest insertions, deletions and replacements of letters that turn `a` into `b` (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         corner, row[0] = row[0], i

@@ -1,4 +1,4 @@
-"""Points, clicks and regions."""
+"""Rewards of points, clicks and regions."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ def interface_action(
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
     """An action of a graphical interface as one JSON object, such as {"action": "click", "coordinate": [x, y]} or
-    {"action": "type", "text": "hello"}: kind_weight for the right kind, and the rest for the right place or words.
+    {"action": "type", "text": "hello"}: kind_weight for the right kind, and the rest for the right position or text.
 
-    The gold answer has "action", and "box" [x1, y1, x2, y2] for actions at a place, or "text" for those with words,
-    compared by the F1 of their words. The place counts only where the kind is right. None where the gold is no such
-    mapping.
+    The gold answer has "action", and "box" [x1, y1, x2, y2] for actions at a position, or "text", compared by the F1 of
+    its words. They count only where the kind is right. None where the gold is no such mapping.
     """
     if not 0 <= kind_weight <= 1:
         raise ValueError(f"kind_weight must lie in 0 .. 1, not {kind_weight}")
@@ -66,10 +65,10 @@ def interface_action(
         gold = _gold_action(sample.prompt.answer)
         if gold is None:
             return None
-        found = objects_in(extract_answer(sample.response))
-        if len(found) != 1 or found[0].get("action") != gold["action"]:
+        actions = objects_in(extract_answer(sample.response))
+        if len(actions) != 1 or actions[0].get("action") != gold["action"]:
             return 0.0
-        return kind_weight + (1 - kind_weight) * _argument(found[0], gold, pair, sample)
+        return kind_weight + (1 - kind_weight) * _argument(actions[0], gold, pair, sample)
 
     return reward
 
@@ -103,14 +102,14 @@ def _gold_action(gold: Any) -> dict[str, Any] | None:
     return gold if isinstance(gold, dict) and isinstance(gold.get("action"), str) else None
 
 
-def _argument(found: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair, sample: Sample) -> float:
+def _argument(action: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair, sample: Sample) -> float:
     if "box" in gold:
-        point = _numbers(found.get("coordinate"), 2)
+        point = _numbers(action.get("coordinate"), 2)
         if point is None:
             return 0.0
         return float(_distance(pair.response.unit(point, sample), pair.gold.unit(gold["box"], sample)) == 0)
     if "text" in gold:
-        return word_f1(str(found.get("text", "")), str(gold["text"]))
+        return word_f1(str(action.get("text", "")), str(gold["text"]))
     return 1.0
 
 
@@ -130,7 +129,7 @@ def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
 
 
 def _distance(point: Sequence[float], box: Sequence[float]) -> float:
-    """From a point to a box, 0 inside, in shares of the sides."""
+    """Computes the distance from a point to a box, 0 inside, in shares of the sides."""
     outside = [max(low - p, 0.0, p - high) for p, low, high in zip(point, box[:2], box[2:], strict=True)]
     return math.hypot(*outside)
 

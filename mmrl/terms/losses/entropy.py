@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Entropy(Term):
-    """A bonus for decisions that stay open."""
+    """A bonus for the entropy of decisions."""
 
     equation: ClassVar[str] = "-coefficient H(pi)"
     source: ClassVar[str] = "Williams and Peng 1991; with a target: Skywork-OR1, arXiv 2505.22312"

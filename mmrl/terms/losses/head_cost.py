@@ -1,4 +1,4 @@
-"""What parts of an action head cost, as a loss term."""
+"""A regulariser of mixture action heads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 
 class HeadCost(Term):
-    """A head of several parts pays for how it uses them. Every decision of a look carries the whole look's cost."""
+    """Regularises an action head of several parts. Each decision of a policy step carries that step's whole cost."""
 
     equation: ClassVar[str] = (
         "coefficient x: information KL(N(z, noise^2) || N(0, 1)) of a residual head's code z; imbalance the mean over "
         "horizons of (load - 1)^2, load_h = mean_{k < h} g_kh #{horizons > k}"
     )
     source: ClassVar[str] = (
-        "variational information bottleneck, arXiv 1612.00410; the balance of MoH's gate, arXiv 2511.19433, by look"
+        "variational information bottleneck, arXiv 1612.00410; the balance of MoH's gate, arXiv 2511.19433, by policy "
+        "step"
     )
     test: ClassVar[str] = "tests/policies/vla/test_residual.py"
     type: str = "head_cost"
     coefficient: Schedule = number(0.001, "weight of the term", ge=0)
     of: Literal["information", "imbalance"] = option(
         "information",
-        "information: what a residual head's gate is told; imbalance: how unevenly a look's actions draw on horizons",
+        "information: that a residual head's gate gets; imbalance: how unevenly a policy step's actions use horizons",
     )
 
     @property

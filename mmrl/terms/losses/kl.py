@@ -1,4 +1,4 @@
-"""The divergence from another policy as a loss term: which policy, how it is estimated, and which decisions pay it."""
+"""The KL divergence from another policy as a loss term: the policy, the estimator, and weights of decisions."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class OtherPolicy(Choice):
 
     @property
     def needs(self) -> Needs:
-        """Returns what the comparison asks of the job by the term's default estimator."""
+        """Returns what the comparison needs of the job with the term's default estimator."""
         return self.needs_of("k3")
 
     @abstractmethod
     def needs_of(self, estimator: str) -> Needs:
-        """Returns what the comparison by an estimator asks of the job."""
+        """Returns what the comparison needs of the job with an estimator."""
 
     @abstractmethod
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
@@ -117,7 +117,7 @@ class AverageReference(ReferencePolicy):
 
 
 class OldPolicy(OtherPolicy):
-    """The policy that made the rollouts: a step's drift has a price in place of, or beside, a clip. With a coefficient
+    """The policy that sampled: the drift within a step has a price in place of, or beside, a clip. With a coefficient
     of type multiplier that follows the metric old_kl to a target it is a constraint. It acts from the second update of
     a step on, for at the first the ratio is 1."""
 
@@ -181,7 +181,7 @@ class PolicyUnderView(OtherPolicy):
 
 
 class KLWeighting(Choice):
-    """Weights of the decisions in a KL term, known once a step; a decision of weight 0 is in no metric."""
+    """Weights of the decisions in a KL term, computed once a step; a decision of weight 0 is in no metric."""
 
     title: ClassVar[str] = "weighting of kl"
     kinds: ClassVar[dict[str, str]] = {
@@ -217,14 +217,14 @@ class DifficultyWeighting(KLWeighting):
 
         rollouts = batch.rollouts
         assert rollouts.advantages is not None
-        solved = batch.mine(batch.fact("group/accuracy"))
+        solved = batch.local(batch.fact("group/accuracy"))
         weight = 1 - torch.exp(-math.e * solved)
         free = (rollouts.advantages > 0) & ((solved > 0) & (solved < 1))[:, None]
         return weight[:, None].expand(free.shape).where(free, 1.0)
 
 
 class CovarianceWeighting(KLWeighting):
-    """Only the share of the decisions whose likelihood and advantage are together furthest above the mean is held."""
+    """Only the share of decisions with the largest covariance of likelihood and advantage pays the KL."""
 
     equation: ClassVar[str] = (
         "w = 1 for the share with the largest (logp - mean logp)(A - mean A) over the decisions of all ranks; else 0"
@@ -243,17 +243,17 @@ class CovarianceWeighting(KLWeighting):
         assert rollouts.old_logp is not None and rollouts.advantages is not None
         logp, advantages = batch.decisions(rollouts.old_logp), batch.decisions(rollouts.advantages)
         covariance = (rollouts.old_logp - logp.mean()) * (rollouts.advantages - advantages.mean())
-        everyone = batch.decisions(covariance).sort(descending=True).values
-        if not len(everyone):
+        ranked = batch.decisions(covariance).sort(descending=True).values
+        if not len(ranked):
             return rollouts.mask & False
-        return rollouts.mask & (covariance >= everyone[max(1, int(self.share * len(everyone))) - 1])
+        return rollouts.mask & (covariance >= ranked[max(1, int(self.share * len(ranked))) - 1])
 
 
 # --- the term ---
 
 
 class KL(Term):
-    """It keeps the policy near another one, by default near the policy that training started from."""
+    """The KL divergence from another policy, by default from the policy that training started from."""
 
     equation: ClassVar[str] = (
         "coefficient w x: k1 d; k2 d^2 / 2; k3 exp(-d) - 1 + d; absolute |d|, d = logp - logp of the other policy; "

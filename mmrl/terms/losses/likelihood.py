@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class LikelihoodTerm(Term):
-    """It makes demonstrations, replayed rollouts, or those that were better than their group, more likely. Of all
-    rollouts it keeps the policy sure of what it says; with `under` beside a kl against the same view, whose divergence
-    can be made large by saying nonsense."""
+    """The likelihood of demonstrations, of replayed rollouts, or of those better than their group. With of=all it keeps
+    the policy's entropy low; with `under` it accompanies a kl against the same view, whose divergence nonsense under
+    the view would make large."""
 
     equation: ClassVar[str] = (
         "-coefficient exp(doubt H) logp, of the chosen rollouts; H the mean entropy of a rollout's decisions, detached"
@@ -60,7 +60,7 @@ class LikelihoodTerm(Term):
         return values, stats
 
     def _chosen(self, micro: Rollouts) -> Tensor:
-        """[rollout, decision] bool."""
+        """Returns the decisions in the term, [rollout, decision] bool."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION, REPLAYED
@@ -85,8 +85,8 @@ def mean_entropy(micro: Rollouts, replay: Replay) -> Tensor:
 
 
 class LikelihoodDrop(Term):
-    """Where a response as a whole has become less likely than it was, the tokens that are to blame are held. Its metric
-    tells how often that is so. It acts from the second update of a step on, for at the first nothing has moved."""
+    """A penalty on tokens that became less likely, in responses that became less likely as a whole. Its metric is the
+    share of such responses. It acts from the second update of a step on, for at the first nothing has moved."""
 
     equation: ClassVar[str] = (
         "coefficient max(0, old_logp - logp) in rollouts with sum_t logp < sum_t old_logp, of those with A >= 0; else 0"

@@ -19,9 +19,9 @@ OTHERS = {name: where for name, where in Term.kinds.items() if name != "of_part"
 
 
 class OfPart(Term):
-    """Another term, such as `kl` or `entropy`, for the text or for the image only. Two of these give both parts
-    weights of their own. Its statistics are of that part alone: a coefficient that follows `entropy/text` keeps the
-    text's entropy at a target (ReasonGen-R1's adaptive entropy)."""
+    """Another term, such as `kl` or `entropy`, for the text or for the image only. Two of these give the parts separate
+    weights. Its statistics are of that part alone: a coefficient that follows `entropy/text` keeps the text's entropy
+    at a target (ReasonGen-R1's adaptive entropy)."""
 
     equation: ClassVar[str] = "the term's values where a decision is in the part, else 0"
     source: ClassVar[str] = "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875"
@@ -45,7 +45,7 @@ class OfPart(Term):
         values, stats = self.term.values(micro, replay)
         if replay.entropy is not None:
             stats = stats | {"entropy": replay.entropy.detach()}
-        mine = in_part(micro, TEXT if self.part == "text" else IMAGE).to(values.device)
-        return values.where(mine, 0.0), {
-            f"{name}/{self.part}": value.where(mine, torch.nan) for name, value in stats.items()
+        inside = in_part(micro, TEXT if self.part == "text" else IMAGE).to(values.device)
+        return values.where(inside, 0.0), {
+            f"{name}/{self.part}": value.where(inside, torch.nan) for name, value in stats.items()
         }

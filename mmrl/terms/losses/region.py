@@ -1,4 +1,4 @@
-"""What an edit leaves alone, and what it changes, as a loss term."""
+"""A loss term on the regions of an image that an edit should keep and should change."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Region(Term):
-    """Of edits that earned much it keeps near to the source image what should not change; of edits that earned little
-    it drives away from the source what should. Both are said of what the policy now predicts from the noised edit.
-    CoCoEdit says the latter of DiffusionNFT's negative policy, which is the mirror image of the one that is trained:
-    what drives it away from the source draws the policy near, and so it is said of the policy itself here. Distances
-    are of latents; the mask comes with the prompts, and is not needed to draw."""
+    """Keeps the region that should not change near the source image, in edits with high advantages, and drives the
+    region that should change away from it, in edits with low ones. Both apply to the policy's prediction from the
+    noised edit. CoCoEdit applies the latter to DiffusionNFT's negative policy, the mirror image of the trained one:
+    driving that away from the source would draw the policy near, so it is applied to the policy itself here. Distances
+    are of latents; the mask comes with the prompts, and is not needed to sample."""
 
     equation: ClassVar[str] = (
         "keep r max(0, d(x0, c; outside M) - near) + change (1 - r) max(0, far - d(x0, c; M)); "
@@ -61,12 +61,13 @@ class Region(Term):
         changes = self._region(micro, source)
         stayed, changed = masked_distance(data, source, 1 - changes), masked_distance(data, source, changes)
         good = optimality(micro.advantages.to(stayed), self.bound)
-        kept, moved = (stayed - self.near).clamp(min=0), (self.far - changed).clamp(min=0)
-        values = self.keep.value * good * kept + self.change.value * (1 - good) * moved
+        keep_loss, change_loss = (stayed - self.near).clamp(min=0), (self.far - changed).clamp(min=0)
+        values = self.keep.value * good * keep_loss + self.change.value * (1 - good) * change_loss
         return values, {"region/stayed": stayed.detach(), "region/changed": changed.detach()}
 
     def _region(self, micro: Rollouts, source: Tensor) -> Tensor:
-        """[rollout, 1, 1, height, width] of latents: 1 where some pixel of theirs may change, else 0."""
+        """Returns the region in latents, [rollout, 1, 1, height, width]: 1 where some pixel of a latent may change,
+        else 0."""
         import torch
         import torch.nn.functional as F
 

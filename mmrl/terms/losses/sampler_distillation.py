@@ -1,4 +1,4 @@
-"""Distilling a few-step sampler from the model that learns from its images."""
+"""Distillation of a few-step sampler from the model that learns from its images."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class SamplerDistillation(Term):
-    """Jumps of the sampler shall end where the model's own steps do, above all in images that earn much. A
-    coefficient that is 0 in some steps lets the two take turns."""
+    """Trains jumps of the sampler to end where the model's steps do, weighted by the images' advantages. A coefficient
+    that is 0 in some steps alternates distillation and RL."""
 
     equation: ClassVar[str] = (
         "coefficient x w |v - (x' - a x) / b|^2, w = 2 clamp(A / (2 bound) + 1/2, 0, 1), or 1 without `reward_aware`; "

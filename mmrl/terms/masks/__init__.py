@@ -1,1 +1,1 @@
-"""Masks, which leave rollouts or decisions out."""
+"""Masks of rollouts and decisions."""

@@ -1,4 +1,4 @@
-"""Decisions that are left out of the loss."""
+"""Masks of single decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EntropyShare(Mask):
-    """Only the share of the step's decisions with the highest entropy is learned from."""
+    """Only the share of the step's decisions with the highest entropy counts in the loss."""
 
     equation: ClassVar[str] = "keep where H >= quantile(H, 1 - share), over the decisions of all ranks"
     source: ClassVar[str] = "Beyond the 80/20 rule, arXiv 2506.01939"
@@ -29,9 +29,9 @@ class EntropyShare(Mask):
     def keep(self, batch: Batch) -> Tensor:
         entropy = batch.rollouts.old_entropy
         assert entropy is not None
-        everyone = batch.decisions(entropy).sort(descending=True).values
-        last = max(1, round(self.share * len(everyone))) - 1
-        return entropy >= everyone[last]
+        ranked = batch.decisions(entropy).sort(descending=True).values
+        last = max(1, round(self.share * len(ranked))) - 1
+        return entropy >= ranked[last]
 
 
 class CovarianceClip(Mask):
@@ -78,5 +78,5 @@ class TokenBudget(Mask):
         import torch
 
         chance = torch.rand(batch.rollouts.mask.shape, generator=batch.generator(self.type))
-        everyone = batch.decisions(chance).sort().values
-        return chance <= everyone[min(self.budget, len(everyone)) - 1] if len(everyone) else chance >= 0
+        ranked = batch.decisions(chance).sort().values
+        return chance <= ranked[min(self.budget, len(ranked)) - 1] if len(ranked) else chance >= 0

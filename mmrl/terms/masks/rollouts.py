@@ -1,4 +1,4 @@
-"""Whole rollouts that are left out of the loss."""
+"""Masks of whole rollouts."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class BandMask(Mask):
         values = batch.fact(self.fact)
         inside = values.isnan() | ((values >= self.low) & (values <= self.high))
         batch.report({f"band/{self.fact}": float(inside.float().mean())})
-        return batch.mine(inside)
+        return batch.local(inside)
 
 
 class BestOfGroup(Mask):
-    """Of every group only the rollouts that are first by some measure are learned from and make up its statistics, such
-    as the shortest ones, or those that earn the most a token."""
+    """Keeps the first rollouts of every group by some measure, in the loss and in the group's statistics: the shortest
+    ones, for example, or those with the highest reward a token."""
 
     equation: ClassVar[str] = "keep the `count` first of the group by the measure; of equal ones the earlier"
     source: ClassVar[str] = "GFPO, arXiv 2508.09726"
@@ -98,8 +98,8 @@ class BestOfGroup(Mask):
         measure = batch.combined() / batch.fact("length") if self.by == "reward_per_length" else batch.fact(self.by)
         order = measure.double().nan_to_num(-torch.inf if self.highest else torch.inf)
         order = -order if self.highest else order
-        kept = torch.zeros(len(group), dtype=torch.bool)
+        best = torch.zeros(len(group), dtype=torch.bool)
         for g in group.unique():
             rows = (group == g).nonzero().flatten()
-            kept[rows[order[rows].argsort(stable=True)[: self.count]]] = True
-        return batch.mine(kept)
+            best[rows[order[rows].argsort(stable=True)[: self.count]]] = True
+        return batch.local(best)

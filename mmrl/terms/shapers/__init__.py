@@ -1,1 +1,1 @@
-"""Shapers, which change advantages."""
+"""Shapers of advantages."""

@@ -1,4 +1,4 @@
-"""Credit of denoising steps."""
+"""Credit assignment to denoising steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class StepGains(Shaper):
-    """What each stochastic step of the chain added: the reward of where its end leads without further noise, less that
-    of its beginning; compared with the same step of the other rollouts of the group. A step at which the chain turns
-    towards its outcome gets all that comes after its beginning."""
+    """The gain of each stochastic step of the chain: the reward of the noise-free completion from its end, less that
+    from its beginning, compared with the same step of the other rollouts of the group. A turning point, at which the
+    chain turns towards its outcome, gets the gain of all steps from it on."""
 
     equation: ClassVar[str] = (
         "d_k = R_k - R_(k-1), R_k the reward of k steps and then the ODE, R_K the rollout's; s_k = sign(d_k) sign(R_K "
@@ -43,17 +43,17 @@ class StepGains(Shaper):
         from mmrl.core.turns import turn_advantages
 
         worth = batch.measured(Completions()).values
-        found = turned(worth) if self.turning_points else gains(worth)
-        known = ~found.isnan() & batch.rollouts.mask & batch.kept[:, None]
-        own = turn_advantages(found.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * own
+        gained = turned(worth) if self.turning_points else gains(worth)
+        counted = ~gained.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        shaped = turn_advantages(gained.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * shaped
 
 
 class BranchCredit(Shaper):
-    """At every step of the window the rollouts of a group branch off from one state, each with noise of its own, and
-    every branch is led to its end without further noise. What it earns is compared with the other branches of the step:
-    all else is equal, so that the difference is that step's own. With `denoising.likelihood.trunk=ode` and
-    `step_weight=std` this is TempFlow-GRPO; a group is its seed group."""
+    """At every step of the window the rollouts of a group branch off from one state, each with its noise, and every
+    branch is completed without further noise. Its reward is compared with those of the other branches of the step: all
+    else is equal, so the difference is due to that step. With `denoising.likelihood.trunk=ode` and `step_weight=std`
+    this is TempFlow-GRPO; a group is its seed group."""
 
     equation: ClassVar[str] = (
         "A_k = outcome A + weight (R_k - mean) / (std + eps), over the branches of step k in the group, R_k the reward "
@@ -74,19 +74,18 @@ class BranchCredit(Shaper):
         from mmrl.core.turns import turn_advantages
 
         worth = batch.measured(CandidateCompletions()).values
-        known = ~worth.isnan() & batch.rollouts.mask & batch.kept[:, None]
-        own = turn_advantages(worth.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * own
+        counted = ~worth.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        shaped = turn_advantages(worth.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * shaped
 
 
-WORDS = 64  # places that the words of prompts are counted in
+PROMPT_WIDTH = 64  # buckets of the hashed word counts of prompts
 
 
 class LatentValues(Shaper):
-    """A small network learns on line what the latent of a chain will earn, V(x_t, t, prompt). A segment of the chain
-    gets what it added to that value, compared with the same segment of the others of its group; the last one ends with
-    the reward. So credit costs no completions. With eta above 0 the value is the tilted one, of which the optimum is
-    p exp(eta r)."""
+    """A small value network V(x_t, t, prompt) on the latents of a chain is trained online. A segment of the chain gets
+    its gain in value, compared with the same segment of the others of its group; the last one ends with the reward. So
+    credit costs no completions. With eta above 0 the value is the tilted one, whose optimum is p exp(eta r)."""
 
     equation: ClassVar[str] = (
         "V = argmin E[e^z - z - 1], z = eta (r - V), so V = (1 / eta) log E exp(eta r); d_k = V(end of segment k) - "
@@ -104,50 +103,52 @@ class LatentValues(Shaper):
     lr: float = option(1e-3, "of its optimizer (Adam)", gt=0)
     passes: int = option(4, "over the latents of a step, after their advantages", ge=0)
     batch_size: int = option(256, "latents of an update of the network", ge=1)
-    warm_up: int = option(5, "steps in which it only learns, and advantages stay as they are", unit="steps", ge=0)
+    warm_up: int = option(
+        5, "steps in which only the network is trained, and advantages stay as they are", unit="steps", ge=0
+    )
 
     @property
     def needs(self) -> Needs:
         return Needs(measurements=(PooledLatents(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """The network is asked before it learns from these rollouts: it has not seen their rewards."""
+        """Shapes advantages by values from before the network is trained on these rollouts' rewards."""
         import torch
 
         from mmrl.core.turns import turn_advantages
         from mmrl.core.values import ValueNetwork, word_counts
 
-        read = batch.measured(PooledLatents()).values.double()
-        words = torch.stack([word_counts(sample.prompt.text, WORDS) for sample in batch.rollouts.samples])
-        x = torch.cat([read, words[:, None].expand(-1, read.shape[1], -1)], -1)
+        latents = batch.measured(PooledLatents()).values.double()
+        text = torch.stack([word_counts(sample.prompt.text, PROMPT_WIDTH) for sample in batch.rollouts.samples])
+        x = torch.cat([latents, text[:, None].expand(-1, latents.shape[1], -1)], -1)
         memory = batch.memory.setdefault(self.key, {"calls": 0})
         network = batch.modules.get(self.key, lambda: ValueNetwork(x.shape[-1], self.width, 0), self.lr)
-        value = network.ask(x.flatten(0, 1)).view(x.shape[:2]).float()
-        everyone = batch.combined()
-        own = batch.mine(everyone)
-        gains = segment_returns(value, own, self.every)
-        batch.report(self._learn(network, x, everyone, batch))
+        value = network.predict(x.flatten(0, 1)).view(x.shape[:2]).float()
+        combined = batch.combined()
+        rewards = batch.local(combined)
+        gains = segment_returns(value, rewards, self.every)
+        batch.report(self._learn(network, x, combined, batch))
         memory["calls"] += 1
         if memory["calls"] <= self.warm_up:
             return advantages
-        known = ~gains.isnan() & batch.rollouts.mask & batch.kept[:, None]
-        found = turn_advantages(gains.nan_to_num(0.0), known, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * found
+        counted = ~gains.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        shaped = turn_advantages(gains.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * shaped
 
-    def _learn(self, network: AuxiliaryModule, x: Tensor, everyone: Tensor, batch: Batch) -> dict[str, float]:
-        """From the latents of all ranks, so that they all learn the same."""
+    def _learn(self, network: AuxiliaryModule, x: Tensor, combined: Tensor, batch: Batch) -> dict[str, float]:
+        """Trains the network on the latents of all ranks, so that it stays equal on them."""
         from mmrl.core.values import fit_values
 
-        states = batch.everyone(x)
-        outcome = everyone[:, None].expand(states.shape[:2]).flatten()
-        known = ~outcome.isnan()
-        if not bool(known.any()) or not self.passes:
+        states = batch.gathered(x)
+        outcome = combined[:, None].expand(states.shape[:2]).flatten()
+        scored = ~outcome.isnan()
+        if not bool(scored.any()) or not self.passes:
             return {}
         loss = fit_values(
             network.module,
             network.update,
-            states.flatten(0, 1)[known],
-            outcome[known],
+            states.flatten(0, 1)[scored],
+            outcome[scored],
             eta=self.eta,
             passes=self.passes,
             size=self.batch_size,
@@ -157,8 +158,9 @@ class LatentValues(Shaper):
 
 
 def segment_returns(value: Tensor, outcome: Tensor, every: int) -> Tensor:
-    """[rollout, decision] what the segment that a decision is in added: its end's value less its beginning's, the
-    chain's end being its outcome. value: [rollout, decision] before each decision; outcome: [rollout]."""
+    """Computes the gain of each decision's segment, [rollout, decision]: the value at its end less that at its
+    beginning; at the end of the chain the value is the outcome. value: [rollout, decision] before each decision;
+    outcome: [rollout]."""
     import torch
 
     count = value.shape[1]

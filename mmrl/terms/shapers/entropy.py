@@ -1,8 +1,8 @@
 """Advantages that follow the entropy of decisions.
 
-Three uses of it stay apart from the shaper `entropy`: `entropy_redistribution` takes the place of advantages, the
-mask `entropy_share` changes what a loss is averaged over, and the transform `sequence_entropy` pays rewards, before
-a baseline is taken away.
+Three uses of it stay apart from the shaper `entropy`: `entropy_redistribution` replaces advantages, the mask
+`entropy_share` changes what a loss is averaged over, and the transform `sequence_entropy` changes rewards before the
+baseline is subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageBonus(Choice):
-    """What a decision's advantage gains by entropies."""
+    """A bonus on a decision's advantage from entropies."""
 
     title: ClassVar[str] = "bonus by entropy"
     kinds: ClassVar[dict[str, str]] = {
@@ -33,11 +33,12 @@ class AdvantageBonus(Choice):
 
     @abstractmethod
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """advantages: as they are without it; both [rollout, decision], of this rank's rollouts."""
+        """Returns the bonus, [rollout, decision]. advantages: without it, [rollout, decision], of this rank's
+        rollouts."""
 
 
 class DoubtBonus(AdvantageBonus):
-    """A decision that was in doubt gains, but no advantage gets the other sign by it."""
+    """A bonus for decisions with high entropy, which never changes the sign of an advantage."""
 
     equation: ClassVar[str] = "min(alpha H, |A| / kappa), H of the policy that made the rollout, without gradient"
     source: ClassVar[str] = "Reasoning with Exploration, arXiv 2506.14758"
@@ -51,7 +52,7 @@ class DoubtBonus(AdvantageBonus):
 
 
 class ClarityBonus(AdvantageBonus):
-    """A decision after which things were clear gains."""
+    """A bonus for decisions whose next decision has low entropy."""
 
     equation: ClassVar[str] = (
         "zeta exp(-k H_{t+1}), H scaled to 0..1 over the decisions of the batch, none for the last"
@@ -72,7 +73,7 @@ class ClarityBonus(AdvantageBonus):
 
 
 class SureWeight(Section):
-    """Sure decisions count more and doubtful ones less, for the gradient of a doubtful one is larger by itself."""
+    """Decisions with low entropy count more and those with high entropy less, for their gradients are larger."""
 
     k: float = option(1.0, "how quickly doubt lowers an advantage", ge=0)
 
@@ -127,13 +128,13 @@ def old_entropy(batch: Batch) -> Tensor:
 
 def scaled_entropy(batch: Batch) -> Tensor:
     """Returns `old_entropy` scaled to 0..1 over the decisions of the batch, of which there is one at least."""
-    everyone = batch.decisions(old_entropy(batch))
-    return (old_entropy(batch) - everyone.min()) / (everyone.max() - everyone.min()).clamp(min=1e-12)
+    entropies = batch.decisions(old_entropy(batch))
+    return (old_entropy(batch) - entropies.min()) / (entropies.max() - entropies.min()).clamp(min=1e-12)
 
 
 class EntropyRedistribution(Shaper):
-    """At every place the group's right rollouts share what they earn by their entropies there, and its wrong ones share
-    what they lose by their reciprocals. It takes the place of the algorithm's advantages."""
+    """At every position the group's right rollouts share a bonus in proportion to their entropies there, and its wrong
+    ones a penalty in proportion to the reciprocals. This replaces the algorithm's advantages."""
 
     equation: ClassVar[str] = (
         "right: alpha + beta d_t H_it / sum_k H_kt, over the d_t right rollouts that reach t; wrong: "
@@ -161,13 +162,13 @@ class EntropyRedistribution(Shaper):
 
         rollouts, shaped = batch.rollouts, torch.zeros_like(advantages)
         entropy, mask = old_entropy(batch).clamp(self.low, self.high), rollouts.mask
-        rewards = batch.mine(batch.combined())
+        rewards = batch.local(batch.combined())
         right, scored = rewards > self.threshold, ~rewards.isnan()
         for group in rollouts.group.unique():  # a group lies on one rank
             for of, sign, share in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
                 rows = (rollouts.group == group) & of & scored
-                own, counted = share[rows].where(mask[rows], 0), mask[rows].sum(0)
-                part = own / own.sum(0).clamp(min=1e-12) * counted
+                weights, counted = share[rows].where(mask[rows], 0), mask[rows].sum(0)
+                part = weights / weights.sum(0).clamp(min=1e-12) * counted
                 shaped[rows] = (sign * (self.alpha + self.beta * part)).where(mask[rows], 0)
         if self.standardise:
             shaped = self._standardised(shaped, right, scored, batch)
@@ -176,9 +177,9 @@ class EntropyRedistribution(Shaper):
     def _standardised(self, shaped: Tensor, right: Tensor, scored: Tensor, batch: Batch) -> Tensor:
         for of in (right & scored, ~right & scored):
             chosen = of[:, None] & batch.rollouts.mask
-            everyone = batch.everyone(shaped[chosen])
-            if len(everyone) > 1:
-                shaped = ((shaped - everyone.mean()) / (everyone.std() + 1e-6)).where(chosen, shaped)
+            selected = batch.gathered(shaped[chosen])
+            if len(selected) > 1:
+                shaped = ((shaped - selected.mean()) / (selected.std() + 1e-6)).where(chosen, shaped)
         return shaped
 
 

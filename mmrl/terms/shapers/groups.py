@@ -38,13 +38,13 @@ class Stratified(Shaper):
         stratum = pairs.unique(dim=0, return_inverse=True)[1]
         pairs_of_one = torch.bincount(stratum)[stratum] == 1
         rewards = batch.combined()
-        # One rollout alone has nobody to be compared with, which is no mistake here.
+        # A stratum of one has nothing to compare with, which is no mistake here.
         within, _ = group_advantages(rewards.where(~pairs_of_one, torch.nan), stratum)
-        return self.alpha * batch.mine(within)[:, None] + (1 - self.alpha) * advantages
+        return self.alpha * batch.local(within)[:, None] + (1 - self.alpha) * advantages
 
 
 class SetDiversity(Shaper):
-    """A rollout gains what its group's diversity would lose without it; the rarer, the more."""
+    """A bonus for the diversity that a group would lose without the rollout."""
 
     equation: ClassVar[str] = (
         "A_i <- A_i + weight (d_i - mean d), d_i = logdet(I + K / tau) - logdet of the same without i, K the cosine of "
@@ -68,7 +68,7 @@ class SetDiversity(Shaper):
         from mmrl.core.distances import similarity
 
         rollouts, gained = batch.rollouts, torch.zeros(len(batch.rollouts))
-        rewards = batch.mine(batch.combined())
+        rewards = batch.local(batch.combined())
         allowed = ~rewards.isnan() if self.threshold is None else rewards > self.threshold
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = ((rollouts.group == group) & allowed).nonzero().flatten()
@@ -103,7 +103,7 @@ class LongWrong(Shaper):
                 excess = lengths - lengths[rows & right].mean()
                 wrong = rows & (rewards <= self.threshold) & (excess > 0)
                 factor[wrong] = 2 - self.base ** -excess[wrong]
-        return advantages * batch.mine(factor)[:, None]
+        return advantages * batch.local(factor)[:, None]
 
 
 class AdvantageMomentum(Shaper):
@@ -125,6 +125,6 @@ class AdvantageMomentum(Shaper):
         return Needs(reference=Reference(), measurements=(ReferenceRewards(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        ahead = batch.mine(batch.combined()) - batch.measured(ReferenceRewards()).values
+        ahead = batch.local(batch.combined()) - batch.measured(ReferenceRewards()).values
         gain = ahead.clamp(-self.low, self.high).nan_to_num(0.0)  # where either could not be scored
         return advantages + gain[:, None].to(advantages)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class SegmentValues(Shaper):
-    """What each segment of a response added to the reward that can be expected, by the mean of responses that go on
-    anew from its beginning and its end; it takes the place of the advantage. No critic is learned."""
+    """The gain in expected reward of each segment of a response, from the mean rewards of responses that are resampled
+    from its beginning and its end; it replaces the advantage. No critic is trained."""
 
     equation: ClassVar[str] = (
         "A_t = V(end of t's segment) - V(its beginning), V the mean reward of `count` continuations; V(0) the group's "
@@ -46,8 +46,8 @@ class SegmentValues(Shaper):
 
 
 class PartCredit(Shaper):
-    """What an image earns need not be owed to the words before it, nor what the words earn to the image: each part
-    has a weight, and may be compared with its group by rewards of its own."""
+    """Separate credit for the text and the image of a response: each part has a weight, and may be compared within its
+    group by separate rewards."""
 
     equation: ClassVar[str] = (
         "A_part = weight x A, or weight x (r - mean) / scale by group, r the weighted sum of the part's own rewards"
@@ -74,25 +74,25 @@ class PartCredit(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.rollouts import IMAGE, TEXT, in_part
 
-        text = self.text * self._own(self.text_rewards, advantages, batch)
-        image = self.image * self._own(self.image_rewards, advantages, batch)
-        found = text.where(in_part(batch.rollouts, TEXT), advantages)
-        return image.where(in_part(batch.rollouts, IMAGE), found)
+        text = self.text * self._part_advantages(self.text_rewards, advantages, batch)
+        image = self.image * self._part_advantages(self.image_rewards, advantages, batch)
+        shaped = text.where(in_part(batch.rollouts, TEXT), advantages)
+        return image.where(in_part(batch.rollouts, IMAGE), shaped)
 
-    def _own(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
-        """[rollout, decision] by these rewards alone."""
+    def _part_advantages(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
+        """Computes advantages from these rewards alone, [rollout, decision]."""
         from mmrl.core.advantages import group_advantages
 
         if not names:
             return advantages
         columns = [batch.reward_names.index(name) for name in names]
-        found, _ = group_advantages(
+        part, _ = group_advantages(
             batch.fact("rewards")[:, columns],
             batch.fact("group"),
             weights=batch.reward_weights[columns],
             scale=self.scale,
         )
-        return batch.mine(found)[:, None].expand(advantages.shape).to(advantages)
+        return batch.local(part)[:, None].expand(advantages.shape).to(advantages)
 
 
 class SharedPrefix(Shaper):
@@ -113,16 +113,16 @@ class SharedPrefix(Shaper):
         numbers, mask = batch.measured(DecisionNumbers()).values, rollouts.mask
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
-            own, counted = numbers[rows], mask[rows]
-            same = (own[:, None] == own[None]) & counted[:, None] & counted[None]  # [rollout, other, decision]
+            members, counted = numbers[rows], mask[rows]
+            same = (members[:, None] == members[None]) & counted[:, None] & counted[None]  # [rollout, other, decision]
             sharing = same.long().cumprod(2).sum(1)
             shaped[rows] = advantages[rows] / sharing.clamp(min=1)
         return shaped
 
 
 class SelfProcess(Shaper):
-    """What a rollout has gained so far in likelihood over the reference, against the group's rollouts that are still on
-    at that place, is added to the advantage of each decision."""
+    """Adds to the advantage of each decision the rollout's cumulative log-ratio to the reference, less its mean over
+    the group's rollouts that reach that position."""
 
     equation: ClassVar[str] = (
         "A_t <- A + R_t - mean of R_t over the group's rollouts that reach t, "

@@ -1,4 +1,4 @@
-"""Credit of the turns of conversations."""
+"""Credit assignment to turns of conversations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class TurnReturns(Shaper):
-    """What came of each turn: the environment's rewards of it and of those after it, discounted, compared with the same
-    turn of the other rollouts of the group. A turn that no other rollout of its group reached gets nothing."""
+    """The discounted return of each turn from the environment's rewards, compared with the same turn of the other
+    rollouts of the group. A turn that no other rollout of its group reached gets 0."""
 
     equation: ClassVar[str] = (
         "R_t = sum_{k>=t} gamma^(k-t) r_k; A = outcome A_rollout + weight (R_t - b_t) / (std R_t + eps), by group; "
@@ -53,21 +53,21 @@ class TurnReturns(Shaper):
         turns = batch.rollouts.extra("turns", Turns)
         rewards = turns.rewards * turns.mask
         if self.gate is not None:
-            rewards = rewards * (batch.mine(batch.fact(f"reward/{self.gate}")) > 0)[:, None]
-        found = turn_advantages(
+            rewards = rewards * (batch.local(batch.fact(f"reward/{self.gate}")) > 0)[:, None]
+        shaped = turn_advantages(
             discounted(rewards, self.gamma),
-            turns.mask & batch.kept[:, None],
+            turns.mask & batch.rollout_mask[:, None],
             batch.rollouts.group,
             baseline=self.baseline,
             scale=self.scale,
         )
-        return self.outcome * advantages + self.weight * found.gather(1, turns.number)
+        return self.outcome * advantages + self.weight * shaped.gather(1, turns.number)
 
 
 class Milestones(Shaper):
-    """A turn that the environment rewards is a milestone, and the turns up to it are a segment. A segment is worth the
-    more the fewer turns it took, and is compared with the same segment of the others of the group; what the whole
-    conversation earned counts beside it."""
+    """A turn that the environment rewards is a milestone, and the turns up to it are a segment. A segment earns more
+    the fewer turns it took, and is compared with the same segment of the others of the group; the advantage of the
+    whole conversation is added."""
 
     equation: ClassVar[str] = (
         "A = outcome A_rollout + weight (w_k - mean w_k) / (std w_k + eps), by group; w_k = gamma^(turns - 1) of the "
@@ -91,14 +91,14 @@ class Milestones(Shaper):
         from mmrl.rollouts import Turns
 
         turns = batch.rollouts.extra("turns", Turns)
-        number, worth, there = milestone_segments(turns.rewards, turns.mask, self.gamma)
-        found = turn_advantages(worth, there & batch.kept[:, None], batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * found.gather(1, number.gather(1, turns.number))
+        number, worth, exists = milestone_segments(turns.rewards, turns.mask, self.gamma)
+        shaped = turn_advantages(worth, exists & batch.rollout_mask[:, None], batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * shaped.gather(1, number.gather(1, turns.number))
 
 
 class Curiosity(Shaper):
-    """Where too few rollouts of a group use a tool, those that do get a bonus, as large as what is missing. Added to
-    the advantages, for in the reward it would move the group's mean too."""
+    """A bonus for rollouts that use a tool, as large as the group's share of them falls short of a target. It is added
+    to the advantages, for in the reward it would move the group's mean too."""
 
     equation: ClassVar[str] = "A + weight max(0, target - share) for rollouts that used a tool"
     source: ClassVar[str] = "Pixel Reasoner's curiosity, arXiv 2505.15966"
@@ -121,11 +121,11 @@ class Curiosity(Shaper):
         )
         group = batch.rollouts.group
         share = torch.stack([used[group == g].mean() for g in group])
-        bonus = self.weight * (self.target - share).clamp_min(0) * used * batch.kept
+        bonus = self.weight * (self.target - share).clamp_min(0) * used * batch.rollout_mask
         batch.report({"curiosity/share": float(used.mean())})
         return advantages + bonus[:, None]
 
 
 def uses_tool(conversation: Conversation) -> bool:
-    """Whether a tool was called and did what it was asked for."""
+    """Returns whether a tool was called without an error."""
     return any(turn.tool is not None and turn.error is None for turn in conversation.turns)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class ViewInformation(Shaper):
-    """A response gains by how much likelier the prompt makes it than another view of the prompt does, such as one
-    without its image, against the rest of the group."""
+    """A bonus for the pointwise mutual information of response and view: the log-likelihood under the prompt less that
+    under another view, such as one without its image, compared within the group."""
 
     equation: ClassVar[str] = (
         "A_i <- A_i + weight (I_i - mean of I over the group), I = mean_t (logp_t - logp_t under the view), "
