@@ -191,8 +191,8 @@ def test_wrong_options_are_one_line(folder):
     for unmasking, line in (
         ({"likelihood": {"type": "coupled", "levels": [0.8, 0.2]}}, "levels must lie inside"),
         ({"likelihood": {"type": "elbo", "pairs": 2}}, "unknown key unmasking.likelihood.pairs"),
-        ({"steps": 4}, "unmasking.steps=4 do not fill rollout.response_length=3 places in 1 block; use 1 to 3"),
-        ({"steps": 1, "block": 2}, "places in 2 blocks; use 2 to 3"),
+        ({"steps": 4}, "unmasking.steps=4 do not fill rollout.response_length=3 positions in 1 block; use 1 to 3"),
+        ({"steps": 1, "block": 2}, "positions in 2 blocks; use 2 to 3"),
     ):
         with pytest.raises(UserError, match=line):
             policy_of(folder, unmasking=unmasking, build=False)

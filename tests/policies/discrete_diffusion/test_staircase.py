@@ -103,11 +103,12 @@ def test_blocks_of_one_place_are_the_likelihood_itself(folder):
 def test_what_is_drawn_does_not_see_what_stands_behind(folder):
     """Of the first block, in a response with more of them, the model says what it says where nothing follows."""
     long = made(folder, length=6)
-    ids, there, positions = long._begun([long.layout.encode(PROMPT)], torch.full((1, 6), long.layout.vocabulary.mask))
-    column = torch.arange(3) + len(long.layout.encode(PROMPT))
+    prompt, empty = long.layout.encode(PROMPT), torch.full((1, 6), long.layout.vocabulary.mask)
+    ids, there, positions = long._partial_inputs([prompt], empty)
+    column = torch.arange(3) + len(prompt)
     with torch.no_grad():
         first = long.module.logits(ids, there, torch.zeros(3, dtype=torch.long), column, positions).double()
-    expected = alone(long, long.layout.encode(PROMPT), [[None] * 3])
+    expected = alone(long, prompt, [[None] * 3])
     torch.testing.assert_close(first.log_softmax(-1), expected, rtol=0, atol=2e-5)
     assert (long.rollout([PROMPT], 1, [5]).inputs[0].steps[:3] < 3).all()
 
@@ -148,7 +149,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path):
         (
             {"likelihood": "staircase", "block": 3, "causal_blocks": True},
             {"shifted": True},
-            "asks for a place in its own block, and with model.shifted=true",
+            "scores a position in its own block, and with model.shifted=true",
         ),
     ):
         with pytest.raises(UserError, match=line):
