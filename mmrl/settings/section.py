@@ -315,9 +315,20 @@ def unknown(key: Any, model: type[Section], path: Path_) -> str:
     valid = keys_of(model)
     if (now := moved.present_key(str(key))) in valid:
         return f"unknown key {dotted((*path, str(key)))}; it is {now} now; mmrl convert writes it"
+    if (theirs := their_key(str(key))) is not None:
+        library, ours = theirs
+        return f"unknown key {dotted((*path, str(key)))}; {key} of {library} is {ours} here"
     near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
     hint = f"did you mean {dotted((*path, near[0]))}?" if near else f"valid keys: {', '.join(valid)}"
     return f"unknown key {dotted((*path, str(key)))}; {hint}"
+
+
+def their_key(name: str) -> tuple[str, str] | None:
+    """Returns the library that has a key of this name, and what it is here; None for a name that none of them has."""
+    import json  # here, as the table: only a message asks for them
+
+    table = json.loads(Path(__file__).with_name("their_keys.json").read_text())
+    return (table[name][0], table[name][1]) if name in table else None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
