@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,7 @@ def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uin
     return np.stack(images)
 
 
-def _resized(frames: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
+def _resized(frames: Iterable[NDArray[np.uint8]], size: tuple[int, int]) -> NDArray[np.uint8]:
     height, width = size
     whole = [Image.fromarray(frame) for frame in frames]
     return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in whole])
@@ -264,7 +264,7 @@ def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float3
     return values.reshape(len(column), size)
 
 
-def _table(file: Path, names: list[str], filters: Any = None) -> Any:
+def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | None = None) -> pa.Table:
     try:
         columns = parquet.read_schema(file).names
     except pa.ArrowInvalid as error:

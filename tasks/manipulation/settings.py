@@ -13,6 +13,7 @@ from mmrl.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Source, Task
+    from mmrl.sims import VectorSim
     from mmrl.tasks.manipulation.episodes import EpisodeSource
 
 
@@ -22,7 +23,7 @@ class DemonstratingTask(Protocol):
     settings: ManipulationSettings
     seed: int
 
-    def make_simulator(self, rows: int) -> Any: ...
+    def make_simulator(self, rows: int) -> VectorSim: ...
 
 
 class DemonstratedEpisodes(Choice):

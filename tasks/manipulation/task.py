@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from mmrl.protocols.parts import Source
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rewards.guarded import GuardedReward
 from mmrl.rollouts import Sample
-from mmrl.sims import Simulator, VectorSim
+from mmrl.sims import Simulator, Transition, VectorSim
 from mmrl.sims import build as build_simulator
 from mmrl.sims.vector.transitions import cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
@@ -131,7 +130,7 @@ class Shuffled:
         self.state_dim, self.image_shape, self.tasks = simulator.state_dim, simulator.image_shape, simulator.tasks
         self.cameras = cameras_of(simulator)
 
-    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Any:
+    def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         self.started = list(rows)
         return self.simulator.reset(rows, seeds, tasks)
 
@@ -141,7 +140,7 @@ class Shuffled:
         others = [self.simulator.instruction(r) for r in self.started[position + 1 :] + self.started[:position]]
         return next((other for other in others if other != instruction), instruction)
 
-    def step(self, rows: Sequence[int], actions: np.ndarray) -> Any:
+    def step(self, rows: Sequence[int], actions: np.ndarray) -> Transition:
         return self.simulator.step(rows, actions)
 
     def expert(self, rows: Sequence[int], length: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
@@ -41,6 +39,6 @@ def build(folder: str, seed: int, *, width: int = 96, layers: int = 3) -> None:
             initializer_range=0.08,  # about 1 / sqrt(width): at the usual 0.02 so narrow a model learns far more slowly
             pad_token_id=tokenizer.pad_token_id,
         )
-        model: Any = BertForMaskedLM(config)
+        model = BertForMaskedLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

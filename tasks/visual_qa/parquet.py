@@ -71,7 +71,7 @@ class ParquetRows:
     def stamp(self) -> list[Any]:
         return verdicts.stamp(self._path)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: int) -> object:
         group = bisect_right(self._starts, row) - 1
         with self._reading:
             table = self._table(group)

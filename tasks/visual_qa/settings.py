@@ -30,6 +30,7 @@ from mmrl.tasks.visual_qa.data.kinds import (
 
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Source, Task
+    from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 
 
 class Questions(Choice):
@@ -332,7 +333,7 @@ class ConversationRows(RowReading):
     )
     image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
-    def _fields(self, root: Path | None) -> Any:
+    def _fields(self, root: Path | None) -> ConversationFields:
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
         from mmrl.tasks.visual_qa.data.images import ImageFiles
 

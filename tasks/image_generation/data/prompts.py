@@ -8,13 +8,14 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import LONGEST_LINE, RowError, check_length, check_value, line_spans, parsed
 
 Format = Literal["plain", "geneval", "ocr"]
 QUOTED = re.compile(r'"[^"]+"|“[^“”]+”')
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -118,7 +119,7 @@ def _row(text: bytes, suffix: str) -> Mapping[str, Any]:
     return row
 
 
-def _value(row: Mapping[str, Any], key: str, kind: type, name: str, where: str = "") -> Any:
+def _value(row: Mapping[str, Any], key: str, kind: type[T], name: str, where: str = "") -> T:
     if key not in row:
         raise RowError(f"key {where + key!r} is missing (keys: {', '.join(map(str, row)) or 'none'})")
     value = row[key]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ COUNTS = ("a", "two", "three", "four")
 RELATIONS = ("left of", "right of", "above", "below")  # each beside its opposite
 KINDS = ("count", "relation")
 SPLITS = ("train", "heldout", "all")
+T = TypeVar("T")
 Split = Literal["train", "heldout", "all"]
 Layout = Literal["free", "grid", "row"]
 
@@ -176,7 +177,7 @@ def spoiled(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str],
     kinds += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
     kind = str(rng.choice(kinds))
 
-    def other(values: Iterable[Any], *taken: Any) -> Any:
+    def other(values: Iterable[T], *taken: T) -> T:
         rest = [value for value in values if value not in taken]
         return rest[rng.integers(len(rest))]
 

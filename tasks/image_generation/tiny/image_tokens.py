@@ -46,7 +46,7 @@ def build_autoregressive(folder: str, seed: int) -> None:
             tie_word_embeddings=False,
             initializer_range=0.08,  # about 1 / sqrt(width)
         )
-        model: Any = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     codebook.write(folder, image_codebook)
@@ -72,7 +72,7 @@ def build_masked(folder: str, seed: int) -> None:
             initializer_range=0.08,
             pad_token_id=tokenizer.pad_token_id,
         )
-        model: Any = BertForMaskedLM(config)
+        model = BertForMaskedLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     codebook.write(folder, image_codebook)
@@ -119,7 +119,7 @@ def build_janus(folder: str, seed: int) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = JanusForConditionalGeneration(config)
+        model = JanusForConditionalGeneration(config)
     model.generation_config.update(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -75,16 +75,16 @@ class ConversationFields:
             },
         )
 
-    def check(self, row: Any) -> None:
+    def check(self, row: object) -> None:
         """Raises RowError for a row that is no conversation that can be learned from, naming the field and the
         message."""
         self._read(row, self._checked_image)
 
-    def _checked_image(self, image: Any) -> Image.Image:
+    def _checked_image(self, image: object) -> Image.Image:
         self.image_files.check(image)
         return Image.new("L", (1, 1))
 
-    def _read(self, row: Any, open_image: Callable[[Any], Image.Image]) -> list[Message]:
+    def _read(self, row: object, open_image: Callable[[object], Image.Image]) -> list[Message]:
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
         for key, value in row.items():
@@ -127,7 +127,7 @@ class ConversationFields:
                 raise RowError(f"{field}, message {index}: a system message that is not the first")
 
     def _message(
-        self, message: Any, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+        self, message: object, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Message:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
@@ -146,7 +146,7 @@ class ConversationFields:
         return Message(self.tool_role if role == "tool" else role, tuple(parts))
 
     def _parts(
-        self, content: Any, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+        self, content: Any, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Iterator[Part]:
         for part in [content] if isinstance(content, str | Mapping) else content or []:
             if isinstance(part, str):
@@ -165,7 +165,7 @@ class ConversationFields:
                 raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
 
     def _marked(
-        self, text: str, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]
+        self, text: str, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Iterator[Part]:
         if VIDEO_MARKER in text:
             raise RowError(f"{VIDEO_MARKER} in a conversation, of which texts and images are read")
@@ -175,7 +175,7 @@ class ConversationFields:
             if piece:
                 yield piece
 
-    def _next(self, shown: Iterator[tuple[int, Any]], open_image: Callable[[Any], Image.Image]) -> Image.Image:
+    def _next(self, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]) -> Image.Image:
         """Returns the next image of the row's field of images."""
         number, one = next(shown, (0, None))
         if one is None:
@@ -183,13 +183,13 @@ class ConversationFields:
         return self._image(f"image {number} of field {self.images!r}", one, open_image)
 
     @staticmethod
-    def _image(name: str, one: Any, open_image: Callable[[Any], Image.Image]) -> Image.Image:
+    def _image(name: str, one: object, open_image: Callable[[object], Image.Image]) -> Image.Image:
         try:
             return open_image(one)
         except RowError as error:
             raise RowError(f"{name}: {error}") from None
 
-    def _response(self, text: str, calls: Any) -> str:
+    def _response(self, text: str, calls: object) -> str:
         """Returns a response's text with its calls at the end."""
         if not calls:
             return text
@@ -200,7 +200,7 @@ class ConversationFields:
             raise RowError("several tool_calls; task.data.calls=python writes one a message")
         return "\n".join([text, *written] if text else written)
 
-    def _call(self, call: Any) -> str:
+    def _call(self, call: object) -> str:
         function = call.get("function") or call if isinstance(call, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name):

