@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Shape
+from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations
 from mmrl.runtime.files import share
 from mmrl.runtime.progress import display
 
@@ -27,8 +28,10 @@ PER_FILE = 64  # prompts in a file, which are encoded as one batch
 class Encoders(Protocol):
     """The part of a pipeline family that encodes prompts."""
 
-    pipe: Any
     text_tokens: int | None
+
+    @property
+    def pipe(self) -> object: ...
 
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape) -> list[Condition]: ...
 
@@ -36,7 +39,7 @@ class Encoders(Protocol):
 class PromptedPolicy(Protocol):
     """The part of a policy that decides what is encoded."""
 
-    denoising: Any
+    denoising: Denoising | DenoisingDemonstrations
     shape: Shape
     evaluation_shape: Shape
 

@@ -119,7 +119,7 @@ def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[s
     family = CLASSES[name]
     components = {}
     for part in (family.trained, "vae"):
-        component: Any = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
+        component = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
         config = component.load_config(base, subfolder=part)
         components[part] = (index[part][1], {key: value for key, value in config.items() if not key.startswith("_")})
     encoders = {
@@ -131,7 +131,7 @@ def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[s
 def _parameters(base: str, part: str, name: str) -> int:
     config = transformers.AutoConfig.from_pretrained(base, subfolder=part)
     with on_meta("bfloat16"):
-        encoder: Any = transformers.__getattr__(name)(config)
+        encoder = transformers.__getattr__(name)(config)
     return sum(p.numel() for p in encoder.parameters())
 
 
@@ -144,11 +144,8 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
         network = diffusers.__getattr__(components[kind.trained][0])(**components[kind.trained][1])
     with on_meta("float32"):
         vae = diffusers.__getattr__(components["vae"][0])(**components["vae"][1])
-    pipeline_class: Any = diffusers.__getattr__(name)
-    arguments = {key: None for key in inspect.signature(pipeline_class.__init__).parameters if key != "self"}
-    defaults = {
-        k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k in arguments
-    }
+    pipeline_class = diffusers.__getattr__(name)
+    defaults = {k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k != "self"}
     arguments = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
     pipe = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})
     vae.requires_grad_(False)

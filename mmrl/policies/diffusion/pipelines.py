@@ -14,7 +14,7 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
-from mmrl.policies.diffusion.families.components import BASE_FILE
+from mmrl.policies.diffusion.families.components import BASE_FILE, DiffusersPipeline
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.images import (
     AuraFlow,
@@ -103,7 +103,7 @@ def base_of(path: str) -> tuple[str, bool]:
     return (str(Path(base).resolve()) if Path(base).is_dir() else base), file.is_file()
 
 
-def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[Any, type[Pipeline]]:
+def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[DiffusersPipeline, type[Pipeline]]:
     """Loads a pipeline, without text encoders if `encoders` is false, and returns it with its family's class."""
     where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
     try:

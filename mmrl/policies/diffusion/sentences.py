@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from diffusers import ConfigMixin, ModelMixin
@@ -35,7 +33,12 @@ class SentenceDenoiser(ModelMixin, ConfigMixin):
         self.body = Modulated(in_channels * sample_size**2, CONDITION_WIDTH, width, depth)
 
     def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, timestep: Tensor, return_dict: bool = True, **_: Any
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        return_dict: bool = True,
+        **_: object,
     ) -> tuple[Tensor]:
         """Takes hidden_states [n, channel, height, width]; encoder_hidden_states [n, token, number], 0 where padded;
         timestep [n] in [0, 1] -> velocity like hidden_states, alone in a tuple."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from einops import repeat
@@ -130,7 +129,7 @@ class ChainDecisions:
         if v is None:
             return None
         points, x, x_next = self._steps(rollouts.inputs)
-        columns: dict[str, Any] = score.chain_likelihood(
+        columns = score.chain_likelihood(
             v.to(x.device), x, x_next, self.denoiser.sampler.drawn(points), reduction=self.likelihood.reduction
         ).columns
         return Replay.of(columns)
@@ -154,7 +153,7 @@ class ChainDecisions:
             return denoiser.network.predict(model, rows[part], sigma, time, inputs[part], guidance, v)
 
         v = denoiser.in_parts(predict, len(rows)).float()
-        columns: dict[str, Any] = score.chain_likelihood(
+        columns = score.chain_likelihood(
             v.view_as(x),
             x,
             x_next,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ class LevelDecisions:
         if isinstance(likelihood, ImageMatching):
             weight = self._weight(likelihood, uniform, sigma).to(device)
         old, ref = rollouts.old_prediction, rollouts.ref_prediction
-        columns: dict[str, Any] = score.matching_likelihood(
+        columns = score.matching_likelihood(
             v, target, weight, old=old, reference=ref, reduction=likelihood.reduction
         ).columns
         matching = MatchingTargets(

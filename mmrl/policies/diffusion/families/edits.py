@@ -6,6 +6,7 @@ The source's latents are further tokens of the network's input, and part of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +44,7 @@ class FluxKontext(Flux):
 class QwenImageEdit(QwenImage):
     """Qwen-Image-Edit (arXiv 2508.02324): the language model reads the source too. Both images have one size."""
 
-    module_of_sizes: Any = qwen_edit
+    module_of_sizes: ClassVar[ModuleType] = qwen_edit
     condition_parts = ("vae",)
     longest: ClassVar[tuple[str, int] | None] = None  # the pipeline truncates no text
 
@@ -85,7 +86,7 @@ class QwenImageEdit(QwenImage):
 class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-Plus (2509 and later), with one source."""
 
-    module_of_sizes = qwen_edit_plus
+    module_of_sizes: ClassVar[ModuleType] = qwen_edit_plus
 
     def _encoder_image(self, inputs: ConditionInputs) -> Image.Image | list[Image.Image]:
         return [self._resized(inputs, 384**2)]

@@ -157,7 +157,7 @@ class Pipeline(ABC):
         return text
 
     @property
-    def _limit(self) -> dict[str, Any]:
+    def _limit(self) -> dict[str, int | None]:
         """Returns the keyword arguments of `encode_prompt` that set the token limit."""
         return {"max_sequence_length": self.text_tokens}
 
