@@ -69,9 +69,9 @@ def abstention(
 
 
 class Majority:
-    """No label is needed: 1 where an answer is the one that most of its group gave, else 0; with graded=true the share
-    of the group that gave it. Answers are the same as in `exact_match`. An answer that is empty has no vote. A tie has
-    several majorities."""
+    """A majority vote without labels: 1 where an answer is the most frequent one of its group, else 0; with graded=true
+    its share of the group. Answers are equal as in `exact_match`. An empty answer has no vote. A tie has several
+    majorities."""
 
     def __init__(self, *, graded: bool = False) -> None:
         self.graded = graded
@@ -116,8 +116,8 @@ def tool_calls() -> Reward:
 
 
 def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
-    """1 where the reasoning, up to </think>, holds at_least to at_most boxes that all have an area, so that what is
-    said is tied to places; else 0. For the forms of boxes see `mmrl.rewards.parsing.boxes`."""
+    """1 where the reasoning, up to </think>, holds at_least to at_most boxes that all have an area, so that the
+    reasoning refers to image regions; else 0. For the forms of boxes see `mmrl.rewards.parsing.boxes`."""
     if not 0 < at_least <= at_most:
         raise ValueError(f"0 < at_least <= at_most must hold, got {at_least} and {at_most}")
 
@@ -175,11 +175,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None
 
 
-def _call_score(own: Any, gold: dict[str, Any]) -> float:
-    own = own if isinstance(own, dict) else {}
-    names = set(own) | set(gold)
-    shared = len(set(own) & set(gold)) / len(names) if names else 1.0
-    same = [name in own and _typographic(own[name]) == _typographic(value) for name, value in gold.items()]
+def _call_score(arguments: Any, gold: dict[str, Any]) -> float:
+    arguments = arguments if isinstance(arguments, dict) else {}
+    names = set(arguments) | set(gold)
+    shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0
+    same = [name in arguments and _typographic(arguments[name]) == _typographic(value) for name, value in gold.items()]
     values = sum(same) / len(same) if same else 1.0
     return (1 + shared + values) / 3
 

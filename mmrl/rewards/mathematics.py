@@ -42,11 +42,11 @@ def math(*, precision: int = 6) -> Reward:
         wanted = [parsed(_delimited(_latex(gold_text(str(gold))))) for gold in golds(sample)]
         if not all(wanted):
             return None
-        rest = stated(sample.response).strip()
-        answer = extract_from(rest)
+        remainder = stated(sample.response).strip()
+        answer = extract_from(remainder)
         if not answer:
             return 0.0
-        whole = answer == rest  # prose, perhaps, with the result somewhere in it
+        whole = answer == remainder  # prose, perhaps, with the result somewhere in it
         answer = _latex(answer)
         response = (whole and parsed(answer)) or parsed(_delimited(answer))
         return float(any(same(gold, response) for gold in wanted))
@@ -71,7 +71,7 @@ def _delimited(text: str) -> str:
 
 
 def _differ_below_one(gold: list, response: list, precision: int) -> bool:
-    """Whether both are numbers below 1 that rounding to `precision` places made equal, and nothing else."""
+    """Returns whether both are numbers below 1 that rounding to `precision` places made equal, and nothing else."""
     pairs = [(_number(a), _number(b)) for a in gold for b in response]
     numbers = [(a, b) for a, b in pairs if a is not None and b is not None]
     small = [(a, b) for a, b in numbers if max(abs(a), abs(b)) < 1]

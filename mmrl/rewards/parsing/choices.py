@@ -92,7 +92,7 @@ class Letters:
         return self._noun.search(before) is not None and not (mark.isalnum() and self._is_word("A", behind, ""))
 
     def _is_word(self, letter: str, behind: str, before: str) -> bool:
-        """Whether "A" is an article and "I" a pronoun here."""
+        """Returns whether "A" is an article and "I" a pronoun in this text."""
         word = behind.strip().lower()
         if letter.upper() not in "AI" or not word[:1].isalnum():
             return False

@@ -61,8 +61,9 @@ class Quantity:
     unit: Unit | None = None
 
     def is_near(self, other: Quantity, rtol: float | None, atol: float | None) -> bool:
-        """Whether this is `other` within atol + rtol |other|; without both, exactly where both are whole numbers, else
-        within a millionth of `other`. Two known units have to measure the same thing and are converted."""
+        """Returns whether this is `other` within atol + rtol |other|; without both, exactly where both are whole
+        numbers, else within a millionth of `other`. Two known units have to measure the same thing and are
+        converted."""
         value, target = self.value, other.value
         if self.unit is not None and other.unit is not None:
             if self.unit.dimension != other.unit.dimension:
@@ -109,8 +110,8 @@ def _without_latex(text: str) -> str:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether what stands before a number makes it negative. A hyphen behind a letter and a minus behind a number do
-    not: covid-19, 5-3."""
+    """Returns whether the text before a number makes it negative. A hyphen behind a letter and a minus behind a number
+    do not: covid-19, 5-3."""
     if text[start - 1].isalpha():
         return False
     before = text[max(0, start - 24) : start]

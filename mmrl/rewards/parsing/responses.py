@@ -48,23 +48,23 @@ def extract_from(text: str) -> str:
 
 
 def stated(response: str) -> str:
-    """What is said after the thoughts. Thoughts end with the last closing tag, whether the response or the prompt's
+    """Returns the text after the thoughts. Thoughts end with the last closing tag, whether the response or the prompt's
     template opened them; without a closing tag everything behind the opening one is thought."""
     return split_thoughts(response)[1]
 
 
 def split_thoughts(response: str) -> tuple[str, str]:
     """Thoughts and the rest; the thoughts are "" where no tag marks any."""
-    thoughts, rest = "", response
+    thoughts, remainder = "", response
     for opening, closing in THOUGHTS:
-        if closing in rest:
-            inside, _, rest = rest.rpartition(closing)
+        if closing in remainder:
+            inside, _, remainder = remainder.rpartition(closing)
             thoughts += inside.lstrip().removeprefix(opening)
     for opening, _ in THOUGHTS:
-        if opening in rest:
-            rest, _, inside = rest.partition(opening)
+        if opening in remainder:
+            remainder, _, inside = remainder.partition(opening)
             thoughts += inside
-    return thoughts, rest
+    return thoughts, remainder
 
 
 def between(text: str, opening: str, closing: str) -> list[str]:

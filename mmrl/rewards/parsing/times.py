@@ -77,6 +77,6 @@ def gold_times(gold: Any) -> list[float]:
 
 
 def _continues(text: str, before: tuple[float, float | None, int], unit: float, begin: int) -> bool:
-    """Whether a time in a smaller unit belongs to the one before: 1 minute 3 seconds."""
+    """Returns whether a time in a smaller unit belongs to the one before: 1 minute 3 seconds."""
     _, larger, end = before
     return larger is not None and larger > unit and larger > 1 and _JOINT.fullmatch(text, end, begin) is not None

@@ -113,12 +113,12 @@ def _factor(name: str) -> tuple[str, Fraction] | None:
     if name in _OTHERS:
         return _OTHERS[name]
     for symbol, exponent in (("", 0), *_PREFIXES.items()):
-        if name.startswith(symbol) and (known := _SYMBOLS.get(name.removeprefix(symbol))):
-            return known[0], known[1] * Fraction(10) ** exponent
+        if name.startswith(symbol) and (entry := _SYMBOLS.get(name.removeprefix(symbol))):
+            return entry[0], entry[1] * Fraction(10) ** exponent
     lower = name.lower()
     for prefix, exponent in (("", 0), *_PREFIX_NAMES.items()):
-        rest = lower.removeprefix(prefix)
-        if lower.startswith(prefix) and (symbol := _NAMES.get(rest) or _NAMES.get(rest.removesuffix("s"), "")):
-            known = _SYMBOLS[symbol]
-            return known[0], known[1] * Fraction(10) ** exponent
+        stem = lower.removeprefix(prefix)
+        if lower.startswith(prefix) and (symbol := _NAMES.get(stem) or _NAMES.get(stem.removesuffix("s"), "")):
+            entry = _SYMBOLS[symbol]
+            return entry[0], entry[1] * Fraction(10) ** exponent
     return None

@@ -84,7 +84,7 @@ def _bare(word: str, listed: bool) -> str:
 
 
 def _is_outside(word: str, begin: int, end: int, listed: bool) -> bool:
-    """Whether the mark before `end` is around the word and no part of it."""
+    """Returns whether the mark before `end` is around the word and no part of it."""
     mark = word[end - 1]
     if mark not in _RIGHT or (mark == "," and end - begin <= 4 and word[begin : end - 1] in ARTICLES):
         return False

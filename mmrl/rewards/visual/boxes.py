@@ -153,7 +153,7 @@ def average_precision(
 ) -> Reward:
     """Mean average precision, 0 to 1, over the labels and over `thresholds` of intersection over union, of labelled
     boxes as in `labelled_boxes`. They count in the order of their "score", highest first, or as they stand. A label
-    that is not there has a precision of 0, so that naming all labels does not pay."""
+    that is not in the gold answer has a precision of 0, so that naming all labels does not pay."""
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
@@ -225,5 +225,5 @@ def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = Fa
 
 
 def _nothing(text: str) -> float:
-    """What a text earns where there is nothing to find."""
+    """Returns the reward of a text where there is nothing to find."""
     return float(not boxes_in(text) and states_nothing(text))

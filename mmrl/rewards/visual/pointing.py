@@ -87,10 +87,10 @@ def region_iou(
         points = points_in(extract_answer(sample.response))
         if len(points) < 3:
             return 0.0
-        own = _filled([pair.response.unit(point, sample) for point in points])
+        region = _filled([pair.response.unit(point, sample) for point in points])
         wanted = _filled([pair.gold.unit(point, sample) for point in gold])
-        union = int((own | wanted).sum())
-        return int((own & wanted).sum()) / union if union else 0.0
+        union = int((region | wanted).sum())
+        return int((region & wanted).sum()) / union if union else 0.0
 
     return reward
 
@@ -114,12 +114,12 @@ def _argument(action: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair
 
 
 def word_f1(text: str, gold: str) -> float:
-    """The harmonic mean of precision and recall of words without case, each counted as often as it stands there."""
-    own, wanted = folded(text).split(), folded(gold).split()
-    if not own or not wanted:
-        return float(own == wanted)
-    shared = (Counter(own) & Counter(wanted)).total()
-    return 2 * shared / (len(own) + len(wanted))
+    """Computes the F1 of words without case, each counted as often as it occurs."""
+    words, wanted = folded(text).split(), folded(gold).split()
+    if not words or not wanted:
+        return float(words == wanted)
+    shared = (Counter(words) & Counter(wanted)).total()
+    return 2 * shared / (len(words) + len(wanted))
 
 
 def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
