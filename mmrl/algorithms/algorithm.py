@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.collection.settings import CollectionSettings, Groups
 from mmrl.protocols.requirements import Capabilities, Needs, together
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmrl.engine import Ranks
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
+    from mmrl.protocols.parts import Policy
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
 ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -127,7 +128,7 @@ class Algorithm(Choice):
         """Returns whether updates use single steps of episodes in random order, instead of whole episodes."""
         return False
 
-    def start(self, policy: Any, engine: Ranks) -> None:
+    def start(self, policy: Policy, engine: Ranks) -> None:
         """Receives the policy and its engine, once, for an objective that needs more of the policy than its replay."""
 
     # --- what it computes ---
@@ -181,7 +182,7 @@ class Algorithm(Choice):
 
         return {"decisions": denominator(micro.mask, mode=self.reduce)}
 
-    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
+    def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns whether each rollout's group is informative, for dynamic sampling, [rollout] bool: by default,
         whether the combined reward differs in it. rollouts: whole groups. weights, names: of the reward components."""
         from mmrl.core.advantages import combined_reward

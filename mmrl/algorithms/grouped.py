@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.algorithms.algorithm import RewardedAlgorithm
 from mmrl.algorithms.baselines.baseline import Baseline, Mean
@@ -100,7 +100,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
         total = batch.local(batch.combined())
         return branch_advantages(total, rollouts.group, rollouts.nodes, scale=self.scale.type)
 
-    def informative(self, rollouts: Rollouts, weights: Any, names: list[str]) -> Tensor:
+    def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns where the combined reward, or with normalise_each any component, differs in the group, [rollout]
         bool."""
         assert rollouts.rewards is not None

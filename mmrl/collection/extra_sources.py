@@ -151,7 +151,7 @@ class DemonstrationSource(ExtraSource):
     type: str = "demonstrations"
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()
-    _context: Any = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
 
     @property
     def needs(self) -> Needs:
@@ -170,7 +170,7 @@ class DemonstrationSource(ExtraSource):
 
         from mmrl.rollouts import DEMONSTRATION
 
-        context: SourceContext = self._context
+        context = self._context
         rank, world = context.share
         first, count = self._order.state()["drawn"], self.prompts // world
         indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]

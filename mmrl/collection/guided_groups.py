@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PrivateAttr, model_validator
 
@@ -25,7 +25,7 @@ class Guidance(ExtraSource):
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose rollouts is right")
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
-    _context: Any = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
 
     @property
     def rollouts(self) -> int:
@@ -76,7 +76,7 @@ class GuidedGroups(Guidance):
     def make(self, fresh: Rollouts) -> Rollouts:
         from mmrl.rollouts import DEMONSTRATION
 
-        context: SourceContext = self._context
+        context = self._context
         groups, prompts = self.chosen(fresh)
         if not groups:
             return joining([], fresh, context)
@@ -121,7 +121,7 @@ class GuidedPrefixes(Guidance):
         from mmrl.rollouts import EXTRA
         from mmrl.runtime.seeds import rollout_seeds
 
-        context: SourceContext = self._context
+        context = self._context
         groups, prompts = self.chosen(fresh)
         if context.most(len(groups)) == 0:
             return joining([], fresh, context)

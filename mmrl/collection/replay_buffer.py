@@ -34,7 +34,7 @@ class ReplaySource(ExtraSource):
         "the ratio of a replayed decision is to its likelihood when it was made, or to that of the present policy "
         "before the step, as if that had made it",
     )
-    _context: Any = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
     _stored: dict[int, list[Stored]] = PrivateAttr(default_factory=dict)  # by prompt, oldest first
 
     @property
@@ -79,7 +79,7 @@ class ReplaySource(ExtraSource):
 
         from mmrl.rollouts import REPLAYED
 
-        context: SourceContext = self._context
+        context = self._context
         questions = [context.prompts[prompt] for prompt in prompts]
         restored: Rollouts = context.policy.recalled(questions, [one["state"] for one in stored])
         restored.group, restored.prompt = group, torch.tensor(prompts)
@@ -125,7 +125,7 @@ class SuccessReplay(ReplaySource):
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch
 
-        context: SourceContext = self._context
+        context = self._context
         chosen: list[tuple[int, int, Stored]] = []
         for group in fresh.group.unique().tolist():
             rows = fresh.group == group
@@ -159,7 +159,7 @@ class SelfImitation(ReplaySource):
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch
 
-        context: SourceContext = self._context
+        context = self._context
         every = [(prompt, one) for prompt, stored in self._stored.items() for one in stored]
         self._drawn += 1
         if not every:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -33,7 +33,7 @@ class ExtraRollouts(ExtraSource):
     temperature: float = option(1.2, "of these responses", gt=0)
     most: int = option(2, "right ones that join a group; the first of them", ge=1)
     accuracy: float = option(1.0, "of a response that counts as right", unit="accuracy")
-    _context: Any = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
 
     @property
     def needs(self) -> Needs:
@@ -56,7 +56,7 @@ class ExtraRollouts(ExtraSource):
         from mmrl.rollouts import EXTRA
         from mmrl.runtime.seeds import rollout_seeds
 
-        context: SourceContext = self._context
+        context = self._context
         failed = self._failed(fresh)
         # Under ZeRO-3 ranks generate together: one without failed groups samples for another group
         if context.most(len(failed)) == 0:

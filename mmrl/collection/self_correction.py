@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
 
@@ -36,7 +36,7 @@ class SelfCorrections(ExtraSource):
     text: str = option("\nWait, I will look again.\n", "between the two responses")
     count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
-    _context: Any = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
     _warned: bool = PrivateAttr(False)  # whether a warning was logged that nothing fits
 
     @property
@@ -59,7 +59,7 @@ class SelfCorrections(ExtraSource):
 
         from mmrl.rollouts import EXTRA
 
-        context: SourceContext = self._context
+        context = self._context
         pairs = self._pairs(fresh)
         if not pairs:
             return joining([], fresh, context)

@@ -25,7 +25,7 @@ def ability(sentence: str) -> Callable[[Kind], Kind]:
     return register
 
 
-def able(policy: Any, kind: type) -> Any:
+def able(policy: object, kind: type) -> Any:
     """Returns the policy if it has the ability `kind`. Raises TypeError, which names the missing methods, where the
     settings of a policy offer more than the policy has."""
     if not isinstance(policy, kind):

@@ -175,7 +175,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None
 
 
-def _call_score(arguments: Any, gold: dict[str, Any]) -> float:
+def _call_score(arguments: object, gold: dict[str, Any]) -> float:
     arguments = arguments if isinstance(arguments, dict) else {}
     names = set(arguments) | set(gold)
     shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0

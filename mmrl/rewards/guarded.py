@@ -6,7 +6,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,6 +14,9 @@ from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
 from mmrl.rewards.types import BatchReward, Reward, Score, numbers
 from mmrl.rollouts import Sample
+
+Argument = TypeVar("Argument")
+Value = TypeVar("Value")
 
 MOST_STUCK = 8  # threads that run on after their deadline, before the run ends
 
@@ -54,7 +57,7 @@ class GuardedReward:
         half = len(samples) // 2
         return [*self._batch(score, samples[:half]), *self._batch(score, samples[half:])]
 
-    def _attempt(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def _attempt(self, function: Callable[[Argument], Value], argument: Argument) -> Value | Failure:
         """Returns the function's value, or the Failure."""
         if (skipped := self.failures.skips()) is not None:
             return skipped
@@ -68,7 +71,7 @@ class GuardedReward:
         except (Exception, SystemExit) as error:
             return Failure("error", describe_error(error))
 
-    def _in_time(self, function: Callable[[Any], Any], argument: Any, deadline_s: float) -> Any:
+    def _in_time(self, function: Callable[[Argument], Value], argument: Argument, deadline_s: float) -> Value:
         self._thread = self._thread or CallingThread()
         try:
             return self._thread.call(function, argument, deadline_s)
@@ -98,7 +101,7 @@ class CallingThread:
         self._thread = threading.Thread(target=self._serve, args=(device,), name="reward", daemon=True)
         self._thread.start()
 
-    def call(self, function: Callable[[Any], Any], argument: Any, limit_s: float) -> Any:
+    def call(self, function: Callable[[Argument], Value], argument: Argument, limit_s: float) -> Value:
         """Returns or raises what the function does; what is no Exception (such as SystemExit) is raised as a
         RuntimeError. Raises TimeLimit after `limit_s` seconds; then only `leave` may follow."""
         self._calls.put((function, argument))

@@ -218,7 +218,7 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     return contents
 
 
-def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
+def _sample(row: object, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
     """Decodes one sample. array, film: the generated image and the frames of the generated video, from an npz."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is no JSON object")
@@ -241,7 +241,7 @@ def _sample(row: Any, number: int, array: np.ndarray | None, film: np.ndarray | 
     return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
 
 
-def _video(video: Any, number: int) -> Video:
+def _video(video: object, number: int) -> Video:
     if not isinstance(video, dict) or not isinstance(video.get("fps"), int | float) or not video.get("frames"):
         raise ValueError(f"sample {number}: a video has frames and fps")
     return Video(tuple(_image(text, number) for text in video["frames"]), video["fps"])

@@ -94,13 +94,13 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
     """Builds the reward `name(options)` of the registry as a service for samples. Raises ValueError where it can not be
     built."""
     try:
-        reward: Any = load_object("mmrl.rewards.registry:build")(name, options, isolated=False)
+        reward: Reward = load_object("mmrl.rewards.registry:build")(name, options, isolated=False)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"reward {name!r}: {describe_error(error)}") from error
 
-    def score(sample: Any) -> dict[str, Any]:
+    def score(sample: Sample) -> dict[str, Any]:
         answer = _scored(reward, sample)
         end_descendants()  # what the reward started serves this sample only
         return answer
@@ -108,7 +108,7 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
     return score
 
 
-def _scored(reward: Reward, sample: Any) -> dict[str, Any]:
+def _scored(reward: Reward, sample: Sample) -> dict[str, Any]:
     try:
         return {"value": numbers([reward(sample)], 1)[0]}
     except UserError as error:

@@ -8,7 +8,7 @@ file of weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from mmrl.rewards.overlap import Box
 from mmrl.rewards.types import device_of, nearest
@@ -144,7 +145,7 @@ class TorchvisionDetector:
             raise ValueError(f"torchvision has no detector {name!r}{nearest(name, names)}; known: {', '.join(names)}")
         if not Path(weights).is_file():
             raise ValueError(f"weights: there is no file {weights}")
-        model: Any = get_model(name, weights=None, weights_backbone=None)
+        model: nn.Module = get_model(name, weights=None, weights_backbone=None)
         try:
             model.load_state_dict(torch.load(weights, "cpu", weights_only=True))
         except RuntimeError as error:
@@ -198,7 +199,7 @@ def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], lea
     return [DetectedObject(labels[int(label[i])], float(sure[i]), _corners(boxes[row[i]])) for i in selected]
 
 
-def sure_first(objects: Any) -> list[DetectedObject]:
+def sure_first(objects: Iterable[DetectedObject]) -> list[DetectedObject]:
     return sorted(objects, key=lambda one: -one.score)
 
 

@@ -39,7 +39,7 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
     return reward
 
 
-def says(text: str, phrase: Any) -> bool:
+def says(text: str, phrase: object) -> bool:
     """Returns whether a plain text holds a phrase, or one of several, as whole words."""
     ways: Sequence[Any] = phrase if isinstance(phrase, list | tuple) else (phrase,)
     return any(_whole_words(spaced(str(way))).search(text) for way in ways)

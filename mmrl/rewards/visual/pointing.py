@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.rewards.parsing.boxes import gold_boxes, gold_points, objects_in, points_in
 from mmrl.rewards.parsing.responses import extract_answer
@@ -13,6 +13,10 @@ from mmrl.rewards.parsing.typography import folded
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 GRID = 256  # cells of a side on which regions are compared
 
@@ -122,7 +126,7 @@ def word_f1(text: str, gold: str) -> float:
     return 2 * shared / (len(words) + len(wanted))
 
 
-def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
+def _numbers(value: object, count: int) -> tuple[float, ...] | None:
     if not isinstance(value, list | tuple) or len(value) != count:
         return None
     return tuple(map(float, value)) if all(isinstance(n, int | float) for n in value) else None
@@ -134,7 +138,7 @@ def _distance(point: Sequence[float], box: Sequence[float]) -> float:
     return math.hypot(*outside)
 
 
-def _filled(points: Sequence[Sequence[float]]) -> Any:
+def _filled(points: Sequence[Sequence[float]]) -> NDArray[np.bool_]:
     import numpy as np
     from PIL import Image, ImageDraw
 
