@@ -15,7 +15,7 @@ from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols.abilities import able
-from mmrl.protocols.parts import ConversationTask, Policy, SyncedGenerator, Task
+from mmrl.protocols.parts import ConversationTask, Policy, ResizedTask, Resizing, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
 
 
@@ -77,6 +77,8 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
     except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
         raise UserError(f"model {path} can not be loaded: {error}") from None
     check_abilities(config, policy)
+    if isinstance(task, ResizedTask) and isinstance(policy, Resizing):
+        task.use_resize(policy.image_resize)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")

@@ -133,6 +133,7 @@ class Sample:
     frames: Tensor | None = None  # of a video [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
     conversation: Conversation | None = None
+    opened_thoughts: bool | None = None  # whether the rendered prompt ended in <think>; None: unknown
     forwards: int = 0  # model calls that generated it, where they may be fewer than its tokens
 
 

@@ -25,7 +25,7 @@ from mmrl.generation.correction import corrected
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.measurement import ReplayedContext
-from mmrl.protocols.parts import Policy, SyncedGenerator, Task
+from mmrl.protocols.parts import ExplainingTask, Policy, SyncedGenerator, Task
 from mmrl.report.run import Run
 from mmrl.rollouts import Rollouts
 from mmrl.runtime.progress import Interval, Work, display
@@ -256,7 +256,8 @@ class Trainer:
         values["throughput/rollouts_per_second"] = self.config.rollouts_per_step / values["time/step"]
         self.run.log(self.step, values)
         self.print_step_line(values)
-        self.unscored_monitor.judge(self.step, values)
+        reasons = self.task.unscored_reasons() if isinstance(self.task, ExplainingTask) else {}
+        self.unscored_monitor.judge(self.step, values, reasons)
         if (idle := self.zero_gradient_monitor.judge(self.step, values)) is not None:
             self.run.line(idle)
         if due(self.step, self.config.log.samples_every):

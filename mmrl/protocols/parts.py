@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -133,6 +133,30 @@ class Encoding(Protocol):
 
     def encoder(self) -> Callable[[Prompt], Any] | None:
         """Returns the encoder, which can be pickled; None where encoding ahead of time is of no use."""
+
+
+@runtime_checkable
+class ExplainingTask(Protocol):
+    """A task that knows why its rewards did not score a rollout."""
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """The reasons by reward."""
+
+
+@runtime_checkable
+class ResizedTask(Protocol):
+    """A task whose rewards may speak of what the model's image processor makes of an image."""
+
+    def use_resize(self, resize: Mapping[str, int] | None) -> None:
+        """Takes factor, min_pixels and max_pixels of the processor; None: it resizes in another way."""
+
+
+@runtime_checkable
+class Resizing(Protocol):
+    """A policy whose processor resizes images. image_resize: factor, min_pixels and max_pixels; None: in another way
+    than Qwen2-VL's."""
+
+    image_resize: Mapping[str, int] | None
 
 
 @runtime_checkable

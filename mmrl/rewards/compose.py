@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Sample
 
+SHOWN = 120  # letters of an answer in a message
 SAMPLE_S, BATCH_S = 60.0, 600.0  # limits of a custom reward in this process
 MOST_LATE, MOST_LATE_IN_PROCESS = 32, 4  # calls of a batch that may time out: of isolated rewards, and in this process
 
@@ -80,6 +81,7 @@ class RewardSet:
         if twice is not None:
             raise ValueError(f"rewards: two components are named {twice!r}; give one of them a label")
         self.components = tuple(build_reward(spec) for spec in self.specs)
+        self.reasons: dict[str, str] = {}  # by name: why a sample was not scored, the first of the latest such call
         self._one_at_a_time = threading.Lock()  # models and worker processes serve one caller
 
     def score(
@@ -110,8 +112,57 @@ class RewardSet:
                         scores[index, column] = _column(reward.score([samples[row] for row in index]))
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
+                unscored = next((samples[row] for row in rows if scores[row, column].isnan()), None)
+                if unscored is not None:
+                    self.reasons[name] = reward.failures.reason or _reason(unscored)
         scores[lost] = math.nan
+        if lost:
+            self.reasons.update(
+                dict.fromkeys(self.names, f"the environment of prompt {samples[lost[0]].prompt.id} failed")
+            )
         return scores
+
+    def use_resize(self, resize: Mapping[str, int] | None) -> None:
+        """Gives rewards of coordinates 'resized' the numbers of the run's own image processor: factor, min_pixels and
+        max_pixels, or None where it resizes images in another way.
+
+        Raises UserError where a reward has others, or needs them and there are none.
+        """
+        specs = [_resized(spec, resize) for spec in self.specs]
+        self.components = tuple(
+            reward if new is old else build_reward(new)
+            for reward, new, old in zip(self.components, specs, self.specs, strict=True)
+        )
+        self.specs = tuple(specs)
+
+
+def _reason(sample: Sample) -> str:
+    """Describes a sample for which a reward gave no number."""
+    answer = repr(sample.prompt.answer)
+    answer = answer if len(answer) <= SHOWN else f"{answer[:SHOWN]}..."
+    return f"it gave no finite number on prompt {sample.prompt.id}, whose answer is {answer}"
+
+
+def _resized(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
+    """The settings of a reward with the numbers of the image processor, where it needs them."""
+    if is_own(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
+        return spec
+    own = spec.options.get("resize")
+    if resize is None:
+        if own is None:
+            raise UserError(
+                f"reward {spec.column!r}: coordinates 'resized' follow the model's image processor, but this one does "
+                "not resize images as Qwen2-VL's does; set coordinates to pixels, thousandths or unit, or give resize"
+            )
+        return spec
+    different = [key for key, value in (own or {}).items() if key in resize and resize[key] != value]
+    if different:
+        numbers = ", ".join(f"{key} {(own or {})[key]}, not {resize[key]}" for key in different)
+        raise UserError(
+            f"reward {spec.column!r}: its resize has {numbers} as the model's image processor; leave resize out, or "
+            "set model.processor"
+        )
+    return spec.model_copy(update={"options": {**spec.options, "resize": dict(resize)}})
 
 
 def _applies(spec: RewardSpec, sample: Sample) -> bool:

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from mmrl.rewards.overlap import proper
 from mmrl.rewards.parsing.boxes import boxes_in
 from mmrl.rewards.parsing.choices import Letters
-from mmrl.rewards.parsing.responses import between, extract_answer, gold_text, golds, split_thoughts, stated
+from mmrl.rewards.parsing.responses import (
+    between,
+    extract_answer,
+    gold_text,
+    golds,
+    split_thoughts,
+    stated,
+)
 from mmrl.rewards.parsing.typography import plain, spaced
 from mmrl.rewards.parsing.wording import wording
 from mmrl.rewards.types import Reward, Score
@@ -39,7 +46,7 @@ def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> R
         right = {letter for gold in golds(sample) for letter in gold_letters(str(gold))}
         if not right:
             return None
-        chosen = set(reader.named(extract_answer(sample.response)))
+        chosen = set(reader.named(extract_answer(full_response(sample))))
         shared = len(chosen & right)
         if credit == "subset":
             return shared / len(right) if chosen <= right else 0.0
@@ -62,7 +69,7 @@ def abstention(
     def reward(sample: Sample) -> float | None:
         if same(sample):
             return right
-        answer = spaced(extract_answer(sample.response))
+        answer = spaced(extract_answer(full_response(sample)))
         return silent if any(phrase in answer for phrase in quiet) else wrong
 
     return reward
@@ -81,7 +88,7 @@ class Majority:
         return "group"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        answers = [wording(extract_answer(sample.response)) for sample in samples]
+        answers = [wording(extract_answer(full_response(sample))) for sample in samples]
         votes = Counter(answer for answer in answers if answer)
         most = max(votes.values(), default=0)
         if self.graded:
@@ -101,7 +108,7 @@ def tool_calls() -> Reward:
         wanted = _gold_calls(sample.prompt.answer)
         if not wanted:
             return None
-        calls = [_parsed(text) for text in between(stated(sample.response), "<tool_call>", "</tool_call>")]
+        calls = [_parsed(text) for text in between(stated(full_response(sample)), "<tool_call>", "</tool_call>")]
         if any(call is None for call in calls):
             return 0.0
         left, total = [call for call in calls if call is not None], 0.0
@@ -122,7 +129,7 @@ def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
         raise ValueError(f"0 < at_least <= at_most must hold, got {at_least} and {at_most}")
 
     def reward(sample: Sample) -> float:
-        boxes = boxes_in(split_thoughts(sample.response)[0])
+        boxes = boxes_in(split_thoughts(full_response(sample))[0])
         return float(at_least <= len(boxes) <= at_most and all(proper(box) for box in boxes))
 
     return reward
@@ -136,8 +143,8 @@ def sections(*, tags: Sequence[str]) -> Reward:
         raise ValueError(f"tags must be different names, at least one, got {list(tags)}")
 
     def reward(sample: Sample) -> float:
-        left = sample.response.strip()
-        if tags[0] == "think" and "<think>" not in left:
+        left = full_response(sample).strip()
+        if tags[0] == "think" and "<think>" not in left and sample.opened_thoughts is None:
             left = f"<think>{left}"
         for tag in tags:
             opening, closing = f"<{tag}>", f"</{tag}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmrl.rewards.parsing.responses import extract_answer
+from mmrl.rewards.parsing.responses import extract_answer, full_response
 from mmrl.rewards.parsing.times import gold_times, times_in
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
@@ -22,7 +22,7 @@ def interval_iou(*, least: float = 0.0) -> Reward:
         gold = gold_times(sample.prompt.answer)
         if len(gold) != 2 or not _rises(gold):
             return None
-        interval = times_in(extract_answer(sample.response))[-2:]
+        interval = times_in(extract_answer(full_response(sample)))[-2:]
         if not _rises(interval):
             return 0.0
         shared = max(0.0, min(interval[1], gold[1]) - max(interval[0], gold[0]))

@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Any
 
-from mmrl.rewards.parsing.responses import extract_from, gold_text, golds, stated
+from mmrl.rewards.parsing.responses import extract_from, full_response, gold_text, golds, stated
 from mmrl.rewards.parsing.typography import plain
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
@@ -42,7 +42,7 @@ def math(*, precision: int = 6) -> Reward:
         wanted = [parsed(_delimited(_latex(gold_text(str(gold))))) for gold in golds(sample)]
         if not all(wanted):
             return None
-        remainder = stated(sample.response).strip()
+        remainder = stated(full_response(sample)).strip()
         answer = extract_from(remainder)
         if not answer:
             return 0.0

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from mmrl.rewards.parsing.choices import Letters, options_of, without_lead_in
 from mmrl.rewards.parsing.quantities import Quantity, last_quantity
-from mmrl.rewards.parsing.responses import CLOSE, OPEN, extract_answer, gold_text, golds, last_tagged
+from mmrl.rewards.parsing.responses import CLOSE, OPEN, extract_answer, full_response, gold_text, golds, last_tagged
 from mmrl.rewards.parsing.wording import wording
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
@@ -38,7 +38,7 @@ def exact_match(*, articles: bool = False, punctuation: bool = False) -> Reward:
         wanted = [words for gold in golds(sample) if (words := gold_wording(str(gold)))]
         if not wanted:
             return None
-        words = wording(extract_answer(sample.response), articles, punctuation)
+        words = wording(extract_answer(full_response(sample)), articles, punctuation)
         return float(words != "" and words in wanted)
 
     return reward
@@ -71,7 +71,7 @@ def multiple_choice(*, letters: str = "ABCDEFGHIJ") -> Reward:
     def reward(sample: Sample) -> float | None:
         question = sample.prompt.text
         wanted = [letter for gold in golds(sample) if (letter := gold_choice(str(gold), question))]
-        return float(choice(extract_answer(sample.response), question) in wanted) if wanted else None
+        return float(choice(extract_answer(full_response(sample)), question) in wanted) if wanted else None
 
     return reward
 
@@ -95,7 +95,7 @@ def numeric(*, rtol: float | None = None, atol: float | None = None) -> Reward:
         wanted = [number for gold in golds(sample) if (number := gold_number(str(gold))) is not None]
         if not wanted:
             return None
-        number = last_quantity(extract_answer(sample.response))
+        number = last_quantity(extract_answer(full_response(sample)))
         return float(number is not None and any(number.is_near(gold, rtol, atol) for gold in wanted))
 
     return reward
@@ -106,8 +106,11 @@ def think_answer() -> Reward:
     The opening <think> may stand in the prompt, where the chat template puts it."""
 
     def reward(sample: Sample) -> float:
-        counts = [sample.response.count(tag) for tag in _TAGS]
-        match = _FORMAT.fullmatch(sample.response) if counts in ([1, 1, 1, 1], [0, 1, 1, 1]) else None
+        response = full_response(sample)
+        counts = [response.count(tag) for tag in _TAGS]
+        # Where nobody knows what the prompt ended in, the tag may have stood there.
+        openings = (0, 1) if sample.opened_thoughts is None else (1,)
+        match = _FORMAT.fullmatch(response) if counts[1:] == [1, 1, 1] and counts[0] in openings else None
         return float(match is not None and "<think>" not in match[1] and all(part.strip() for part in match.groups()))
 
     return reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 
@@ -146,18 +146,20 @@ class UnscoredMonitor:
     def __init__(self, most: int) -> None:
         self.most, self.steps = most, 0
 
-    def judge(self, step: int, values: dict[str, float]) -> None:
+    def judge(self, step: int, values: dict[str, float], reasons: Mapping[str, str] | None = None) -> None:
         """Raises UserError after `most` such steps in a row, which names the components with unscored rollouts.
-        `values` are of all ranks, so all ranks raise."""
+        `values` are of all ranks, so all ranks raise. reasons: by component, why it did not score a rollout."""
         if UNSCORED not in values:
             return
         self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0
         if self.steps >= self.most:
             shares = {n.removeprefix(f"{UNSCORED}/"): v for n, v in values.items() if n.startswith(f"{UNSCORED}/")}
             lost = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
+            why = "; ".join(f"{name}: {reason}" for name, reason in (reasons or {}).items() if shares.get(name))
             raise UserError(
-                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {lost}); "
-                "the warnings above say why, or raise rollout.max_unscored_steps"
+                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {lost}). "
+                f"{why or 'The warnings above say why'}. Mend the rewards or their answers, or raise "
+                "rollout.max_unscored_steps"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class ImageGeneration:
         group: [rollout] int64, which prompt a rollout answers; without it, those of equal prompt ids are a group.
         """
         return self._rewards.score(samples, _groups(samples) if group is None else group)
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """Why a rollout was not scored, by reward."""
+        return self._rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""

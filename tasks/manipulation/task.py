@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -82,6 +82,10 @@ class Manipulation:
         """Returns unweighted reward components [rollout, component], float32, NaN for episodes that the simulator lost.
         group: [rollout], the start state of an episode, for rewards that compare the rollouts of a group."""
         return self._rewards.score(samples, group)
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """Why a rollout was not scored, by reward."""
+        return self._rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         """Returns success at any time [rollout], float32, NaN for episodes that the simulator lost."""

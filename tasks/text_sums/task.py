@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,10 @@ class TextSums:
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
         return self._rewards.score(samples, group)
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """Why a rollout was not scored, by reward."""
+        return self._rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Returns 1 for the right number, else 0, [rollout]."""

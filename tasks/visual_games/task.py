@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +28,10 @@ class VisualGames:
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         return self._rewards.score(samples, group)
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """Why a rollout was not scored, by reward."""
+        return self._rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Returns whether the game was won, [rollout]; NaN where its environment failed."""

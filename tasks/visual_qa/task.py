@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,16 @@ class VisualQA:
         """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
         [rollout], the prompt of a rollout, for rewards that compare the rollouts of a group."""
         return self.rewards.score(samples, group)
+
+    def unscored_reasons(self) -> Mapping[str, str]:
+        """Why a rollout was not scored, by reward."""
+        return self.rewards.reasons
+
+    def use_resize(self, resize: Mapping[str, int] | None) -> None:
+        """Gives the numbers of the model's image processor to rewards of coordinates 'resized'. Raises UserError as
+        `RewardSet.use_resize`."""
+        self.rewards.use_resize(resize)
+        self.verifier.use_resize(resize)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Returns the values of the evaluation's verifier [rollout], float32, NaN for what it could not judge."""

@@ -18,6 +18,7 @@ from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import PromptEncoder, save_processor
+from mmrl.policies.vlm.resizing import resize_of
 from mmrl.policies.vlm.responses import reuse
 from mmrl.policies.vlm.responses.demonstrations import demonstrate
 from mmrl.policies.vlm.responses.drafting import Drafter
@@ -58,6 +59,7 @@ class VisionLanguagePolicy:
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
+        self.image_resize = resize_of(processor)
         # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
         self.temperature = constant(sampling.temperature) if temperature is None else temperature

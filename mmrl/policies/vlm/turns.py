@@ -22,6 +22,7 @@ from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.drafts import Draft, continued_seed
 from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, read
+from mmrl.policies.vlm.thoughts import opens_thoughts
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
@@ -272,7 +273,12 @@ class Conversations:
             truncated=record.end == "length",
             max_response_length=longest,
             conversation=record,
+            opened_thoughts=self._opens_thoughts(draft.tokens, draft.begin),
         )
+
+    def _opens_thoughts(self, tokens: RolloutTokens, begin: int) -> bool:
+        """Whether what stands before the response that begins at a token ends in <think>."""
+        return opens_thoughts(self.tokenizer, torch.cat([tokens.prompt, tokens.response[:begin]]))
 
     def _warn_lost(self, prompt: Prompt, problem: str) -> None:
         """Warns of a lost conversation the first time, the tenth, the hundredth and so on."""

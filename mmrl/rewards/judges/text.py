@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.rewards.judges.visual import Judged, JudgeQuestion, VlmJudge
-from mmrl.rewards.parsing.responses import extract_answer
+from mmrl.rewards.parsing.responses import extract_answer, full_response, split_thoughts
 from mmrl.rewards.types import Score, as_pil, image_of
 from mmrl.rollouts import Prompt, Sample
 
@@ -35,7 +35,7 @@ IS_IT_BETTER = f'The first image was made for "{{prompt}}". Does it show that be
 class TextJudge(Judged):
     """P(yes) / (P(yes) + P(no)) of a judge's answer to a question about a response; 0 to 1.
 
-    question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (inside <think>), {caption} (inside
+    question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (up to </think>), {caption} (inside
     <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees the images of the prompt, and
     after them its videos, as `frames` images each: the first, the last and evenly between, or all where there are no
     more. A response without the {thinking} or {caption} of the question gets 0. None where the judge gives neither word
@@ -98,8 +98,8 @@ class TextJudge(Judged):
         parts = {
             "prompt": sample.prompt.text.replace("<image>", "").replace("<video>", "").strip(),
             "response": sample.response,
-            "answer": extract_answer(sample.response),
-            "thinking": _inside(sample.response, "think"),
+            "answer": extract_answer(full_response(sample)),
+            "thinking": split_thoughts(full_response(sample))[0].strip(),
             "caption": _inside(sample.response, "info"),
             "gold": ", ".join(map(str, gold)) if isinstance(gold, list | tuple) else str(gold),
             "criterion": criterion,

@@ -53,6 +53,11 @@ def stated(response: str) -> str:
     return split_thoughts(response)[1]
 
 
+def full_response(sample: Sample) -> str:
+    """The response of a sample, with the tag that opens its thoughts where that stands in the prompt."""
+    return f"<think>{sample.response}" if sample.opened_thoughts else sample.response
+
+
 def split_thoughts(response: str) -> tuple[str, str]:
     """Thoughts and the rest; the thoughts are "" where no tag marks any."""
     thoughts, remainder = "", response

@@ -36,12 +36,13 @@ class Failures:
         self.name, self.late, self.most_late = name, late, most_late
         self.causes: Counter[Cause] = Counter()
         self.prompts: Counter[str] = Counter()
+        self.reason: str | None = None  # why the first sample of the batch was lost
         self._waits = 0  # calls of the batch that timed out
         self._counting = threading.Lock()
 
     def begin(self) -> None:
         """Starts another batch."""
-        self._waits = 0
+        self._waits, self.reason = 0, None
 
     def waited(self, limit_s: float) -> Failure:
         """Returns the failure of a call that timed out after `limit_s` seconds. Warns at the one after which the rest
@@ -68,6 +69,7 @@ class Failures:
         """Counts the failed sample and returns its score. Warns at the first, tenth, hundredth ... failure of a cause,
         except of samples that were not tried."""
         self.causes[failure.cause] += 1
+        self.reason = self.reason or f"it failed on prompt {sample.prompt.id}: {failure.what}"
         self.prompts[sample.prompt.id] += 1
         count = self.causes[failure.cause]
         score = self.late if failure.cause in ("deadline", "not tried") else None

@@ -14,7 +14,7 @@ from typing import Any
 from mmrl.rewards.matching import best_assignment, soft_assignment
 from mmrl.rewards.overlap import Box, giou, iou
 from mmrl.rewards.parsing.boxes import boxes_in, gold_boxes, labelled_in, objects_in, states_nothing
-from mmrl.rewards.parsing.responses import extract_answer, stated
+from mmrl.rewards.parsing.responses import extract_answer, full_response, stated
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
@@ -57,8 +57,8 @@ def _box_reward(
         golds = _gold(sample, pair)
         if golds is None:
             return None
-        answer = extract_answer(sample.response)
-        boxes = boxes_in(answer) or boxes_in(stated(sample.response))
+        answer = extract_answer(full_response(sample))
+        boxes = boxes_in(answer) or boxes_in(stated(full_response(sample)))
         if not golds:
             return 1.0 if not boxes and states_nothing(answer) else missing
         box = pair.response_box(boxes[-1], sample) if boxes else None
@@ -93,7 +93,7 @@ def boxes_matched(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        golds, answer = _gold(sample, pair), extract_answer(sample.response)
+        golds, answer = _gold(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None
         numbers = boxes_in(answer)
@@ -131,7 +131,7 @@ def labelled_boxes(
         golds = _gold_labelled(sample, pair)
         if golds is None:
             return None
-        text = sample.response if whole_response else extract_answer(sample.response)
+        text = sample.response if whole_response else extract_answer(full_response(sample))
         predicted = _labelled(text, pair, sample)
         if not golds:
             return _nothing(text)
@@ -157,7 +157,7 @@ def average_precision(
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
-        golds, answer = _gold_labelled(sample, pair), extract_answer(sample.response)
+        golds, answer = _gold_labelled(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None
         if not golds:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from mmrl.rewards.parsing.responses import split_thoughts
+from mmrl.rewards.parsing.responses import full_response, split_thoughts
 from mmrl.rewards.parsing.typography import spaced
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
@@ -31,7 +31,7 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
         wanted = sample.prompt.metadata.get(findings)
         if not wanted:
             return None
-        text = spaced(sample.response if everywhere else split_thoughts(sample.response)[0])
+        text = spaced(sample.response if everywhere else split_thoughts(full_response(sample))[0])
         named = sum(says(text, phrase) for phrase in wanted)
         unwanted = sample.prompt.metadata.get(absent) or () if absent is not None else ()
         return named / (len(wanted) + sum(says(text, phrase) for phrase in unwanted))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmrl.rewards.parsing.boxes import gold_boxes, gold_points, objects_in, points_in
-from mmrl.rewards.parsing.responses import extract_answer
+from mmrl.rewards.parsing.responses import extract_answer, full_response
 from mmrl.rewards.parsing.typography import folded
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
@@ -39,7 +39,7 @@ def point_inside(
         boxes = gold_boxes(sample.prompt.answer)
         if boxes is None or len(boxes) != 1:
             return None
-        points = points_in(extract_answer(sample.response))
+        points = points_in(extract_answer(full_response(sample)))
         if not points:
             return 0.0
         apart = _distance(pair.response.unit(points[-1], sample), pair.gold.unit(boxes[0], sample))
@@ -69,7 +69,7 @@ def interface_action(
         gold = _gold_action(sample.prompt.answer)
         if gold is None:
             return None
-        actions = objects_in(extract_answer(sample.response))
+        actions = objects_in(extract_answer(full_response(sample)))
         if len(actions) != 1 or actions[0].get("action") != gold["action"]:
             return 0.0
         return kind_weight + (1 - kind_weight) * _argument(actions[0], gold, pair, sample)
@@ -88,7 +88,7 @@ def region_iou(
         gold = gold_points(sample.prompt.answer)
         if gold is None or len(gold) < 3:
             return None
-        points = points_in(extract_answer(sample.response))
+        points = points_in(extract_answer(full_response(sample)))
         if len(points) < 3:
             return 0.0
         region = _filled([pair.response.unit(point, sample) for point in points])

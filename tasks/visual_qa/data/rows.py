@@ -127,7 +127,8 @@ class Fields:
             fields = ", ".join(map(str, row)) or "none"
             raise RowError(f"field {name!r} is missing (fields: {fields}); task.data.{key} names another one")
         value = row[name]
-        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        nothing = value == [] and name != self.answer  # an answer of [] says that there is nothing to find
+        if value is None or nothing or (isinstance(value, str) and not value.strip()):
             raise RowError(f"field {name!r} is empty")
         return value
 

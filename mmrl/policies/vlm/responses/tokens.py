@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.prompts import PromptEncoder, RolloutTokens, encode
+from mmrl.policies.vlm.thoughts import opens_thoughts
 from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
@@ -82,6 +83,7 @@ class ChatTokenizer:
                 response_length=len(row.response),
                 truncated=int(row.response[-1]) not in self.eos,
                 max_response_length=self.max_response_length,
+                opened_thoughts=opens_thoughts(self.tokenizer, row.prompt),
             )
             for prompt, row, text in zip(prompts, rows, texts, strict=True)
         ]
