@@ -13,7 +13,7 @@ from mmrl.build import build_policy, build_task
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate
-from mmrl.policies.vlm.resizing import resize_of
+from mmrl.policies.resizing import resize_of
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
 from tests.evaluation.test_evaluation import Alone

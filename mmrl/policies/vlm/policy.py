@@ -14,11 +14,11 @@ from transformers import GenerationConfig
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm.engine import Answering
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
+from mmrl.policies.resizing import resize_of
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import PromptEncoder, save_processor
-from mmrl.policies.vlm.resizing import resize_of
 from mmrl.policies.vlm.responses import reuse
 from mmrl.policies.vlm.responses.demonstrations import demonstrate
 from mmrl.policies.vlm.responses.drafting import Drafter

@@ -22,7 +22,7 @@ from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.drafts import Draft, continued_seed
 from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, read
-from mmrl.policies.vlm.thoughts import opens_thoughts
+from mmrl.policies.vlm.responses.thoughts import opens_thoughts
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.prompts import PromptEncoder, RolloutTokens, encode
-from mmrl.policies.vlm.thoughts import opens_thoughts
+from mmrl.policies.vlm.responses.thoughts import opens_thoughts
 from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
