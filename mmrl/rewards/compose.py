@@ -145,19 +145,19 @@ def _reason(sample: Sample) -> str:
 
 def _resized(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
     """The settings of a reward with the numbers of the image processor, where it needs them."""
-    if is_own(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
+    if is_custom(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
         return spec
-    own = spec.options.get("resize")
+    chosen = spec.options.get("resize")
     if resize is None:
-        if own is None:
+        if chosen is None:
             raise UserError(
                 f"reward {spec.column!r}: coordinates 'resized' follow the model's image processor, but this one does "
                 "not resize images as Qwen2-VL's does; set coordinates to pixels, thousandths or unit, or give resize"
             )
         return spec
-    different = [key for key, value in (own or {}).items() if key in resize and resize[key] != value]
+    different = [key for key, value in (chosen or {}).items() if key in resize and resize[key] != value]
     if different:
-        numbers = ", ".join(f"{key} {(own or {})[key]}, not {resize[key]}" for key in different)
+        numbers = ", ".join(f"{key} {(chosen or {})[key]}, not {resize[key]}" for key in different)
         raise UserError(
             f"reward {spec.column!r}: its resize has {numbers} as the model's image processor; leave resize out, or "
             "set model.processor"

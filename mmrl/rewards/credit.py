@@ -14,6 +14,7 @@ from mmrl.rewards.parsing.choices import Letters
 from mmrl.rewards.parsing.responses import (
     between,
     extract_answer,
+    full_response,
     gold_text,
     golds,
     split_thoughts,
