@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import minigrid  # noqa: F401  it registers the levels
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from mmrl.errors import UserError
 from mmrl.sims.gymnasium import GymnasiumSimulator
 from mmrl.sims.vector.simulator import Transition
+
+if TYPE_CHECKING:
+    from minigrid.minigrid_env import MiniGridEnv
 
 LEVELS = ("GoToLocalS8N7", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
@@ -88,7 +91,7 @@ class Levels(gymnasium.Env):
                 return self._shown(observation), info
         raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | np.integer) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._idle:
             return self._last, 0.0, False, False, {"solved": False}
         world = self.unwrapped
@@ -169,7 +172,7 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
     return BabyAIBot(env.unwrapped).replan
 
 
-def all_round(world: Any, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+def all_round(world: MiniGridEnv, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     """Returns side x side squares [x, y, (object, colour, state)] around the agent of a minigrid world, which faces up.
 
     codes: the encoded grid, likewise. Nothing is hidden, so that one observation shows where everything is; beyond the

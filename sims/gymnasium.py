@@ -28,7 +28,7 @@ class Moves(Protocol):
         """Converts numbers [n, dim] to n actions of the environment."""
         ...
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def show(self, action: int | NDArray) -> NDArray[np.float32]:
         """Returns the numbers [dim] of one action of the environment."""
         ...
 
@@ -42,7 +42,7 @@ class Continuous:
     def execute(self, actions: NDArray) -> NDArray:
         return np.clip(actions, self.box.low, self.box.high).astype(self.box.dtype)
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def show(self, action: int | NDArray) -> NDArray[np.float32]:
         return np.asarray(action, np.float32)
 
 
@@ -61,7 +61,7 @@ class Choices:
         part = np.floor((actions[:, 0] + 1) / 2 * self.count).astype(np.int64)
         return self.start + np.clip(part, 0, self.count - 1)
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def show(self, action: int | NDArray) -> NDArray[np.float32]:
         return np.array([(2 * (int(action) - self.start) + 1) / self.count - 1], np.float32)
 
 
@@ -88,7 +88,7 @@ class GymnasiumSimulator:
         self,
         count: int,
         *,
-        env: Any,
+        env: str | Callable[..., VectorEnv],
         image: str = RENDER,
         state: str | None = None,
         instruction: str | Mapping[str, str] = "",
@@ -226,13 +226,13 @@ class GymnasiumSimulator:
                 out.truncated[i, c] = truncated[row] and not terminated[row]
                 self._live[row] = not self._over[row]
 
-    def _mission_text(self, observation: Any, row: int) -> str:
+    def _mission_text(self, observation: object, row: int) -> str:
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
             raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
         return str(keys[self._mission][row])
 
-    def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    def _observe(self, observation: object) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for a missing key and for
         images of another shape or type."""
         keys = observation if isinstance(observation, dict) else {}
@@ -246,7 +246,7 @@ class GymnasiumSimulator:
         return images, np.asarray(state, np.float32).reshape(self.count, -1)
 
 
-def _moves(env: Any, space: gymnasium.Space) -> Moves:
+def _moves(env: object, space: gymnasium.Space) -> Moves:
     if isinstance(space, gymnasium.spaces.Discrete):
         return Choices(space)
     if isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
@@ -254,7 +254,7 @@ def _moves(env: Any, space: gymnasium.Space) -> Moves:
     raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A] or Discrete, not {space}")
 
 
-def _make(env: Any, count: int, kwargs: dict[str, Any]) -> VectorEnv:
+def _make(env: str | Callable[..., VectorEnv], count: int, kwargs: dict[str, Any]) -> VectorEnv:
     if not isinstance(env, str):
         vector_env = env(count, **kwargs)
     else:

@@ -146,7 +146,7 @@ class ForkedProcess:
         self._spent = False  # whether it is to be replaced
         self._requests = 0
 
-    def call(self, request: Any, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
+    def call(self, request: object, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
         """Returns the answer of the service, at most `max_bytes` long. Raises TimeoutError, and ConnectionError for an
         invalid answer and where its process ended or was killed; the worker can not be called again then."""
         self._requests += 1

@@ -12,16 +12,19 @@ import json
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 ALIGNED = 8  # bytes; a tensor is read without a copy
 LENGTH = 8  # bytes of the text's own length
 MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that are fully described by their pixels
 
 
-def encode(value: Any, shared: Sequence[Any] = ()) -> bytes:
+def encode(value: object, shared: Sequence[Any] = ()) -> bytes:
     """Returns the message of plain values, lists, tuples, mappings, dataclasses, tensors, arrays and images. Raises
     TypeError for anything else."""
     writer = MessageWriter(shared)
@@ -63,7 +66,7 @@ class MessageWriter:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def tree(self, value: Any) -> Any:
+    def tree(self, value: object) -> object:
         """Returns `value` as a JSON tree; appends the bytes of its arrays to `parts`."""
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -85,7 +88,7 @@ class MessageWriter:
             return {"record": [record.__module__, record.__qualname__, values]}
         return self.of_library(value)
 
-    def of_library(self, value: Any) -> Any:
+    def of_library(self, value: object) -> object:
         """Returns the JSON tree of a tensor or an image; of a library that is not imported there can be none."""
         if "torch" in sys.modules:
             import torch
@@ -117,7 +120,7 @@ class Reader:
     def __init__(self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None) -> None:
         self.numbers, self.shared, self.records = numbers, shared, records
 
-    def value(self, tree: Any) -> Any:
+    def value(self, tree: object) -> Any:
         if isinstance(tree, list):
             return [self.value(one) for one in tree]
         if not isinstance(tree, dict):
@@ -135,7 +138,7 @@ class Reader:
         name, shape, begin, size = content
         return self.numeric(kind, name, shape, self.numbers[begin : begin + size])
 
-    def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> Any:
+    def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> object:
         if kind == "image":
             return image(name, shape, part)
         if kind == "tensor":
@@ -154,7 +157,7 @@ class Reader:
         raise ValueError(f"{module}:{name} is no record that is known here")
 
 
-def image(mode: str, size: list[int], pixels: memoryview) -> Any:
+def image(mode: str, size: list[int], pixels: memoryview) -> Image.Image:
     """Returns an image. Raises ValueError where the size does not fit the pixels; Pillow allocates before it checks."""
     from PIL import Image
 

@@ -33,10 +33,10 @@ BEAT_S = 1.0  # between signs of life
 class Service(ABC):
     """The work of a child process, built from the first message. facts: the answer to that message."""
 
-    facts: Any = None
+    facts: object = None
 
     @abstractmethod
-    def answer(self, request: Any) -> Any: ...
+    def answer(self, request: Any) -> object: ...
 
     def shared(self, request: Any) -> Sequence[Any]:
         """Returns the objects of the request that the answer may name instead of repeating them."""
@@ -61,7 +61,7 @@ def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[
         service.close()
 
 
-def _answer(services: list[Service], make: Callable[[Any], Service], request: Any) -> bytes:
+def _answer(services: list[Service], make: Callable[[Any], Service], request: object) -> bytes:
     try:
         if not services:
             services.append(make(request))

@@ -195,7 +195,7 @@ class WorkerPool:
         """Returns the results of the workers in order, each for its share of the prompts."""
         parts = shares(len(prompts), len(self.handles))
 
-        def ask(number: int) -> Any:
+        def ask(number: int) -> dict[str, Any]:
             first, last = parts[number]
             share = list(prompts[first:last])
             share_seeds = [int(seed) for seed in seeds[first * group_size : last * group_size]]

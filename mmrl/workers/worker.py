@@ -19,7 +19,7 @@ from mmrl.errors import UserError
 from mmrl.generation.weight_sync.checksums import checksum
 from mmrl.generation.weight_sync.receiver import read_folder
 from mmrl.protocols.abilities import Recording
-from mmrl.rollouts import Prompt, Rollouts
+from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import load_attribute
 
@@ -88,7 +88,7 @@ class RolloutWorker(Service):
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "weights" in request:
             return {"checksums": self.load_weights(Path(request["weights"]), request["frozen"], request["controls"])}
-        result: Any = (
+        result: Rollouts | list[Sample] = (
             self.rollout(request) if "rollout" in request else self.policy.respond(request["prompts"], request["seeds"])
         )
         return {"result": result, "counts": self.policy.counts()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import mujoco
 import numpy as np
@@ -318,6 +318,6 @@ def _numpy_seed(seed: Sequence[int]) -> Iterator[None]:
         np.random.set_state(before)
 
 
-def _check(name: str, value: str, options: Any) -> None:
+def _check(name: str, value: str, options: Collection[str]) -> None:
     if value not in options:
         raise UserError(f"libero: unknown {name} {value!r}{nearest(value, options)}; known: {', '.join(options)}")

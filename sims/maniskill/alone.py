@@ -6,12 +6,15 @@ it, ten times in an action, and a robot's targets to a tensor for each joint. He
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sapien
 import torch
 from mani_skill.utils.structs import Actor, Articulation, Link, Pose
+
+if TYPE_CHECKING:
+    from mani_skill.envs.sapien_env import BaseEnv
 
 
 class LoneActor(Actor):
@@ -45,7 +48,7 @@ def batch_of_one(pose: sapien.Pose) -> Pose:
     return Pose(torch.from_numpy(np.concatenate((pose.p, pose.q))[None]))
 
 
-def take_apart(env: Any) -> None:
+def take_apart(env: BaseEnv) -> None:
     """Replaces the classes of actors, robots and links in the scene of `env`, which is on the CPU, by those above;
     objects that tasks have merged from several stay as they are."""
     for actor in env.scene.actors.values():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from mmrl.sims.maniskill.driver import choose_device
 from mmrl.sims.maniskill.experts import EXPERTS
 from mmrl.sims.maniskill.tasks import INSTRUCTIONS
 from mmrl.sims.vector.simulator import Transition, nearest
+
+if TYPE_CHECKING:
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.utils.registration import EnvSpec
 
 OBSERVATIONS = ("state", "rgb", "video")
 RENDERED_ALWAYS = {"PushT-v1"}  # it needs its visual shapes also where nothing is rendered
@@ -150,7 +154,7 @@ class Recipe:
     reward: str
     sim_backend: str
 
-    def make(self, task: str, rows: int) -> Any:
+    def make(self, task: str, rows: int) -> BaseEnv:
         spec, renderer = _spec(task), self._renderer(task)
         # A name without a colon, which ManiSkill would split, for devices that are none of CUDA's.
         backend.render_backend_name_mapping["software"] = "pci:0"
@@ -189,7 +193,7 @@ class RowBlock:
     def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):
         self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
         self.task = ""
-        self._envs: dict[str, Any] = {}
+        self._envs: dict[str, BaseEnv] = {}
         self._live = np.zeros(len(rows), bool)
         self._steps = np.zeros(len(rows), np.int64)
 
@@ -260,7 +264,14 @@ class RowBlock:
         self._envs = {}
 
     def _advance(
-        self, env: Any, local: NDArray, actions: NDArray, playing: NDArray, out: Transition, indices: NDArray, c: int
+        self,
+        env: BaseEnv,
+        local: NDArray,
+        actions: NDArray,
+        playing: NDArray,
+        out: Transition,
+        indices: NDArray,
+        c: int,
     ) -> dict[str, Any]:
         """Executes one control step without an observation, which is only taken at the end of a chunk. Returns
         ManiSkill's info, whose evaluation is slow and, in some tasks, not deterministic."""
@@ -289,14 +300,14 @@ class RowBlock:
     def _limit(self) -> float:
         return self.max_steps or _spec(self.task).max_episode_steps or np.inf
 
-    def _env(self, task: str) -> Any:
+    def _env(self, task: str) -> BaseEnv:
         if task not in self._envs:
             self._envs[task] = self.recipe.make(task, len(self.rows))
         return self._envs[task]
 
     def _show(
         self,
-        env: Any,
+        env: BaseEnv,
         local: Sequence[int] | NDArray,
         out: Transition,
         indices: Sequence[int],
@@ -305,7 +316,9 @@ class RowBlock:
         images, state = self._observe(env, info)
         out.images[indices], out.state[indices, : state.shape[1]] = images[local], state[local]
 
-    def _observe(self, env: Any, info: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    def _observe(
+        self, env: BaseEnv, info: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         """Returns images [n, H, W, 3] and states [n, S] of all rows; without `info` ManiSkill evaluates the scene."""
         observation = env.get_obs(info, unflattened=True)
         parts = {name: observation[name] for name in ("agent", "extra")}
@@ -342,7 +355,7 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _spec(task: str) -> Any:
+def _spec(task: str) -> EnvSpec:
     """Returns ManiSkill's registration of `task`. Raises UserError for an unknown one."""
     if task not in REGISTERED_ENVS:
         near = nearest(task, REGISTERED_ENVS)
@@ -350,7 +363,7 @@ def _spec(task: str) -> Any:
     return REGISTERED_ENVS[task]
 
 
-def _assets_missing(task: str) -> Any:
+def _assets_missing(task: str) -> Callable[[str], bool]:
     """Returns a function that raises UserError, in place of ManiSkill's question at the terminal whether to
     download."""
 

@@ -33,7 +33,7 @@ def _part(part: Mapping[str, Any]) -> Part:
     raise ValueError(f"a part of type {part.get('type')!r:.40} in a message; texts and images are read")
 
 
-def read_image(written: Any) -> Image.Image:
+def read_image(written: object) -> Image.Image:
     """Reads an image: a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
     width, 3] from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):

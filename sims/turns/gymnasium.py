@@ -37,7 +37,7 @@ def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
         raise UserError(f"task.game.env={settings.env} can not be made: {describe_error(error)}") from None
 
 
-def is_image(space: Any) -> bool:
+def is_image(space: object) -> bool:
     """Returns whether a space holds images, uint8 [height, width, 3]."""
     return isinstance(space, gymnasium.spaces.Box) and space.dtype == np.uint8 and space.shape[2:] == (3,)
 

@@ -61,7 +61,7 @@ class OpenEnvWorld(Environment):
         observation = result.observation if self.settings.target is None else result.model_dump()
         return dict(observation), float(result.reward or 0.0), bool(result.done)
 
-    def _action(self, response: str) -> Any:
+    def _action(self, response: str) -> object:
         """Parses a response. Raises ValueError for one that is no action."""
         field = self.settings.action_field
         fields = json.loads(response) if field is None else {field: response.strip()}

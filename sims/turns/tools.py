@@ -117,7 +117,7 @@ def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
     raise ValueError(f"tool {tool}: parameter {key} needs a type: int, float, str, bool, list[...] or Literal[...]")
 
 
-def _converted(tool: str, key: str, kind: Any, value: Any) -> Any:
+def _converted(tool: str, key: str, kind: Any, value: object) -> object:
     """Converts an argument to its type. Raises ToolError for a value of another type."""
     if typing.get_origin(kind) is Annotated:
         return _converted(tool, key, typing.get_args(kind)[0], value)
@@ -135,7 +135,7 @@ def _converted(tool: str, key: str, kind: Any, value: Any) -> Any:
     raise ToolError(f"{tool}: {key} can not be {value!r:.80}")
 
 
-def _parts(value: Any) -> tuple[str | Image.Image, ...]:
+def _parts(value: object) -> tuple[str | Image.Image, ...]:
     if isinstance(value, list | tuple):
         return tuple(part for one in value for part in _parts(one))
     if isinstance(value, str | Image.Image):

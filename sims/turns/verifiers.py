@@ -101,7 +101,7 @@ class VerifiersWorld(Environment):
         except BaseException as error:  # raised in the thread that waits for it, if any
             self.events.put(("failed", RuntimeError(describe_error(error))))
 
-    async def _rollout(self, row: dict[str, Any]) -> Any:
+    async def _rollout(self, row: dict[str, Any]) -> dict[str, Any]:
         state = await self.env.rollout(row, policy_client(self.events), "policy", {})
         if state.get("error") is not None:
             raise RuntimeError(f"the environment failed: {state['error']!r}")
@@ -109,28 +109,30 @@ class VerifiersWorld(Environment):
         return state
 
 
-def policy_client(events: queue.Queue[Any]) -> Any:
+def policy_client(events: queue.Queue[Any]) -> object:
     """Returns a client in place of the package's model client, which puts prompts into `events` and awaits
     responses."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class PolicyClient(Client):  # type: ignore[misc]
-        def setup_client(self, config: Any) -> None: ...
+        def setup_client(self, config: object) -> None: ...
 
-        async def to_native_tool(self, tool: Any) -> Any: ...
+        async def to_native_tool(self, tool: object) -> None: ...
 
-        async def to_native_prompt(self, messages: Any) -> Any: ...
+        async def to_native_prompt(self, messages: object) -> None: ...
 
-        async def get_native_response(self, *args: Any, **kwargs: Any) -> Any: ...
+        async def get_native_response(self, *args: object, **kwargs: object) -> None: ...
 
-        async def raise_from_native_response(self, response: Any) -> None: ...
+        async def raise_from_native_response(self, response: object) -> None: ...
 
-        async def from_native_response(self, response: Any) -> Any: ...
+        async def from_native_response(self, response: object) -> None: ...
 
         async def close(self) -> None: ...
 
-        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Any:
+        async def get_response(
+            self, prompt: object, model: str, sampling_args: object, tools: object = None, **_: object
+        ) -> object:
             answer: Future[str] = Future()
             events.put(("prompt", (prompt, tools, answer)))
             text = await asyncio.wrap_future(answer)
@@ -144,7 +146,7 @@ def policy_client(events: queue.Queue[Any]) -> Any:
     return PolicyClient(None)
 
 
-def called(text: str, tools: Any) -> list[tuple[str, str]]:
+def called(text: str, tools: object) -> list[tuple[str, str]]:
     """Returns name and JSON arguments of the call in a response, where the environment has tools."""
     try:
         call = json_call(text) if tools else None

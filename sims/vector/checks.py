@@ -3,8 +3,6 @@ would train a policy on wrong data."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,7 +40,7 @@ def check_facts(name: str, simulator: Simulator) -> None:
         raise UserError(f"simulator {name!r}: tasks must be some names, not {tasks}")
 
 
-def misfit(transition: Any, rows: int, length: int | None, simulator: Simulator) -> str | None:
+def misfit(transition: object, rows: int, length: int | None, simulator: Simulator) -> str | None:
     """Returns what is wrong with a transition of `rows` rows and `length` actions (None: of a reset), None if it is
     valid."""
     if not isinstance(transition, Transition):
@@ -75,7 +73,7 @@ def mark_nonfinite(transition: Transition) -> None:
             transition.errors[i] = transition.errors[i] or SimulatorFault(f"its {field} is not finite")
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
@@ -88,7 +86,7 @@ def lost_transition(rows: int, length: int, simulator: Simulator, error: Excepti
     return out
 
 
-def checked_actions(name: str, actions: Any, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+def checked_actions(name: str, actions: object, shape: tuple[int, int, int]) -> NDArray[np.float32]:
     """Returns an expert's actions as an array. Raises UserError for another shape than `shape`."""
     planned = np.asarray(actions)
     if planned.shape != shape or planned.dtype.kind not in "iuf":

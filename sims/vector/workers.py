@@ -231,7 +231,7 @@ class SimulatorWorker:
             self._facts = self._exchange(self.recipe, START_S, START_S)  # it is silent until Python is up
         return self._facts
 
-    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def ask(self, kind: str, **fields: object) -> dict[str, Any]:
         """Returns the reply to a request. Raises SimulatorError if there is none, after starting another worker in its
         place; UserError if the simulator refuses the request."""
         if (code := self.child.process.poll()) is not None:  # whoever starts an episode loses nothing

@@ -42,7 +42,7 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 class PolicyStep:
     """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed."""
 
-    observation: Any  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
+    observation: object  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
     state: Tensor  # [state], the numbers for the critic alone included
     chosen: Chosen  # without the leading dimension
     valid: Tensor  # [chunk] bool

@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +71,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
     anything else, before any code of it runs."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of the pickle's protocol
-            loaded: Any = torch.load(file, map_location="cpu", weights_only=True)
+            loaded: object = torch.load(file, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         raise UserError(f"{file} is no pickle of tensors alone and was not opened: {error_summary(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):

@@ -141,7 +141,7 @@ def _data_set(path: str, key: str | None) -> tuple[str, dict[str, Any]]:
     if file.is_dir():
         file = next((file / n for n in ("dataset_statistics.json", "config.json") if (file / n).is_file()), file)
     try:
-        data_sets: Any = json.loads(file.read_text())
+        data_sets: object = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"action.statistics={path}: {error}") from None
     data_sets = data_sets.get("norm_stats", data_sets) if isinstance(data_sets, dict) else None

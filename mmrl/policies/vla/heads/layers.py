@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -112,7 +110,7 @@ class BridgeBlock(nn.Module):
         return h + self.mlp(self.norms[1](h))
 
 
-def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
     """Adds a dimension to gates of older versions, which DeepSpeed can not broadcast without."""
     if (gate := state.get(f"{prefix}gate")) is not None:
         state[f"{prefix}gate"] = gate.reshape(1)
