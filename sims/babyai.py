@@ -147,6 +147,7 @@ class BabyAI:
             expert=_bot,
             success="solved",
             max_steps=max_steps,
+            fold_seeds=False,  # its levels take seeds of any size
         )
         self.count, self.tasks = count, self._inner.tasks
         self.action_dim, self.state_dim = self._inner.action_dim, self._inner.state_dim

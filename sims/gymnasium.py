@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -12,73 +12,32 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, by_row, folded, moves_of, names
 from mmrl.sims.vector.simulator import Transition
 
 _log = logging.getLogger(__name__)
-RENDER = "render"
+RENDER, TERMINATED = "render", "terminated"
 DEFAULT_TASK = "default"  # where an environment has one task
 
 
-class Moves(Protocol):
-    """Converts a policy's numbers to actions of an environment and back."""
-
-    dim: int
-
-    def execute(self, actions: NDArray) -> NDArray:
-        """Converts numbers [n, dim] to n actions of the environment."""
-        ...
-
-    def show(self, action: int | NDArray) -> NDArray[np.float32]:
-        """Returns the numbers [dim] of one action of the environment."""
-        ...
-
-
-class Continuous:
-    """Numbers of a `Box` [A], cut off at its bounds."""
-
-    def __init__(self, box: gymnasium.spaces.Box) -> None:
-        self.box, self.dim = box, int(box.shape[0])
-
-    def execute(self, actions: NDArray) -> NDArray:
-        return np.clip(actions, self.box.low, self.box.high).astype(self.box.dtype)
-
-    def show(self, action: int | NDArray) -> NDArray[np.float32]:
-        return np.asarray(action, np.float32)
-
-
-class Choices:
-    """The n actions of a `Discrete` space as the n equal parts of [-1, 1], in order; one number a step.
-
-    Tokens of n + 1 bins (`action.head={type: token, bins: n + 1}`) have those parts as their intervals.
-    """
-
-    dim = 1
-
-    def __init__(self, space: gymnasium.spaces.Discrete) -> None:
-        self.count, self.start = int(space.n), int(space.start)
-
-    def execute(self, actions: NDArray) -> NDArray:
-        part = np.floor((actions[:, 0] + 1) / 2 * self.count).astype(np.int64)
-        return self.start + np.clip(part, 0, self.count - 1)
-
-    def show(self, action: int | NDArray) -> NDArray[np.float32]:
-        return np.array([(2 * (int(action) - self.start) + 1) / self.count - 1], np.float32)
-
-
 class GymnasiumSimulator:
-    """A gymnasium vector environment whose actions are a flat `Box` [A], or `Discrete` (see `Choices`).
+    """A gymnasium vector environment whose actions `spaces.moves_of` converts.
 
-    env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array".
-    image: the key of the image (uint8 [H, W, 3]) in a Dict observation, or "render" for what render() shows.
-    state: the key of the state in a Dict observation; None: the whole observation if it is a Box, else nothing.
+    env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array"
+        where render() is what the policy sees.
+    image: the name of the image in the observation, dotted where it is nested (pixels.top), several of them for several
+        cameras, "" for an observation that is an image, "render" for what render() shows; None: there is no image.
+    state: the names of states in the observation, likewise; None: the whole observation if it is a Box, else nothing.
     instruction: text of the instruction; a dict gives that of each of several tasks, and the task's name goes to the
         environments as options={"task": name}.
     mission: the key of the instruction in a Dict observation, for environments whose instruction differs by episode.
     expert: a function that makes an expert of one environment: a callable that takes the last action which was executed
         (None at the start of an episode) and returns the next one. Rows of a `SyncVectorEnv` only.
-    success: the key in info that says whether the task is solved; None: an episode that terminates is a success.
+    success: the key in info that says whether the task is solved, or "terminated", where every end but a truncation is
+        a success. It has no default, for an episode that ends by a fall terminates too.
     max_steps: truncates after so many steps; None leaves it to the environment.
     kwargs: further arguments of the environment, with an id.
+    fold_seeds: whether seeds are brought below 2^31, see `spaces.folded`.
 
     Gymnasium steps all environments at once: rows that have ended get a zero action and go unseen, which costs their
     time, and a row cannot be left inactive before it has ended. If one raises, the episodes of all are dropped.
@@ -89,25 +48,35 @@ class GymnasiumSimulator:
         count: int,
         *,
         env: str | Callable[..., VectorEnv],
-        image: str = RENDER,
-        state: str | None = None,
+        image: str | Sequence[str] | None = RENDER,
+        state: str | Sequence[str] | None = None,
         instruction: str | Mapping[str, str] = "",
         mission: str | None = None,
         expert: Callable[[gymnasium.Env], Callable[[Any], Any]] | None = None,
         success: str | None = None,
         max_steps: int | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        fold_seeds: bool = True,
     ):
-        self._env = _make(env, count, dict(kwargs or {}))
-        self.count, self._image, self._state, self._success = count, image, state, success
+        if success is None:
+            raise UserError(
+                f"gymnasium: task.options.success is missing: name the key of info that says whether {env!r} is "
+                "solved; or write success: terminated, if an episode that terminates is a success and never a fall"
+            )
+        self._name = env if isinstance(env, str) else type(env).__name__
+        self._env = _make(env, count, dict(kwargs or {}), renders=image == RENDER)
+        self.count, self._image, self._success, self._fold = count, image, success, fold_seeds
+        space = self._env.single_observation_space
+        self._reader = ObservationReader(space, None if image == RENDER else names(image), names(state))
+        self.cameras = self._reader.cameras if len(self._reader.cameras) > 1 else ("camera",)
         self._max_steps = max_steps
         if max_steps is not None and max_steps < 1:
             raise UserError(f"gymnasium: max_steps must be at least 1, not {max_steps}")
-        self._success_checked = success is None  # whether the success key was in info, or the user was warned
+        self._success_checked = success == TERMINATED  # the key was in info, or the user was warned
         self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
         self.tasks = tuple(self._instructions)
-        self._moves = _moves(env, self._env.single_action_space)
-        self.action_dim = self._moves.dim
+        self._moves = moves_of(env, self._env.single_action_space)
+        self.action_dim, self.action_bounds = self._moves.dim, bounds_of(self._env.single_action_space)
         self._mission, self._missions = mission, ["" for _ in range(count)]
         self._make_expert = expert
         self._experts: dict[int, Callable[[Any], Any]] = {}  # by row, of the running episodes
@@ -169,7 +138,8 @@ class GymnasiumSimulator:
         mask = np.zeros(self.count, bool)
         row_seeds: list[int | None] = [None] * self.count
         for row, seed in zip(rows, seeds, strict=True):
-            mask[row], row_seeds[row], self._task[row] = True, seed, task
+            row_seeds[row] = folded(seed) if self._fold and seed is not None else seed
+            mask[row], self._task[row] = True, task
         options: dict[str, Any] = {}
         if not mask.all():
             if not isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
@@ -199,16 +169,14 @@ class GymnasiumSimulator:
         numbers = np.zeros((self.count, self.action_dim))
         numbers[rows] = actions
         executed = self._moves.execute(numbers)
-        observation, reward, terminated, truncated, info = self._env.step(executed)
+        observation, reward, terminated, truncated, info = self._step(executed)
         for row in rows:
             self._last[row] = executed[row]
         images, states = self._observe(observation)
         self._steps += 1
         if self._max_steps is not None:
             truncated = truncated | (self._steps >= self._max_steps)
-        solved = (
-            terminated if self._success is None else np.asarray(info.get(self._success, np.zeros(self.count, bool)))
-        )
+        solved = terminated if self._success == TERMINATED else by_row(info, self._success, self.count)
         self._over = np.asarray(terminated | truncated)
         self._success_checked |= self._success in info
         if not self._success_checked and self._over.any():
@@ -226,35 +194,40 @@ class GymnasiumSimulator:
                 out.truncated[i, c] = truncated[row] and not terminated[row]
                 self._live[row] = not self._over[row]
 
+    def _step(self, executed: NDArray) -> tuple[Any, ...]:
+        try:
+            return self._env.step(executed)
+        except ValueError as error:
+            if "expected 5, got 4" not in str(error):
+                raise
+            raise UserError(
+                f"gymnasium environment {self._name!r}: step() returns 4 values, as before Gymnasium 0.26; it has to "
+                "return 5: observation, reward, terminated, truncated, info"
+            ) from error
+
     def _mission_text(self, observation: object, row: int) -> str:
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
             raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
         return str(keys[self._mission][row])
 
-    def _observe(self, observation: object) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for a missing key and for
-        images of another shape or type."""
-        keys = observation if isinstance(observation, dict) else {}
-        for key in (self._state, None if self._image == RENDER else self._image):
-            if key is not None and key not in keys:
-                raise UserError(f"gymnasium observation has no {key!r}; it has {', '.join(keys) or 'no keys'}")
-        images = np.stack(self._env.render()) if self._image == RENDER else keys[self._image]  # type: ignore[arg-type]
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise UserError(f"images must be uint8 [B, H, W, 3], not {images.dtype} {list(images.shape)}")
-        state = keys[self._state] if self._state is not None else np.zeros((self.count, 0)) if keys else observation
-        return images, np.asarray(state, np.float32).reshape(self.count, -1)
+    def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for what is no image."""
+        state = self._reader.read_state(observation, self.count)
+        if self._image is None:
+            return np.zeros((self.count, 0, 0, 3), np.uint8), state
+        if self._image != RENDER:
+            return self._reader.read_images(observation), state
+        drawn: Any = self._env.render()
+        if drawn is None or any(one is None for one in drawn):
+            raise UserError(
+                f"gymnasium environment {self._name!r}: render() gives no image; name the one in the observation with "
+                "task.options.image, or null where the policy sees none"
+            )
+        return as_rgb(np.stack(drawn), "render()"), state
 
 
-def _moves(env: object, space: gymnasium.Space) -> Moves:
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return Choices(space)
-    if isinstance(space, gymnasium.spaces.Box) and len(space.shape) == 1:
-        return Continuous(space)
-    raise UserError(f"gymnasium environment {env!r}: actions must be a Box [A] or Discrete, not {space}")
-
-
-def _make(env: str | Callable[..., VectorEnv], count: int, kwargs: dict[str, Any]) -> VectorEnv:
+def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> VectorEnv:
     if not isinstance(env, str):
         vector_env = env(count, **kwargs)
     else:
@@ -264,10 +237,17 @@ def _make(env: str | Callable[..., VectorEnv], count: int, kwargs: dict[str, Any
                 count,
                 vectorization_mode="sync",
                 vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED},
-                **{"render_mode": "rgb_array", **kwargs},
+                **({"render_mode": "rgb_array"} if renders else {}) | kwargs,
             )
         except gymnasium.error.Error as error:
             raise UserError(f"gymnasium environment {env!r}: {error}") from error
+        except TypeError as error:
+            if "render_mode" not in str(error):
+                raise
+            raise UserError(
+                f"gymnasium environment {env!r} takes no render_mode, so render() shows nothing; name the image of its "
+                "observation with task.options.image, or null where there is none"
+            ) from error
     if vector_env.num_envs != count:
         raise UserError(f"the vector environment has {vector_env.num_envs} environments, but {count} are needed")
     if vector_env.metadata.get("autoreset_mode") not in (AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP):

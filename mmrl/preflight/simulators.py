@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,23 +22,32 @@ SEEDS = (11, 12, 13, 14)
 ROW = re.compile(r"environment \d+ \(task (\S+), seed \d+\)")
 
 
-class Complaints:
-    """What a simulator warned of while it was tried, one alarm for each kind."""
+class Complaints(logging.Handler):
+    """Collects what a simulator warned of while it was tried, one alarm for each kind."""
 
     def __init__(self) -> None:
-        self.alarms: list[Alarm] = []
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        with warnings.catch_warnings(record=True) as records:
-            warnings.simplefilter("always")
-            yield
-        texts = dict.fromkeys(
-            ROW.sub(r"an environment (task \1)", one_line(str(one.message)))
-            for one in records
-            if one.category is RuntimeWarning
-        )
-        self.alarms = [Alarm("simulator", "warned", text) for text in texts]
+        logger = logging.getLogger("mmrl.sims")
+        logger.addHandler(self)
+        try:
+            with warnings.catch_warnings(record=True) as records:
+                warnings.simplefilter("always")
+                yield
+        finally:
+            logger.removeHandler(self)
+        self.texts += [str(one.message) for one in records if one.category is RuntimeWarning]
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        texts = dict.fromkeys(ROW.sub(r"an environment (task \1)", one_line(text)) for text in self.texts)
+        return [Alarm("simulator", "warned", text) for text in texts]
 
 
 def probe_starts(sim: VectorSim, task: str) -> Iterator[Alarm]:

@@ -11,7 +11,7 @@ from mmrl.children.main import Service
 from mmrl.errors import UserError, describe_error
 from mmrl.sims.registry import make
 from mmrl.sims.vector.checks import SimulatorFault, checked_actions, misfit
-from mmrl.sims.vector.transitions import ARRAYS, cameras_of
+from mmrl.sims.vector.transitions import ARRAYS, action_bounds_of, cameras_of
 
 
 class SimulatorService(Service):
@@ -21,12 +21,14 @@ class SimulatorService(Service):
         self.name = recipe["name"]
         self.simulator = simulator = make(self.name, recipe["count"], recipe["options"])
         self._fitted: set[str] = set()  # calls whose first transition was valid, as in `VectorSim`
+        bounds = action_bounds_of(simulator)
         self.facts = {
             "action_dim": simulator.action_dim,
             "state_dim": simulator.state_dim,
             "image_shape": simulator.image_shape,
             "tasks": simulator.tasks,
             "cameras": cameras_of(simulator),
+            "action_bounds": None if bounds is None else [edge.tolist() for edge in bounds],
         }
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,21 @@ def cameras_of(simulator: object) -> tuple[str, ...]:
     return tuple(simulator.cameras) if isinstance(simulator, NamedCameras) else ("camera",)
 
 
+Bounds = tuple[NDArray[np.float64], NDArray[np.float64]]  # lowest and highest, [action] each
+
+
+@runtime_checkable
+class BoundedActions(Protocol):
+    """A simulator whose actions have bounds of their own; None: they are -1 and 1, as of any other."""
+
+    action_bounds: Bounds | None
+
+
+def action_bounds_of(simulator: object) -> Bounds | None:
+    """Returns the bounds of a simulator's actions; None for one that takes numbers from -1 to 1."""
+    return simulator.action_bounds if isinstance(simulator, BoundedActions) else None
+
+
 class Simulator(Protocol):
     """The interface of a simulator behind `VectorSim`; made by `Class(count, **options)`.
 

@@ -95,6 +95,8 @@ class Workers:
         self.action_dim, self.state_dim = first["action_dim"], first["state_dim"]
         self.image_shape, self.tasks = tuple(first["image_shape"]), tuple(first["tasks"])
         self.cameras = tuple(first["cameras"])
+        bounds = first["action_bounds"]
+        self.action_bounds = None if bounds is None else (np.array(bounds[0]), np.array(bounds[1]))
 
     @property
     def restarts(self) -> int:

@@ -17,7 +17,7 @@ from mmrl.rewards.guarded import GuardedReward
 from mmrl.rollouts import Sample
 from mmrl.sims import Simulator, Transition, VectorSim
 from mmrl.sims import build as build_simulator
-from mmrl.sims.vector.transitions import cameras_of
+from mmrl.sims.vector.transitions import action_bounds_of, cameras_of
 from mmrl.tasks.manipulation.episodes import FIRST_TRAINING_SEED, EpisodeSource
 from mmrl.tasks.manipulation.judged import SuccessJudge
 from mmrl.tasks.manipulation.settings import ManipulationSettings
@@ -132,7 +132,7 @@ class Shuffled:
         self.started: list[int] = []
         self.count, self.action_dim = simulator.count, simulator.action_dim
         self.state_dim, self.image_shape, self.tasks = simulator.state_dim, simulator.image_shape, simulator.tasks
-        self.cameras = cameras_of(simulator)
+        self.cameras, self.action_bounds = cameras_of(simulator), action_bounds_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
         self.started = list(rows)

@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.heads.codec import ActionCodec
 from mmrl.sims import build
-from mmrl.sims.gymnasium import Choices
+from mmrl.sims.spaces import Choices
 from mmrl.tasks.manipulation.tiny_babyai import BINS, WORDS
 from mmrl.tasks.manipulation.tiny_babyai import build as build_model
 

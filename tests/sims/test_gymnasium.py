@@ -65,7 +65,13 @@ def walk():
     opened = []
 
     def make(count, end_of_episode="freeze", **options):
-        chosen = {"env": "mmrl/Walk-v0", "image": "camera", "state": "place", "instruction": "walk"} | options
+        chosen = {
+            "env": "mmrl/Walk-v0",
+            "image": "camera",
+            "state": "place",
+            "instruction": "walk",
+            "success": "terminated",
+        } | options
         opened.append(build("gymnasium", count, chosen, end_of_episode=end_of_episode))
         return opened[-1]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -14,7 +16,7 @@ from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.codec import ActionStatistics, load_statistics
+from mmrl.policies.vla.heads.codec import ActionStatistics, Units, load_statistics, scaled_to
 from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
@@ -37,10 +39,12 @@ from mmrl.schedules.schedule import Schedule, constant
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
 from mmrl.sims.vector.simulator import nearest
+from mmrl.sims.vector.transitions import action_bounds_of
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
+log = logging.getLogger(__name__)
 LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
@@ -114,7 +118,10 @@ def open_policy(
             raise UserError(f"action.head.type={action.head.type} builds no mmrl.policies.vla.heads.head:Head")
         judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
         network = Network(backbone, head, judge, action.privileged)
-    statistics, states = backbone.units if scales is None else scales, None
+    statistics: Units | None = backbone.units if scales is None else scales
+    if statistics is None:
+        statistics = _stretched(sim, bounded=action.head.core.bounded)
+    states = None
     if (Path(path) / DESCRIPTION).is_file():
         states = _restore(Path(path), network, action, state_dim)
     elif action.standardise:
@@ -133,6 +140,24 @@ def open_policy(
         log=log,
         watched=watched,
     )
+
+
+def _stretched(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
+    """Returns the scale of actions that a simulator with bounds of its own asks for, and says so."""
+    bounds = action_bounds_of(sim.simulator)
+    if bounds is None:
+        return None
+    scale, (low, high) = scaled_to(bounds, bounded), bounds
+    if scale is not None:
+        log.info(
+            "actions: -1 .. 1 of the policy are %s .. %s of %s, its bounds; action.statistics sets others",
+            np.round(low[scale.mask], 4).tolist(),
+            np.round(high[scale.mask], 4).tolist(),
+            sim.name,
+        )
+    if not (np.isfinite(low) & np.isfinite(high)).all():
+        log.info("actions: %s has numbers without two bounds; of these the policy reaches -1 .. 1 alone", sim.name)
+    return scale
 
 
 def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:

@@ -80,6 +80,17 @@ class ActionStatistics:
         return np.where(self.mask, np.where(span == 0, 0, scaled).clip(-1, 1), actions)
 
 
+def scaled_to(bounds: tuple[NDArray[np.float64], NDArray[np.float64]], bounded: bool) -> ActionStatistics | None:
+    """Returns statistics that stretch [-1, 1] over a simulator's bounds, [action] each; numbers without two finite
+    bounds stay as they are. None where nothing is stretched."""
+    low, high = bounds
+    finite = np.isfinite(low) & np.isfinite(high) & (high > low)
+    mask = finite & ((low != -1) | (high != 1))
+    if not mask.any():
+        return None
+    return ActionStatistics(np.where(mask, low, -1.0), np.where(mask, high, 1.0), mask, bounded)
+
+
 @dataclass(frozen=True)
 class StateQuantiles:
     """The 1 % and 99 % quantiles of a data set's states, [state] each, as OpenVLA-OFT scales them."""
