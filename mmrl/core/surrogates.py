@@ -5,7 +5,7 @@ Each function maps log_ratio [B, T] and advantages that broadcast to it onto val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def surrogate(
     kind: str = "clip",
     clip_low: float = 0.2,
     clip_high: float = 0.28,
-    **options: Any,
+    **options: Tensor | float,
 ) -> Result:
     """Values [B, T] to minimise, for `log_ratio` [B, T] and detached `advantages` [B] or [B, T]; r = exp(log_ratio).
 
@@ -107,7 +107,7 @@ def _one(log_ratio: Tensor) -> Tensor:
     return (log_ratio - log_ratio.detach()).exp()
 
 
-def _names(names: Any) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "no options"
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, take_device  # noqa: E402
 from mmrl.engine.packing import packed  # noqa: E402
 
+T = TypeVar("T")
 LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
 
@@ -61,7 +62,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         if self.clip_grad_norm is not None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -74,7 +75,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         return super().step(closure)
 
 
-def guarded(kind: type[torch.optim.Optimizer]) -> Any:
+def guarded(kind: type[torch.optim.Optimizer]) -> Callable[..., GuardedOptimizer]:
     """Returns the class of optimizers of this kind that are a `GuardedOptimizer` too."""
     return type(f"Guarded{kind.__name__}", (GuardedOptimizer, kind), {})
 
@@ -185,7 +186,7 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
             return int(tensor)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order (any picklable object; for small things). They go over the hosts'
         network: over NCCL they would pass through every GPU, and those would spin while one rank is late."""
         if self.world == 1:  # there is nobody to pickle it for
@@ -292,7 +293,7 @@ class Engine(Ranks):
             "steps_per_print": None,
         }
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._engine(*args, **kwargs)
 
     @property

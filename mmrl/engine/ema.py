@@ -35,11 +35,11 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Context in which the module computes with the averages. Nothing may be trained inside."""
         trained = [share(p).detach().clone() for p in self._parameters]
-        self._write(self.average)
+        write(self._parameters, self.average)
         try:
             yield
         finally:
-            self._write(trained)
+            write(self._parameters, trained)
 
     def state(self) -> dict[str, Tensor]:
         named = {str(i): average for i, average in enumerate(self.average)}
@@ -50,12 +50,6 @@ class EMA:
         self.updates = int(state["updates"])
         for i, average in enumerate(self.average):
             average.copy_(state[str(i)])
-
-    @torch.no_grad()
-    def _write(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            share(parameter).copy_(value)
-        gather_again(self._parameters)
 
 
 def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
@@ -95,6 +89,14 @@ def _local_slice(parameter: nn.Parameter) -> tuple[int, int]:
     numel, size = vars(parameter)["ds_numel"], vars(parameter)["ds_tensor"].numel()
     start = min(numel, dist.get_rank() * size)
     return start, min(size, numel - start)
+
+
+@torch.no_grad()
+def write(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    """Overwrites this rank's share of every parameter. A collective under ZeRO-3."""
+    for parameter, value in zip(parameters, values, strict=True):
+        share(parameter).copy_(value)
+    gather_again(parameters)
 
 
 @torch.no_grad()

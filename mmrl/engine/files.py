@@ -10,6 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -43,7 +44,7 @@ def weights_only(folder: Path) -> Iterator[None]:
             os.environ[FORCE] = before
 
 
-def save(engine: Any, folder: Path, state: dict[str, Any], write: Write) -> None:
+def save(engine: DeepSpeedEngine, folder: Path, state: dict[str, Any], write: Write) -> None:
     """See `Engine.save`. engine: DeepSpeed's."""
     writer = engine.checkpoint_engine
     writer.save = lambda state_dict, path: write(state_dict, Path(path))
@@ -54,7 +55,7 @@ def save(engine: Any, folder: Path, state: dict[str, Any], write: Write) -> None
         del writer.save
 
 
-def load(engine: Any, folder: Path) -> dict[str, Any]:
+def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
     """Loads weights and optimizer into DeepSpeed's `engine`. Returns the state that was given to `save`.
 
     Raises UserError if a file holds more than tensors and plain values.

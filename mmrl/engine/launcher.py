@@ -34,7 +34,7 @@ def take_device() -> None:
         torch.cuda.set_device(devices.claim(torch.cuda.device_count()))
 
 
-def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Rendezvous handler for torch.distributed: the launcher's store, under a prefix of its own at each start.
 
     Ranks that torchrun starts again (--max-restarts) find in its store the addresses of those that ended, and one that

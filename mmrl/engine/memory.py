@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,7 +63,13 @@ class Live(TorchDispatchMode):
         self.now = self.peak = 0
         self._storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -70,7 +77,7 @@ class Live(TorchDispatchMode):
                 self._hold(tensor.untyped_storage())
         return out
 
-    def _hold(self, storage: Any) -> None:
+    def _hold(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
         self._storages.add(address)
         self.now += size
@@ -87,14 +94,14 @@ class _Fused(torch.autograd.Function):
     (arXiv 2205.14135). Nothing is computed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: BackwardCFunction, *gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
 
 
@@ -110,7 +117,7 @@ def fused_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = usual
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
     return _Fused.apply(query, key, value)
 
 

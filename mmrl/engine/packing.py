@@ -15,13 +15,13 @@ from mmrl.errors import UserError, describe_error
 class Packer(pickle.Pickler):
     """Pickler that writes a tensor which is part of a larger one without the rest."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Tensor) and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
             return obj.clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
-def packed(value: Any, instead: str) -> bytes:
+def packed(value: object, instead: str) -> bytes:
     """Pickles a value. Raises UserError for what can not be sent, such as an open file in a prompt's metadata; it names
     `instead`, the setting with which nothing is sent."""
     stream = io.BytesIO()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
     safe_set_full_fp32_param,
@@ -35,7 +36,7 @@ States = dict[int, dict[str, Any]]  # of an optimizer, by the index of the tenso
 
 @torch.no_grad()
 def load(
-    engine: Any, folder: Path, zero_stage: int, ranks: int, now: int, moments: Moments, trained: Trained
+    engine: DeepSpeedEngine, folder: Path, zero_stage: int, ranks: int, now: int, moments: Moments, trained: Trained
 ) -> dict[str, Any]:
     """Loads weights and optimizer from the files in `folder`, which `ranks` ranks wrote under `zero_stage`, into
     DeepSpeed's engine, which runs under stage `now`; returns the state that was saved with them. moments: of the
@@ -128,7 +129,7 @@ def sharded_weights(
 # --- installing ---
 
 
-def begin(engine: Any, now: int, states: States) -> None:
+def begin(engine: DeepSpeedEngine, now: int, states: States) -> None:
     """Makes an optimizer that has not stepped yet keep its moments, as many steps counted as in `states`: by a step
     without gradient, so that they lie where it wants them. All weights are overwritten afterwards."""
     optimizer = engine.basic_optimizer
@@ -145,14 +146,14 @@ def begin(engine: Any, now: int, states: States) -> None:
             optimizer.state[master][STEP].fill_(float(states[0][STEP]))
 
 
-def masters(engine: Any, now: int) -> list[Tensor]:
+def masters(engine: DeepSpeedEngine, now: int) -> list[Tensor]:
     """The tensors that the optimizer steps on this rank: fp32 weights, flat but under stage 0."""
     if now == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [master for group in engine.optimizer.param_groups for master in group["params"]]
 
 
-def into_plain(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
+def into_plain(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
     """Installs a state under ZeRO 0. The tensor that is stepped is the parameter itself, or an fp32 copy of one in
     bfloat16."""
     for (name, parameter), master in zip(trained.items(), masters(engine, now=0), strict=True):
@@ -162,7 +163,7 @@ def into_plain(engine: Any, trained: Trained, whole: Whole, moments: Moments) ->
             engine.optimizer.state[master][key].copy_(whole(name, key).view_as(parameter))
 
 
-def into_sharded_optimizer(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
+def into_sharded_optimizer(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
     """Installs a state under ZeRO 1 or 2."""
     optimizer = engine.optimizer
     for parameters, group in zip(optimizer.bit16_groups, optimizer.param_groups, strict=True):
@@ -174,7 +175,7 @@ def into_sharded_optimizer(engine: Any, trained: Trained, whole: Whole, moments:
     optimizer.update_lp_params()
 
 
-def into_sharded_weights(engine: Any, trained: Trained, whole: Whole, moments: Moments) -> None:
+def into_sharded_weights(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
     """Installs a state under ZeRO 3."""
     for name, parameter in trained.items():
         share(parameter).copy_(take(parameter, whole(name, MASTER)))

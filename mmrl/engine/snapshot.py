@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.engine.ema import gather_again, share
+from mmrl.engine.ema import share, write
 
 
 class Snapshot:
@@ -35,11 +35,11 @@ class Snapshot:
     def applied(self) -> Iterator[None]:
         """Context in which the module computes with the copy. Nothing may be trained inside."""
         now = [share(p).detach().clone() for p in self._parameters]
-        self._write(self.copies)
+        write(self._parameters, self.copies)
         try:
             yield
         finally:
-            self._write(now)
+            write(self._parameters, now)
 
     def state(self) -> dict[str, Tensor]:
         """The copies in the layout of an `EMA`'s state, so that they can be reshaped for other ranks like one."""
@@ -48,12 +48,6 @@ class Snapshot:
     def load(self, state: dict[str, Tensor]) -> None:
         for i, copy in enumerate(self.copies):
             copy.copy_(state[str(i)])
-
-    @torch.no_grad()
-    def _write(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            share(parameter).copy_(value)
-        gather_again(self._parameters)
 
 
 class AdaptersOff:

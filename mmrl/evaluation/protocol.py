@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.protocols.job import JobConfig
+from mmrl.protocols.parts import Task
 from mmrl.report.run import versions, wilson
 from mmrl.rollouts import Sample
 from mmrl.settings import plain
@@ -19,7 +20,7 @@ LINES = "evaluations.jsonl"
 PLACEMENT = ("workers", "ray", "turns", "deadline_s")  # of a task: where it plays, which changes no result
 
 
-def protocol(config: JobConfig, task: Any, chunk: int) -> dict[str, Any]:
+def protocol(config: JobConfig, task: Task, chunk: int) -> dict[str, Any]:
     """Everything that a success rate depends on but the weights. task: a `mmrl.protocols.parts.SimulatedTask` with
     settings of `mmrl.tasks.manipulation`."""
     settings = plain(config.task)
@@ -76,7 +77,7 @@ def described(facts: dict[str, Any], temperature: float) -> list[str]:
     ]
 
 
-def by_task(task: Any, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+def by_task(task: Task, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """Success at any time of each task, and of all where there are several, with its Wilson interval; success when the
     episode ended, and length. Episodes that the simulator lost are left out."""
     marks = task.accuracy(samples).tolist()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -61,7 +61,7 @@ class GrowingLayer(DynamicLayer):
         self._room = None
 
 
-def growing_cache(config: Any, longest: int) -> DynamicCache:
+def growing_cache(config: PreTrainedConfig, longest: int) -> DynamicCache:
     """An empty cache for a model with this configuration of its text half, and sequences of at most `longest` tokens.
     Layers that keep something else than all keys and values are transformers' own."""
     cache = DynamicCache(config=config)
@@ -98,7 +98,7 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 
 
 @contextmanager
-def decoding(config: Any) -> Iterator[None]:
+def decoding(config: PreTrainedConfig) -> Iterator[None]:
     """Context in which a model with this configuration of its text half computes attention by `shared_heads`, if it
     does by SDPA."""
     usual = config._attn_implementation

@@ -80,7 +80,15 @@ def denoise_step(
     a deterministic step is no decision.
     """
     shape = _denoise_shapes(x, v, noise, "noise", a_x, a_v, std, reduction)
-    args: Any = (_rows(x, wide=True), _rows(v), _rows(noise, wide=True), a_x, a_v, std, REDUCTIONS[reduction])
+    args: tuple[Any, ...] = (
+        _rows(x, wide=True),
+        _rows(v),
+        _rows(noise, wide=True),
+        a_x,
+        a_v,
+        std,
+        REDUCTIONS[reduction],
+    )
     if chosen(x, v, noise):
         x_next, logp, mean = torch.ops.mmrl.denoise_step(*args, keep_mean)
     else:
@@ -119,7 +127,7 @@ def denoise_logprob(
             _fits(name, other, v.shape, v, FLOATS if name == "mean_old" else (v.dtype,))
     if mean_old is not None and v_old is not None:
         raise ValueError("give mean_old or v_old, not both")
-    args: Any = (
+    args: tuple[Any, ...] = (
         _rows(x, wide=True).detach(),
         _rows(v),
         _rows(x_next, wide=True).detach(),
@@ -229,12 +237,13 @@ def group_advantage(
     if weights is None:
         weights = table.new_ones(table.shape[1])
     _fits("weights", weights, table.shape[1:], table, (table.dtype,))
-    args: Any = (
+    args: tuple[Any, ...] = (
         *(t.contiguous() for t in (table, weights, group)),
         *(groups, BASELINES.index(baseline), SCALES.index(scale), float(eps)),
     )
-    result: Any = torch.ops.mmrl.group_advantage(*args) if chosen(table) else reference.group_advantage(*args)
-    advantages, scored, mean, std = result
+    advantages, scored, mean, std = (
+        torch.ops.mmrl.group_advantage(*args) if chosen(table) else reference.group_advantage(*args)
+    )
     return GroupAdvantage(advantages, scored, mean, std, std == 0)
 
 
@@ -270,7 +279,7 @@ def gae(
     flags = (("terminated", terminated), ("truncated", truncated), ("mask", counted))
     for name, t in flags:
         _fits(name, t, rewards.shape, rewards, None)
-    args: Any = (
+    args: tuple[Any, ...] = (
         *(t.contiguous() for t in (rewards, values, *(t.bool() for _, t in flags))),
         *(None if bootstrap is None else bootstrap.contiguous(), float(gamma), float(lam)),
     )
@@ -314,7 +323,7 @@ def clipped_surrogate(
     whole = total.detach().to(log_ratio.device, torch.float64).reshape(()) if isinstance(total, Tensor) else None
     if total is not None and whole is None:  # filled on the device: nothing is copied there
         whole = torch.full((), float(total), dtype=torch.float64, device=log_ratio.device)
-    args: Any = (
+    args: tuple[Any, ...] = (
         log_ratio.contiguous(),
         (a if a.stride(1) == 1 or a.shape[1] == 1 else a.contiguous()).expand_as(log_ratio),
         mask.bool().contiguous(),

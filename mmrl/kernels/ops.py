@@ -63,12 +63,12 @@ def _(
 
 
 @torch.library.register_fake("mmrl::denoise_logprob")
-def _(x: Tensor, *_: Any) -> Grads:
+def _(x: Tensor, *_: object) -> Grads:
     return tuple(_wide(x, x.shape[0]) for _ in range(3))
 
 
 @torch.library.register_fake("mmrl::denoise_logprob_backward")
-def _(g_logp: Tensor, g_ratio: Tensor, g_kl: Tensor, x: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _(g_logp: Tensor, g_ratio: Tensor, g_kl: Tensor, x: Tensor, v: Tensor, *_: object) -> Tensor:
     return v.new_empty(v.shape)
 
 
@@ -78,44 +78,44 @@ def _(logits: Tensor, targets: Tensor, inverse_temperature: float) -> Grads:
 
 
 @torch.library.register_fake("mmrl::token_logprob_backward")
-def _(g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, logits: Tensor, *_: Any) -> Tensor:
+def _(g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 @torch.library.register_fake("mmrl::token_logprob_backward_")
-def _(*_: Any) -> None:
+def _(*_: object) -> None:
     return None
 
 
 @torch.library.register_fake("mmrl::hidden_logprob")
-def _(hidden: Tensor, *_: Any) -> Grads:
+def _(hidden: Tensor, *_: object) -> Grads:
     return tuple(_wide(hidden, hidden.shape[0]) for _ in range(5))
 
 
 @torch.library.register_fake("mmrl::hidden_logprob_backward")
 def _(
-    g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, hidden: Tensor, weight: Tensor, *others: Any
+    g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, hidden: Tensor, weight: Tensor, *others: object
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape if others[-1] else (0,))
 
 
 @torch.library.register_fake("mmrl::group_advantage")
-def _(rewards: Tensor, weights: Tensor, group: Tensor, groups: int, *_: Any) -> Grads:
+def _(rewards: Tensor, weights: Tensor, group: Tensor, groups: int, *_: object) -> Grads:
     return _wide(rewards, rewards.shape[0]), *(_wide(rewards, groups) for _ in range(3))
 
 
 @torch.library.register_fake("mmrl::gae")
-def _(rewards: Tensor, *_: Any) -> Grads:
+def _(rewards: Tensor, *_: object) -> Grads:
     return _wide(rewards, *rewards.shape), _wide(rewards, *rewards.shape)
 
 
 @torch.library.register_fake("mmrl::clipped_surrogate")
-def _(log_ratio: Tensor, *_: Any) -> Grads:
+def _(log_ratio: Tensor, *_: object) -> Grads:
     return _wide(log_ratio), _wide(log_ratio, 3), _wide(log_ratio, log_ratio.shape[0])
 
 
 @torch.library.register_fake("mmrl::clipped_surrogate_backward")
-def _(g: Tensor, log_ratio: Tensor, *_: Any) -> Tensor:
+def _(g: Tensor, log_ratio: Tensor, *_: object) -> Tensor:
     return _wide(log_ratio, *log_ratio.shape)
 
 
@@ -194,7 +194,7 @@ def _save_token(ctx: Any, inputs: Grads, output: Grads) -> None:
     ctx.mark_non_differentiable(*output[3:])
 
 
-def _token_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: Any) -> Grads:
+def _token_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: object) -> Grads:
     grads = (g.contiguous() for g in (g_logp, g_entropy, g_square))
     d_logits = torch.ops.mmrl.token_logprob_backward(*grads, *ctx.saved_tensors, ctx.inverse_temperature)
     return d_logits, None, None
@@ -206,7 +206,7 @@ def _save_hidden(ctx: Any, inputs: Grads, output: Grads) -> None:
     ctx.mark_non_differentiable(*output[3:])
 
 
-def _hidden_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: Any) -> Grads:
+def _hidden_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: object) -> Grads:
     grads = (g.contiguous() for g in (g_logp, g_entropy, g_square))
     for_weight = ctx.needs_input_grad[1]
     d_hidden, d_weight = torch.ops.mmrl.hidden_logprob_backward(
@@ -221,7 +221,7 @@ def _save_surrogate(ctx: Any, inputs: Grads, output: Grads) -> None:
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _surrogate_backward(ctx: Any, g: Tensor, *_: Any) -> Grads:
+def _surrogate_backward(ctx: Any, g: Tensor, *_: object) -> Grads:
     d_log_ratio = torch.ops.mmrl.clipped_surrogate_backward(g.contiguous(), *ctx.saved_tensors, ctx.low, ctx.high)
     return d_log_ratio, *[None] * 7
 

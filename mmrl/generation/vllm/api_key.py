@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 KEY = "VLLM_API_KEY"  # vLLM's own name for it, in the environment of servers and of whoever talks to them
+Message = dict[str, Any]  # a message, or the scope of a connection, in ASGI
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Keyed:
     """ASGI middleware: no path is answered without the key. vLLM asks for it below /v1 alone, while other paths
     load weights, call methods and stop the engine."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: App) -> None:
         self.app, self.expected = app, f"Bearer {os.environ[KEY]}".encode()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         header = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(header, self.expected):
             await self.app(scope, receive, send)

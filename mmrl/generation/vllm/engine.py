@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from mmrl.generation.vllm.sleep import SleepMode
 from mmrl.generation.weight_sync.checksums import Report, report
 from mmrl.generation.weight_sync.receiver import UNLOADED
 from mmrl.rollouts import Video
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 # Read by vLLM when it is imported. In process: weights are handed over as tensors; threads are torch's.
 ENVIRONMENT = {
@@ -264,7 +267,7 @@ class VLLM:
 
         self.context, self.max_sequences = options.context, options.settings.max_sequences
         gpu = torch.cuda.is_available()
-        self.adapter: Any = None
+        self.adapter: LoRARequest | None = None
         self.adapters = 0  # that it had
         self._adapter_folder = tempfile.TemporaryDirectory(prefix="mmrl-adapter-")
         try:

@@ -53,7 +53,7 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
         raise BadAnswer(f"a response ends after {count} of {limit} tokens without an end token")
 
 
-def read(payload: Any, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
+def read(payload: object, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
     """Reads the responses of an answer of /inference/v1/generate, `count` of at most `limit` tokens. Raises BadAnswer
     as `check`, and for anything that it would not have written."""
     answers = [_answer(choice) for choice in choices(payload)]
@@ -64,7 +64,7 @@ def read(payload: Any, count: int, limit: int, sampling: Sampling, eos: tuple[in
     return answers
 
 
-def choices(payload: Any) -> list[dict[str, Any]]:
+def choices(payload: object) -> list[dict[str, Any]]:
     rows = payload.get("choices") if isinstance(payload, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadAnswer("what came is no JSON object with a list of choices")
@@ -75,7 +75,7 @@ def prompt_ids(payload: dict[str, Any]) -> list[int]:
     return _integers(payload.get("prompt_token_ids"), "prompt_token_ids")
 
 
-def versions(payload: Any) -> set[str]:
+def versions(payload: object) -> set[str]:
     """Versions of the weights that made any part of any response."""
     try:
         return {part["version"] for choice in choices(payload) for part in choice["weight_versions"]}
@@ -94,7 +94,7 @@ def _answer(choice: dict[str, Any]) -> Answer:
     return Answer(ids, torch.tensor(logp, dtype=torch.float32), _experts(choice.get("routed_experts")))
 
 
-def _integers(values: Any, name: str) -> list[int]:
+def _integers(values: object, name: str) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and abs(value) < 2**31 for value in values):
         raise BadAnswer(f"{name} is no list of tokens: {str(values)[:80]}")
     return values

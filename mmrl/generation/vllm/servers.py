@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import TCPStore
@@ -469,7 +470,7 @@ def content(request: Request, images: Sequence[str]) -> dict[str, Any]:
     return {"token_ids": request.marked, "return_token_ids": True, **({"content_parts": parts} if parts else {})}
 
 
-def data_url(image: Any) -> str:
+def data_url(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

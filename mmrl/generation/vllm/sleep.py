@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what it can wake one by one
 
@@ -18,7 +21,7 @@ class SleepMode:
     which otherwise keeps what the update needed at most.
     """
 
-    def __init__(self, llm: Any, *, keep_weights: bool) -> None:
+    def __init__(self, llm: LLM, *, keep_weights: bool) -> None:
         """llm: a `vllm.LLM`. keep_weights: asleep they lie in host memory (vLLM's level 1), for they do not come again
         with every synchronisation; else they are dropped (level 2; buffers are kept)."""
         self.llm, self.level = llm, 1 if keep_weights else 2

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore, Work
 
 from mmrl.generation.weight_sync.buckets import Bucket, read_header, room, unpacked
 
@@ -84,7 +84,7 @@ class BroadcastGroup:
         options._timeout = wait
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
-    def broadcast(self, payload: Tensor, until: float) -> Any:
+    def broadcast(self, payload: Tensor, until: float) -> Work:
         """Broadcasts from rank 0 to the others. Returns the work for `wait`, which torch gives up at this time too:
         gloo does not let go of a group in which something is under way."""
         options = torch.distributed.BroadcastOptions()
@@ -99,7 +99,7 @@ class BroadcastGroup:
             self.processes = None
 
 
-def wait(work: Any, until: float, check: Callable[[], None] = lambda: None) -> None:
+def wait(work: Work, until: float, check: Callable[[], None] = lambda: None) -> None:
     """Waits until the monotonic clock shows `until`. check: called again and again, and may raise."""
     while not work.is_completed():
         check()

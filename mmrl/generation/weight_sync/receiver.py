@@ -11,10 +11,10 @@ for the probe to show.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.generation.weight_sync.checksums import HELD, PACKED, Checksum, checksum
 from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 UNLOADED = "mmrl_unloaded"  # the load format of an engine whose weights come after its start
 COPY = torch.ops.aten.copy_.default
@@ -81,7 +84,13 @@ class CopyWatch(TorchDispatchMode):
             self.sources[_address(value)] = name, StorageWeakRef(value.untyped_storage())
             yield name, value
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if function is not COPY or args[0].is_meta or args[1].is_meta:
             return function(*args, **(kwargs or {}))
         target, source = args[:2]
@@ -171,7 +180,7 @@ class Arrival:
     """Methods that vLLM adds to its workers (worker_extension_cls), to be called through collective_rpc."""
 
     model_runner: Any
-    vllm_config: Any
+    vllm_config: VllmConfig
     rank: int  # of this worker in its engine
     watch: CopyWatch | None = None
     receiver: Receiver | None = None
