@@ -164,10 +164,10 @@ class ObservationReader:
 
     def _below(self, name: str) -> list[str]:
         """Returns the leaves that a name means: itself, or all below it."""
-        found = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
-        if not found:
+        below = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
+        if not below:
             raise UserError(f"gymnasium observation has no {name!r}; it has {', '.join(self.parts) or 'no keys'}")
-        return found
+        return below
 
     @property
     def cameras(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from mmrl.settings import Choice, Section, option
 
 
 class GuardedRun(Protocol):
-    """What a guard may do to a run."""
+    """The part of a run that a guard may act on."""
 
     def line(self, text: str) -> None:
         """Say something where the run's lines go."""
@@ -35,7 +35,7 @@ class GuardedRun(Protocol):
 
 
 class Action(Choice):
-    """What a guard does."""
+    """An action that a guard takes."""
 
     title: ClassVar[str] = "what a guard does"
     kinds: ClassVar[dict[str, str]] = {
@@ -123,7 +123,7 @@ class Guards:
 
     @property
     def within(self) -> bool:
-        """Whether no metric was out of its band when it was last measured."""
+        """Returns whether no metric was out of its band when it was last measured."""
         return not any(self.outside)
 
     def judge(self, metrics: Mapping[str, float], run: GuardedRun, *, evaluation: bool = False) -> dict[str, float]:
@@ -132,15 +132,15 @@ class Guards:
         Raises UserError for a metric that the step (or, under evaluation/, the evaluation) does not have, and as an
         action does.
         """
-        for place, guard in enumerate(self.guards):
+        for index, guard in enumerate(self.guards):
             if guard.metric.startswith("evaluation/") != evaluation:
                 continue
             if guard.metric not in metrics:
                 known = ", ".join(sorted(name for name in metrics if not name.startswith("time/")))
-                raise UserError(f"guards.{place}: metric {guard.metric!r} is none of this job's; it has {known}")
+                raise UserError(f"guards.{index}: metric {guard.metric!r} is none of this job's; it has {known}")
             value = metrics[guard.metric]
-            self.outside[place] = self.outside[place] + 1 if guard.outside(value) else 0
-            if self.outside[place] and self.outside[place] % guard.patience == 0:
+            self.outside[index] = self.outside[index] + 1 if guard.outside(value) else 0
+            if self.outside[index] and self.outside[index] % guard.patience == 0:
                 guard.action.act(run, f"{guard.metric} is {value:.4g}, outside {guard.low:g} to {guard.high:g}")
         return {f"outside/{guard.metric}": float(n) for guard, n in zip(self.guards, self.outside, strict=True)}
 

@@ -24,7 +24,7 @@ Score = Callable[[Sequence[Sample], Tensor], Tensor]  # [sample, component]
 
 @dataclass
 class Marks:
-    """What one component pays for one row. gold: the most over all forms of its gold; others: by other golds."""
+    """The marks of one component for one row. gold: the most over all forms of its gold; others: by other golds."""
 
     prompt: Prompt
     gold: float

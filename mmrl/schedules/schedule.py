@@ -306,8 +306,8 @@ class Schedules:
     """All controls of a job that can change, by their keys."""
 
     def __init__(self, config: Section) -> None:
-        found = choices_in(config, Schedule)
-        self._moving = {key: control for key, control in found if not isinstance(control, Constant)}
+        controls = choices_in(config, Schedule)
+        self._moving = {key: control for key, control in controls if not isinstance(control, Constant)}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises UserError naming the key of a control that no metric feeds."""

@@ -277,7 +277,7 @@ class Conversations:
         )
 
     def _opens_thoughts(self, tokens: RolloutTokens, begin: int) -> bool:
-        """Whether what stands before the response that begins at a token ends in <think>."""
+        """Returns whether the text before the response that begins at a token ends in <think>."""
         return opens_thoughts(self.tokenizer, torch.cat([tokens.prompt, tokens.response[:begin]]))
 
     def _warn_lost(self, prompt: Prompt, problem: str) -> None:

@@ -11,6 +11,6 @@ TAIL = 12  # tokens that hold the opening tag of thoughts and the white space be
 
 
 def opens_thoughts(tokenizer: Tokenizer, ids: Tensor) -> bool:
-    """Whether the tokens before a response end in <think> or its kin."""
+    """Returns whether the tokens before a response end in <think> or its kin."""
     text = tokenizer.decode(ids[-TAIL:]).rstrip()
     return text.endswith(tuple(opening for opening, _ in THOUGHTS))
