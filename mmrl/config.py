@@ -188,7 +188,7 @@ def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**tree, "model": Whole(resolved) if isinstance(model, Whole) else resolved}
 
 
-def _warm_start(tree: Mapping[str, Any]) -> Any:
+def _warm_start(tree: Mapping[str, Any]) -> object:
     model = tree.get("model")
     return model.get("warm_start") if isinstance(model, Mapping) else None
 

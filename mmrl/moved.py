@@ -76,7 +76,7 @@ def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [unchanged | _filled(form, tree) for form in forms]
 
 
-def _filled(form: Any, tree: Mapping[str, Any]) -> Any:
+def _filled(form: object, tree: Mapping[str, Any]) -> Any:
     import json
 
     if isinstance(form, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -473,7 +473,7 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
     return None if value is None else value[index]
 
 
-def _cut(record: Any, step: Tensor, steps: int) -> Any:
+def _cut(record: ExtraKind, step: Tensor, steps: int) -> ExtraKind:
     """Returns `record`, whose rows are steps already, with only the decisions, or the step, that `step` [row] selects.
     steps: of the longest rollout."""
     columns: dict[str, Any] = {}
@@ -487,7 +487,7 @@ def _cut(record: Any, step: Tensor, steps: int) -> Any:
     return replace(record, **columns)
 
 
-def _joined(column: Any, values: list[Any]) -> Any:
+def _joined(column: Field[Any], values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [item for value in values for item in value]
     if isinstance(values[0], dict):

@@ -59,7 +59,7 @@ def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, _held(value)
 
 
-def _held(value: Any) -> Any:
+def _held(value: object) -> object:
     """Returns `value` without the keys of its items that hold nothing."""
     if isinstance(value, dict):
         return {key: _held(item) for key, item in value.items() if item not in NOTHING}

@@ -27,7 +27,7 @@ class Writing:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._jobs: list[Future[None]] = []
 
-    def __call__(self, state: Any, path: Path) -> None:
+    def __call__(self, state: object, path: Path) -> None:
         """Writes `state` (whatever torch.save takes) to `path`."""
         if self._thread is None:
             self._write(state, path)
@@ -49,7 +49,7 @@ class Writing:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _write(self, state: Any, path: Path) -> None:
+    def _write(self, state: object, path: Path) -> None:
         if self.problem is not None:
             return
         try:

@@ -144,7 +144,7 @@ def script(text: str) -> Settings:
     return {key: number(value) for key, value in settings.items()}
 
 
-def number(value: Any) -> Any:
+def number(value: object) -> object:
     """Returns a string such as 5e-6, which YAML does not read as a number, as a float; other values unchanged."""
     try:
         return float(value) if isinstance(value, str) and "e" in value else value
@@ -168,7 +168,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def suite(value: Any, converted: Converted, settings: Settings) -> None:
+def suite(value: str, converted: Converted, settings: Settings) -> None:
     if value not in SUITES:
         raise UserError(f"the suite {value} has no simulator here; there are {', '.join(SUITES)}")
     converted.ours |= {
@@ -182,19 +182,19 @@ def suite(value: Any, converted: Converted, settings: Settings) -> None:
     )
 
 
-def kind_of_policy(value: Any, converted: Converted, settings: Settings) -> None:
+def kind_of_policy(value: str, converted: Converted, settings: Settings) -> None:
     heads = {"openvla-oft": "bidirectional", "openvla": "autoregressive"}
     if value not in heads:
         raise UserError(f"a policy of kind {value} can not be converted; there are {', '.join(heads)}")
     converted.ours["action.head"] = {"type": "token", "decoding": heads[value]}
 
 
-def weights(value: Any, converted: Converted, settings: Settings) -> None:
+def weights(value: str, converted: Converted, settings: Settings) -> None:
     converted.ours |= {"model.path": value, "action.statistics": value}
     converted.remarks.append(f"action.statistics={value} must be a folder with dataset_statistics.json.")
 
 
-def images(value: Any, converted: Converted, settings: Settings) -> None:
+def images(value: int, converted: Converted, settings: Settings) -> None:
     if value not in (1, 2):
         raise UserError(f"num_images_in_input={value}: LIBERO has two cameras")
     if value == 2:
@@ -205,19 +205,19 @@ def images(value: Any, converted: Converted, settings: Settings) -> None:
         }
 
 
-def crop(value: Any, converted: Converted, settings: Settings) -> None:
+def crop(value: bool, converted: Converted, settings: Settings) -> None:
     converted.ours |= {"action.center_crop": 0.9 if value else 1.0, "action.resize": "openvla"}
 
 
 def term(name: str) -> Rule:
-    def add(value: Any, converted: Converted, settings: Settings) -> None:
+    def add(value: float, converted: Converted, settings: Settings) -> None:
         if value:
             converted.ours.setdefault("algorithm.terms", []).append({"type": name, "coefficient": value})
 
     return add
 
 
-def estimator(value: Any, converted: Converted, settings: Settings) -> None:
+def estimator(value: str, converted: Converted, settings: Settings) -> None:
     if value not in ("grpo", "rloo"):
         raise UserError(f"advantages by {value} can not be converted; there are grpo and rloo")
     if value == "rloo":
@@ -227,18 +227,18 @@ def estimator(value: Any, converted: Converted, settings: Settings) -> None:
 # --- SimpleVLA-RL ---
 
 
-def dynamic_sampling(value: Any, converted: Converted, settings: Settings) -> None:
+def dynamic_sampling(value: bool, converted: Converted, settings: Settings) -> None:
     if value:
         low, high = settings.get("data.accuracy_lower_bound", 0.0), settings.get("data.accuracy_upper_bound", 1.0)
         converted.ours["rollout.dynamic_sampling"] = {"low": low, "high": high}
 
 
-def updates(value: Any, converted: Converted, settings: Settings) -> None:
+def updates(value: int, converted: Converted, settings: Settings) -> None:
     episodes = int(settings["data.train_batch_size"]) * int(settings["data.n_samples"])
     converted.ours["algorithm.minibatches"] = max(1, episodes // int(value))
 
 
-def nothing(value: Any, converted: Converted, settings: Settings) -> None:
+def nothing(value: object, converted: Converted, settings: Settings) -> None:
     """Sets nothing: another key says the same."""
 
 
@@ -285,12 +285,12 @@ MEMORY_OF_SIMPLEVLA = (
 # --- cosmos-rl ---
 
 
-def batch(value: Any, converted: Converted, settings: Settings) -> None:
+def batch(value: int, converted: Converted, settings: Settings) -> None:
     replicas, group = settings.get("policy.parallelism.n_init_replicas", 1), settings["rollout.n_generation"]
     converted.ours |= {"rollout.prompts": int(value) * int(replicas) // int(group), "rollout.group_size": group}
 
 
-def double_clip(value: Any, converted: Converted, settings: Settings) -> None:
+def double_clip(value: float, converted: Converted, settings: Settings) -> None:
     converted.ours |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": value}
 
 

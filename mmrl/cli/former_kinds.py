@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -30,6 +30,7 @@ CHOICES_BY_KEY: dict[str, type[Choice]] = {
 }
 Edit = tuple[int, int, str]  # start and end in characters, and the replacement
 Tree = dict[str, Any]
+T = TypeVar("T")
 
 
 def with_present_kinds(text: str) -> str:
@@ -110,11 +111,11 @@ class Rewriting:
         return position, position, "".join(f"{between}{key}: {as_yaml(value)}" for key, value in new.items())
 
 
-def _now(value: Any, key: str | None) -> list[Tree]:
+def _now(value: object, key: str | None) -> list[Tree]:
     return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else rewritten(CHOICES_BY_KEY[key], value)
 
 
-def _alone(value: Any, key: str | None) -> Any:
+def _alone(value: T, key: str | None) -> T:
     """Returns `value`. Raises UserError where it is several choices today and the key holds one."""
     if len(now := _now(value, key)) > 1:
         raise UserError(f"{as_yaml(value)} is {' and '.join(map(as_yaml, now))} now, and {key} has room for one")

@@ -22,6 +22,8 @@ quieten_environment()  # before anything heavy is imported
 defer_imports()
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from mmrl.config import Config
     from mmrl.job import Job
 
@@ -267,7 +269,7 @@ def print_memory(options: argparse.Namespace) -> None:
         print(f"memory is not estimated: {error}", flush=True)
 
 
-def one_step(config: Any, folder: str) -> Any:
+def one_step(config: Config, folder: str) -> Config:
     """Returns the configuration of a dry run: one step, four evaluation prompts, no checkpoints, a temporary folder."""
     evaluation = config.evaluation.model_copy(update={"before": False, "every": 0, "prompts": 4})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "resume": False, "best": False})
@@ -275,7 +277,7 @@ def one_step(config: Any, folder: str) -> Any:
     return config.model_copy(update=update)
 
 
-def train(config: Any, *, dry: bool = False) -> int:
+def train(config: Config, *, dry: bool = False) -> int:
     gc.disable()  # until the job is built: hardly anything of it is garbage
     from mmrl.job import Job, RunEnded
 
@@ -296,7 +298,7 @@ def train(config: Any, *, dry: bool = False) -> int:
     return 128 + stopped if stopped else 0
 
 
-def last_line(job: Any, dry: bool) -> str:
+def last_line(job: Job, dry: bool) -> str:
     if job.stopped:
         return f"stopped at step {job.step} and saved; the same command goes on with checkpoint.resume=auto"
     return "dry run: one step done, nothing kept" if dry else summary(job.accuracies, Path(job.config.run_dir))
@@ -550,7 +552,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     return 1 if any(check.needed and check.mend for check in checks) else 0
 
 
-def arithmetic(config: Any, world: int, module: Any) -> str:
+def arithmetic(config: Config, world: int, module: Module) -> str:
     """Returns the batch arithmetic and a memory estimate, for a dry run."""
     from mmrl.engine import memory_estimate
 

@@ -204,7 +204,7 @@ def _type_of(base: type[Choice], kinds: Mapping[str, str]) -> FieldInfo:
     return FieldInfo(annotation=str, default=default, description=description)
 
 
-def _sections_of(annotation: Any) -> list[tuple[type[Section], tuple[str, ...]]]:
+def _sections_of(annotation: object) -> list[tuple[type[Section], tuple[str, ...]]]:
     """Returns the sections that a key may hold, each with the path to it: (), or "*" for each list or mapping
     around."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
@@ -241,13 +241,13 @@ def _shortened(jobs: list[str]) -> list[str]:
     ]
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """Returns a default as it is written in YAML, in the short form."""
     short = plain(value, brief=True)
     return "null" if short is None else str(short)
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Choice):
         if "constant" in annotation.kinds:
             return f"a number, or one of {', '.join(kind for kind in annotation.kinds if kind != 'constant')}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmrl.children.processes import free_port
-from mmrl.doctor.findings import Finding, advice_for
+from mmrl.doctor.findings import Finding, Status, advice_for
 from mmrl.errors import UserError, describe_error
 
 STEPS = 3
@@ -171,7 +171,7 @@ def renderers(folder: Path) -> list[Finding]:
     works = Finding("MuJoCo renders", "works", message)
     if not has_gpu():
         return [works, Finding("EGL on the rank's GPU", GPU_ONLY, f"no GPU here; {backend} renders on the CPU")]
-    status: Any = "works" if backend == "egl" else "fails"
+    status: Status = "works" if backend == "egl" else "fails"
     return [works, Finding("EGL on the rank's GPU", status, message, "" if status == "works" else advice_for("EGL"))]
 
 

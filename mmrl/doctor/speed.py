@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +64,7 @@ def cases(device: str) -> dict[str, tuple[Arm, Arm, Tensor]]:
     def clipped(leaf: Tensor) -> Tensor:
         r = leaf.exp()
         objective = torch.minimum(r * gains[:, None], r.clamp(0.8, 1.28) * gains[:, None])
-        total: Any = -(objective * mask).sum() / mask.sum()
+        total: Tensor = -(objective * mask).sum() / mask.sum()
         return total
 
     return {

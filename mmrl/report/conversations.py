@@ -6,7 +6,8 @@ import base64
 import html
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO
 
 from PIL import Image, ImageDraw
 
@@ -70,7 +71,7 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def save_film(target: Any, sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
+def save_film(target: Path | IO[bytes], sheets: Sequence[Image.Image], milliseconds: int = 250) -> None:
     """Writes an animated GIF that repeats. Its last frame is shown three times as long, to mark the end."""
     times = [milliseconds] * (len(sheets) - 1) + [3 * milliseconds]
     first, *others = (sheet.convert("RGB") for sheet in sheets)

@@ -161,7 +161,7 @@ def differences(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {key: values for key, values in by_key.items() if len(set(values)) > 1}
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "–" if value is None else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class RunRecord:
 
     def key(self, path: str, default: Any = None) -> Any:
         """Returns the value of the configuration at a dotted path, or `default`."""
-        value: Any = self.config
+        value: object = self.config
         for part in path.split("."):
             if not isinstance(value, dict) or part not in value:
                 return default
@@ -146,7 +146,7 @@ def _text(path: Path, problems: list[str]) -> str | None:
         return None
 
 
-def _mapping(path: Path, read: Any, text: str | None, problems: list[str]) -> dict[str, Any]:
+def _mapping(path: Path, read: Callable[[], object], text: str | None, problems: list[str]) -> dict[str, Any]:
     if text is None:
         return {}
     if not text.strip():
@@ -236,7 +236,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def flattened(tree: Any, path: str = "") -> dict[str, Any]:
+def flattened(tree: object, path: str = "") -> dict[str, Any]:
     """Returns the leaves of nested mappings by dotted keys. A list is a leaf unless it holds mappings."""
     if isinstance(tree, Mapping):
         inner = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())

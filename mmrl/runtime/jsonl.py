@@ -56,7 +56,7 @@ def check_length(text: bytes) -> None:
         raise RowError(f"longer than {LONGEST_LINE >> 20} MiB")
 
 
-def check_value(value: Any, field: str, depth: int = 0) -> None:
+def check_value(value: object, field: str, depth: int = 0) -> None:
     """Raises RowError naming `field` for values that fail later, when they are written, sent or computed with: text
     with half of a surrogate pair, an integer beyond the range of floats, more than DEEPEST levels."""
     if depth > DEEPEST:
@@ -74,7 +74,7 @@ def check_value(value: Any, field: str, depth: int = 0) -> None:
             check_value(inner, field, depth + 1)
 
 
-def check_finite(value: Any, field: str) -> None:
+def check_finite(value: object, field: str) -> None:
     """Raises RowError for a number that is NaN or infinite, which no answer equals."""
     if isinstance(value, float) and not math.isfinite(value):
         raise RowError(f"field {field!r} is {value}, which no answer equals")

@@ -16,7 +16,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,7 +80,7 @@ class Deferred:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target(), name)
 
-    def __instancecheck__(self, thing: Any) -> bool:
+    def __instancecheck__(self, thing: object) -> bool:
         # A class that is not imported has no instances.
         return self._source in sys.modules and isinstance(thing, self._target())
 
@@ -90,7 +90,7 @@ class Deferred:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._target(),)
 
-    def __or__(self, other: Any) -> Any:  # in annotations
+    def __or__(self, other: object) -> object:  # in annotations
         return Any
 
     __ror__ = __or__
@@ -134,11 +134,15 @@ class Loader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def importing(deferred: Mapping[str, Sequence[str]]) -> Any:
+def importing(deferred: Mapping[str, Sequence[str]]) -> Callable[..., Any]:
     """Returns an `__import__` that returns placeholders for the deferred names."""
 
     def import_(
-        name: str, variables: Any = None, local: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
+        name: str,
+        variables: Any = None,
+        local: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
     ) -> Any:
         source = importlib.util.resolve_name("." * level + name, variables["__package__"]) if level else name
         if source not in deferred:

@@ -28,7 +28,7 @@ def laid_over(job: Job, *trees: Tree) -> Tree:
 
 def _had(job: Job, tree: Tree, path: tuple[str, ...]) -> bool:
     """Returns whether `tree` holds a value at `path`, or its job has that key."""
-    held: Any = tree
+    held: object = tree
     for key in path:
         held = held.get(key) if isinstance(held, Mapping) else None
     try:

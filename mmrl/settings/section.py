@@ -61,14 +61,14 @@ class Choice(Section):
         return f"{self.type} {self.model_dump_json()}"
 
     @classmethod
-    def expand(cls, value: Any) -> Any:
+    def expand(cls, value: object) -> Any:
         """Returns the mapping for a short form of this choice: a name alone is a kind with its defaults."""
         if cls.of_numbers and isinstance(value, int | float) and not isinstance(value, bool):
             return {"type": "constant", "number": value}
         return {"type": value} if isinstance(value, str) else value
 
     @classmethod
-    def shorten(cls, value: Choice) -> Any:
+    def shorten(cls, value: Choice) -> float | str | None:
         """Returns the short form of `value` if it has one, else None."""
         if cls.of_numbers and value.type == "constant":
             return vars(value)["number"]
@@ -94,7 +94,7 @@ def option(
 # --- from a mapping to a section ---
 
 
-def make(model: type[Model], tree: Any, path: Path_ = ()) -> Model:
+def make(model: type[Model], tree: object, path: Path_ = ()) -> Model:
     """Builds the section `model` from `tree`. Raises SettingsError naming the key at fault by its whole path."""
     if isinstance(tree, model):
         return tree
@@ -119,7 +119,7 @@ def make(model: type[Model], tree: Any, path: Path_ = ()) -> Model:
         raise SettingsError(f"{where}: {message}" if where else message) from None
 
 
-def resolve(annotation: Any, value: Any, path: Path_, kinds: Mapping[str, str] | None = None) -> Any:
+def resolve(annotation: Any, value: object, path: Path_, kinds: Mapping[str, str] | None = None) -> Any:
     """Returns `value` with mappings replaced by the sections that `annotation` declares. Raises SettingsError."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         if issubclass(annotation, Choice):
@@ -141,7 +141,7 @@ def resolve(annotation: Any, value: Any, path: Path_, kinds: Mapping[str, str] |
     return value
 
 
-def choose(base: type[Kind], value: Any, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> Kind:
+def choose(base: type[Kind], value: object, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> Kind:
     """Builds the kind of `base` that `value` selects, with its options. Raises SettingsError."""
     if isinstance(value, base):
         return value
@@ -149,7 +149,7 @@ def choose(base: type[Kind], value: Any, path: Path_ = (), kinds: Mapping[str, s
     return make(kind_of(base, tree, path, kinds), tree, path)
 
 
-def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> type[Kind]:
+def kind_of(base: type[Kind], tree: object, path: Path_ = (), kinds: Mapping[str, str] | None = None) -> type[Kind]:
     """Returns the class of the kind that `tree` selects, shipped or the user's. Raises SettingsError."""
     tree, kinds = base.expand(tree), base.kinds if kinds is None else kinds
     if not isinstance(tree, Mapping):
@@ -174,7 +174,7 @@ def kind_of(base: type[Kind], tree: Any, path: Path_ = (), kinds: Mapping[str, s
     return kind
 
 
-def rewritten(base: type[Choice], value: Any) -> list[dict[str, Any]]:
+def rewritten(base: type[Choice], value: object) -> list[dict[str, Any]]:
     """Returns the present form of a choice in a former form: one mapping, or several that together do the same. Empty
     where it is in its present form."""
     tree = base.expand(value)
@@ -191,7 +191,7 @@ def _form_message(where: str, tree: Mapping[str, Any], now: list[dict[str, Any]]
     )
 
 
-def as_yaml(value: Any) -> str:
+def as_yaml(value: object) -> str:
     """Returns a value as YAML in one line, as in an override."""
     import yaml
 
@@ -271,7 +271,7 @@ def _inner(
 # --- from a section to a mapping ---
 
 
-def plain(value: Any, *, brief: bool = False) -> Any:
+def plain(value: object, *, brief: bool = False) -> Any:
     """Converts `value` to mappings, lists, strings and numbers, from which `make` builds the same section. brief:
     without the keys that hold nothing by default."""
     if isinstance(value, Choice) and (short := value.shorten(value)) is not None:
@@ -288,7 +288,7 @@ def plain(value: Any, *, brief: bool = False) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def choices_in(value: Any, base: type[Choice], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
+def choices_in(value: object, base: type[Choice], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
     """Yields every `base` inside a section, with its dotted path."""
     if isinstance(value, base):
         yield dotted(path), value
@@ -310,7 +310,7 @@ def keys_of(model: type[Section]) -> list[str]:
     return list(model.model_fields)
 
 
-def unknown(key: Any, model: type[Section], path: Path_) -> str:
+def unknown(key: object, model: type[Section], path: Path_) -> str:
     """Returns the message for an unknown key: it names the present key, the nearest one, or all."""
     valid = keys_of(model)
     if (now := moved.present_key(str(key))) in valid:
@@ -350,24 +350,24 @@ def _kinds_of(field: FieldInfo) -> Mapping[str, str] | None:
     return kinds if isinstance(kinds, dict) else None  # type: ignore[return-value]
 
 
-def _of_default_kind(field: FieldInfo, value: Any) -> Any:
+def _of_default_kind(field: FieldInfo, value: object) -> Any:
     """Returns `value` with the default `type` of the key, if it is a choice without one."""
     if isinstance(field.default, Choice) and isinstance(value, Mapping) and "type" not in value:
         return {"type": field.default.type, **value}
     return value
 
 
-def _takes_none(annotation: Any) -> bool:
+def _takes_none(annotation: object) -> bool:
     return annotation is Any or type(None) in typing.get_args(annotation)
 
 
-def _holds_sections(annotation: Any) -> bool:
+def _holds_sections(annotation: object) -> bool:
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return issubclass(annotation, Section)
     return any(_holds_sections(argument) for argument in typing.get_args(annotation))
 
 
-def _check_bounds(field: FieldInfo, value: Any, path: Path_) -> None:
+def _check_bounds(field: FieldInfo, value: object, path: Path_) -> None:
     """Checks the bounds of a number that may change during a run; see `mmrl.schedules.schedule.number`."""
     extra = field.json_schema_extra
     if isinstance(value, Choice) and isinstance(extra, dict) and isinstance(bounds := extra.get("bounds"), dict):

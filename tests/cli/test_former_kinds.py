@@ -13,7 +13,9 @@ from mmrl.cli.former_kinds import with_present_kinds
 from mmrl.cli.main import main
 from mmrl.config import configure
 from mmrl.errors import UserError
+from mmrl.policies.settings import ModelSettings
 from mmrl.settings import SettingsError, choose, plain
+from mmrl.tasks.visual_qa.settings import Questions
 from mmrl.terms.term import Shaper, Term
 
 # As it was, and what it is now: with its own defaults where those of the present kind are others.
@@ -240,7 +242,7 @@ def test_each_is_told_in_one_line(override, said):
 
 def test_every_former_kind_is_gone_or_has_other_keys():
     tables = json.loads(Path(moved.__file__).with_suffix(".json").read_text())["kinds"]
-    bases = {base.title: base for base in (Term, Shaper, Transform, Algorithm)}
+    bases = {base.title: base for base in (Term, Shaper, Transform, Algorithm, ModelSettings, Questions)}
     assert tables.keys() == bases.keys()
     gone = [
         (bases[title], name) for title, kinds in tables.items() for name in kinds.keys() - bases[title].kinds.keys()

@@ -118,7 +118,7 @@ def test_a_recipe_of_the_users_own_has_a_place_of_its_own(tmp_path):
     assert one.folder_name != other.folder_name and one.folder_name.startswith("recipe-")
     recorder = Recorder()
     diagnose([one], tmp_path, HERE, run=recorder, say=lambda _: None)
-    assert recorder.commands[0][3:] == ["recipe", str(tmp_path / one.place), "a.yaml", "steps=1"]
+    assert recorder.commands[0][3:] == ["recipe", str(tmp_path / one.folder_name), "a.yaml", "steps=1"]
 
 
 # --- what is judged ---
