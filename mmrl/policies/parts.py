@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -19,5 +19,4 @@ def by_parts(compute: Callable[[Part], Result], parts: Sequence[Part]) -> list[R
     """
     if len(parts) == 1 or not torch.is_grad_enabled():
         return [compute(part) for part in parts]
-    checkpointed: Any = checkpoint
-    return [checkpointed(compute, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return [checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False) for part in parts]

@@ -40,15 +40,15 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
     tokenizer = load_tokenizer(path)
     model_config, writer = load_config(path), None
     if isinstance(model_config, JanusConfig):
-        model = load_pretrained(JanusForConditionalGeneration, path, settings.dtype, settings.attention)
+        core = load_pretrained(JanusForConditionalGeneration, path, settings.dtype, settings.attention)
     elif type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         writer = codebook_writer(path)
-        model = load_pretrained(AutoModelForCausalLM, path, settings.dtype, settings.attention)
+        core = load_pretrained(AutoModelForCausalLM, path, settings.dtype, settings.attention)
     else:
         raise UserError(
             f"model.path={path} is a {model_config.model_type} model, which does not write token after token"
         )
-    model = adapt(model, path, freeze=(), lora=settings.lora)
+    model = adapt(core, path, freeze=(), lora=settings.lora)
     freeze_readers(model)
     if settings.activation_checkpointing:
         recompute_activations(model)

@@ -74,7 +74,7 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
     lora, base = settings.lora, path
     with on_meta(settings.dtype):
         if isinstance(config, JanusConfig):
-            model: Any = JanusForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+            model: nn.Module = JanusForConditionalGeneration._from_config(config, attn_implementation="sdpa")
         else:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():

@@ -78,7 +78,7 @@ def read_model(
     if causal and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.path={path} is a {model_config.model_type} model, which does not write text")
     model_class = AutoModelForCausalLM if causal else AutoModelForMaskedLM
-    model = load_pretrained(model_class, path, settings.dtype, settings.attention)
+    core = load_pretrained(model_class, path, settings.dtype, settings.attention)
     context = model_config.get_text_config().max_position_embeddings
     text = limits.reasoning_length if isinstance(limits, WritingLimits) else 0
     length = text + limits.response_length
@@ -88,7 +88,7 @@ def read_model(
             f"rollout.response_length={limits.response_length} {more}leaves no room for a prompt in the {context} "
             f"tokens that model.path={path} can read; lower it"
         )
-    model = adapt(model, path, freeze=(), lora=settings.lora)
+    model = adapt(core, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
         recompute_activations(model)
     tokenizer, image_codebook = load_tokenizer(path), codebook.read(path)

@@ -14,6 +14,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -103,7 +104,7 @@ def load_config(path: str) -> PreTrainedConfig:
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
 
 
-def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> Any:
+def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> PreTrainedModel:
     """Loads a model of transformers' class `model_class`, without its adapter. Raises UserError where files lack some
     of its weights, which transformers would leave at random."""
     model, info = model_class.from_pretrained(
@@ -131,9 +132,9 @@ def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, 
     config = load_config(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    model = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
-    write_as_published(model)
-    model = adapt(model, path, freeze=settings.freeze, lora=settings.lora)
+    core = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
+    write_as_published(core)
+    model = adapt(core, path, freeze=settings.freeze, lora=settings.lora)
     return model, AutoProcessor.from_pretrained(path, **settings.processor)
 
 
@@ -160,7 +161,7 @@ def base_of(path: str) -> str:
     return path
 
 
-def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> Any:
+def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
     """Returns `model` with the LoRA at `path` if there is one, or a new one if `lora` is given; freezes the parts in
     `freeze`."""
     adapted = (Path(path) / "adapter_config.json").is_file()
@@ -179,7 +180,7 @@ def adapt(model: Any, path: str, *, freeze: Sequence[str], lora: LoRA | None) ->
 
 def recompute_activations(model: nn.Module) -> None:
     """Has layers keep only their inputs for the backward pass (gradient checkpointing)."""
-    core: Any = transformers_model(model)
+    core = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})
     # For reentrant checkpoints transformers makes the outputs of all embeddings require a gradient, image patches
     # included. These checkpoints need none, and a frozen vision tower would be recomputed and run backward.

@@ -63,9 +63,8 @@ def model_config(path: str) -> PreTrainedConfig:
 def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
     """Builds the image-text model at `path`, or the one that the adapter there belongs to, as `loading.load_model`
     does, without weights."""
-    model_class: Any = AutoModelForImageTextToText
     with on_meta(dtype):
-        model = model_class.from_config(model_config(path), attn_implementation="sdpa")
+        model: nn.Module = AutoModelForImageTextToText.from_config(model_config(path), attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
             model, lora = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path)), None
             path = ""

@@ -163,22 +163,24 @@ def adapter_rank(model: nn.Module) -> int:
     return max(config.r for config in model.peft_config.values() if isinstance(config, peft.LoraConfig))
 
 
-def write_adapter(model: Any, folder: Path | None) -> None:
+def write_adapter(model: nn.Module, folder: Path | None) -> None:
     """Saves the language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
     parts = adapter_parts(model)
     with gathered(list(parts.values())):
         if folder is not None:
-            model.save_pretrained(folder, state_dict=parts, save_embedding_layers=False)
+            assert isinstance(model, peft.PeftModel)  # `adapter_rank` refuses others
+            model.save_pretrained(str(folder), state_dict=parts, save_embedding_layers=False)
 
 
-def adapter_checksums(model: Any) -> dict[str, Checksum]:
+def adapter_checksums(model: nn.Module) -> dict[str, Checksum]:
     """Returns checksums of the language model's LoRA by the names of peft's files, as engines use it: the second factor
     is scaled. Under ZeRO-3 a collective."""
-    parts, modules, checksums = adapter_parts(model), dict(model.named_modules()), {}
+    parts, checksums = adapter_parts(model), {}
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     with gathered(list(parts.values())):
         for name, value in parts.items():
             path, factor, adapter, _ = name.rsplit(".", 3)
-            size = modules[path].scaling[adapter] if factor == "lora_B" else 1.0
+            size = layers[path].scaling[adapter] if factor == "lora_B" else 1.0
             checksums[f"{path}.{factor}.weight"] = checksum(value.detach() * size)
     return checksums
 
@@ -206,7 +208,7 @@ def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Ten
         if not parameters:
             continue
         with gathered(parameters):
-            layer: Any = module.get_base_layer() if isinstance(module, LoraLayer) else module
+            layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
             tensors = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
             for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
                 tensors["weight"] += module.get_delta_weight(adapter).detach()

@@ -120,7 +120,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     # Rows are a few tokens wide: no frequency may be so slow that neighbours get the same phase.
     rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": list(sizes.rope)}
-    config: Any
+    config: type[Qwen2_5_VLConfig] | type[Qwen3VLConfig]
     text: dict[str, Any]
     vision: dict[str, Any]
     spread: dict[str, Any] = {} if sizes.spread is None else {"initializer_range": sizes.spread}
@@ -177,7 +177,7 @@ def write(path: str | Path, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, se
         model_class = (
             Qwen2_5_VLForConditionalGeneration if sizes.generation == "2.5" else Qwen3VLForConditionalGeneration
         )
-        model: Any = model_class(build_config(tokenizer, sizes))
+        model = model_class(build_config(tokenizer, sizes))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )

@@ -34,7 +34,7 @@ class ResponseReplay:
         self.runner, self.segment = runner, segment
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool, padding_side: str = "right") -> Replay:
-        """See `VisionLanguagePolicy.replay`."""
+        """Replays responses; see `VisionLanguagePolicy.replay`."""
         runner, routing = self.runner, self.runner.routing
         rows: list[RolloutTokens] = rollouts.inputs
         if reference:
@@ -64,7 +64,7 @@ class ResponseReplay:
         return replay
 
     def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
-        """See `VisionLanguagePolicy.likeliest`."""
+        """Returns the likeliest tokens; see `VisionLanguagePolicy.likeliest`."""
         rows: list[RolloutTokens] = rollouts.inputs
         row, decision, targets, temperature = self._decisions(rows)
         inputs, continuations, column = self._layout(rows, row, decision, False, "right")
@@ -73,8 +73,8 @@ class ResponseReplay:
         return blank.index_put((row, decision), ids).cpu()
 
     def _decisions(self, rows: list[RolloutTokens]) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-        """[decision] each: its row, its place in the response, the token that was decided, and the temperature, which
-        is one number where that is the same for all."""
+        """Returns row, index in the response, token and temperature of each decision, [decision] each; the temperature
+        is one number where it is the same for all."""
         device = self.runner.device
         targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(device)
         chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(device)
