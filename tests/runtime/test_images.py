@@ -131,9 +131,12 @@ def test_numbers_without_a_range_are_refused_by_the_header(mode, tmp_path):
             use(Image.new(mode, (2, 2)))
 
 
-def test_damaged_exif_is_passed_over():
-    exif = b"Exif\x00\x00II*\x00\xff\xff\xff\xff"
-    assert np.asarray(as_shown(opened(stored(square(), "PNG", exif=exif)))).tolist() == TURNED_AS_LISTS
+@pytest.mark.parametrize(
+    "damage", [b"II*\x00\xff\xff\xff\xff", b"nonsense", b"II*\x00\x08\x00\x00\x00\x01\x00\x12\x01\x02\x00"]
+)
+def test_damaged_exif_is_passed_over(damage):
+    image = opened(stored(square(), "PNG", exif=b"Exif\x00\x00" + damage))
+    assert np.asarray(as_shown(image)).tolist() == TURNED_AS_LISTS
 
 
 TURNED_AS_LISTS = np.array(TURNED[1]).tolist()
