@@ -160,7 +160,7 @@ def test_images_are_written_as_codes(tmp_path):
     policy = policy_of(tmp_path, length=16, build=False, perturbed=0.0, **UNIFORM)
     batch = policy.rollout([DigitPromptSource(size=10, seed=0)[3]], 2, [1, 2])
     assert batch.mask.all() and batch.samples[0].image.shape == (1, 8, 8)
-    assert len(policy.allowed) == image_tokens.CODES
+    assert len(policy.allowed) == image_tokens.CODEBOOK_SIZE
 
 
 def test_wrong_options_are_one_line(folder):
