@@ -3,11 +3,13 @@ was scored."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Qwen2VLImageProcessor
 
 from mmrl.build import build_policy, build_task
 from mmrl.config import load
@@ -15,6 +17,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate
 from mmrl.policies.resizing import resize_of
 from mmrl.rewards import RewardSet, RewardSpec
+from mmrl.rewards.visual.coordinates import Resize
 from mmrl.rollouts import Prompt, Sample
 from tests.evaluation.test_evaluation import Alone
 from tests.helpers.command_line import GRPO, TINY, WARM_START, mmrl
@@ -82,6 +85,17 @@ def test_a_processor_that_resizes_otherwise_is_told():
     with pytest.raises(UserError, match="set coordinates to pixels, thousandths or unit"):
         rewards.use_resize(None)
     RewardSet([RewardSpec(name="box_iou")]).use_resize(None)
+
+
+@pytest.mark.parametrize(("width", "height"), [(2000, 1500), (640, 480), (40, 30), (31, 500)])
+@pytest.mark.parametrize("bounds", [{}, {"min_pixels": 50176, "max_pixels": 802816}])
+def test_sizes_are_those_that_the_image_processor_makes(width, height, bounds):
+    """The image processor of Qwen2.5-VL as published: patches of 14 pixels, merged by 2."""
+    part = Qwen2VLImageProcessor(patch_size=14, merge_size=2, **bounds)
+    resize = resize_of(SimpleNamespace(image_processor=part))
+    assert resize["factor"] == 28
+    grid = part(images=[Image.new("RGB", (width, height))], return_tensors="pt")["image_grid_thw"][0]
+    assert Resize(**resize).size(width, height) == (14 * int(grid[2]), 14 * int(grid[1]))
 
 
 def test_sizes_of_processors(tmp_path):

@@ -139,6 +139,7 @@ def test_no_mark_is_worded_as_nothing_or_as_another():
     ("text", "value"),
     [
         ("5 - 3", "3"),
+        ("5 -3", "3"),
         ("x = - 7", "-7"),
         ("the answer is -3", "-3"),
         ("between -3 and -5", "-5"),

@@ -75,7 +75,7 @@ def points_in(text: str) -> list[Numbers]:
 def states_nothing(text: str) -> bool:
     """Returns whether a text without boxes says that there is nothing: [], "none", "There is no cat in the image"."""
     text = folded(_FENCE.sub(" ", text)).strip()
-    return _NOTHING.fullmatch(text) is not None or (bool(text) and _NOTHING_SAID.search(text) is not None)
+    return _NOTHING.fullmatch(text) is not None or _NOTHING_SAID.search(text) is not None
 
 
 def gold_boxes(gold: Any) -> list[Numbers] | None:
