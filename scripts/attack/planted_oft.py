@@ -30,7 +30,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("oft: the state in the robot's units", V, "scales.scaled(state))", "state.copy())", ACTIONS),
     ("oft: actions are clipped", CODEC, "actions.clip(-1, 1) if self.bounded else actions",
      "actions.clip(-1, 1)", BOUNDS),
-    ("oft: states are not clipped", CODEC, "state).clip(-1, 1).astype", "state).astype", SCALED),
+    ("oft: states are not clipped", CODEC, "(scaled.clip(-1, 1) if", "(scaled if", SCALED),
     ("oft: nothing moved is nothing to divide by", CODEC, "(self.q99 - self.q01 + 1e-8) - 1",
      "(self.q99 - self.q01) - 1", SCALED),
     ("oft: what is fixed is trained", NORMAL, "requires_grad=not settings.fixed", "requires_grad=True", LEARNS),

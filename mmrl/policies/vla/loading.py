@@ -16,7 +16,7 @@ from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.codec import ActionStatistics, Units, load_statistics, scaled_to
+from mmrl.policies.vla.heads.codec import ActionStatistics, Units, scaled_to
 from mmrl.policies.vla.heads.head import Head
 from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
 from mmrl.policies.vla.settings import (
@@ -32,6 +32,7 @@ from mmrl.policies.vla.settings import (
     VisionLanguageActionModel,
 )
 from mmrl.policies.vla.states import StateStatistics, measure
+from mmrl.policies.vla.statistics import load_statistics
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
 from mmrl.report.settings import Log
@@ -104,13 +105,15 @@ def open_policy(
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     _check_base_is_known(Path(path), action.head)
-    scales = _scales(action, action_dim)
+    scales = _scales(action, action_dim)  # before weights are read
     sizes = (action_dim, state_dim - action.privileged)
     backbone = load_backbone(path, model, action, max_prompt_length, sizes)
     if isinstance(backbone, states_only.StateBackbone):
         check_reads_state(path, action, sizes[1])
     if backbone.units is not None:
         _check_own_head(path, action)
+    else:
+        _check_statistics_are_there(path, action)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = action.head.build(action, backbone, action_dim, 0 if backbone.reads_state else sizes[1])
@@ -162,14 +165,27 @@ def _stretched(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
 
 def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
     """Loads the statistics that scale actions, None where there are none. Raises UserError where they do not fit the
-    robot."""
-    if action.statistics is not None:
-        return load_statistics(action.statistics, action.statistics_key, action_dim, bounded=action.head.core.bounded)
-    if action.statistics_key is not None:
+    robot. Those that replace a checkpoint's own are read with it."""
+    if action.statistics is None or action.replace_statistics:
+        return None
+    return load_statistics(
+        action.statistics,
+        action.statistics_key,
+        action_dim,
+        bounded=action.head.core.bounded,
+        normalisation=action.normalisation,
+    )
+
+
+def _check_statistics_are_there(path: str, action: Actions) -> None:
+    """Raises UserError for options of statistics that neither a file nor the checkpoint has."""
+    if action.replace_statistics:
         raise UserError(
-            f"action.statistics_key={action.statistics_key} chooses from action.statistics, which is not set"
+            f"action.replace_statistics=true, but model.path={path} has no statistics of its own; remove it"
         )
-    return None
+    for key in ("statistics_key", "normalisation"):
+        if vars(action)[key] is not None and action.statistics is None:
+            raise UserError(f"action.{key}={vars(action)[key]} chooses from action.statistics, which is not set")
 
 
 def load_backbone(
@@ -305,9 +321,8 @@ def _check_own_head(path: str, action: Actions) -> None:
             f"action.head.type={action.head.type}, but model.path={path} has a flow head of its own; use "
             "action.head.type=flow"
         )
-    for name in ("statistics", "standardise"):
-        if vars(action)[name]:
-            raise UserError(f"action.{name} is set, but model.path={path} has statistics of its own; remove it")
+    if action.standardise:
+        raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove it")
 
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:

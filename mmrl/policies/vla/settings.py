@@ -423,9 +423,21 @@ class Actions(Section):
         "and a Lanczos filter, as the data that its LIBERO checkpoints learned from, and OpenVLA's own evaluations",
     )
     statistics: str | None = option(
-        None, "a dataset_statistics.json, or a folder with one; default: actions are within [-1, 1]"
+        None,
+        "OpenVLA's dataset_statistics.json, LeRobot's meta/stats.json, openpi's norm_stats.json, or a folder with one; "
+        "default: actions are within [-1, 1]",
     )
-    statistics_key: str | None = option(None, "which of its entries; default: the only one")
+    statistics_key: str | None = option(
+        None, "which data set of it, or of a LeRobot checkpoint that holds several; default: the only one"
+    )
+    normalisation: Literal["quantiles", "min_max", "mean_std"] | None = option(
+        None,
+        "numbers of action.statistics that stand for -1 and 1: q01 and q99, min and max, or mean - std and mean + std; "
+        "default: q01 and q99, or min and max where there are none",
+    )
+    replace_statistics: bool = option(
+        False, "action.statistics replaces those of a LeRobot checkpoint, as for a fine-tune on another data set"
+    )
     horizon: int = option(
         100, "longest episode; algorithm.reduce=constant divides by its decisions", unit="actions", ge=1
     )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads.codec import ActionCodec, load_statistics
+from mmrl.policies.vla.heads.codec import ActionCodec
+from mmrl.policies.vla.statistics import load_statistics
 
 OPENVLA = ActionCodec(32000, 256)  # Llama's vocabulary: ids 31744 to 31999
 

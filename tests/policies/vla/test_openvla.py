@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
-from mmrl.policies.vla.heads.codec import load_statistics
 from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.policies.vla.statistics import load_statistics
 from mmrl.policies.vlm import loading
 from mmrl.protocols.critic import SharedCritic
 from tests.policies.vla import tiny_openvla as reference

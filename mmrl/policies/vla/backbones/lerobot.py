@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import huggingface_hub
@@ -38,15 +39,22 @@ from transformers import DynamicCache, masking_utils
 from mmrl.errors import UserError
 from mmrl.policies.settings import LoRA
 from mmrl.policies.vla.backbones.backbone import Backbone
+from mmrl.policies.vla.backbones.processor_files import (
+    CONFIG,
+    FILES,
+    POSTPROCESSOR,
+    PREPROCESSOR,
+    ProcessorFiles,
+    Still,
+    prepared,
+)
 from mmrl.policies.vla.heads.flow import FlowHead
 from mmrl.policies.vla.heads.head import Reading
 from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.sims.vector.simulator import nearest
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
-EXTRA_FILES = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # files that a saved policy copies unchanged
+WEIGHTS = "model.safetensors"
 EMPTY = ".empty_camera_"  # LeRobot's name for an image that it fills itself
 UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot keeps it
@@ -83,33 +91,40 @@ class ExpertPrefix:
 class LeRobotUnits:
     """A checkpoint's own normalisation; see `mmrl.policies.vla.heads.codec.Units`."""
 
-    def __init__(self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline) -> None:
+    def __init__(
+        self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline, still: Still | None
+    ) -> None:
         self.normalise = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
-        self.postprocessor = postprocessor
+        self.postprocessor, self.still = postprocessor, still
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
         return self.postprocessor(torch.from_numpy(actions.astype(np.float32))).double().numpy()
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
-        transition = {TransitionKey.ACTION: torch.from_numpy(actions.astype(np.float32))}
+        numbers = torch.from_numpy(actions.astype(np.float32))
+        transition = {TransitionKey.ACTION: numbers if self.still is None else self.still.shown(numbers)}
         return self.normalise(transition)[TransitionKey.ACTION].double().numpy()
 
 
 class LeRobotBackbone(Backbone):
     """A whole LeRobot policy, with its action expert. All other parts compute the prefix."""
 
-    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
+    def __init__(
+        self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
+    ) -> None:
         """policy: LeRobot's, or peft's model around it. features: names of the checkpoint's images, one for each of the
         policy's cameras."""
         super().__init__()
         self.policy = policy
         config = self.core.config
-        self.extra_files = {file.name: file.read_bytes() for name in EXTRA_FILES for file in sorted(folder.glob(name))}
+        self.extra_files, self.still = files.contents, files.still["state"]
         overrides = {"device_processor": {"device": "cpu"}}
-        self.preprocessor, postprocessor = make_pre_post_processors(
-            config, str(folder), preprocessor_overrides=overrides
-        )
-        self.units = LeRobotUnits(self.preprocessor, postprocessor)
+        with TemporaryDirectory() as folder:
+            files.write(Path(folder))
+            self.preprocessor, postprocessor = make_pre_post_processors(
+                config, folder, preprocessor_overrides=overrides
+            )
+        self.units = LeRobotUnits(self.preprocessor, postprocessor, files.still["action"])
         self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
         self.features = tuple(features)
 
@@ -130,9 +145,10 @@ class LeRobotBackbone(Backbone):
 
     def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
         images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
+        state = torch.stack([row.state for row in rows])
         observation: dict[str, Any] = {
             **dict(zip(self.features, images, strict=True)),
-            OBS_STATE: torch.stack([row.state for row in rows]),
+            OBS_STATE: state if self.still is None else self.still.shown(state),
             "task": [row.text for row in rows],
         }
         batch = self.preprocessor(observation)
@@ -220,8 +236,10 @@ class LeRobotBackbone(Backbone):
 
 
 class SmolVLABackbone(LeRobotBackbone):
-    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
-        super().__init__(policy, folder, features)
+    def __init__(
+        self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
+    ) -> None:
+        super().__init__(policy, files, features)
         self.width: int = self.core.model.vlm_with_expert.config.text_config.hidden_size
 
     def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
@@ -250,8 +268,10 @@ class SmolVLABackbone(LeRobotBackbone):
 
 
 class Pi0Backbone(LeRobotBackbone):
-    def __init__(self, policy: PreTrainedPolicy | peft.PeftModel, folder: Path, features: Sequence[str]) -> None:
-        super().__init__(policy, folder, features)
+    def __init__(
+        self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
+    ) -> None:
+        super().__init__(policy, files, features)
         _drop_cache_position()
         self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
@@ -378,6 +398,7 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
     weights = _existing(path, (_folder(base) if adapted else folder) / WEIGHTS)
     for name in (PREPROCESSOR, POSTPROCESSOR):
         _existing(path, folder / f"{name}.json")
+    files = prepared(path, folder, action)
     config = PreTrainedConfig.from_pretrained(folder)
     features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
@@ -397,7 +418,7 @@ def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobo
         policy = with_lora(policy, base, model.lora)
     for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
         parameter.data = parameter.data.to(getattr(torch, model.dtype))
-    return kind(policy, folder, features)
+    return kind(policy, files, features)
 
 
 def freeze_unread(policy: nn.Module) -> None:
@@ -462,7 +483,7 @@ def _folder(path: str) -> Path:
     """Returns the folder itself, or that of the files downloaded from the hub."""
     if Path(path).is_dir():
         return Path(path)
-    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *EXTRA_FILES, *ADAPTERS]))
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *FILES, *ADAPTERS]))
 
 
 def _fill(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> None:

@@ -33,9 +33,10 @@ from mmrl.generation.transformers import Prefix, positions
 from mmrl.policies.models import write_model
 from mmrl.policies.vla.backbones import oft
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.codec import StateQuantiles, load_state_quantiles
+from mmrl.policies.vla.heads.codec import StateQuantiles
 from mmrl.policies.vla.heads.head import Head, Reading
 from mmrl.policies.vla.settings import Actions, L1Actions, VisionLanguageActionModel
+from mmrl.policies.vla.statistics import load_state_quantiles
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import policy as vlm
 
@@ -396,7 +397,7 @@ def load(
     states = None
     if parts.projector is not None:
         assert action.statistics is not None
-        states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1])
+        states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1], action.normalisation)
     preprocessing = ObservationPreprocessing(
         action.head.together, action.center_crop, action.resize == "openvla", states
     )
