@@ -62,6 +62,9 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> object: ...
 
+    @property
+    def name_or_path(self) -> str: ...
+
     def __len__(self) -> int: ...
 
     @overload
@@ -89,6 +92,17 @@ class Processor(Protocol):
     """A processor: chats to text, and text with images and videos to the inputs of a model."""
 
     tokenizer: Tokenizer
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def chat_template(self) -> object: ...
+
+    @property
+    def image_token(self) -> str: ...
+
+    @property
+    def video_token(self) -> str: ...
 
     def __call__(
         self, *, text: list[str], return_tensors: str, padding: bool, **more: object

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 
 from mmrl.config import Config
 from mmrl.policies.tokenizers import Processor
-from mmrl.policies.vlm.prompts import chat_texts, encode
+from mmrl.policies.vlm.prompts import chat, chat_texts, encode
 from mmrl.policies.vlm.settings import TokenLimits, VisionLanguageModel
+from mmrl.policies.vlm.templates import system_is_moved
 from mmrl.preflight.alarms import Findings
 from mmrl.preflight.boxes import probe_boxes
 from mmrl.preflight.golds import Marks, Reasons, probe_golds, tried
 from mmrl.preflight.page import Row
 from mmrl.preflight.prompts import sampled
-from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading
+from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading, probe_system
 from mmrl.rollouts import Prompt
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 from mmrl.tasks.visual_qa.task import VisualQA
@@ -78,6 +79,7 @@ def probe_template(
     special = [str(token) for token in tokenizer.special_tokens_map.values() if len(str(token)) > 2]
     special += [token for token in tokenizer.get_vocab() if token.startswith("<|") and token.endswith("|>")]
     findings.add(probe_placeholders(prompts, list(dict.fromkeys(special))))
+    findings.add(probe_system(prompts, lambda prompt: system_is_moved(processor, chat(prompt))))
     findings.add(probe_reading(prompts, lambda prompt: encode(processor, [prompt], max_prompt)))
     findings.add(
         probe_lengths(prompts, lambda text: len(tokenizer(text, add_special_tokens=False).input_ids), max_response)

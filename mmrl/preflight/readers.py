@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mmrl.errors import UserError
@@ -26,6 +27,14 @@ def probe_reading(prompts: Sequence[Prompt], read: Read) -> Iterator[Alarm]:
     for text, rows in lines.items():
         more = f" ({len(rows)} of {len(prompts)} rows: {some(rows)})" if len(rows) > 1 else ""
         yield Alarm("template", "refused", text.replace("PROMPT", rows[0]) + more)
+
+
+def probe_system(prompts: Sequence[Prompt], moved: Callable[[Prompt], str | None]) -> Iterator[Alarm]:
+    """Finds system texts that stand elsewhere than where they were put. moved: the line about it, for a prompt."""
+    for prompt in prompts[:1]:
+        with suppress(UserError):  # which `probe_reading` names
+            if line := moved(prompt):
+                yield Alarm("template", "warned", line)
 
 
 def probe_placeholders(prompts: Sequence[Prompt], special: Sequence[str]) -> Iterator[Alarm]:

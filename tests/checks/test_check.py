@@ -25,7 +25,7 @@ from tests.checks.misconfigurations.parts import named_by
 UNNAMED = frozenset(
     {
         *("signature_of_another_library", "image_column_of_another_name", "comma_without_quotes"),
-        *("system_role_refused", "side_beyond_the_position_table", "flow_scheduler_of_another_class"),
+        *("side_beyond_the_position_table", "flow_scheduler_of_another_class"),
         *("zero_terminal_snr_of_predicted_noise", "guidance_of_a_distilled_model"),
         *("statistics_beyond_the_box", "statistics_without_a_range"),
     }
@@ -55,7 +55,7 @@ def test_a_misconfiguration_is_named(case, tmp_path, monkeypatch):
 
 
 def test_few_are_not_named():
-    assert len(PLANTED) == 60 and len(UNNAMED) <= 10 and {case.name for case in PLANTED} >= UNNAMED
+    assert len(PLANTED) == 60 and len(UNNAMED) <= 9 and {case.name for case in PLANTED} >= UNNAMED
 
 
 @pytest.mark.parametrize("case", marked(case for case in CONTROLS if case.name not in UNREAD))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +26,7 @@ from mmrl.policies.settings import LoRA
 from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.critic import critic_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
+from mmrl.policies.vlm.prompts import chat
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import (
     TokenEngine,
@@ -32,22 +34,26 @@ from mmrl.policies.vlm.settings import (
     TokenSampling,
     VisionLanguageModel,
 )
+from mmrl.policies.vlm.templates import check_template
 from mmrl.protocols.critic import SharedCritic
-from mmrl.protocols.parts import ConversationTask
+from mmrl.protocols.parts import ConversationTask, Task
+from mmrl.rollouts import Message
 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
+
+_log = logging.getLogger(__name__)
 
 # Names of modules, as path components of parameter names, in all families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
-def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: object = None) -> VisionLanguagePolicy:
+def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task | None = None) -> VisionLanguagePolicy:
     """Loads the policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
-    model, processor = load_model(path, settings)
+    model, processor = load_model(path, settings, first_conversations(task))
     text = transformers_model(model).config.get_text_config()
     longest, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
     if longest >= context:
@@ -123,19 +129,40 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer_class.from_pretrained(path)
 
 
-def load_model(path: str, settings: VisionLanguageSettings) -> tuple[nn.Module, Processor]:
-    """Loads an image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for
-    one.
+def first_conversations(task: Task | None) -> list[Sequence[Message]]:
+    """Returns some prompts of a task as messages, to try a chat template with; none where an environment writes
+    them."""
+    if task is None or isinstance(task, ConversationTask) and task.environment is not None:
+        return []
+    conversations: list[Sequence[Message]] = []
+    for source in (task.train, task.evaluation):
+        size = 0 if source is None else len(source)
+        for index in sorted({0, size // 3, 2 * size // 3, size - 1} & set(range(size))):
+            assert source is not None
+            try:
+                conversations.append(chat(source[index]))
+            except Exception:  # whatever a row's files raise: it is judged where rows are read, with its name
+                _log.debug("row %d is not tried with the chat template", index, exc_info=True)
+    return conversations
 
-    Raises UserError if there is no model at `path` or it is not one that reads images and writes text.
+
+def load_model(
+    path: str, settings: VisionLanguageSettings, conversations: Sequence[Sequence[Message]] = ()
+) -> tuple[nn.Module, Processor]:
+    """Loads an image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for
+    one. conversations: that its chat template has to take.
+
+    Raises UserError if there is no model at `path`, it is not one that reads images and writes text, or its template
+    does not take the conversations; the latter before weights are read.
     """
     config = load_config(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
+    processor = AutoProcessor.from_pretrained(path, **settings.processor)
+    check_template(processor, conversations)
     core = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
     write_as_published(core)
-    model = adapt(core, path, freeze=settings.freeze, lora=settings.lora)
-    return model, AutoProcessor.from_pretrained(path, **settings.processor)
+    return adapt(core, path, freeze=settings.freeze, lora=settings.lora), processor
 
 
 def write_as_published(model: Any) -> None:

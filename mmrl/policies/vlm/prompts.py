@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor
+from mmrl.policies.vlm.templates import as_part, rendered
 from mmrl.rollouts import Message, Prompt, Video
 
 # Outputs of a processor with one value a token. Listed by name: by shape, an image's [1, 3] grid could be three tokens.
@@ -199,14 +200,6 @@ def chat_texts(processor: Processor, prompts: Sequence[Prompt]) -> list[str]:
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
-def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """Renders messages by the chat template, up to where the policy's next response begins."""
-    options = {"tools": list(tools)} if tools else {}
-    return processor.apply_chat_template(
-        [as_template(message) for message in messages], add_generation_prompt=True, tokenize=False, **options
-    )
-
-
 def between(processor: Processor, messages: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
     """Returns the chat template's text between a response to `messages` that ended with the text `ending` and the next
     response, which follows `observation`. Where the template closes a response with another text than `ending`, the
@@ -288,13 +281,7 @@ def videos_of(prompt: Prompt) -> tuple[Video, ...]:
 
 def as_template(message: Message) -> dict[str, Any]:
     """Returns a message as chat templates take it."""
-    return {"role": message.role, "content": [_as_part(part) for part in message.parts]}
-
-
-def _as_part(part: str | Image.Image | Video) -> dict[str, str]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "video" if isinstance(part, Video) else "image"}
+    return {"role": message.role, "content": [as_part(part) for part in message.parts]}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
