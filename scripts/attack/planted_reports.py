@@ -81,7 +81,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
           "work.advance(min(len(sim), len(starts) - i))", "work.advance(len(sim))", PROGRESS),
     ("rows: a reason is alike to itself", "tasks/visual_qa/data/rows.py",
           "len(alike[self._reasons[row]]) - 1", "len(alike[self._reasons[row]])", ("tasks/test_sources.py",)),
-    ("rows: the key of another column is told", "tasks/visual_qa/data/rows.py",
+    ("rows: the key of another column is told", "tasks/visual_qa/reading/fields.py",
           'self._filled(row, self.answer, "answer_field")', 'self._filled(row, self.answer, "problem_field")',
           ("tasks/test_sources.py",)),
     ("quiet: libraries have bars", "mmrl/runtime/logging.py", "if not bars_shown():", "if False:", PROGRESS),

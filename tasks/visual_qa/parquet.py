@@ -6,6 +6,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class ParquetRows:
 
     def number(self, row: int) -> int:
         return row + 1
+
+    def columns(self) -> Sequence[str]:
+        names: list[str] = self._file.schema_arrow.names
+        return names
 
     def stamp(self) -> list[Any]:
         return verdicts.stamp(self._path)

@@ -95,4 +95,4 @@ class InstructedSource:
 
     def _instructed(self, prompt: Prompt) -> Prompt:
         text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
-        return replace(prompt, text=text, system=self.system)
+        return replace(prompt, text=text, system=prompt.system if self.system is None else self.system)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmrl.runtime.files import user_cache
 
-VERSION = 1  # of what is checked; a new number makes old verdicts void
+VERSION = 2  # of what is checked; a new number makes old verdicts void
 MOST_BAD = 10_000  # rows; a file with more is checked again
 log = logging.getLogger(__name__)
 

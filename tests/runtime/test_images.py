@@ -13,8 +13,8 @@ from mmrl.runtime.jsonl import RowError
 from mmrl.sims.turns.chat import read_image
 from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.rows import Fields
 from mmrl.tasks.visual_qa.data.video_files import VideoFiles
+from mmrl.tasks.visual_qa.reading.fields import Fields
 
 A, B, C, D = (250, 10, 20), (30, 240, 40), (50, 60, 230), (0, 0, 0)
 # What a viewer shows of the rows A B, C D stored under each orientation: EXIF 2.3, tag 274.

@@ -22,7 +22,7 @@ from mmrl.tasks.visual_qa import parquet
 from mmrl.tasks.visual_qa.data import files
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
-from mmrl.tasks.visual_qa.data.rows import Fields
+from mmrl.tasks.visual_qa.reading.fields import Fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -428,9 +428,9 @@ def test_other_field_names_and_root(images):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="gone.jsonl"):
         FileSource(tmp_path / "gone.jsonl")
-    (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ValueError, match="ends in .jsonl or .parquet"):
-        FileSource(tmp_path / "a.csv")
+    (tmp_path / "a.xlsx").write_text("x")
+    with pytest.raises(ValueError, match="ends in .jsonl, .parquet, .csv"):
+        FileSource(tmp_path / "a.xlsx")
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(ValueError, match="a.parquet: not a Parquet file") as caught:
         FileSource(tmp_path / "a.parquet")

@@ -1,4 +1,4 @@
-"""The user's own questions, in JSONL or Parquet, read lazily after one pass that checks every row."""
+"""The user's own questions, in files, read after one pass that checks every row."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.runtime.jsonl import LONGEST_LINE, line_spans, parsed
+from mmrl.runtime.jsonl import LONGEST_LINE, RowError, line_spans, parsed
+from mmrl.tasks.data.tables import SUFFIXES, read_table
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
 from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
+from mmrl.tasks.visual_qa.data.rows import Rows, RowSource
+from mmrl.tasks.visual_qa.reading.fields import Fields
+from mmrl.tasks.visual_qa.reading.shapes import shaped
 
 
 class FileSource(RowSource):
-    """Questions from a `.jsonl` or `.parquet` file, in the form in which Geometry3K is distributed (see `Fields`).
+    """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, of the columns problem, answer and images
+    (see `Fields`) or in a shape of another library (see `shaped`).
 
     Construction reads every row once, with the headers of its images, and holds none of them: only the position of each
     good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
@@ -47,9 +51,10 @@ class FileSource(RowSource):
         fields = Fields.named(
             image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
         )
+        rows = file_rows(path, parquet_gib)
         super().__init__(
-            file_rows(path, parquet_gib),
-            fields,
+            rows,
+            shaped(fields, rows, str(path)),
             name=str(path),
             prefix=path.stem,
             max_bad_share=max_bad_share,
@@ -58,15 +63,17 @@ class FileSource(RowSource):
 
 
 def file_rows(path: Path, parquet_gib: float) -> Rows:
-    """Opens the rows of a .jsonl or .parquet file. Raises FileNotFoundError, ValueError for another kind of file, and
-    UserError for a Parquet file if pyarrow is not installed."""
+    """Opens the rows of a file of any kind that is read. Raises FileNotFoundError, ValueError for another kind of file,
+    and UserError for a Parquet file if pyarrow is not installed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
     if path.suffix == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".parquet":
         return parquet_rows(path, int(parquet_gib * GIBIBYTE))
-    raise ValueError(f"{path}: a file of questions ends in .jsonl or .parquet")
+    if path.suffix in SUFFIXES:
+        return _TableRows(path)
+    raise ValueError(f"{path}: a file of questions ends in .jsonl, .parquet, {', '.join(SUFFIXES)}")
 
 
 def parquet_rows(path: Path, keep: int) -> Rows:
@@ -93,6 +100,9 @@ class _JsonLines:
     def number(self, row: int) -> int:
         return self._lines[row].line
 
+    def columns(self) -> tuple[str, ...]:
+        return ()
+
     def stamp(self) -> list[Any]:
         return verdicts.stamp(self._path)
 
@@ -101,3 +111,29 @@ class _JsonLines:
         with self._path.open("rb") as file:  # opened anew: a source may be read from several processes
             file.seek(line.offset)
             return parsed(file.read(min(line.size, LONGEST_LINE + 1)))
+
+
+class _TableRows:
+    """Rows of a table, which stay in memory."""
+
+    def __init__(self, path: Path):
+        self._path, self._table = path, read_table(path)
+        self.unit = self._table.unit
+
+    def __len__(self) -> int:
+        return len(self._table.entries)
+
+    def number(self, row: int) -> int:
+        return self._table.entries[row].number
+
+    def columns(self) -> tuple[str, ...]:
+        return ()
+
+    def stamp(self) -> list[Any]:
+        return verdicts.stamp(self._path)
+
+    def __getitem__(self, row: int) -> object:
+        value = self._table.entries[row].value
+        if isinstance(value, RowError):
+            raise value
+        return value

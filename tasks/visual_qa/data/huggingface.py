@@ -10,7 +10,9 @@ from typing import Any
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS
 from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.rows import Fields, Rows, RowSource
+from mmrl.tasks.visual_qa.data.rows import Rows, RowSource
+from mmrl.tasks.visual_qa.reading.fields import Fields
+from mmrl.tasks.visual_qa.reading.shapes import shaped
 
 
 class HuggingFaceSource(RowSource):
@@ -42,10 +44,14 @@ class HuggingFaceSource(RowSource):
     ):
         root = None if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)
+        rows, title = split_rows(name, split, options or {}), f"{name} ({split})"
+        fields = Fields.named(
+            image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
+        )
         super().__init__(
-            split_rows(name, split, options or {}),
-            Fields.named(image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames),
-            name=f"{name} ({split})",
+            rows,
+            shaped(fields, rows, title),
+            name=title,
             prefix=name,
             max_bad_share=max_bad_share,
             validate=validate,
@@ -73,6 +79,10 @@ class _Rows:
 
     def number(self, row: int) -> int:
         return row
+
+    def columns(self) -> Sequence[str]:
+        names: list[str] = self._dataset.column_names
+        return names
 
     def stamp(self) -> list[Any] | None:
         files = [Path(file["filename"]) for file in self._dataset.cache_files]

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
-from mmrl.runtime.jsonl import RowError, check_finite, check_value
+from mmrl.runtime.jsonl import RowError
 from mmrl.runtime.progress import display
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
-from mmrl.tasks.visual_qa.data.columns import Columns
-from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.video_files import VideoFiles
 
-MARKER, VIDEO_MARKER = "<image>", "<video>"
-IMAGES = "images"  # the field of the images, unless another is named
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
+LOOKED_AT = 64  # rows, to know their shape
 THREADS = 8  # that wait for disks
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -38,132 +31,27 @@ class BadRow:
     reason: str
 
 
-@dataclass(frozen=True)
-class Fields:
-    """The fields of a row: question, answer, images and videos.
-
-    The fields of images and of videos may be absent or empty, one, or a list of them; see `ImageFiles` and `VideoFiles`
-    for their values. A row without one that has a field of nearly the same name is refused: it would be a question
-    without the image it is about. Of a video `max_frames` are kept, evenly spaced. columns: further ones that question
-    and images are made of.
-    """
-
-    images: str = IMAGES
-    problem: str = "problem"
-    answer: str = "answer"
-    videos: str = "videos"
-    image_files: ImageFiles = ImageFiles()
-    max_frames: int = MAX_FRAMES
-    columns: Columns = Columns()
-
-    @classmethod
-    def named(
-        cls,
-        images: str | Sequence[str],
-        problem: str,
-        answer: str,
-        videos: str,
-        options: str | None,
-        image_files: ImageFiles,
-        max_frames: int,
-    ) -> Fields:
-        """images: the column of the images, or several of one image each; options: that of a question's options."""
-        several = () if isinstance(images, str) else tuple(images)
-        joined = images if isinstance(images, str) else IMAGES
-        return cls(joined, problem, answer, videos, image_files, max_frames, Columns(options, several))
-
-    def prompt(self, row: Any, prompt_id: str) -> Prompt:
-        """Returns the prompt of a row, its images decoded to RGB; other fields of the row go to metadata.
-
-        Raises RowError as `check`, and for an image that cannot be decoded.
-        """
-        text, answer, image_references, video_references = self._checked(row)
-        images = tuple(self._each(self.images, "image", image_references, self.image_files.decoded))
-        videos = tuple(self._each(self.videos, "video", video_references, self._video_files.decoded))
-        rest = {key: value for key, value in row.items() if key not in self._used}
-        return Prompt(id=prompt_id, text=text, images=images, videos=videos, answer=answer, metadata=rest)
-
-    def check(self, row: object) -> None:
-        """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
-        not match the images, values that cannot be used, and an image whose header says that it cannot be."""
-        _, _, image_references, video_references = self._checked(row)
-        self._each(self.images, "image", image_references, self.image_files.check)
-        self._each(self.videos, "video", video_references, self._video_files.check)
-
-    @property
-    def _video_files(self) -> VideoFiles:
-        return VideoFiles(self.image_files, self.max_frames)
-
-    @property
-    def _used(self) -> tuple[str, ...]:
-        return (self.images, self.videos, self.problem, self.answer, *self.columns.used)
-
-    def _checked(self, row: object) -> tuple[str, Any, list[Any], list[Any]]:
-        if not isinstance(row, Mapping):
-            raise RowError(f"a row must be an object, not {type(row).__name__}")
-        for key, value in row.items():
-            check_value(key, str(key))
-            check_value(value, str(key))
-        row = self.columns.joined(row, self.problem, self.images, self.answer)
-        problem = self._filled(row, self.problem, "problem_field")
-        answer = self._filled(row, self.answer, "answer_field")
-        if not isinstance(problem, str):
-            raise RowError(f"field {self.problem!r} must be text, not {type(problem).__name__}")
-        check_finite(answer, self.answer)
-        images, videos = self._listed(row, self.images, "image_field"), self._listed(row, self.videos, "video_field")
-        if problem.count(MARKER) or problem.count(VIDEO_MARKER):
-            self._match(problem, MARKER, self.images, images, "images")
-            self._match(problem, VIDEO_MARKER, self.videos, videos, "videos")
-        return problem, answer, images, videos
-
-    def _match(self, problem: str, marker: str, field: str, shown: list[Any], what: str) -> None:
-        if (markers := problem.count(marker)) != len(shown):
-            raise RowError(
-                f"field {self.problem!r} has {markers} {marker} markers, field {field!r} has {len(shown)} {what}"
-            )
-
-    def _filled(self, row: Mapping[str, Any], name: str, key: str) -> Any:
-        if name not in row:
-            fields = ", ".join(map(str, row)) or "none"
-            raise RowError(f"field {name!r} is missing (fields: {fields}); task.data.{key} names another one")
-        value = row[name]
-        nothing = value == [] and name != self.answer  # an answer of [] says that there is nothing to find
-        if value is None or nothing or (isinstance(value, str) and not value.strip()):
-            raise RowError(f"field {name!r} is empty")
-        return value
-
-    def _listed(self, row: Mapping[str, Any], field: str, key: str) -> list[Any]:
-        value = row.get(field)
-        if value is None or value == []:
-            self._refuse_a_near_name(row, field, key)
-            return []
-        return list(value) if isinstance(value, (list, tuple)) else [value]
-
-    def _refuse_a_near_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
-        others = [name for name, value in row.items() if value and name not in self._used]
-        if near := difflib.get_close_matches(field, others, n=1, cutoff=0.8):
-            raise RowError(f"field {field!r} is missing, but there is {near[0]!r}: set task.data.{key}={near[0]}")
-
-    def _each(self, field: str, what: str, shown: Sequence[Any], function: Callable[[object], T]) -> list[T]:
-        values = []
-        for index, one in enumerate(shown):
-            try:
-                values.append(function(one))
-            except RowError as error:
-                raise RowError(f"field {field!r}, {what} {index}: {error}") from None
-        return values
-
-
 class Rows(Protocol):
     """Rows by index, read when asked for, by several threads at once; `unit` is what `number` counts, for messages:
-    'line 7', 'row 7'. `stamp` changes when the rows do; None where that cannot be known."""
+    'line 7', 'row 7'. `columns` are those that are known without reading a row.
+    `stamp` changes when the rows do; None where that cannot be known."""
 
     unit: str
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int, /) -> object: ...
     def number(self, row: int) -> int: ...
+    def columns(self) -> Sequence[str]: ...
     def stamp(self) -> list[Any] | None: ...
+
+
+def first_rows(rows: Rows, count: int = LOOKED_AT) -> Iterator[object]:
+    """Yields those of the first rows that can be read."""
+    for row in range(min(count, len(rows))):
+        try:
+            yield rows[row]
+        except RowError:  # which the check of all rows names
+            continue
 
 
 class Mapped(Protocol):

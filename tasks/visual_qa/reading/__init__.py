@@ -1,0 +1,1 @@
+"""Rows in the shapes that people hold, as questions."""
