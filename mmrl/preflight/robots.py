@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mmrl.config import Config
-from mmrl.preflight.alarms import Findings
+from mmrl.policies.vla.action_ranges import probe_range
+from mmrl.policies.vla.settings import Actions
+from mmrl.policies.vla.statistics import statistics_of
+from mmrl.preflight.alarms import Alarm, Findings
 from mmrl.preflight.prompts import sampled
 from mmrl.preflight.simulators import Complaints, probe_chunk, probe_instructions, probe_starts, probe_success
 from mmrl.protocols.parts import Policy
+from mmrl.sims import VectorSim
+from mmrl.sims.vector.transitions import action_bounds_of
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 from mmrl.tasks.manipulation.task import Manipulation
 
@@ -17,7 +24,7 @@ DEMONSTRATED = 8  # episodes that the policy reads
 def probe_robots(
     config: Config, settings: ManipulationSettings, task: Manipulation, policy: Policy | None, findings: Findings
 ) -> None:
-    """Adds what is wrong with starts, success, chunks and demonstrations."""
+    """Adds what is wrong with statistics, starts, success, chunks and demonstrations."""
     complaints = Complaints()
     findings.add(probe_chunk(config.section("action").chunk, settings.options))
     with (
@@ -25,6 +32,7 @@ def probe_robots(
         complaints.collected(),
         task.make_simulator(min(ROWS, settings.rows)) as sim,
     ):
+        findings.add(_ranges(config.section("action"), sim))
         for name in settings.tasks[:TASKS]:
             findings.add(probe_starts(sim, name))
             findings.add(probe_success(sim, name, STEPS))
@@ -37,3 +45,12 @@ def probe_robots(
         if policy is not None:
             first = episodes[:DEMONSTRATED]
             policy.demonstrate(first, list(range(len(first))))
+
+
+def _ranges(action: Actions, sim: VectorSim) -> Iterator[Alarm]:
+    """Finds statistics that do not fit the simulator. Raises UserError for those that cannot be read."""
+    simulator = sim.simulator
+    scale = statistics_of(action, simulator.action_dim)
+    if scale is not None:
+        for remark in probe_range(str(action.statistics), scale, action_bounds_of(simulator)):
+            yield Alarm("simulator", "warned", remark)

@@ -27,7 +27,6 @@ UNNAMED = frozenset(
         "signature_of_another_library",
         *("side_beyond_the_position_table", "flow_scheduler_of_another_class"),
         *("zero_terminal_snr_of_predicted_noise", "guidance_of_a_distilled_model"),
-        *("statistics_beyond_the_box", "statistics_without_a_range"),
     }
 )
 PIPELINES = ("generation",)  # building one takes seconds

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
+from mmrl.policies.vla.action_ranges import probe_range
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import ActionStatistics, Units, scaled_to
@@ -32,7 +33,7 @@ from mmrl.policies.vla.settings import (
     VisionLanguageActionModel,
 )
 from mmrl.policies.vla.states import StateStatistics, measure
-from mmrl.policies.vla.statistics import load_statistics
+from mmrl.policies.vla.statistics import statistics_of
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
 from mmrl.report.settings import Log
@@ -105,7 +106,7 @@ def open_policy(
     if action.privileged > state_dim:
         raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
     _check_base_is_known(Path(path), action.head)
-    scales = _scales(action, action_dim)  # before weights are read
+    scales = _scales(action, sim)  # before weights are read
     sizes = (action_dim, state_dim - action.privileged)
     backbone = load_backbone(path, model, action, max_prompt_length, sizes)
     if isinstance(backbone, states_only.StateBackbone):
@@ -163,18 +164,14 @@ def _stretched(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
     return scale
 
 
-def _scales(action: Actions, action_dim: int) -> ActionStatistics | None:
-    """Loads the statistics that scale actions, None where there are none. Raises UserError where they do not fit the
-    robot. Those that replace a checkpoint's own are read with it."""
-    if action.statistics is None or action.replace_statistics:
-        return None
-    return load_statistics(
-        action.statistics,
-        action.statistics_key,
-        action_dim,
-        bounded=action.head.core.bounded,
-        normalisation=action.normalisation,
-    )
+def _scales(action: Actions, sim: VectorSim) -> ActionStatistics | None:
+    """Loads the statistics that scale actions, None where there are none, and warns of ranges that the simulator does
+    not take. Raises UserError where they do not fit the robot."""
+    scales = statistics_of(action, sim.simulator.action_dim)
+    if scales is not None:
+        for remark in probe_range(str(action.statistics), scales, action_bounds_of(sim.simulator)):
+            log.warning(remark)
+    return scales
 
 
 def _check_statistics_are_there(path: str, action: Actions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.policies.parts import by_parts
+from mmrl.policies.vla.action_ranges import probe_demonstrated
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.critic import Critic
 from mmrl.policies.vla.heads.codec import Units
@@ -35,6 +37,7 @@ from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
+log = logging.getLogger(__name__)
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 
 
@@ -200,7 +203,7 @@ class VisionLanguageActionPolicy:
         self.module, self.action, self.sim = network, action, sim
         self.watched = watched
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
-        self.statistics, self.states = statistics, states
+        self.statistics, self.states, self._warned_of_ranges = statistics, states, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
@@ -266,6 +269,7 @@ class VisionLanguageActionPolicy:
             demonstrated = prompt.metadata["actions"][:chunk]
             actions[i, : len(demonstrated)], valid[i, : len(demonstrated)] = demonstrated, True
         if self.statistics is not None:
+            self._warn_of_ranges(actions[valid.numpy()])
             actions = self.statistics.from_robot(actions).astype(np.float32)
         elif (largest := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
             raise UserError(
@@ -279,6 +283,14 @@ class VisionLanguageActionPolicy:
             for i in range(len(prompts))
         ]
         return self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
+
+    def _warn_of_ranges(self, actions: NDArray[np.float32]) -> None:
+        """Warns once of demonstrated actions [action, number] that the policy's statistics do not span."""
+        if self.statistics is None or self._warned_of_ranges:
+            return
+        for remark in probe_demonstrated(self.statistics, actions.astype(np.float64)):
+            self._warned_of_ranges = True
+            log.warning(remark)
 
     def trained_by(self, engine: TrainingEngine) -> None:
         """Does nothing: no part of the policy follows the engine's steps."""

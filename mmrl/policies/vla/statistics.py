@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import ActionStatistics, StateQuantiles
+from mmrl.policies.vla.settings import Actions
 
 Kind = Literal["action", "state"]
 Normalisation = Literal["quantiles", "min_max", "mean_std"]
@@ -99,6 +100,17 @@ class DataSetStatistics:
 def ends_with(name: str, features: Sequence[str]) -> bool:
     """Whether a name is one of `features`, or one of a data set, as so100.buffer.action."""
     return any(name == feature or name.endswith(f".{feature}") for feature in features)
+
+
+def statistics_of(action: Actions, action_dim: int) -> ActionStatistics | None:
+    """Loads the statistics that `action` names for a policy without its own; None where it names none. Those that
+    replace a checkpoint's are read with it. Raises UserError as `load_statistics`."""
+    if action.statistics is None or action.replace_statistics:
+        return None
+    bounded = action.head.core.bounded
+    return load_statistics(
+        action.statistics, action.statistics_key, action_dim, bounded=bounded, normalisation=action.normalisation
+    )
 
 
 def load_statistics(

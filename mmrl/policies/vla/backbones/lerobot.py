@@ -91,6 +91,8 @@ class ExpertPrefix:
 class LeRobotUnits:
     """A checkpoint's own normalisation; see `mmrl.policies.vla.heads.codec.Units`."""
 
+    clipped = False
+
     def __init__(
         self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline, still: Still | None
     ) -> None:
@@ -104,6 +106,10 @@ class LeRobotUnits:
         numbers = torch.from_numpy(actions.astype(np.float32))
         transition = {TransitionKey.ACTION: numbers if self.still is None else self.still.shown(numbers)}
         return self.normalise(transition)[TransitionKey.ACTION].double().numpy()
+
+    def outside(self, actions: NDArray) -> NDArray[np.float64]:
+        apart = np.abs(self.from_robot(actions))
+        return apart if self.still is None else np.where(self.still.left(actions), np.inf, apart)
 
 
 class LeRobotBackbone(Backbone):

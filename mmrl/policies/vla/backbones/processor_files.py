@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -53,6 +54,11 @@ class Still:
     def shown(self, numbers: Tensor) -> Tensor:
         """Returns numbers [..., number] with those that never moved at their values of the data."""
         return torch.where(self.mask, self.values, numbers)
+
+    def left(self, numbers: NDArray) -> NDArray[np.bool_]:
+        """Returns which numbers [..., number] are not where the data have them."""
+        values = self.values.double().numpy()
+        return self.mask.numpy() & (np.abs(numbers - values) > 1e-4 * np.maximum(1, np.abs(values)))
 
 
 @dataclass(frozen=True)

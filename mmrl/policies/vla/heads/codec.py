@@ -47,11 +47,19 @@ class ActionCodec:
 
 
 class Units(Protocol):
-    """A conversion between a policy's actions and a robot's units, [..., chunk, action] each."""
+    """A conversion between a policy's actions and a robot's units, [..., chunk, action] each. clipped: whether a
+    robot's actions are clipped to the range that it knows."""
+
+    @property
+    def clipped(self) -> bool: ...
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]: ...
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]: ...
+
+    def outside(self, actions: NDArray) -> NDArray[np.float64]:
+        """Returns how far a robot's actions lie from the middle, in halves of the range or deviations."""
+        ...
 
 
 @dataclass(frozen=True)
