@@ -26,7 +26,7 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
-from mmrl.preflight.quick import probe_quickly
+from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
 from mmrl.report.lock import check_free
 from mmrl.report.records import RunRecord, read_run
@@ -105,6 +105,9 @@ class Job:
             for alarm in probe_quickly(config, self.task):
                 log.warning("%s", alarm.text)
         self.policy = build_policy(config, self.task)
+        if launched()[0] == 0:
+            for alarm in probe_policy(self.policy):
+                log.warning("%s", alarm.text)
         self.ranks: Ranks
         if self._trains:
             self.ranks = self._engine = build_engine(config, self.policy)

@@ -21,6 +21,7 @@ from mmrl.preflight.generation import probe_cut, probe_own_rewards, probe_pairs
 from mmrl.preflight.page import Row
 from mmrl.preflight.prompts import probe_images, probe_overlap, sampled
 from mmrl.preflight.questions import SHOWN, probe_questions
+from mmrl.preflight.quick import probe_policy
 from mmrl.preflight.robots import probe_robots
 from mmrl.protocols.parts import Policy, Task
 from mmrl.tasks.manipulation.settings import ManipulationSettings
@@ -94,6 +95,8 @@ class JobCheck:
             with self.findings.guarded("data"):
                 prompts = sampled(task.evaluation if task.train is None else task.train)
                 self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))
+            self.findings.add(probe_policy(policy))
+            self.findings.facts += [("model", fact) for fact in policy.family.remarks.facts]
         with self.findings.guarded("rollout"):
             samples = policy.respond(sampled(task.evaluation, 2), [1, 2])
             task.accuracy(samples)

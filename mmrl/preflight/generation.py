@@ -40,6 +40,17 @@ def probe_cut(prompts: Sequence[Prompt], cut: Callable[[str], int]) -> Iterator[
         )
 
 
+def probe_guidance(guidance: float, held: str | None) -> Iterator[Alarm]:
+    """Finds classifier-free guidance of a model that holds its guidance already."""
+    if held is not None and guidance != 1:
+        yield Alarm(
+            "model",
+            "warned",
+            f"denoising.guidance={guidance:g} guides a model that holds its guidance already: {held}. Leave it at 1: "
+            "else it is guided twice, and every step costs twice",
+        )
+
+
 def reference_images(like: Tensor) -> dict[str, Tensor]:
     """Returns images of the shape of one, [channel, height, width], that a reward of images should tell apart."""
     ramp = torch.linspace(0, 1, like.shape[-1]).expand(like.shape).clone()

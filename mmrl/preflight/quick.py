@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mmrl.config import Config
+from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.vlm.settings import TokenLimits
 from mmrl.preflight.alarms import Alarm
+from mmrl.preflight.generation import probe_guidance
 from mmrl.preflight.golds import probe_golds, tried
 from mmrl.preflight.prompts import sampled
 from mmrl.preflight.questions import ACCURACY, REWARDS, collected
-from mmrl.protocols.parts import Task
+from mmrl.protocols.parts import Policy, Task
 from mmrl.rewards import RewardSet
 from mmrl.rollouts import Prompt
 from mmrl.tasks.visual_qa.task import VisualQA
@@ -38,6 +40,12 @@ def probe_quickly(config: Config, task: Task) -> Iterator[Alarm]:
         names = [spec.column for spec in rewards.specs if spec.name in CHEAP and not spec.where]
         if names:
             yield from _tried(rewards, names, key, rows, limit)
+
+
+def probe_policy(policy: Policy) -> Iterator[Alarm]:
+    """Finds settings that do not fit what the loaded model is."""
+    if isinstance(policy, DiffusionPolicy):
+        yield from probe_guidance(policy.denoising.guidance, policy.family.remarks.held_guidance)
 
 
 def _tried(rewards: RewardSet, names: list[str], key: str, rows: Sequence[Prompt], limit: int) -> Iterator[Alarm]:

@@ -15,8 +15,10 @@ def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 
     return torch.where((sigma >= low) & (sigma <= high), scale, 1.0).float()
 
 
-def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor) -> Tensor:
-    """Returns u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598).
+def guided(
+    conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor, norm_patch: int | None = None
+) -> Tensor:
+    """Returns u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598), with norm_patch `with_norm` of c.
 
     `unconditional` is only called where some scale is not 1, and never differentiated: its half of the backward pass
     would cost as much as the conditional one and move only what the prompt does not name.
@@ -27,7 +29,25 @@ def guided(conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tens
         u = unconditional()
     rows = scale.to(u.device).view(-1, *[1] * (u.dim() - 1))
     # u + (c - u) is not c to the last bit, and a row must not depend on whether its neighbours are guided.
-    return torch.where(rows == 1, conditional, u + rows * (conditional - u))
+    combined = u + rows * (conditional - u)
+    if norm_patch is not None:
+        combined = with_norm(combined, conditional, norm_patch)
+    return torch.where(rows == 1, conditional, combined)
+
+
+def with_norm(combined: Tensor, conditional: Tensor, patch: int) -> Tensor:
+    """Returns `combined` [row, channel, height, width] with the norm of `conditional` in each square of `patch`
+    pixels, as the pipelines of Qwen-Image have it."""
+
+    def squares(v: Tensor) -> Tensor:
+        return v.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))  # [row, channel, high, patch, wide, patch]
+
+    def norms(v: Tensor) -> Tensor:
+        return squares(v).square().sum((1, 3, 5), keepdim=True).sqrt()
+
+    tiny = torch.finfo(combined.dtype).tiny
+    scaled = squares(combined) * (norms(conditional) / norms(combined).clamp_min(tiny))
+    return scaled.view_as(combined)
 
 
 def with_grad(value: Tensor, conditional: Tensor, scale: Tensor) -> Tensor:

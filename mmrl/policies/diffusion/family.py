@@ -42,6 +42,15 @@ class ConditionInputs:
         return replace(self, text=text)
 
 
+@dataclass(frozen=True)
+class Remarks:
+    """What a user should know of a model. facts: how it differs from its own library's call, a line each;
+    held_guidance: how a model distilled from a guided one has its guidance, None for one that holds none."""
+
+    facts: tuple[str, ...] = ()
+    held_guidance: str | None = None
+
+
 def _digest(images: Sequence[Image.Image]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for image in images:
@@ -62,6 +71,15 @@ class Family(Protocol):
 
     @property
     def space(self) -> Space: ...
+
+    @property
+    def norm_patch(self) -> int | None:
+        """Returns the side of patches of latents whose guided prediction gets the conditional one's norm; None: it
+        has its own."""
+        ...
+
+    @property
+    def remarks(self) -> Remarks: ...
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         """Returns the shape of one image's latents at `resolution` pixels, or of a video's of `frames` frames; None:

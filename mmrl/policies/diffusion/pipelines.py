@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
@@ -122,6 +124,7 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
         present = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
         if not present and part.replace("tokenizer", "text_encoder") not in family.optional:
             raise UserError(f"{where} has no {part}, which {name} needs")
+    _check_scheduler(where, base, index["scheduler"][1], family, name)
     kind = getattr(torch, dtype)
     try:
         pipe = DiffusionPipeline.from_pretrained(
@@ -130,6 +133,20 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
     except (OSError, ValueError) as error:
         raise UserError(f"{where} can not be loaded: {_first_line(error)}") from None
     return pipe, family
+
+
+def _check_scheduler(where: str, base: str, name: str, family: type[Pipeline], pipeline: str) -> None:
+    """Raises UserError for a scheduler whose noise levels the family does not read."""
+    config: Mapping[str, Any] = {}
+    if name in family.schedules.kinds:
+        kind: Any = getattr(diffusers, name)
+        try:
+            config = kind.from_pretrained(base, subfolder="scheduler").config
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise UserError(f"{where}: its scheduler can not be loaded: {_first_line(error)}") from None
+    fault = family.schedules.fault(name, config)
+    if fault is not None:
+        raise UserError(f"{where}: the scheduler of this {pipeline} is a {name}: {fault}")
 
 
 def add_lora(network: Any, lora: LoRA) -> None:

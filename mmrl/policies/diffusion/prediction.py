@@ -51,7 +51,10 @@ class GuidedNetwork:
         cached: Tensor | None = None,
     ) -> Tensor:
         """Predicts [row, ...] with `model` under guidance. cached: the prediction's value, where only its gradient is
-        missing; then the conditional half alone, which has it, is computed."""
+        missing; then the conditional half alone, which has it, is computed. A model that keeps norms needs both halves
+        for it."""
+        if self.family.norm_patch is not None and guidance != 1:
+            cached = None
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
         negative = self._negative(inputs) if guidance != 1 and cached is None else []
         conditions = self.conditions.of([*inputs, *negative], shape)  # all at once: the encoders visit the device once
@@ -61,7 +64,9 @@ class GuidedNetwork:
 
         conditional = self.family.predict(model, x, time, conditions[: len(inputs)], embedded)
         scale = scale_at(sigma, guidance, self.denoising.guidance_interval)
-        return guided(conditional, unconditional, scale) if cached is None else with_grad(cached, conditional, scale)
+        if cached is not None:
+            return with_grad(cached, conditional, scale)
+        return guided(conditional, unconditional, scale, self.family.norm_patch)
 
     def _negative(self, inputs: Sequence[ConditionInputs]) -> list[ConditionInputs]:
         """Returns the inputs of the unconditional half: the same images with the negative prompt."""

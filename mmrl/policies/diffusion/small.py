@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
 from mmrl.policies.embeddings import sinusoids
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
@@ -179,6 +179,8 @@ class SmallFamily:
     """The family of small networks. Pixels in [-1, 1] are the latents; the network holds the word embeddings."""
 
     space: Space = "velocity"
+    norm_patch: int | None = None
+    remarks = Remarks()
 
     def __init__(self, config: SmallDiffusionConfig, module: nn.Module) -> None:
         self.config, self.module = config, module.eval()

@@ -13,8 +13,10 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
 from mmrl.policies.diffusion.family import ConditionInputs
-from mmrl.policies.diffusion.settings import DiffusionModel
+from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, ImageMatching
 from mmrl.policies.settings import LoRA
+from mmrl.rollouts import Prompt
 from tests.helpers.tiny_pipelines import LATENT, NAMES, SIZE, ddim
 
 CLASSES = ("sd3", "flux", "qwen_image", "aura_flow", "sd15", "sdxl")
@@ -46,32 +48,17 @@ def answer(family, *, n=2, model=None, time=700.0):
     return family.predict(family.module if model is None else model, noise(n=n), times, conditions, EMBEDDED)
 
 
-def guided(name, unconditional, conditional):
-    """Classifier-free guidance. Qwen-Image's pipeline gives each 2 x 2 patch back the conditional one's length."""
-    combined = unconditional + SCALE * (conditional - unconditional)
-    if name != "qwen_image":
-        return combined
-    squares = [torch.nn.functional.avg_pool2d(v.square().sum(1, keepdim=True), 2) for v in (conditional, combined)]
-    ratio = (squares[0] / squares[1]).sqrt()
-    return combined * ratio.repeat_interleave(2, 2).repeat_interleave(2, 3)
+def settings(guide, **more):
+    """Deterministic steps: a rollout whose decisions are noise levels of the finished image."""
+    keys = {"steps": STEPS, "evaluation_steps": STEPS, "resolution": SIZE, "embedded_guidance": EMBEDDED, **more}
+    return Denoising(likelihood=ImageMatching(), guidance=SCALE if guide else 1.0, **keys)
 
 
-@torch.no_grad()
-def denoise(name, family, guide):
-    """Euler's method, or DDIM without noise, in a plain loop."""
-    x, grid = noise(), family.grid(STEPS, LATENT)
-    conditions, empty = family.encode(ASKED), family.encode([ConditionInputs("")] * 2)
-    for i, time in enumerate(grid.times):
-        out = family.predict(family.module, x, time.expand(2), conditions, EMBEDDED)
-        if guide:
-            out = guided(name, family.predict(family.module, x, time.expand(2), empty, EMBEDDED), out)
-        s, s_next = grid.sigmas[i : i + 2]
-        if family.space == "velocity":
-            x = x + (s_next - s) * out
-        else:
-            data = (x.double() - s * out) / (1 - s**2).sqrt()
-            x = ((1 - s_next**2).sqrt() * data + s_next * out).float()
-    return x
+def drawn(family, guide):
+    """A rollout of the shipped policy for each text, begun at `noise()`."""
+    policy = DiffusionPolicy(family, settings(guide))
+    policy.denoiser.start = lambda seeds, shape=None: noise()
+    return policy.rollout([Prompt(text, text) for text in TEXTS], 1, [1, 2])
 
 
 def run_diffusers(name, pipe, guide, sigmas, output):
@@ -104,17 +91,18 @@ class TestAgainstDiffusers:
             pytest.skip("FLUX takes its guidance as an input")
         family = shared_family(name)
         sigmas = family.grid(STEPS, LATENT).sigmas
-        mine = family.decode(denoise(name, family, guide))
+        mine = torch.stack([sample.image for sample in drawn(family, guide).samples])
         theirs = run_diffusers(name, pipe_of(name), guide, sigmas, "pt")
         assert mine.shape == (2, 3, SIZE, SIZE)
         assert theirs.std() > 0.05
-        torch.testing.assert_close(mine.clamp(0, 1), theirs, atol=2e-5, rtol=0)
+        torch.testing.assert_close(mine.clamp(0, 1), theirs, atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("name", ["sd3", "sd15"])
     def test_latents_equal_the_pipelines_too(self, name, pipe_of, shared_family):
         family = shared_family(name)
         theirs = run_diffusers(name, pipe_of(name), True, family.grid(STEPS, LATENT).sigmas, "latent")
-        torch.testing.assert_close(denoise(name, family, True), theirs, atol=1e-4, rtol=1e-5)
+        mine = torch.stack([record.data for record in drawn(family, True).inputs])
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5)
 
     @pytest.mark.parametrize("name", ["sd3", "flux", "sd15", "sdxl"])  # Qwen-Image's VAE clamps by itself
     def test_pixels_are_not_clamped(self, name, shared_family):

@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import PatchedAutoencoder
 from mmrl.policies.diffusion.families.images import Flux, QwenImage
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
 
 
 class FluxKontext(Flux):
@@ -103,6 +103,11 @@ class Flux2Klein(FlowPipeline):
     patch = 1
     autoencoder_kind = PatchedAutoencoder
     SOURCE = 10  # the first of the four position ids of a source's tokens
+
+    @property
+    def remarks(self) -> Remarks:
+        held = "the pipeline is distilled (is_distilled) and ignores guidance"
+        return Remarks(held_guidance=held if self.pipe.config.is_distilled else None)
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         if frames is not None:

@@ -3,6 +3,7 @@ SDXL."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,9 +14,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import OneFrameAutoencoder
+from mmrl.policies.diffusion.families.components import DiffusersPipeline
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipeline
-from mmrl.policies.diffusion.family import Condition
+from mmrl.policies.diffusion.families.schedules import FlowSchedules, NoiseSchedules
+from mmrl.policies.diffusion.family import Condition, Remarks
 from mmrl.policies.models import NetworkCall
+
+
+def shifted_once(pipe: DiffusersPipeline) -> Remarks:
+    """Returns a line about pipelines whose own call applies a fixed shift to levels that have it already."""
+    shift = pipe.scheduler.config.shift
+    if shift == 1 or pipe.scheduler.config.use_dynamic_shifting:
+        return Remarks()
+    name = type(pipe).__name__
+    return Remarks(
+        (f"noise levels have the scheduler's shift={shift:g} once; those of {name}'s own call have it twice",)
+    )
 
 
 class StableDiffusion3(FlowPipeline):
@@ -24,6 +38,13 @@ class StableDiffusion3(FlowPipeline):
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional = ("text_encoder_3",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_3", 256)
+
+    @property
+    def remarks(self) -> Remarks:
+        return shifted_once(self.pipe)
+
+    def position_table(self) -> int | None:
+        return int(self.module.config.pos_embed_max_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
@@ -51,6 +72,11 @@ class Flux(FlowPipeline):
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_2", 512)
     packed = True
+
+    @property
+    def remarks(self) -> Remarks:
+        key = "denoising.embedded_guidance" if self.module.config.guidance_embeds else "none"
+        return Remarks(held_guidance=f"the network is distilled from a guided one (its own scale: {key})")
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
@@ -91,6 +117,7 @@ class QwenImage(FlowPipeline):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
     packed = True
+    norm_patch = 2
     autoencoder_kind = OneFrameAutoencoder
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
@@ -124,8 +151,15 @@ class ZImage(FlowPipeline):
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
+    @property
+    def remarks(self) -> Remarks:
+        return Remarks(("denoising.guidance is guidance_scale of ZImagePipeline plus 1: its 0 means no guidance",))
+
     def default_side(self) -> int:
         return 1024
+
+    def position_table(self) -> int | None:
+        return int(min(self.module.config.axes_lens[1:]))
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {"said": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
@@ -165,6 +199,14 @@ class AuraFlow(FlowPipeline):
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
+    schedules = FlowSchedules(dynamic=False)
+
+    @property
+    def remarks(self) -> Remarks:
+        return shifted_once(self.pipe)
+
+    def position_table(self) -> int | None:
+        return math.isqrt(self.module.config.pos_embed_max_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {"encoder_hidden_states": (self.text_tokens or 0, self.module.config.joint_attention_dim)}
@@ -201,6 +243,7 @@ class StableDiffusionXL(NoisePipeline):
     """SDXL (arXiv 2307.01952), conditioned on uncropped images of the size that is drawn."""
 
     encoders = ("text_encoder", "text_encoder_2")
+    schedules = NoiseSchedules(clips=True)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}

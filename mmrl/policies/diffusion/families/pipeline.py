@@ -19,7 +19,8 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.autoencoders import ImageAutoencoder
 from mmrl.policies.diffusion.families.components import DiffusersPipeline, PipelineParts, TextEmbeddingCache
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Resolution, Shape
+from mmrl.policies.diffusion.families.schedules import SCHEDULE, SPACING, FlowSchedules, NoiseSchedules, ReadSchedules
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
@@ -51,6 +52,8 @@ class Pipeline(ABC):
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of an image
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
     longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
+    schedules: ClassVar[ReadSchedules]
+    norm_patch: int | None = None
 
     def __init__(
         self,
@@ -79,6 +82,10 @@ class Pipeline(ABC):
         self.text_tokens = text_tokens if text_tokens is not None or self.longest is None else self.longest[1]
 
     @property
+    def remarks(self) -> Remarks:
+        return Remarks()
+
+    @property
     def device(self) -> torch.device:
         return self.parts.device
 
@@ -91,7 +98,12 @@ class Pipeline(ABC):
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
         side = self.default_side()
         height, width = checked_sides(resolution, (side, side), scale * self.patch)
+        within_table(self.position_table(), (height, width), scale * self.patch, type(self.pipe).__name__)
         return channels, height // scale, width // scale
+
+    def position_table(self) -> int | None:
+        """Returns the rows, and columns, of tokens whose positions the network knows; None where there is no limit."""
+        return None
 
     def default_side(self) -> int:
         """Returns the side of an image in pixels where denoising.resolution is not set."""
@@ -238,6 +250,7 @@ class FlowPipeline(Pipeline):
 
     space = "velocity"
     trained = "transformer"
+    schedules = FlowSchedules()
 
     def grid(self, steps: int, shape: Shape) -> Grid:
         """Returns the scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
@@ -280,15 +293,13 @@ class NoisePipeline(Pipeline):
     space = "noise"
     trained = "unet"
     patch = 1
+    schedules = NoiseSchedules()
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
-        self._ddim = DDIMScheduler.from_config(pipe.scheduler.config)
-        if self._ddim.config.prediction_type != "epsilon":
-            raise UserError(
-                f"model.path={base}: its network predicts {self._ddim.config.prediction_type}; of Stable Diffusion's "
-                "pipelines those that predict the noise (epsilon) are supported"
-            )
+        # By value: diffusers' from_config would take DDIM's defaults for what a file leaves to those of its own class.
+        config = pipe.scheduler.config
+        self._ddim: Any = DDIMScheduler(**{key: config[key] for key in (*SCHEDULE, *SPACING)})
 
     def grid(self, steps: int, shape: Shape) -> Grid:
         """Returns the timesteps of diffusers' DDIM with this pipeline's spacing and offset, then the data."""
@@ -326,3 +337,12 @@ def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: in
         if side < 1 or side % multiple:
             raise UserError(f"resolution {side} is not a multiple of {multiple}, as this model needs")
     return sides
+
+
+def within_table(table: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
+    """Raises UserError for sides beyond a position table of `table` tokens, of `pixels` a side, in pipeline `name`."""
+    if table is not None and max(sides) > table * pixels:
+        raise UserError(
+            f"denoising.resolution: resolution {max(sides)} is beyond the position table of {name}, which ends at "
+            f"{table * pixels} pixels a side; draw smaller ones"
+        )

@@ -22,8 +22,15 @@ from mmrl.policies.diffusion.families.autoencoders import (
     WanAutoencoder,
 )
 from mmrl.policies.diffusion.families.components import DiffusersPipeline
-from mmrl.policies.diffusion.families.pipeline import FlowPipeline, PipelineOptions, checked_sides, in_rows
-from mmrl.policies.diffusion.family import Condition, Resolution, Shape
+from mmrl.policies.diffusion.families.pipeline import (
+    FlowPipeline,
+    PipelineOptions,
+    checked_sides,
+    in_rows,
+    within_table,
+)
+from mmrl.policies.diffusion.families.schedules import FLOW, FLOW_SOLVERS, FlowSchedules
+from mmrl.policies.diffusion.family import Condition, Remarks, Resolution, Shape
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
@@ -55,6 +62,7 @@ class VideoPipeline(FlowPipeline):
         default_frames, *default_sides = self.default_size()
         count = default_frames if frames is None else frames
         height, width = checked_sides(resolution, (default_sides[0], default_sides[1]), in_space * math.lcm(h, w))
+        within_table(self.position_table(), (height, width), in_space * max(h, w), type(self.pipe).__name__)
         latents = (count - 1) // in_time + 1
         if count < 1 or (count - 1) % in_time or latents % t:
             first = (t - 1) * in_time + 1
@@ -91,6 +99,7 @@ class Wan(VideoPipeline):
     encoders = ("text_encoder",)
     autoencoder_kind = WanAutoencoder
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
+    schedules = FlowSchedules((*FLOW, *FLOW_SOLVERS), shift_alone=True)
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
@@ -99,6 +108,9 @@ class Wan(VideoPipeline):
                 f"model.path={base}: it has two transformers, for high and low noise; Wan models with one are "
                 "supported, such as Wan2.1-T2V-1.3B or Wan2.2-TI2V-5B"
             )
+
+    def position_table(self) -> int | None:
+        return int(self.module.config.rope_max_seq_len)
 
     def default_size(self) -> tuple[int, int, int]:
         return (121, 704, 1280) if self.compression[1] == 16 else (81, 480, 832)  # 16: the 5B model
@@ -206,6 +218,12 @@ class HunyuanVideo(VideoPipeline):
 
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
+    schedules = FlowSchedules(dynamic=False)
+
+    @property
+    def remarks(self) -> Remarks:
+        embeds = self.module.config.guidance_embeds
+        return Remarks(held_guidance="its own scale is denoising.embedded_guidance" if embeds else None)
 
     @property
     def patches(self) -> tuple[int, int, int]:

@@ -1,0 +1,167 @@
+"""Every scheduler class of diffusers gets a verdict from every family, and what is read visits the levels it should."""
+
+import inspect
+import json
+
+import diffusers
+import pytest
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, HeunDiscreteScheduler
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from mmrl.errors import UserError
+from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion.families import schedules
+from mmrl.policies.diffusion.families.images import AuraFlow, Flux, StableDiffusion, StableDiffusionXL
+from mmrl.policies.diffusion.families.videos import HunyuanVideo, Wan
+from mmrl.policies.diffusion.settings import DiffusionModel
+from mmrl.samplers.guidance import guided, with_norm
+
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+FAMILIES = sorted(set(pipelines.CLASSES.values()), key=lambda family: family.__name__)
+
+
+def every_class():
+    named = ((name, getattr(diffusers, name)) for name in dir(diffusers) if name.endswith("Scheduler"))
+    return {name: kind for name, kind in named if inspect.isclass(kind) and issubclass(kind, SchedulerMixin)}
+
+
+def fault(family, scheduler):
+    return family.schedules.fault(type(scheduler).__name__, scheduler.config)
+
+
+def test_every_class_has_a_verdict_of_every_family():
+    classes = every_class()
+    assert len(classes) > 40
+    for family in FAMILIES:
+        flow = family.space == "velocity"
+        read = {name for name, kind in classes.items() if name in family.schedules.kinds and not fault(family, kind())}
+        # Solvers are read where they are of flows; of their own default prediction they are not.
+        assert read == set(schedules.FLOW if flow else schedules.NOISE) - clipping(family), family
+        for name in classes.keys() - read - set(family.schedules.kinds):
+            assert "its noise levels are not read" in family.schedules.fault(name, {})
+
+
+def clipping(family):
+    """Those whose default clips what the network predicts, which no pipeline of latents wants."""
+    return {name for name in schedules.NOISE if name.startswith("DD")} if family is StableDiffusionXL else set()
+
+
+@pytest.mark.parametrize("name", sorted(schedules.NOISE))
+def test_levels_are_those_of_the_class_itself(name, load_family):
+    """By value, for a file that leaves everything to its class: its alphas, its spacing."""
+    scheduler = getattr(diffusers, name)()
+    pipe = load_family("sd15").pipe
+    pipe.register_modules(scheduler=scheduler)
+    grid = StableDiffusion(pipe, "").grid(4, (4, 8, 8))
+    betas = torch.linspace(scheduler.config.beta_start, scheduler.config.beta_end, 1000)
+    signal = (1 - betas.double()).cumprod(0)[grid.times.long()]
+    torch.testing.assert_close(grid.sigmas[:-1].double(), (1 - signal).sqrt(), atol=1e-5, rtol=1e-5)
+    spaced = {"leading": [750, 500, 250, 0], "linspace": [999, 666, 333, 0]}
+    assert grid.times.tolist() == spaced[scheduler.config.timestep_spacing]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler", "words"),
+    [
+        (StableDiffusion, DDIMScheduler(**BETAS, rescale_betas_zero_snr=True), "zero terminal SNR"),
+        (StableDiffusion, EulerDiscreteScheduler(rescale_betas_zero_snr=True), "zero terminal SNR"),
+        (StableDiffusion, DDIMScheduler(prediction_type="v_prediction"), "predicts v_prediction"),
+        (
+            StableDiffusion,
+            DDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True),
+            "predicts v_prediction",
+        ),
+        (StableDiffusion, DDIMScheduler(prediction_type="sample"), "predicts sample"),
+        (StableDiffusion, EulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True is not read"),
+        (StableDiffusion, EulerDiscreteScheduler(use_exponential_sigmas=True), "use_exponential_sigmas=True"),
+        (StableDiffusion, HeunDiscreteScheduler(use_beta_sigmas=True), "use_beta_sigmas=True"),
+        (StableDiffusion, EulerDiscreteScheduler(sigma_max=80.0), "sigma_max=80.0 is not read. Set it to null"),
+        (StableDiffusion, EulerDiscreteScheduler(timestep_type="continuous"), "Set it to discrete"),
+        (StableDiffusion, diffusers.DDPMScheduler(beta_schedule="sigmoid"), "beta_schedule=sigmoid is not read"),
+        (StableDiffusion, DDIMScheduler(thresholding=True), "thresholding=True"),
+        (StableDiffusion, FlowMatchEulerDiscreteScheduler(), "its noise levels are not read"),
+        (StableDiffusion, diffusers.LCMScheduler(), "its noise levels are not read"),
+        (StableDiffusion, diffusers.EDMEulerScheduler(), "its noise levels are not read"),
+        (StableDiffusionXL, DDIMScheduler(**BETAS), "clip_sample=True is not read"),
+        (Flux, DDIMScheduler(), "Read are FlowMatchEulerDiscreteScheduler"),
+        (Flux, diffusers.FlowMatchHeunDiscreteScheduler(), "its noise levels are not read"),
+        (Flux, FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas=True"),
+        (Flux, FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "stochastic_sampling=True"),
+        (AuraFlow, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting=True"),
+        (HunyuanVideo, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting=True"),
+        (Wan, FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True"),
+        (Wan, FlowMatchEulerDiscreteScheduler(shift_terminal=0.02), "shift_terminal=0.02"),
+        (Wan, diffusers.UniPCMultistepScheduler(), "prediction_type=epsilon is not read. Set it to flow_prediction"),
+        (
+            Wan,
+            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction"),
+            "use_flow_sigmas=False is not read. Set it to True",
+        ),
+    ],
+)
+def test_what_is_not_read_is_named(family, scheduler, words):
+    assert words in fault(family, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    [
+        (StableDiffusion, DDIMScheduler(**BETAS, timestep_spacing="trailing")),
+        (StableDiffusionXL, DDIMScheduler(**BETAS, clip_sample=False)),
+        (Wan, diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3)),
+        (Wan, FlowMatchEulerDiscreteScheduler(shift=3)),
+        (Flux, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, use_karras_sigmas=True)),
+    ],
+)
+def test_what_is_read(family, scheduler):
+    assert fault(family, scheduler) is None
+
+
+def test_a_file_is_refused_before_weights_are_read(folder_of, tmp_path):
+    for part in folder_of("sd15").iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "scheduler").unlink()
+    (tmp_path / "unet").unlink()
+    (tmp_path / "unet").mkdir()  # its weights would be missing
+    DDIMScheduler(**BETAS, rescale_betas_zero_snr=True).save_pretrained(tmp_path / "scheduler")
+    (tmp_path / "model_index.json").unlink()
+    index = json.loads((folder_of("sd15") / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "DDIMScheduler"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="StableDiffusionPipeline is a DDIMScheduler: rescale_betas_zero_snr") as error:
+        pipelines.load(str(tmp_path), DiffusionModel())
+    assert "\n" not in str(error.value)
+    index["scheduler"] = ["somewhere", "MyScheduler"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="is a MyScheduler: its noise levels are not read"):
+        pipelines.load(str(tmp_path), DiffusionModel())
+
+
+@pytest.mark.parametrize(("name", "largest"), [("sd3", 32), ("aura_flow", 16)])
+def test_sides_beyond_the_position_table(name, largest, shared_family):
+    family = shared_family(name)
+    assert family.latent_shape(largest)[1:] == (largest // 2, largest // 2)
+    for size in ((largest + 4, 16), (16, largest + 4)):
+        with pytest.raises(UserError, match=f"resolution {largest + 4} is beyond .* ends at {largest} pixels a side"):
+            family.latent_shape(size)
+
+
+def test_guidance_that_a_model_holds(shared_family):
+    assert "denoising.embedded_guidance" in shared_family("flux").remarks.held_guidance
+    assert "its own scale: none" in shared_family("flux_schnell").remarks.held_guidance
+    assert all(shared_family(name).remarks.held_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
+    (line,) = shared_family("sd3").remarks.facts
+    assert "shift=3 once" in line and shared_family("flux").remarks.facts == ()
+
+
+def test_norms_of_patches_by_hand():
+    conditional = torch.tensor([[[[3.0, 0.0, 0.0, 0.0], [4.0, 0.0, 0.0, 2.0]]]])  # norms 5 and 2
+    unconditional = torch.tensor([[[[2.0, 0.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]]]])
+    # u + 7 (c - u) is [9, 4] and [14]: norms sqrt(97) and 14.
+    found = guided(conditional, lambda: unconditional, torch.tensor([7.0]), 2)
+    by_hand = torch.tensor([[[[9 * 5 / 97**0.5, 0, 0, 0], [4 * 5 / 97**0.5, 0, 0, 2.0]]]])
+    torch.testing.assert_close(found, by_hand)
+    nothing = torch.zeros(1, 1, 2, 2)
+    assert torch.equal(with_norm(nothing, nothing, 2), nothing)
+    assert torch.equal(guided(conditional, lambda: unconditional, torch.tensor([1.0]), 2), conditional)
