@@ -37,6 +37,7 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
         workers=spec.workers,
         limits=spec.limits,
         failures=failures,
+        signature=spec.signature,
     )
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)

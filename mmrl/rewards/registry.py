@@ -10,6 +10,7 @@ from typing import Any
 from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
+from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
 from mmrl.rewards.judges import text, visual
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
@@ -84,14 +85,16 @@ def build(
     workers: int | None = None,
     limits: Limits | None = None,
     failures: Failures | None = None,
+    signature: Signature = "mmrl",
 ) -> Reward | BatchReward:
     """Builds the reward `name` with `options`; an isolated one runs in `workers` processes within `limits`, each killed
     where a sample takes more than `deadline_s` seconds, and counts failed samples in `failures`.
 
     name: a key of REWARDS, or a custom reward: 'package.module:function' for `function(sample, **options)`,
     'package.module:Class' for a `BatchReward` made by `Class(**options)`. `isolated` None isolates those that are known
-    to hang. Raises ValueError for an unknown name, an unknown or missing option, an option's value that the reward
-    refuses, a batched reward with isolated=True, and workers or limits of a reward that is not isolated.
+    to hang. signature: of a function of another library. Raises ValueError for an unknown name, an unknown or missing
+    option, an option's value that the reward refuses, a batched reward with isolated=True, and workers or limits of a
+    reward that is not isolated.
     """
     options = dict(options or {})
     isolated = name in ISOLATED if isolated is None else isolated
@@ -103,7 +106,12 @@ def build(
     target = load_object(name) if is_custom(name) else None
     if target is not None and not callable(target):
         raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
+    if signature != "mmrl":
+        if target is None or isolated:
+            raise ValueError(f"reward {name!r}: signature: {signature} is for an own function that is not isolated")
+        return _made(name, partial(adapted, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
+        check_signature(name, target)
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
         reward = partial(target, **options)
     else:
@@ -111,14 +119,7 @@ def build(
             _check_name(name)
         factory: Callable[..., Any] = target or REWARDS[name]
         _check_options(name, _parameters(factory), options)
-        try:
-            reward = factory(**options)
-        except ValueError as error:
-            raise ValueError(f"reward {name!r}: {' '.join(str(error).split())}") from error
-        except Exception as error:  # any fault of a custom class
-            if not is_custom(name):
-                raise
-            raise ValueError(f"reward {name!r} can not be made: {describe_error(error)}") from error
+        reward = _made(name, partial(factory, **options))
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:
@@ -126,6 +127,19 @@ def build(
     return IsolatedReward(
         name, options, deadline_s or DEADLINE_S, workers=workers or WORKERS, limits=limits, failures=failures
     )
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    """Returns the reward that `make` makes. Raises ValueError, which names it, for a fault of a custom one."""
+    try:
+        return make()
+    except ValueError as error:
+        text = " ".join(str(error).split())
+        raise ValueError(text if text.startswith(f"reward {name!r}") else f"reward {name!r}: {text}") from error
+    except Exception as error:  # any fault of a custom class
+        if not is_custom(name):
+            raise
+        raise ValueError(f"reward {name!r} can not be made: {describe_error(error)}") from error
 
 
 def is_custom(name: str) -> bool:
