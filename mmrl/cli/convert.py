@@ -83,7 +83,7 @@ def _recipe(match: re.Match[str], folder: Path) -> str:
 
 
 def convert(path: Path) -> Converted:
-    """Converts the recipe in `path`. Raises UserError for a file that is no recipe of these systems for robots."""
+    """Converts a robot recipe of cosmos-rl (.toml) or SimpleVLA-RL (a shell script). Raises UserError for others."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -30,7 +30,9 @@ def check_batch(config: JobConfig, world: int) -> None:
             "(rollout.prompts / ranks, rollout.micro_batch / group_size); lower it"
         )
     if rollout.paired and config.generator is not None and config.generator.unfinished is not None:
-        raise UserError("rollout.generator.partial draws groups of one prompt; set rollout.twins=false")
+        raise UserError(
+            "rollout.generator.partial can not sample the pairs of prompts of rollout.twins; set it to false"
+        )
     local = config.rollouts_per_step // world
     if local % minibatches:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Replay of right rollouts of earlier steps."""
+"""Replay of correct rollouts of earlier steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Stored = dict[str, Any]  # what the policy needs to restore a rollout, with its 
 
 
 class ReplaySource(ExtraSource):
-    """A buffer of the last right rollouts of every prompt, equal on all ranks."""
+    """A buffer of the last correct rollouts of every prompt, equal on all ranks."""
 
     test: ClassVar[str] = "tests/joints/test_replays.py"
     keep: int = option(4, "rollouts that are kept of a prompt; the oldest leave first", ge=1)
@@ -54,7 +54,7 @@ class ReplaySource(ExtraSource):
             del self._stored[prompt]
 
     def _right(self, batch: Batch) -> list[tuple[int, Stored]]:
-        """Returns this rank's right rollouts as pairs of prompt and what is stored."""
+        """Returns this rank's correct rollouts as pairs of prompt and what is stored."""
         from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
@@ -143,9 +143,9 @@ class SuccessReplay(ReplaySource):
 
 
 class SelfImitation(ReplaySource):
-    """Right rollouts of earlier steps, of whatever prompts, for the loss term `likelihood` with of=replayed."""
+    """Correct rollouts of earlier steps, of any prompts, for the loss term `likelihood` with of=replayed."""
 
-    equation: ClassVar[str] = "rollouts of origin 2, without rewards, drawn from all that are kept"
+    equation: ClassVar[str] = "rollouts of origin 2 (replayed), without rewards, drawn at random from all in the buffer"
     source: ClassVar[str] = "after self-imitation learning, arXiv 1806.05635, without its critic"
 
     type: str = "self_imitation"
@@ -169,7 +169,7 @@ class SelfImitation(ReplaySource):
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
         prompts, stored = (list(column) for column in zip(*drawn[local], strict=True))
         positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
-        imitated = self._restored(prompts, stored, BELOW - positions)
+        imitated = self._restored(prompts, stored, BELOW - positions)  # each is a group of its own
         imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
         return imitated
 

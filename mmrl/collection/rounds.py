@@ -60,14 +60,14 @@ class Rounds(ABC):
 
 @dataclass(eq=False)
 class DemonstratedRounds(Rounds):
-    """Known answers to prompts, without rewards."""
+    """Makes rollouts of demonstrations, which are the known answers to prompts. They have no rewards."""
 
     policy: Policy
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
         seeds = rollout_seeds(self.config.seed, draw.positions, size)
-        shared = [seed for seed in seeds[::size] for _ in range(size)]  # compared rollouts share a seed
+        shared = [seed for seed in seeds[::size] for _ in range(size)]  # the rollouts of a prompt share a seed
         batch = self.policy.demonstrate(self.config.algorithm.shown(prompts), shared)
         batch.group = torch.tensor(draw.positions).repeat_interleave(size)
         return batch

@@ -127,7 +127,7 @@ class Groups(Independent):
     @model_validator(mode="after")
     def _two_halves(self) -> Groups:
         if self.twins and self.group_size % 2:
-            raise ValueError(f"group_size={self.group_size} can not be shared by twins; make it even")
+            raise ValueError(f"group_size={self.group_size} is odd, and each twin gets half of a group; make it even")
         return self
 
     @property

@@ -310,8 +310,8 @@ def memory(folder: Path, name: str, file: Path, overrides: list[str], finding: F
 
 
 def estimated(file: Path, overrides: list[str], size: float, folder: Path) -> float:
-    """Returns the estimated GiB of torch's allocations for a job on one GPU of `size` bytes. folder: for a model that
-    is built."""
+    """Returns the estimated GiB that torch allocates for a job on one GPU of `size` bytes. folder: where the model is
+    written if the job builds one (`model.build`)."""
     from mmrl.config import load
     from mmrl.doctor.memory_plan import CONTEXT, Gpu, Peaks, described
     from mmrl.engine.memory import GIB

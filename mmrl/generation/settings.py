@@ -229,8 +229,8 @@ class RolloutWorkers(Section):
             return
         if offers & {"matching", "contrast", "image_gradient"}:
             raise ValueError(
-                f"{ahead} is corrected by likelihoods of decisions, which this job's have not: take a likelihood of "
-                "type chain, or set async_steps to 0"
+                f"{ahead} is corrected by the logprob of each decision, which this job does not have: take a "
+                "likelihood of type chain, or set async_steps to 0"
             )
         bound = next((measurement for measurement in needs.measurements if measurement.of_sampling_weights), None)
         if bound is not None:

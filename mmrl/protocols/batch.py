@@ -53,13 +53,14 @@ class Batch:
     def fact(self, name: str) -> Tensor:
         """Returns a column, [rollout of all ranks], or for "rewards" [rollout, component].
 
-        rewards (NaN where a component could not be scored or a mask excluded the rollout), group, prompt, length (of
-        counted decisions), truncated, accuracy, origin, `reward/<name>`; logp and entropy, means over the counted
-        decisions, where they are requested as statistics; `group/<fact>`, its mean over the scored rollouts of the
-        group; any other name is a key of the prompts' metadata: numbers as they are, other values as their index in the
-        sorted list of all that occur.
+        - rewards, `reward/<name>`: NaN where a component could not be scored or a mask excluded the rollout
+        - group, prompt, truncated, accuracy, origin
+        - length: the number of counted decisions
+        - logp, entropy: means over the counted decisions, where they are requested as statistics
+        - `group/<name>`: the mean of a column over the scored rollouts of the group
+        - a key of the prompts' metadata: numbers as they are, other values as their index in the sorted list of all
 
-        Raises KeyError for a name that is neither.
+        Raises KeyError for any other name.
         """
         if name.startswith("group/"):
             return self._group_mean(self.fact(name.removeprefix("group/")))

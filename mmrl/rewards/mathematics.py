@@ -71,7 +71,7 @@ def _delimited(text: str) -> str:
 
 
 def _differ_below_one(gold: list, response: list, precision: int) -> bool:
-    """Returns whether both are numbers below 1 that rounding to `precision` places made equal, and nothing else."""
+    """Returns whether both sides are numbers below 1 that only rounding to `precision` places made equal."""
     pairs = [(_number(a), _number(b)) for a in gold for b in response]
     numbers = [(a, b) for a, b in pairs if a is not None and b is not None]
     small = [(a, b) for a, b in numbers if max(abs(a), abs(b)) < 1]

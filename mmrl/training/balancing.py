@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Move:
-    """A move of piece `number` of rank `source` to the rows of piece `slot` of rank `target`."""
+    """Sends `Piece` `number` of rank `source` to rank `target`, into the rows that its piece `slot` had."""
 
     source: int
     number: int

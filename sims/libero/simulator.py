@@ -214,7 +214,7 @@ class LiberoScene:
             ignore_done=True,
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
-        assert self._model.opt.integrator != mujoco.mjtIntegrator.mjINT_RK4, "it can not be cut into halves"
+        assert self._model.opt.integrator != mujoco.mjtIntegrator.mjINT_RK4, "RK4 has no separate mj_step1 and mj_step2"
         if not shadows:
             self._model.vis.quality.shadowsize, self._model.vis.quality.offsamples = 0, 0
             self._model.light_castshadow[:] = 0
@@ -222,7 +222,7 @@ class LiberoScene:
         self._renderer: Renderer | None = None
         if cameras:
             self._renderer = Renderer(self._model, choose_backend(), image_size, MAX_GEOMS)
-            self._renderer.option.geomgroup[0] = 0  # what only collides
+            self._renderer.option.geomgroup[0] = 0  # collision geometry is not drawn
 
     def start(self, seed: int) -> None:
         published = seed < min(EVALUATION_STARTS, len(self._starts))

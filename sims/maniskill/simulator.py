@@ -136,7 +136,7 @@ class ManiSkill:
             block.close()
 
     def _shares(self, rows: Sequence[int]) -> list[tuple[RowBlock, list[int]]]:
-        """Returns blocks with the indices in `rows` of their rows."""
+        """Groups `rows` by the block that holds them: returns each block, and the indices into `rows` of its rows."""
         shares: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             shares.setdefault(row // len(self._blocks[0].rows), []).append(i)

@@ -33,8 +33,8 @@ def check_facts(name: str, simulator: Simulator) -> None:
     cameras = cameras_of(simulator)
     if not cameras or len(set(cameras)) < len(cameras) or shape[1] % len(cameras):
         raise UserError(
-            f"simulator {name!r}: cameras must be different names, whose images share a width of {shape[1]} pixels "
-            f"equally, not {cameras}"
+            f"simulator {name!r}: cameras must have different names, and equal shares of the image's {shape[1]} pixels "
+            f"of width, not {cameras}"
         )
     if not tasks or not all(isinstance(task, str) for task in tasks):
         raise UserError(f"simulator {name!r}: tasks must be some names, not {tasks}")

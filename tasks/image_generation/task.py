@@ -92,7 +92,7 @@ def words(kind: str) -> list[str]:
     """
     vocabularies = {"digits": digits.words, "shapes": shapes.words}
     if kind not in vocabularies:
-        raise ValueError(f"only the words of {' and '.join(vocabularies)} are known beforehand, not those of {kind!r}")
+        raise ValueError(f"only the prompts of {' and '.join(vocabularies)} have a known vocabulary, not of {kind!r}")
     return vocabularies[kind]()
 
 

@@ -83,5 +83,5 @@ def test_a_margin_is_own_less_other():
 
 def test_an_odd_group_is_refused():
     tree = {"run_dir": "unset", "rollout": {"group_size": 3, "twins": True}}
-    with pytest.raises(UserError, match="group_size=3 can not be shared by twins; make it even"):
+    with pytest.raises(UserError, match="group_size=3 is odd, and each twin gets half of a group; make it even"):
         validate(tree, "test")

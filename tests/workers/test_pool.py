@@ -215,7 +215,7 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         (
             IMAGES,
             "rollout.workers.async_steps=1 algorithm={type: matching} denoising.likelihood={type: matching}",
-            r"rollout.workers.async_steps=1 is corrected by likelihoods .* type chain",
+            r"rollout.workers.async_steps=1 is corrected by the logprob .* type chain",
         ),
         (
             IMAGES,

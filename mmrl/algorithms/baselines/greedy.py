@@ -34,8 +34,8 @@ class Greedy(Baseline):
         temperature = vars(config.evaluation).get("temperature", 0.0)
         if temperature != 0:
             raise ValueError(
-                f"evaluation.temperature={temperature} with algorithm.baseline=greedy: its responses are sampled as "
-                "those of evaluation are; set evaluation.temperature=0"
+                f"evaluation.temperature={temperature} with algorithm.baseline=greedy, which samples with the "
+                "temperature of evaluation; set evaluation.temperature=0"
             )
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:

@@ -106,6 +106,7 @@ class BoundaryChance(Clipped):
     keep: float = option(0.5, "chance of such a decision", ge=0, le=1)
 
     def prepare(self, batch: Batch) -> None:
+        """Draws a uniform number in 0 to 1 for each decision of the batch, which `values` compares with `keep`."""
         import torch
 
         from mmrl.rollouts import DecisionColumn

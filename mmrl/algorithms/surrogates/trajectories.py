@@ -75,10 +75,11 @@ class TrajectoryTrustRegion(Surrogate):
     def _parts(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Computes the policy gradient's part, the divergences' part, and statistics; [rollout, decision]."""
+        """Returns the policy-gradient loss, the divergence penalty, and statistics; each [rollout, decision]."""
         from mmrl.core.ratios import unit_sum
         from mmrl.rollouts import POLICY_STEPS
 
+        # of each decision, and summed over the chain that it is part of
         each = _divergence(micro, replay).where(micro.mask.to(log_ratio.device), 0)
         whole = unit_sum(each.detach(), POLICY_STEPS.get(replay))
         beyond = whole > self.bound

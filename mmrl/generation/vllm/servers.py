@@ -119,7 +119,7 @@ class Servers:
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
 
     def _prepare(self, ray: str, logs: Sequence[Path], timeout: float, key: str) -> None:
-        """Collective. Engines that Ray will place, and the store in which rank 0 tells the others where."""
+        """Collective. Prepares the engines that Ray places, and rank 0's store, to which they write their addresses."""
         problem = host = port = None
         if self.rank == 0:
             try:

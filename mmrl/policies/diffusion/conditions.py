@@ -21,7 +21,7 @@ class PromptConditions:
         self._truncated = 0  # prompts that were longer than the encoders' token limit
 
     def of(self, inputs: Sequence[ConditionInputs], shape: Shape) -> list[Condition]:
-        """Returns one condition per input, for latents of `shape`. Equal inputs get the same object."""
+        """Returns one condition per input, for latents of `shape`, encoded or cached. Equal inputs share one object."""
         objects = {id(one): one for one in inputs}  # a group shares its inputs: comparing all by value is slow
         distinct = list(dict.fromkeys(objects.values()))
         keys = {one: (one, shape if one.images else ()) for one in distinct}
@@ -35,8 +35,8 @@ class PromptConditions:
             self._cache.move_to_end(keys[one])
         while len(self._cache) > self.capacity:
             self._cache.popitem(last=False)
-        of = {key: conditions[one] for key, one in objects.items()}
-        return [of[id(one)] for one in inputs]
+        by_object = {key: conditions[one] for key, one in objects.items()}
+        return [by_object[id(one)] for one in inputs]
 
     def _report_truncation(self, text: str) -> None:
         count = self.family.truncated_tokens(text)

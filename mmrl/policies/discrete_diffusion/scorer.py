@@ -60,7 +60,7 @@ class MaskScorer(nn.Module):
         *,
         states: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns `logits`, and with `states` the last hidden states that they are computed from, [position, width]."""
+        """Returns `logits`, and with `states` the last hidden states of the same positions, [position, width]."""
         options: dict[str, Any] = {"output_hidden_states": True} if states else {}
         if positions is not None:
             options |= {"attention_mask": mask[:, None], "position_ids": positions}
@@ -70,7 +70,7 @@ class MaskScorer(nn.Module):
         else:
             options["attention_mask"] = mask.long()
         outputs = self.model(input_ids=ids, **options)
-        index = (row, column - 1 if self.shifted else column)
+        index = (row, column - 1 if self.shifted else column)  # shifted: a position predicts the next token
         unrestricted = outputs.logits[index].float()
         logits = unrestricted.index_fill(-1, self.suppressed, -torch.inf)
         if is_image is not None:

@@ -187,11 +187,11 @@ class ELBO(MaskedLikelihood):
 class Spread(MaskedLikelihood):
     """Scores tokens where they are masked, with masks of all densities: mask ratios are spread evenly from a random
     start. The prompt is not masked. All states of a response are scored in every update; UniGRPO scores one an update,
-    and spreads its levels over the updates of a step."""
+    and spreads its mask ratios over the updates of a step."""
 
     equation: ClassVar[str] = (
-        "mean of log p(x_k | prompt, positions that are not empty) over the states in which k is empty; state j of n "
-        "empties each position with chance (u + j / n) mod 1"
+        "mean of log p(x_k | prompt, unmasked positions) over the states in which k is masked; state j of n "
+        "masks each position with probability (u + j / n) mod 1"
     )
     source: ClassVar[str] = "reconstructed from summaries of MMaDA (UniGRPO), arXiv 2505.15809"
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_parts.py"

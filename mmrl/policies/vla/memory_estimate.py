@@ -236,7 +236,7 @@ def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -
     """Builds the estimate of a LeRobot policy: the action expert as a transformer of its size, with keys and values of
     the prefix; the frozen rest is counted by its weights."""
     if set(settings.freeze) != {"vision", "connector", "language"}:
-        raise UserError("memory of a LeRobot policy is known with model.freeze=[vision, connector, language]")
+        raise UserError("memory of a LeRobot policy is estimated only with model.freeze=[vision, connector, language]")
     sizes = LEROBOT[path]
     layers, keys, tokens = sizes["keys"]
     width, dtype = sizes["expert"]["hidden_size"], getattr(torch, settings.dtype)

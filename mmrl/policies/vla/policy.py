@@ -164,9 +164,9 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """Options of playing episodes. training: whether policy steps are recorded, to be scored. film: number of episodes,
-    the first ones, whose images are kept: of every action, but in training of every policy step, so that the simulator
-    steps whole chunks. step: finished training steps."""
+    """Options of playing episodes. training: policy steps are recorded, to be scored. film: the images of the first
+    `film` episodes are kept, in evaluation one after every action, in training one after every chunk. step: finished
+    training steps."""
 
     temperature: float
     training: bool
@@ -417,8 +417,9 @@ class VisionLanguageActionPolicy:
             prepared, state = self._prepare(shown), self._state(shown).to(self.device)
             reading = self.module.read(self._collate(prepared))
             step_seeds = [
-                mixed(seeds[row], step_counts[row]) for row in rows
-            ]  # each policy step of an episode has noise of its own
+                mixed(seeds[row], step_counts[row])  # each policy step of an episode has noise of its own
+                for row in rows
+            ]
             step_counts.update(rows.tolist())
             group_seeds = [groups[row] for row in rows]
             chosen = head.act(
@@ -428,7 +429,7 @@ class VisionLanguageActionPolicy:
             )
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
-            by_action = options.film and not options.training
+            by_action = options.film and not options.training  # one action at a time, with an image after each
             parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
             return parts, (prepared, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
 

@@ -95,7 +95,7 @@ Level = Literal["token", "action", "chunk"]
 
 
 class TokenActions(ActionHead):
-    """Bins of every action as tokens."""
+    """Predicts every number of an action as a token, the number of its bin."""
 
     source: ClassVar[str] = "OpenVLA, arXiv 2406.09246; bidirectional: OpenVLA-OFT, arXiv 2502.19645"
     type: str = "token"
@@ -103,8 +103,8 @@ class TokenActions(ActionHead):
     level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
     decoding: Literal["parallel", "autoregressive", "bidirectional"] = option(
         "parallel",
-        "one token after the other (autoregressive), or all at once from learned queries (parallel) or from empty "
-        "places in a sequence that sees itself whole (bidirectional)",
+        "one token after the other (autoregressive), or all at once, from learned queries (parallel) or from zero "
+        "embeddings with bidirectional attention (bidirectional)",
     )
     bins: int = option(256, "values of one number; the last ids of the vocabulary", ge=3)
 

@@ -168,12 +168,13 @@ class TokenScorer(nn.Module):
     def _score(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, others: Tensor | None = None
     ) -> tuple[Tensor, ...]:
+        """Returns logprob, entropy and summed squared probabilities of each token, and the logprobs of `others`."""
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
-        more = () if others is None else (logits.log_softmax(-1).gather(1, others),)
+        logp_of_others = () if others is None else (logits.log_softmax(-1).gather(1, others),)
         if len(targets) == 0:
-            return logits.sum(-1), logits.sum(-1), logits.sum(-1), *more
+            return logits.sum(-1), logits.sum(-1), logits.sum(-1), *logp_of_others
         scores = token_logprob(logits, targets)
-        return scores.logp, scores.entropy, scores.square_sum, *more
+        return scores.logp, scores.entropy, scores.square_sum, *logp_of_others
 
 
 def recompute(module: nn.Module, on: bool) -> None:

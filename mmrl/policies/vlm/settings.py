@@ -174,7 +174,7 @@ class VisionLanguageModel(ModelSettings):
             )
         if config.rollout.micro_batch is not None:
             raise ValueError(
-                "rollout.generator.partial keeps all of its prompts in the making; set rollout.micro_batch=null"
+                "rollout.generator.partial generates for all of its prompts at once; set rollout.micro_batch=null"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

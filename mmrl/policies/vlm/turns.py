@@ -121,7 +121,7 @@ class Conversations:
         self.make = settings.make if isolation is None else Processes(settings, isolation).make
         self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
         self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
-        self.lost = 0  # conversations of the whole run
+        self.lost = 0  # conversations that their environment failed, in the whole run
 
     # --- beginnings ---
 

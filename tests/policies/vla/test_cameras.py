@@ -65,7 +65,7 @@ def test_a_simulator_without_names_has_one_camera():
 
 @pytest.mark.parametrize("simulator", ["Uneven", "Twice"])
 def test_names_must_fit_the_image(simulator):
-    with pytest.raises(UserError, match="cameras must be different names, whose images share a width of 16 pixels"):
+    with pytest.raises(UserError, match="cameras must have different names, and equal shares of the image's 16 pixels"):
         build(f"tests.policies.vla.test_cameras:{simulator}", 1)
 
 

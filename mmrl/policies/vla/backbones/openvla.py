@@ -365,10 +365,11 @@ class BidirectionalPrefix:
         return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
 
     def _forward(self, embeddings: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        hidden_from_all = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
+        # bidirectional attention: every position attends to all that are not padding
+        attention_bias = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
         output = self.model.base_model(
             inputs_embeds=embeddings,
-            attention_mask=hidden_from_all.expand(-1, 1, embeddings.shape[1], -1),
+            attention_mask=attention_bias.expand(-1, 1, embeddings.shape[1], -1),
             position_ids=position_ids,
             use_cache=False,
         )

@@ -92,7 +92,7 @@ class FlowHead(Head):
 
     def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
         likelihood = self.likelihood
-        drawn = isinstance(likelihood, ActionChain) and sampling.training
+        drawn = isinstance(likelihood, ActionChain) and sampling.training  # else the steps have no noise
         windows = self._windows(sampling) if drawn else [[]] * len(sampling.seeds)
         x = gaussian(list(sampling.seeds), INITIAL, self.latent).to(state.device)
         sampler = self.sampler if sampling.training else self.evaluation_sampler
@@ -105,7 +105,7 @@ class FlowHead(Head):
 
         chain = run(predict, x, sampler, windows, noise)
         chosen = {"actions": self._executed(chain.final)}
-        if isinstance(likelihood, Draws):
+        if isinstance(likelihood, Draws):  # a flow-matching loss on the chunk, at noise levels drawn now
             return {**chosen, "data": chain.final, **self._draw_levels(likelihood, sampling.seeds)}
         if drawn:
             chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}

@@ -134,8 +134,8 @@ class LatentHead(SpreadHead):
     # --- reasoning ---
 
     def _randomness(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws the random numbers of one chunk: of all latents [K, Z], of exits [K - 1 or 0] in 0 to 1, and of its
-        actions [chunk, action]; all of them, whenever reasoning ends."""
+        """Draws the random numbers of one chunk: noise of all latents [K, Z], uniform numbers for the exits
+        [K - 1 or 0], and noise of the actions [chunk, action]. All are drawn even where reasoning ends early."""
         generator = torch.Generator().manual_seed(seed)
         noise, uniform = (
             torch.randn(self.steps, self.latent, generator=generator),
