@@ -151,8 +151,10 @@ def _add_writing(commands: Commands) -> None:
     new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
     new.set_defaults(run=run_new)
     check = commands.add_parser("check", help="what data, template, rewards, model and simulator do together")
-    check.add_argument("config", help="a YAML file, or the name of a recipe (mmrl recipes)")
+    check.add_argument("config", nargs="?", help="a YAML file, or the name of a recipe (mmrl recipes)")
     check.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
+    check.add_argument("--model", metavar="PATH", help="check an image-text model alone: does it sample, score, learn?")
+    check.add_argument("--random", action="store_true", help="with --model: random weights, as config.json says")
     check.add_argument("--weights", action="store_true", default=None, help="read the model's weights, however large")
     check.add_argument("--html", type=Path, help="write a page too, with images, prompts and marks")
     check.set_defaults(run=run_check)
@@ -198,7 +200,24 @@ def run_control(options: argparse.Namespace) -> int:
     return run_train(options)
 
 
+def run_model_check(path: str, *, random: bool) -> int:
+    from mmrl.job import quieten
+
+    quieten()
+    from mmrl.preflight.conformance import ModelCheck, table
+
+    check = ModelCheck(path, random)
+    print("\n".join(table(check.run())))
+    return 1 if check.failed else 0
+
+
 def run_check(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        if options.config is not None:
+            raise UserError(f"--model checks a model alone; leave {options.config} out, or --model")
+        return run_model_check(options.model, random=options.random)
+    if options.config is None or options.random:
+        raise UserError("mmrl check takes a configuration, or --model PATH with or without --random")
     from mmrl.cli.check import JobCheck, lines
 
     check = JobCheck(options.config, options.overrides, options.weights)

@@ -12,7 +12,19 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    CLIPImageProcessor,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     GenerationConfig,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     GotOcr2ImageProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -22,11 +34,18 @@ from transformers import (
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
+    LlavaProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessor,
+    PixtralProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -35,6 +54,8 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -264,17 +285,128 @@ def internvl() -> Built:
     return InternVLForConditionalGeneration(cfg), processor
 
 
+def gemma3() -> Built:
+    """Every image becomes 4 tokens, which see each other; the embeddings are scaled by the root of their width."""
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tok = tokenizer(list(named.values()), **named)
+    cfg = Gemma3Config(
+        text_config=text_config(tok, head_dim=16, query_pre_attn_scalar=16, sliding_window=64),
+        vision_config=vision_config(num_hidden_layers=2, num_attention_heads=2, image_size=TILE, vision_use_head=False),
+        mm_tokens_per_image=4,
+        initializer_range=INIT,
+        **ids(tok, boi_token_index="<start_of_image>", eoi_token_index="<end_of_image>"),
+        **ids(tok, image_token_index="<image_soft_token>"),
+    )
+    pixels = Gemma3ImageProcessor(size={"height": TILE, "width": TILE})
+    processor = Gemma3Processor(pixels, tok, chat_template=template("<start_of_image>"), image_seq_length=4)
+    model = Gemma3ForConditionalGeneration(cfg)
+    # transformers starts it at 0, where norms of features make gradients a thousand times larger
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=INIT)
+    return model, processor
+
+
+def llava() -> Built:
+    """CLIP and Llama; every image becomes 16 tokens."""
+    tok = tokenizer(["<image>"])
+    cfg = LlavaConfig(
+        text_config=text_config(tok, model_type="llama"),
+        vision_config=vision_config(
+            model_type="clip_vision_model", num_hidden_layers=3, num_attention_heads=2, image_size=TILE
+        ),
+        image_seq_length=16,
+        tie_word_embeddings=False,
+        **ids(tok, image_token_index="<image>"),
+    )
+    size = {"height": TILE, "width": TILE}
+    pixels = CLIPImageProcessor(size={"shortest_edge": TILE}, crop_size=size)
+    strategy: dict[str, Any] = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(pixels, tok, patch_size=8, chat_template=template("<image>"), **strategy)
+    return LlavaForConditionalGeneration(cfg), processor
+
+
+def qwen3_5() -> Built:
+    """One layer of linear attention, whose state has no positions, and one of full attention."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    linear = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+    return qwen(
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        {"rope_parameters": rope | {"partial_rotary_factor": 1.0}, "head_dim": 16, **linear, **layers},
+        {"num_position_embeddings": 64},
+        tied=False,
+    )
+
+
+def glm4v(config: type = Glm4vConfig, model: type = Glm4vForConditionalGeneration) -> Built:
+    """Patches of 8 pixels merged 2 x 2, as Qwen's."""
+    names = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    }
+    tok = tokenizer(list(names.values()))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    vision = {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "image_size": TILE}
+    cfg = config(
+        text_config=text_config(tok, model_type="glm4v_text", rope_parameters=rope),
+        vision_config=vision_config(model_type="glm4v_vision", **vision),
+        **ids(tok, **names),
+    )
+    sizes = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    pixels = {"size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}}
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    processor = Glm4vProcessor(
+        Glm4vImageProcessor(**sizes, **pixels),
+        tok,
+        Glm4vVideoProcessor(**sizes, **pixels),
+        chat_template=template(image),
+    )
+    return model(cfg), processor
+
+
+def glm46v() -> Built:
+    return glm4v(Glm46VConfig, Glm46VForConditionalGeneration)
+
+
+def mistral3() -> Built:
+    """Pixtral and Mistral: patches of 8 pixels merged 2 x 2, a token that ends each row and one that ends the image."""
+    tok = tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    cfg = Mistral3Config(
+        text_config=text_config(tok, model_type="mistral", head_dim=16),
+        vision_config=vision_config(
+            model_type="pixtral", num_hidden_layers=2, num_attention_heads=2, image_size=2 * TILE, head_dim=16
+        ),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        **ids(tok, image_token_index="[IMG]"),
+    )
+    pixels = PixtralImageProcessor(size={"longest_edge": 2 * TILE}, patch_size={"height": 16, "width": 16})
+    processor = PixtralProcessor(pixels, tok, patch_size=8, spatial_merge_size=2, chat_template=template("[IMG]"))
+    return Mistral3ForConditionalGeneration(cfg), processor
+
+
 MAKERS: dict[str, Callable[[], Built]] = {
     maker.__name__: maker for maker in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe, idefics3, llava_onevision, internvl)
 }
 FAMILIES = tuple(MAKERS)
+# Further ones, which pass `mmrl check --model` and have no test of their own beside.
+CHECKED: dict[str, Callable[[], Built]] = {
+    maker.__name__: maker for maker in (gemma3, llava, qwen3_5, glm4v, glm46v, mistral3)
+}
 
 
 def build(family: str, path: Path, *, seed: int = 0) -> Path:
     """Write the family's model and processor to `path`; the same seed gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, processor = MAKERS[family]()
+        model, processor = (MAKERS | CHECKED)[family]()
     tok = processor.tokenizer
     model.generation_config = GenerationConfig(eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id)
     model.float().save_pretrained(path)

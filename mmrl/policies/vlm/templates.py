@@ -101,14 +101,14 @@ def _form(processor: Processor, role: str, before: Sequence[Rendered], after: Se
 
 
 def _shows(processor: Processor, kind: str) -> bool:
-    """Returns whether the text of a question with a part of this kind is another than without."""
+    """Returns whether a question with a part of this kind has another text than without, its own still in it."""
     part = {"type": "text", "text": MARK}
     try:
         with_it, without = ([{"type": kind}, part], [part])
         texts = [_apply(processor, [{"role": "user", "content": content}]) for content in (with_it, without)]
     except LANGUAGE_ERRORS:
         return False
-    return texts[0] != texts[1]
+    return MARK in texts[0] and texts[0] != texts[1]
 
 
 def _reason(processor: Processor) -> str:
