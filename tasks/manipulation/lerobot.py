@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,31 +25,10 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.tasks.manipulation.episodes import RecordedEpisode
+from mmrl.tasks.manipulation.selection import EpisodeSelection
+from mmrl.tasks.manipulation.videos import Decoder, Frames, VideoLengths, read_video, resized
 
 GIBIBYTE = 1 << 30
-Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many -> [frame, height, width, 3]
-
-
-class Frames:
-    """The images of one episode: slices are decoded when they are read; with `keep` the whole episode is then
-    cached."""
-
-    def __init__(self, length: int, decode: Decoder, keep: bool) -> None:
-        self.length, self.decode, self.keep = length, decode, keep
-        self.cached: NDArray[np.uint8] | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: slice) -> NDArray[np.uint8]:
-        """Returns the images of a slice of step 1, [frame, height, width, 3]."""
-        first, last, step = index.indices(self.length)
-        assert step == 1
-        if not self.keep:
-            return self.decode(first, last - first)
-        if self.cached is None:
-            self.cached = self.decode(0, self.length)
-        return self.cached[first:last]
 
 
 @dataclass(frozen=True)
@@ -67,18 +45,19 @@ def load(
     folder: str,
     columns: DatasetColumns,
     *,
-    episodes: int | None,
+    chosen: EpisodeSelection,
     memory: float,
     action_dim: int,
     state_dim: int,
     image_shape: tuple[int, int, int],
     cameras: tuple[str, ...],
 ) -> list[RecordedEpisode]:
-    """Reads the first `episodes` of the data set (None: all). States and actions are held in memory; so are images once
+    """Reads the `chosen` episodes of the data set. States and actions are held in memory; so are images once
     they were read, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
     images lie side by side in one of `image_shape`.
 
-    Raises UserError naming the file where something is missing or does not fit the simulator's dimensions.
+    Raises UserError naming the file where something is missing or does not fit the simulator's dimensions, and where
+    more episodes than may be cannot be used.
     """
     try:
         dataset = _Dataset(Path(folder), columns, cameras)
@@ -87,10 +66,12 @@ def load(
     if not dataset.episodes:
         raise UserError(f"{folder}/meta names no episode to learn from")
     dataset.check(action_dim, state_dim, image_shape)
-    chosen = dataset.episodes[:episodes]
-    bytes_of_all = sum(e["length"] for e in chosen) * int(np.prod(image_shape))
+    episodes = {episode["episode_index"]: episode for episode in dataset.episodes}
+    numbers = chosen.of(folder, list(episodes), dataset.splits)
+    bytes_of_all = sum(episodes[number]["length"] for number in numbers) * int(np.prod(image_shape))
     keep = bytes_of_all <= memory * GIBIBYTE
-    return [dataset.recorded(episode, image_shape[:2], keep) for episode in chosen]
+    dataset.count_frames([episodes[number] for number in numbers])
+    return chosen.usable(folder, numbers, lambda number: dataset.recorded(episodes[number], image_shape[:2], keep))
 
 
 class _Dataset:
@@ -106,13 +87,14 @@ class _Dataset:
             raise UserError(f"{root}/meta/info.json: version {self.version} is not known; convert it to v3.0")
         self.shared = self.version == "v3.0"  # files of many episodes
         self.fps, self.features = float(info["fps"]), info["features"]
-        self.data_path = info["data_path"]
+        self.data_path, self.splits = info["data_path"], info.get("splits") or {}
         self.video_path: Any = info.get("video_path")
         self.chunk = info.get("chunks_size", 1000)
         self.shown = self._shown(columns.camera, len(cameras))  # features, from left to right
         self.cameras = cameras if len(self.shown) == len(cameras) else ("camera",)
         self.episodes = sorted(self._episodes(), key=lambda episode: episode["episode_index"])
         self._rows: tuple[Path, Mapping[str, NDArray]] | None = None  # of the file that was read last
+        self._lengths = VideoLengths()
 
     def check(self, action_dim: int, state_dim: int, image_shape: tuple[int, int, int]) -> None:
         info = self.root / "meta/info.json"
@@ -162,6 +144,9 @@ class _Dataset:
         rows = self._episode_rows(file, number)
         if len(rows[self.action]) != length:
             raise UserError(f"{file}: episode {number} has {len(rows[self.action])} rows, its index says {length}")
+        for name in (self.state, self.action):
+            if not np.isfinite(rows[name]).all():
+                raise UserError(f"{file}: {name} of episode {number} must hold finite numbers")
         if np.abs(rows["timestamp"] - np.arange(length) / self.fps).max() > 0.5 / self.fps:
             raise UserError(f"{file}: the timestamps of episode {number} are not those of {self.fps} frames a second")
         height, width = size
@@ -178,9 +163,10 @@ class _Dataset:
         """Returns the decoder of one camera's images in one episode."""
         if self.features[camera]["dtype"] == "video":
             video, start = self._video(camera, episode)
-            return lambda first, count: _resized(read_video(video, start + first, count, self.fps), size)
+            self._lengths.check(video, start + episode["length"])
+            return lambda first, count: resized(read_video(video, start + first, count, self.fps), size)
         number = episode["episode_index"]
-        return lambda first, count: _resized(self._images(camera, file, number)[first : first + count], size)
+        return lambda first, count: resized(self._images(camera, file, number)[first : first + count], size)
 
     def _episodes(self) -> list[dict[str, Any]]:
         if not self.shared:
@@ -204,14 +190,18 @@ class _Dataset:
         return _existing(self.root / self.data_path.format(**fields))
 
     def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """Returns the file, and the index of the episode's first frame in it."""
+        """Returns the file, which exists, and the index of the episode's first frame in it."""
+        file, start = self._video_file(camera, episode)
+        return _existing(file), start
+
+    def _video_file(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
         number, key = episode["episode_index"], f"videos/{camera}/"
         if self.shared:
             fields = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
             start = round(episode[key + "from_timestamp"] * self.fps)
         else:
             fields, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
-        return _existing(self.root / self.video_path.format(video_key=camera, **fields)), start
+        return self.root / self.video_path.format(video_key=camera, **fields), start
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
         """Returns state and action [frame, number] and timestamp [frame]."""
@@ -224,43 +214,26 @@ class _Dataset:
         in_episode = self._rows[1]["episode_index"] == number
         return {name: values[in_episode] for name, values in self._rows[1].items()}
 
+    def count_frames(self, episodes: Sequence[dict[str, Any]]) -> None:
+        """Counts the frames of the videos of episodes, so that one that was cut is noticed before training."""
+        videos = [camera for camera in self.shown if self.features[camera]["dtype"] == "video"]
+        if videos and self.video_path is None:
+            raise UserError(f"{self.root}/meta/info.json has no video_path, but {videos[0]} is a video")
+        located = {self._video_file(camera, episode)[0] for camera in videos for episode in episodes}
+        self._lengths.count(sorted(file for file in located if file.is_file()))
+
     def _images(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
         column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
         encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
         return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]
 
 
-def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uint8]:
-    """Reads frames `first` to `first + count` of a video of a constant rate: [count, height, width, 3].
-
-    Raises UserError if it has fewer.
-    """
-    seek = ["-ss", f"{(first - 0.5) / fps:.6f}"] if first else []  # half a frame early: times are rounded
-    frames = imageio_ffmpeg.read_frames(
-        str(file),
-        pix_fmt="rgb24",
-        input_params=seek,
-        output_params=["-frames:v", str(count), "-fps_mode", "passthrough"],
-    )
-    width, height = next(frames)["size"]
-    images = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
-    if len(images) != count:
-        raise UserError(f"{file} ends before frame {first + count}; its index says otherwise")
-    return np.stack(images)
-
-
-def _resized(frames: Iterable[NDArray[np.uint8]], size: tuple[int, int]) -> NDArray[np.uint8]:
-    height, width = size
-    whole = [Image.fromarray(frame) for frame in frames]
-    return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in whole])
-
-
 def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:
     """Converts a column of lists of `size` numbers (or of numbers) to [row, size]. Raises UserError."""
     nested = pa.types.is_nested(column.type)
     values = (pc.list_flatten(column) if nested else column).to_numpy().astype(np.float32)
-    if len(values) != size * len(column) or not np.isfinite(values).all():
-        raise UserError(f"{where} must hold {size} finite numbers a row")
+    if len(values) != size * len(column):
+        raise UserError(f"{where} must hold {size} numbers a row")
     return values.reshape(len(column), size)
 
 

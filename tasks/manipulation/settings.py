@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, load_attribute, option
@@ -80,7 +80,13 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
     test: ClassVar[str] = "tests/tasks/test_lerobot.py"
     type: str = "lerobot"
     path: str = option(description="folder of the data set")
-    episodes: int | None = option(None, "the first N; default: all", ge=1)
+    episodes: int | list[int] | None = option(None, "the first N, or a list of episode numbers; default: all")
+    split: str | None = option(
+        None, "one of the data set's splits, or all; default: train where it has that, and no numbers are listed"
+    )
+    max_bad_share: float = option(
+        0.0, "share of episodes that may be unusable; they are named and left out", ge=0, le=1
+    )
     camera: str | list[str] | None = option(
         None,
         "feature of the images, or one for each of the simulator's cameras, in their order; default: the only one",
@@ -89,9 +95,19 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
     action: str = option("action", "feature of the actions")
     memory: float = option(4.0, "if its images need more, they are decoded each time they are seen", unit="GiB", ge=0)
 
+    @field_validator("episodes")
+    @classmethod
+    def _check_episodes(cls, episodes: int | list[int] | None) -> int | list[int] | None:
+        if isinstance(episodes, int) and episodes < 1:
+            raise ValueError(f"episodes must be at least 1, or a list of episode numbers, not {episodes}")
+        if isinstance(episodes, list) and (not episodes or min(episodes) < 0 or len(set(episodes)) < len(episodes)):
+            raise ValueError(f"episodes must be different episode numbers from 0 on, not {episodes}")
+        return episodes
+
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         from mmrl.errors import UserError
         from mmrl.tasks.manipulation.episodes import EpisodeDemonstrations
+        from mmrl.tasks.manipulation.selection import EpisodeSelection
 
         try:
             from mmrl.tasks.manipulation import lerobot
@@ -103,7 +119,7 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
             lerobot.load(
                 self.path,
                 lerobot.DatasetColumns(self.camera, self.state, self.action),
-                episodes=self.episodes,
+                chosen=EpisodeSelection(self.episodes, self.split, self.max_bad_share),
                 memory=self.memory,
                 action_dim=simulator.action_dim,
                 state_dim=simulator.state_dim,

@@ -247,7 +247,10 @@ def test_what_does_not_fit_is_named(dataset, tmp_path):
     torn = write(tmp_path / "torn", "v2.1")
     video(torn / f"videos/chunk-000/{FRONT}/episode_000001.mp4", images(1)[:2])
     with pytest.raises(UserError, match=r"episode_000001\.mp4 ends before frame 3"):
-        source(torn)[6]
+        source(torn)
+    (torn / f"videos/chunk-000/{FRONT}/episode_000001.mp4").write_bytes(b"no video")
+    with pytest.raises(UserError, match=r"episode_000001\.mp4 cannot be read"):
+        source(torn)
     (torn / "data/chunk-000/episode_000001.parquet").unlink()
     with pytest.raises(UserError, match=r"episode_000001\.parquet is missing"):
         source(torn)
@@ -257,3 +260,53 @@ def test_what_does_not_fit_is_named(dataset, tmp_path):
         build("manipulation", {"demonstrations": {"camera": FRONT}}, seed=0)
     with pytest.raises(ValueError, match=r"task\.demonstrations\.type=lerobt is unknown .did you mean lerobot"):
         build("manipulation", {"demonstrations": {"type": "lerobt", "path": "x"}}, seed=0)
+
+
+def seen(found):
+    """The states of all steps, which say their episode and time."""
+    return [round(float(found[i].metadata["observation"].state[0, 0]), 1) for i in range(len(found))]
+
+
+FIRST, SECOND, THIRD = [[e + t / 10 for t in range(n)] for e, n in enumerate(LENGTHS)]
+
+
+def test_listed_episodes_and_splits(tmp_path, dataset):
+    root = write(tmp_path / "split", "v2.1", "image", splits={"train": "0:2", "test": "2:3"})
+    assert seen(source(root)) == FIRST + SECOND
+    assert seen(source(root, split="test")) == THIRD
+    assert seen(source(root, episodes=[2, 0])) == THIRD + FIRST
+    assert seen(source(dataset("v3.0"), episodes=[1])) == SECOND
+    with pytest.raises(UserError, match="has no episode 3; it has 3, from 0 to 2"):
+        source(dataset("v3.0"), episodes=[1, 3])
+    for episodes in (0, [], [1, 1], [-1]):
+        with pytest.raises(ValueError, match=r"task\.demonstrations\.episodes"):
+            source(root, episodes=episodes)
+
+
+@pytest.mark.parametrize(("version", "dtype"), LAYOUTS)
+def test_a_number_that_is_not_finite_costs_its_episode_alone(tmp_path, caplog, version, dtype):
+    root = write(tmp_path / "nan", version, dtype)
+    (file,) = [f for f in root.glob("data/**/*.parquet") if 1 in parquet.read_table(f)["episode_index"].to_pylist()]
+    table = parquet.read_table(file)
+    at = table["episode_index"].to_pylist().index(1) + 1
+    actions = table["action"].to_pylist()
+    actions[at] = [float("nan")]
+    parquet.write_table(table.set_column(table.schema.get_field_index("action"), "action", pa.array(actions)), file)
+    assert seen(source(root, max_bad_share=0.34)) == FIRST + THIRD
+    assert "left out" in caplog.text and "action of episode 1 must hold finite numbers" in caplog.text
+    with pytest.raises(UserError, match="1 of 3 episodes cannot be used, more than task.demonstrations.max_bad"):
+        source(root)
+    assert seen(source(root, episodes=[0, 2])) == FIRST + THIRD
+
+
+def test_torn_and_missing_files_cost_their_episodes(tmp_path, caplog):
+    root = write(tmp_path / "torn", "v2.1")
+    video(root / f"videos/chunk-000/{FRONT}/episode_000000.mp4", images(0)[:3])
+    (root / "data/chunk-001/episode_000002.parquet").unlink()
+    assert seen(source(root, max_bad_share=0.7)) == SECOND
+    assert "episode_000000.mp4 ends before frame 5" in caplog.text
+    assert "episode_000002.parquet is missing" in caplog.text
+    shared = write(tmp_path / "shared", "v3.0")
+    video(shared / f"videos/{FRONT}/chunk-000/file-000.mp4", [*images(0), *images(1)][:7])
+    assert seen(source(shared, max_bad_share=0.34)) == FIRST + THIRD
+    assert "file-000.mp4 ends before frame 8" in caplog.text
