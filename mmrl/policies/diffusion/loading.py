@@ -9,7 +9,16 @@ from mmrl.policies.diffusion import small
 from mmrl.policies.diffusion.family import Family
 from mmrl.policies.diffusion.settings import DiffusionModel
 
-PIPELINES_ONLY = ("lora", "attention", "activation_checkpointing", "text_tokens", "encoders", "embeddings", "decoding")
+PIPELINES_ONLY = (
+    "base",
+    "lora",
+    "attention",
+    "activation_checkpointing",
+    "text_tokens",
+    "encoders",
+    "embeddings",
+    "decoding",
+)
 
 
 def is_small(path: str) -> bool:

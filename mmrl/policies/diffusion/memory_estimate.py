@@ -101,10 +101,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str,
 }
 
 
-def parts(path: str) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
+def parts(path: str, base: str | None = None) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
     """Returns a pipeline's class name, class name and configuration of its trained network and its VAE, and the
     parameter counts of its encoders by name. Raises UserError where there is no supported pipeline."""
-    base, _ = base_of(path)
+    base = base_of(path, base)
     if base in PUBLISHED:
         return PUBLISHED[base]
     try:
@@ -138,7 +138,7 @@ def _parameters(base: str, part: str, name: str) -> int:
 def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, float]]:
     """Builds the pipeline at `path` as `pipelines.load` does, but without weights, and returns it with the parameter
     counts of its encoders by name."""
-    name, components, encoders = parts(path)
+    name, components, encoders = parts(path, settings.base)
     kind = CLASSES[name]
     with on_meta(settings.dtype):
         network = diffusers.__getattr__(components[kind.trained][0])(**components[kind.trained][1])

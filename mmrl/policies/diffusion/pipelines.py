@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from torch import nn
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
-from mmrl.policies.diffusion.families.components import BASE_FILE, DiffusersPipeline
+from mmrl.policies.diffusion.families.adapters import adapter_at
+from mmrl.policies.diffusion.families.components import DiffusersPipeline
 from mmrl.policies.diffusion.families.edits import Flux2Klein, FluxKontext, QwenImageEdit, QwenImageEditPlus
 from mmrl.policies.diffusion.families.images import (
     AuraFlow,
@@ -66,7 +66,8 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         raise UserError(f"model.attention={model.attention}: diffusion pipelines run with sdpa")
     if not bars_shown():
         disable_progress_bar()
-    base, adapter = base_of(path)
+    adapter = adapter_at(path, model.base)
+    base = base_of(path, model.base)
     pipe, family = _pipeline(path, base, model.dtype, encoders=model.embeddings is None)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
@@ -76,15 +77,14 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     if model.decoding == "tiled":
         pipe.vae.enable_tiling()
     network = pipe.components[family.trained]
-    adapted = adapter or model.lora is not None
+    adapted = adapter is not None or model.lora is not None
     if model.embeddings is not None and not adapted:
         raise UserError(
             f"model.embeddings={model.embeddings} leaves the encoders out, without which a whole pipeline can not be "
             "saved; set model.lora"
         )
-    if adapter:
-        pipe.load_lora_weights(path, adapter_name="default")
-        _same_adapter(path, network.peft_config["default"], model.lora)
+    if adapter is not None:
+        _same_adapter(path, adapter.load(pipe, family.trained), model.lora)
     elif model.lora is not None:
         add_lora(network, model.lora)
     for name, parameter in network.named_parameters():
@@ -97,12 +97,12 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     return pipeline
 
 
-def base_of(path: str) -> tuple[str, bool]:
-    """Returns the pipeline to load for `path`, absolute if it is a folder, and whether `path` holds an adapter for
-    it."""
-    file = Path(path) / BASE_FILE
-    base = json.loads(file.read_text())["base"] if file.is_file() else path
-    return (str(Path(base).resolve()) if Path(base).is_dir() else base), file.is_file()
+def base_of(path: str, named: str | None = None) -> str:
+    """Returns the pipeline to load for `path`, absolute if it is a folder. named: that of LoRA weights which name none
+    themselves."""
+    adapter = adapter_at(path, named)
+    base = path if adapter is None else adapter.base
+    return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
 def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[DiffusersPipeline, type[Pipeline]]:

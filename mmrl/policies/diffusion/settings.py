@@ -225,6 +225,9 @@ class DiffusionModel(ModelSettings):
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
+    base: str | None = option(
+        None, "the pipeline that LoRA weights at model.path change, where these do not name it: a folder or a hub name"
+    )
     text_tokens: int | None = option(
         None,
         "of a prompt that the encoder with the longest limit (T5, Qwen) reads; default: the pipeline's own",

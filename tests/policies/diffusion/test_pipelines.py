@@ -12,6 +12,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion.families.components import BASE_FILE
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, ImageMatching
@@ -201,7 +202,7 @@ class TestFiles:
         expected = answer(family)
         family.save(tmp_path / "saved", trained_state(family))
         files = {path.name for path in (tmp_path / "saved").iterdir()}
-        assert files == {"pytorch_lora_weights.safetensors", pipelines.BASE_FILE}
+        assert files == {"pytorch_lora_weights.safetensors", BASE_FILE}
 
         pipe = open_pipeline(folder_of(name))
         pipe.load_lora_weights(tmp_path / "saved")
@@ -369,7 +370,7 @@ class TestBadInput:
         family = load_family("sd15", lora=LORA)
         family.save(tmp_path, family.module.state_dict())
         self.refused("holds an adapter of rank 4 and alpha 8", tmp_path, lora=LoRA(rank=8))
-        (tmp_path / pipelines.BASE_FILE).write_text(json.dumps({"base": "/moved/away"}))
+        (tmp_path / BASE_FILE).write_text(json.dumps({"base": "/moved/away"}))
         self.refused("whose base is /moved/away: no diffusers pipeline there", tmp_path)
 
     def test_sizes_steps_and_guidance(self, shared_family):
