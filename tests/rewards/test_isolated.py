@@ -75,7 +75,7 @@ def obey(sample):
         os.kill(os.getpid(), signal.SIGSEGV)
     if word == "raise":
         raise KeyError("nothing there")
-    if word == "end-fork server":
+    if word == "end-fork-server":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
     if word == "images":
@@ -224,10 +224,10 @@ def test_all_end_on_close(reward):
     assert ask(reward, "pid") not in (None, worker)
 
 
-def test_a_verifier_that_kills_the_nursery_costs_its_sample(reward):
+def test_a_verifier_that_kills_the_fork_server_costs_its_sample(reward):
     ask(reward, "pid")
     everyone = family(nursery_of(reward))
-    assert ask(reward, "end-fork server") is None
+    assert ask(reward, "end-fork-server") is None
     assert ask(reward, "pid") is not None
     assert gone(everyone) and reward.failures.causes.total() == 1
 
