@@ -66,10 +66,10 @@ class EpisodeSelection:
     def usable(self, name: str, episodes: Sequence[int], read: Callable[[int], Read]) -> list[Read]:
         """Reads episodes; those that raise UserError are left out and named. Raises UserError where they are more than
         the share that may be unusable, or all."""
-        found, bad = list[Read](), list[str]()
+        usable, bad = list[Read](), list[str]()
         for number in episodes:
             try:
-                found.append(read(number))
+                usable.append(read(number))
             except UserError as error:
                 bad.append(str(error))
         if len(bad) > self.max_bad_share * len(episodes):
@@ -81,6 +81,6 @@ class EpisodeSelection:
             )
         for reason in bad:
             log.warning("left out: %s", reason)
-        if not found:
+        if not usable:
             raise UserError(f"{name}: no episode to learn from is left: {'; '.join(bad[:SHOWN]) or 'none was chosen'}")
-        return found
+        return usable

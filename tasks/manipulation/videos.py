@@ -41,7 +41,7 @@ class Frames:
 
 
 class VideoLengths:
-    """How many frames videos have, or why they cannot be read; nothing of those that were not counted."""
+    """The numbers of frames of videos, or why they cannot be read; nothing of videos that were not counted."""
 
     def __init__(self) -> None:
         self._frames: dict[Path, int | str] = {}

@@ -44,7 +44,7 @@ class ConditionInputs:
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a user should know of a model. facts: how it differs from its own library's call, a line each;
+    """Notes on a model for the user. facts: how it differs from its own library's call, a line each;
     held_guidance: how a model distilled from a guided one has its guidance, None for one that holds none."""
 
     facts: tuple[str, ...] = ()

@@ -98,7 +98,7 @@ class DataSetStatistics:
 
 
 def ends_with(name: str, features: Sequence[str]) -> bool:
-    """Whether a name is one of `features`, or one of a data set, as so100.buffer.action."""
+    """Returns whether a name is one of `features`, or one of a data set, as so100.buffer.action."""
     return any(name == feature or name.endswith(f".{feature}") for feature in features)
 
 
@@ -152,12 +152,12 @@ def read(path: str, key: str | None) -> DataSetStatistics:
                 f"action.statistics={path} holds {', '.join(data_sets)}; choose one with action.statistics_key"
             )
         return DataSetStatistics(path, *next(iter(data_sets.items())))
-    found = [name for name, features in data_sets.items() if key == name or key in features]
-    found = found or [name for name in data_sets if name.startswith(f"{key}.")]
-    if len(found) != 1:
+    matches = [name for name, features in data_sets.items() if key == name or key in features]
+    matches = matches or [name for name in data_sets if name.startswith(f"{key}.")]
+    if len(matches) != 1:
         held = ", ".join(name or ", ".join(features) for name, features in data_sets.items())
         raise UserError(f"action.statistics_key={key} is not in {path}; it holds {held}")
-    return DataSetStatistics(path, found[0], data_sets[found[0]])
+    return DataSetStatistics(path, matches[0], data_sets[matches[0]])
 
 
 def _normalisation(data_set: DataSetStatistics, kind: Kind) -> Normalisation:
@@ -253,5 +253,5 @@ def _pooled(entries: Sequence[Entry]) -> Entry:
     count = np.array([e["count"] for e in entries], float).reshape(len(entries), 1)
     whole = (count * mean).sum(0) / count.sum()
     variance = (count * (std**2 + (mean - whole) ** 2)).sum(0) / count.sum()
-    found = {"mean": whole, "std": variance**0.5, "min": least.min(0), "max": largest.max(0)}
-    return {name: values.tolist() for name, values in found.items()}
+    summary = {"mean": whole, "std": variance**0.5, "min": least.min(0), "max": largest.max(0)}
+    return {name: values.tolist() for name, values in summary.items()}

@@ -178,8 +178,8 @@ def _check_shown(processor: Processor, forms: TemplateForms, messages: Sequence[
         "image": any(message.images for message in messages),
         "video": any(message.videos for message in messages),
     }
-    for kind, found in present.items():
-        if found and kind not in forms.shown:
+    for kind, is_present in present.items():
+        if is_present and kind not in forms.shown:
             raise UserError(
                 f"{name_of(processor)}: its chat template ({FILE}) drops {kind}s, so the model would answer without "
                 f"them; take the template of a version that reads {kind}s"

@@ -51,8 +51,8 @@ def adapted(name: str, target: Callable[..., Any], signature: Signature, options
         missing = [key for key in needed if key not in (*GIVEN_BY_VERL, *options)]
         if missing:
             raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")
-        given = GIVEN_BY_VERL if takes_all else tuple(key for key in GIVEN_BY_VERL if key in parameters)
-        return VerlReward(function, given)
+        arguments = GIVEN_BY_VERL if takes_all else tuple(key for key in GIVEN_BY_VERL if key in parameters)
+        return VerlReward(function, arguments)
     if signature == "easyr1":
         return EasyR1Reward(function, at_once=INPUT not in parameters)
     further = {key: one for key, one in parameters.items() if one.kind in _NAMED}
@@ -103,20 +103,22 @@ class TrlReward(BatchReward):
                     f"(columns: {', '.join(available)}); give it a default, or set it in options"
                 )
         names = available if self._takes_all else [name for name in self._columns if name in available]
-        given = {name: [row.get(name) for row in rows] for name in names if name not in GIVEN_BY_TRL}
+        arguments = {name: [row.get(name) for row in rows] for name in names if name not in GIVEN_BY_TRL}
         if self._prompts:
-            given["prompts"] = [_asked(sample.prompt) if self._messages else sample.prompt.text for sample in samples]
+            arguments["prompts"] = [
+                _asked(sample.prompt) if self._messages else sample.prompt.text for sample in samples
+            ]
         completions = [_reply(sample.response) if self._messages else sample.response for sample in samples]
-        values: Sequence[Score] = self._function(completions=completions, **given)
+        values: Sequence[Score] = self._function(completions=completions, **arguments)
         return values
 
 
 class VerlReward:
-    """A function of verl of one sample, which returns a number or a mapping with `score`. given: the parameters that it
-    takes. `data_source` and `extra_info` are the row's columns, None where it has none."""
+    """A function of verl of one sample, which returns a number or a mapping with `score`. arguments: the
+    parameters that it takes. `data_source` and `extra_info` are the row's columns, None where it has none."""
 
-    def __init__(self, function: Callable[..., Any], given: Sequence[str]):
-        self._function, self._given = function, given
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[str]):
+        self._function, self._arguments = function, arguments
 
     def __call__(self, sample: Sample) -> Score:
         columns = sample.prompt.metadata
@@ -126,7 +128,7 @@ class VerlReward:
             "ground_truth": sample.prompt.answer,
             "extra_info": columns.get("extra_info"),
         }
-        return _number(self._function(**{name: facts[name] for name in self._given}), "score")
+        return _number(self._function(**{name: facts[name] for name in self._arguments}), "score")
 
 
 class EasyR1Reward(BatchReward):
@@ -167,9 +169,9 @@ def _reply(text: str) -> list[dict[str, str]]:
 
 
 def _asked(prompt: Prompt) -> list[dict[str, str]]:
-    asked = [{"role": message.role, "content": message.text} for message in prompt.messages]
+    conversation = [{"role": message.role, "content": message.text} for message in prompt.messages]
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    return asked or [*system, {"role": "user", "content": prompt.text}]
+    return conversation or [*system, {"role": "user", "content": prompt.text}]
 
 
 def check_signature(name: str, function: Reward) -> None:

@@ -18,7 +18,7 @@ from mmrl.tasks.visual_qa import verdicts
 
 SHOWN = 5  # bad rows in an error
 CHECKED_AT_ONCE = 256  # rows, by one thread
-LOOKED_AT = 64  # rows, to know their shape
+SHAPE_ROWS = 64  # rows, to know their shape
 THREADS = 8  # that wait for disks
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Rows(Protocol):
     def stamp(self) -> list[Any] | None: ...
 
 
-def first_rows(rows: Rows, count: int = LOOKED_AT) -> Iterator[object]:
+def first_rows(rows: Rows, count: int = SHAPE_ROWS) -> Iterator[object]:
     """Yields those of the first rows that can be read."""
     for row in range(min(count, len(rows))):
         try:

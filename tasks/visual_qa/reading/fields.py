@@ -34,7 +34,7 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks. images, videos: references that are not opened yet."""
+    """The question of a row. images, videos: references that are not opened yet."""
 
     text: str
     answer: Any
@@ -85,23 +85,23 @@ class Fields:
 
         Raises RowError as `check`, and for an image that cannot be decoded.
         """
-        asked = self._checked(row)
+        question = self._checked(row)
         return Prompt(
             id=prompt_id,
-            text=asked.text,
-            images=tuple(self._each(self.images, "image", asked.images, self.image_files.decoded)),
-            videos=tuple(self._each(self.videos, "video", asked.videos, self._video_files.decoded)),
-            answer=asked.answer,
-            system=asked.system,
+            text=question.text,
+            images=tuple(self._each(self.images, "image", question.images, self.image_files.decoded)),
+            videos=tuple(self._each(self.videos, "video", question.videos, self._video_files.decoded)),
+            answer=question.answer,
+            system=question.system,
             metadata={key: value for key, value in row.items() if key not in self._used},
         )
 
     def check(self, row: object) -> None:
         """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
         not match the images, values that cannot be used, and an image whose header says that it cannot be."""
-        asked = self._checked(row)
-        self._each(self.images, "image", asked.images, self.image_files.check)
-        self._each(self.videos, "video", asked.videos, self._video_files.check)
+        question = self._checked(row)
+        self._each(self.images, "image", question.images, self.image_files.check)
+        self._each(self.videos, "video", question.videos, self._video_files.check)
 
     @property
     def _video_files(self) -> VideoFiles:
@@ -118,17 +118,17 @@ class Fields:
             check_value(key, str(key))
             check_value(value, str(key))
         row = self.columns.joined(row, self.problem, self.images, self.answer)
-        asked = self._question(self._filled(row, self.problem, "problem_field"))
-        answer = asked.reply
+        question = self._question(self._filled(row, self.problem, "problem_field"))
+        answer = question.reply
         if answer is None or value_of(row, self.answer) is not None:
             answer = self._filled(row, self.answer, "answer_field")
         check_finite(answer, self.answer)
-        images = filled(asked.images, self._listed(row, self.images, "image_field"))
-        videos = filled(asked.videos, self._listed(row, self.videos, "video_field"))
-        if MARKER in asked.text or VIDEO_MARKER in asked.text:
-            self._match(row, asked.text, MARKER, self.images, images, "images")
-            self._match(row, asked.text, VIDEO_MARKER, self.videos, videos, "videos")
-        return Question(asked.text, answer, asked.system, images, videos)
+        images = filled(question.images, self._listed(row, self.images, "image_field"))
+        videos = filled(question.videos, self._listed(row, self.videos, "video_field"))
+        if MARKER in question.text or VIDEO_MARKER in question.text:
+            self._match(row, question.text, MARKER, self.images, images, "images")
+            self._match(row, question.text, VIDEO_MARKER, self.videos, videos, "videos")
+        return Question(question.text, answer, question.system, images, videos)
 
     def _question(self, problem: Any) -> ReadQuestion:
         if isinstance(problem, str):
@@ -136,12 +136,12 @@ class Fields:
         if not is_messages(problem):
             raise RowError(f"field {self.problem!r} must be text or a list of messages, not {type(problem).__name__}")
         try:
-            asked = read_messages(problem)
+            question = read_messages(problem)
         except RowError as error:
             raise RowError(f"field {self.problem!r}: {error}") from None
-        if not asked.text.strip():
+        if not question.text.strip():
             raise RowError(f"field {self.problem!r}: the user's message is empty")
-        return asked
+        return question
 
     def _match(self, row: Mapping[str, Any], text: str, marker: str, field: str, shown: list[Any], what: str) -> None:
         count = len([one for one in shown if one is not None])

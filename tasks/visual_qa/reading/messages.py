@@ -46,10 +46,10 @@ def read_messages(messages: Sequence[Any]) -> ReadQuestion:
         )
     system = _text(messages[0]) if roles[0] == "system" else None
     reply = _text(messages[-1]) if roles[-1] == "assistant" else None
-    asked = messages[roles.index("user")]
+    question = messages[roles.index("user")]
     texts: list[str] = []
     shown: dict[str, list[Any]] = {MARKER: [], VIDEO_MARKER: []}
-    for part in _parts(asked):
+    for part in _parts(question):
         text, reference = _part(part)
         texts.append(text)
         for marker, references in shown.items():

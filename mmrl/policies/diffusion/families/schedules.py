@@ -43,7 +43,7 @@ _NOISE: Fields = {
 
 
 class ReadSchedules(Protocol):
-    """Which schedulers a family reads."""
+    """The schedulers that a family reads."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

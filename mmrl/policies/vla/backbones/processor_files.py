@@ -2,7 +2,7 @@
 the names "action" and "observation.state".
 
 policy_preprocessor.json     {"steps": [{"registry_name": "normalizer_processor", "config": {"features", "norm_map"},
-                             "state_file": NAME.safetensors}, ...]}; the file holds "action.mean" and the like
+                             "state_file": NAME.safetensors}, ...]}; the file holds the mean of "action" and the like
 policy_postprocessor.json    the same with "unnormalizer_processor"
 """
 
@@ -163,9 +163,9 @@ class Normaliser:
         numbers = {name: data_set.numbers(kind, name, size) for name in names}
         return {name: torch.from_numpy(values.astype(np.float32)) for name, values in numbers.items()}
 
-    def check(self, kind: Kind, found: Statistics) -> Still:
+    def check(self, kind: Kind, statistics: Statistics) -> Still:
         """Returns which numbers never moved. Raises UserError for statistics that are not finite or have no range."""
-        first, second = (found[name].float() for name in self.needed(kind))
+        first, second = (statistics[name].float() for name in self.needed(kind))
         if not (first.isfinite() & second.isfinite()).all():
             raise UserError(f"{self.where}: the statistics of {FEATURES[kind]} are not finite; mend or replace them")
         centred = self.needed(kind) == MODES["MEAN_STD"]
@@ -188,10 +188,10 @@ def prepared(path: str, folder: Path, action: Actions) -> ProcessorFiles:
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         normaliser = Normaliser(path, processor, contents)
         kinds = [kind for kind in READ[processor] if normaliser.needed(kind)]
-        found = {kind: _found(normaliser, kind, data_set, action) for kind in kinds}
-        for kind, statistics in found.items():
+        statistics_of = {kind: _read(normaliser, kind, data_set, action) for kind in kinds}
+        for kind, statistics in statistics_of.items():
             still[kind] = still[kind] or normaliser.check(kind, statistics)
-        if changed := _renamed(normaliser, found):
+        if changed := _renamed(normaliser, statistics_of):
             contents |= _written(contents, normaliser, changed)
     for kind, one in still.items():
         if one is not None and one.mask.any():
@@ -219,18 +219,18 @@ def _replacing(path: str, action: Actions) -> DataSetStatistics | None:
     return None
 
 
-def _found(normaliser: Normaliser, kind: Kind, data_set: DataSetStatistics | None, action: Actions) -> Statistics:
+def _read(normaliser: Normaliser, kind: Kind, data_set: DataSetStatistics | None, action: Actions) -> Statistics:
     if data_set is None:
         return normaliser.named(kind, action.statistics_key)
     return normaliser.replaced(kind, data_set)
 
 
-def _renamed(normaliser: Normaliser, found: Mapping[Kind, Statistics]) -> Statistics | None:
-    """Returns all tensors of a file with the statistics of `found` under LeRobot's names; None if they stand so."""
-    names = {f"{FEATURES[kind]}.{name}": tensor for kind, one in found.items() for name, tensor in one.items()}
+def _renamed(normaliser: Normaliser, statistics_of: Mapping[Kind, Statistics]) -> Statistics | None:
+    """Returns all tensors of a file, those statistics under LeRobot's names; None if they stand so already."""
+    names = {f"{FEATURES[kind]}.{name}": tensor for kind, one in statistics_of.items() for name, tensor in one.items()}
     if all(name in normaliser.tensors and torch.equal(normaliser.tensors[name], names[name]) for name in names):
         return None
-    features = [FEATURES[kind] for kind in found]
+    features = [FEATURES[kind] for kind in statistics_of]
     others = {name: t for name, t in normaliser.tensors.items() if not ends_with(name.rpartition(".")[0], features)}
     return {name: tensor.contiguous().clone() for name, tensor in (others | names).items()}
 
