@@ -44,7 +44,7 @@ class StableDiffusion3(FlowPipeline):
         return shifted_once(self.pipe)
 
     def position_table(self) -> int | None:
-        return int(self.module.config.pos_embed_max_size)
+        return int(self.module.config.pos_embed_max_size * self.module.config.patch_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
@@ -159,7 +159,7 @@ class ZImage(FlowPipeline):
         return 1024
 
     def position_table(self) -> int | None:
-        return int(min(self.module.config.axes_lens[1:]))
+        return int(min(self.module.config.axes_lens[1:])) * self.patch
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {"said": (self.text_tokens or 0, self.module.config.cap_feat_dim)}
@@ -206,7 +206,7 @@ class AuraFlow(FlowPipeline):
         return shifted_once(self.pipe)
 
     def position_table(self) -> int | None:
-        return math.isqrt(self.module.config.pos_embed_max_size)
+        return math.isqrt(self.module.config.pos_embed_max_size) * int(self.module.config.patch_size)
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         return {"encoder_hidden_states": (self.text_tokens or 0, self.module.config.joint_attention_dim)}

@@ -98,11 +98,11 @@ class Pipeline(ABC):
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
         side = self.default_side()
         height, width = checked_sides(resolution, (side, side), scale * self.patch)
-        within_table(self.position_table(), (height, width), scale * self.patch, type(self.pipe).__name__)
+        within_table(self.position_table(), (height, width), scale, type(self.pipe).__name__)
         return channels, height // scale, width // scale
 
     def position_table(self) -> int | None:
-        """Returns the rows, and columns, of tokens whose positions the network knows; None where there is no limit."""
+        """Returns the largest side of latents whose positions the network knows; None where there is no limit."""
         return None
 
     def default_side(self) -> int:
@@ -340,7 +340,7 @@ def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: in
 
 
 def within_table(table: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
-    """Raises UserError for sides beyond a position table of `table` tokens, of `pixels` a side, in pipeline `name`."""
+    """Raises UserError for sides beyond a position table of `table` parts, of `pixels` a side, in pipeline `name`."""
     if table is not None and max(sides) > table * pixels:
         raise UserError(
             f"denoising.resolution: resolution {max(sides)} is beyond the position table of {name}, which ends at "
