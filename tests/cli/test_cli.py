@@ -149,7 +149,8 @@ def test_print_config_is_complete_and_stops(tmp_path):
     printed = yaml.safe_load(result.out)
     assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["reduce"] == "token_mean"
     assert (
-        printed["task"]["rewards"] == [{"name": "exact_match", "weight": 1.0, "on_timeout": "unscored"}]
+        printed["task"]["rewards"]
+        == [{"name": "exact_match", "weight": 1.0, "signature": "mmrl", "on_timeout": "unscored"}]
         and "surrogate" not in result.out
     )
     assert not (tmp_path / "run").exists()

@@ -55,7 +55,7 @@ def test_defaults(kind, channels, least):
 
 
 def test_the_vocabulary_of_a_users_prompts_is_not_known():
-    with pytest.raises(ValueError, match="only the words of digits and shapes .* not those of 'prompts'"):
+    with pytest.raises(ValueError, match="only the prompts of digits and shapes .* not of 'prompts'"):
         words("prompts")
 
 

@@ -89,15 +89,15 @@ def adapter_at(path: str, base: str | None) -> Adapter | None:
     the pipeline that they change; None: the one that they name.
 
     Raises UserError where nothing says which pipeline they change, and for a `base` beside a whole pipeline."""
-    found = _found(Path(path))
-    if found is None:
+    weights = _weights_at(Path(path))
+    if weights is None:
         if base is not None:
             raise UserError(
                 f"model.base={base} names the pipeline that LoRA weights at model.path change, and no LoRA weights are "
                 f"at {path} ({DIFFUSERS_WEIGHTS}, or {PEFT_CONFIG} and {PEFT_WEIGHTS}); leave it out"
             )
         return None
-    file, form = found
+    file, form = weights
     named = base or _named_base(file.parent, form)
     if named is None:
         raise UserError(
@@ -107,7 +107,7 @@ def adapter_at(path: str, base: str | None) -> Adapter | None:
     return Adapter(path, file, form, named)
 
 
-def _found(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
+def _weights_at(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
     if path.is_file() and path.suffix == ".safetensors":
         if path.name == PEFT_WEIGHTS:
             return path, "peft"
