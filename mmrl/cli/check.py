@@ -24,6 +24,7 @@ from mmrl.preflight.questions import SHOWN, probe_questions
 from mmrl.preflight.quick import probe_policy
 from mmrl.preflight.robots import probe_robots
 from mmrl.protocols.parts import Policy, Task
+from mmrl.rollouts import Prompt
 from mmrl.tasks.manipulation.settings import ManipulationSettings
 from mmrl.tasks.manipulation.task import Manipulation
 from mmrl.tasks.visual_qa.settings import VisualQASettings
@@ -56,22 +57,25 @@ class JobCheck:
         task: Task | None = None
         with self.findings.guarded("data"):
             task = build_task(config)
-            self._prompts(config, task)
         if task is None:
             return
+        prompts: list[Prompt] = []
+        with self.findings.guarded("data"):
+            prompts = self._prompts(config, task)
         policy: Policy | None = None
         with self.findings.guarded("model"):
             policy = self._policy(config, task)
         if isinstance(config.task, VisualQASettings) and isinstance(task, VisualQA):
             with self.findings.guarded("template"):
                 processor = processor_of(config, policy)
-                self.rows = probe_questions(config, config.task, task, processor, self.findings)
+                self.rows = probe_questions(config, config.task, task, prompts, processor, self.findings)
         elif isinstance(config.task, ManipulationSettings) and isinstance(task, Manipulation):
             probe_robots(config, config.task, task, policy, self.findings)
         if policy is not None:
-            self._rollout(task, policy)
+            self._rollout(task, policy, prompts)
 
-    def _prompts(self, config: Config, task: Task) -> None:
+    def _prompts(self, config: Config, task: Task) -> list[Prompt]:
+        """Probes a sample of prompts, and returns those to train on, or held-out ones where there are none."""
         train = [] if task.train is None else sampled(task.train)
         held_out = sampled(task.evaluation)
         sizes = f"{len(task.train or ())} prompts to train on, {len(task.evaluation)} held out"
@@ -81,6 +85,7 @@ class JobCheck:
         self.findings.add(probe_images(train))
         self.findings.add(probe_pairs(train))
         self.rows = [Row(prompt, prompt.text) for prompt in train[:SHOWN]]
+        return train or held_out
 
     def _policy(self, config: Config, task: Task) -> Policy | None:
         size = 0 if config.model.build is not None else weights_at(config.model.path)
@@ -90,10 +95,9 @@ class JobCheck:
         self.findings.unread.append(("model", f"the weights of {path}; mmrl check --weights reads them"))
         return None
 
-    def _rollout(self, task: Task, policy: Policy) -> None:
+    def _rollout(self, task: Task, policy: Policy, prompts: Sequence[Prompt]) -> None:
         if isinstance(policy, DiffusionPolicy):
             with self.findings.guarded("data"):
-                prompts = sampled(task.evaluation if task.train is None else task.train)
                 self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))
             self.findings.add(probe_policy(policy))
             self.findings.facts += [("model", fact) for fact in policy.family.remarks.facts]

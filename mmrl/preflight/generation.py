@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mmrl.preflight.alarms import Alarm, some
-from mmrl.preflight.golds import Score
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -49,6 +48,9 @@ def probe_guidance(guidance: float, held: str | None) -> Iterator[Alarm]:
             f"denoising.guidance={guidance:g} guides a model that holds its guidance already: {held}. Leave it at 1: "
             "else it is guided twice, and every step costs twice",
         )
+
+
+Score = Callable[[Sequence[Sample], Tensor], Tensor]  # [sample, component]
 
 
 def reference_images(like: Tensor) -> dict[str, Tensor]:

@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mmrl.preflight.alarms import Alarm, one_line, some
+from mmrl.rewards import RewardSet, RewardSpec
+from mmrl.rewards.compose import applies
+from mmrl.rewards.registry import is_custom
 from mmrl.rollouts import Prompt, Sample
 
 OTHERS = 3  # golds of other rows that a row is tried with
 FORMS = ("{gold}", "<answer>{gold}</answer>", "<think>I look.</think><answer>{gold}</answer>", "\\boxed{{{gold}}}")
-ONLY_FORM = frozenset({"think_answer", "answer_tag", "overlong_penalty", "tokens_per_forward", "random", "sections"})
 LENGTH = 8  # tokens that a tried response is said to have
-Score = Callable[[Sequence[Sample], Tensor], Tensor]  # [sample, component]
+# Verifiers whose gold is an answer that a response can give in one of these forms. They ask no judge and no server.
+READING_GOLDS = frozenset(
+    {
+        *("exact_match", "math", "multiple_choice", "numeric", "several_choices", "abstention"),
+        *("box_iou", "box_giou", "boxes_matched", "labelled_boxes", "average_precision", "interval_iou"),
+    }
+)
 
 
 @dataclass
@@ -49,25 +57,36 @@ def written(gold: Any) -> list[str]:
     return [json.dumps(gold, ensure_ascii=False, default=str)]
 
 
-def tried(prompts: Sequence[Prompt], score: Score, names: Sequence[str], limit: int) -> dict[str, list[Marks]]:
-    """Returns the marks of every component, by row. limit: tokens that a response may have."""
+def components_to_try(rewards: RewardSet, *, custom: bool) -> list[RewardSpec]:
+    """Returns the components that are tried: verifiers of golds and, where `custom`, the user's own rewards of single
+    samples."""
+    scopes = [component.scope for component in rewards.components]
+    return [
+        spec
+        for spec, scope in zip(rewards.specs, scopes, strict=True)
+        if spec.name in READING_GOLDS or (custom and is_custom(spec.name) and scope == "sample")
+    ]
+
+
+def tried(prompts: Sequence[Prompt], rewards: RewardSet, specs: Sequence[RewardSpec], limit: int) -> list[list[Marks]]:
+    """Returns the marks of the components `specs`, each by the rows that it applies to. limit: tokens that a response
+    may have."""
+    columns, names = [rewards.specs.index(spec) for spec in specs], {spec.column for spec in specs}
     golds = [written(prompt.answer) for prompt in prompts]
-    marks: dict[str, list[Marks]] = {name: [] for name in names}
+    marks: list[list[Marks]] = [[] for _ in specs]
     for row, prompt in enumerate(prompts):
-        others = _others(golds, row)
-        texts: list[tuple[str | None, str]] = [(None, form) for gold in golds[row] for form in _forms(gold)]
-        texts += [(other, form) for other in others for form in _forms(other)]
-        responses = ["", *(text for _, text in texts)]
+        forms = {gold: _forms(gold) for gold in golds[row]}
+        others = {other: _forms(other) for other in _others(golds, row)}
+        responses = ["", *(text for texts in (*forms.values(), *others.values()) for text in texts)]
         samples = [Sample(prompt, text, LENGTH if text else 1, False, limit) for text in responses]
-        paid = score(samples, torch.full((len(samples),), row))
-        for column, name in enumerate(names):
-            values = paid[1:, column].tolist()
-            best = Marks(
-                prompt, _most(v for v, (o, _) in zip(values, texts, strict=True) if o is None), float(paid[0, column])
-            )
-            for other in others:
-                best.others[other] = _most(v for v, (o, _) in zip(values, texts, strict=True) if o == other)
-            marks[name].append(best)
+        paid = rewards.score(samples, torch.full((len(samples),), row), only=names)
+        for of_component, spec, column in zip(marks, specs, columns, strict=True):
+            if applies(spec, prompt):
+                by_text = dict(zip(responses, paid[:, column].tolist(), strict=True))
+                best = {gold: _most(by_text[text] for text in texts) for gold, texts in (forms | others).items()}
+                of_component.append(
+                    Marks(prompt, _most(best[gold] for gold in forms), by_text[""], {o: best[o] for o in others})
+                )
     return marks
 
 
@@ -76,9 +95,11 @@ def _forms(gold: str) -> list[str]:
 
 
 def _others(golds: Sequence[list[str]], row: int) -> list[str]:
-    """Returns golds of other rows that are not this one's, the longest and the next ones."""
-    own = {text.strip().lower() for text in golds[row]}
-    further = [g for other in (*golds[row + 1 :], *golds[:row]) for g in other[:1] if g.strip().lower() not in own]
+    """Returns the longest golds of other rows, in which a short one may be contained, that are not this row's."""
+    same = {text.strip().lower() for text in golds[row]}
+    further = [
+        one for texts in (*golds[row + 1 :], *golds[:row]) for one in texts[:1] if one.strip().lower() not in same
+    ]
     return sorted(dict.fromkeys(further), key=len, reverse=True)[:OTHERS]
 
 
@@ -87,24 +108,25 @@ def _most(values: Iterator[float]) -> float:
     return max(scored, default=math.nan)
 
 
-def probe_golds(marks: dict[str, list[Marks]], key: str, reasons: dict[str, str] | None = None) -> Iterator[Alarm]:
-    """Says what is wrong with marks. key: of the configuration, that holds the components; reasons: why a component
+def probe_golds(spec: RewardSpec, rows: Sequence[Marks], key: str, reason: str = "") -> Iterator[Alarm]:
+    """Finds what is wrong with the marks of one component. key: of the configuration, that holds it; reason: why it
     left rows unscored, where it said so."""
-    for name, rows in marks.items():
-        yield from _unscored(name, rows, key, (reasons or {}).get(name, ""))
-        scored = [row for row in rows if not math.isnan(row.gold)]
-        if not scored or name in ONLY_FORM:
-            continue
-        if len({paid for row in scored for paid in (row.gold, row.silence, *row.others.values())}) == 1:
-            yield Alarm(
-                "rewards",
-                "warned",
-                f"{key}: {name} pays the same, {scored[0].gold:g}, for golds, golds of other rows and silence (an "
-                f"empty response), such as in {scored[0].prompt.id}: it tells nothing apart",
-            )
-            continue
-        yield from _silence(name, scored, key)
-        yield from _confused(name, scored, key)
+    name = spec.column
+    yield from _unscored(name, rows, key, reason)
+    scored = [row for row in rows if not math.isnan(row.gold)]
+    paid = {mark for row in scored for mark in (row.gold, row.silence, *row.others.values())}
+    if is_custom(spec.name) and paid == {0.0}:
+        return  # it may ask for a form of its own
+    if len(paid) == 1:
+        yield Alarm(
+            "rewards",
+            "warned",
+            f"{key}: {name} pays the same, {scored[0].gold:g}, for golds, golds of other rows and silence (an "
+            f"empty response), such as in {scored[0].prompt.id}: it tells nothing apart",
+        )
+        return
+    yield from _silence(name, scored, key)
+    yield from _confused(name, scored, key)
 
 
 def _unscored(name: str, rows: Sequence[Marks], key: str, reason: str) -> Iterator[Alarm]:
@@ -161,6 +183,21 @@ def _short(gold: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def probe_rewards(
+    prompts: Sequence[Prompt], rewards: RewardSet, key: str, limit: int, *, custom: bool
+) -> tuple[list[Alarm], dict[str, list[Marks]]]:
+    """Tries the golds of some prompts; returns what is wrong, and the marks by component and row. custom: with rewards
+    of the user's own."""
+    specs, reasons = components_to_try(rewards, custom=custom), Reasons()
+    if not specs:
+        return [], {}
+    with reasons.collected():
+        marks = tried(prompts, rewards, specs, limit)
+    both = list(zip(specs, marks, strict=True))
+    alarms = [alarm for spec, rows in both for alarm in probe_golds(spec, rows, key, reasons.of(spec.column))]
+    return alarms, {spec.column: rows for spec, rows in both}
+
+
 class Reasons(logging.Handler):
     """Collects what rewards say of samples that they could not score, by the reward's name."""
 
@@ -171,5 +208,15 @@ class Reasons(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(one_line(record.getMessage()))
 
-    def by_name(self, names: Sequence[str]) -> dict[str, str]:
-        return {name: text for name in names for text in reversed(self.texts) if name in text}
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        logger = logging.getLogger("mmrl.rewards")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+
+    def of(self, name: str) -> str:
+        """Returns the first reason of a reward, "" where it gave none."""
+        return next((text for text in self.texts if text.startswith(f"reward {name} ")), "")

@@ -14,13 +14,27 @@ from mmrl.rollouts import Prompt
 
 EVERY = 2000  # rows of a file up to which all of them are read
 SAMPLE = 200  # rows of a larger one
+MEMORY = 1 << 29  # bytes of images that are held at once
 
 
 def sampled(source: Source, count: int | None = None) -> list[Prompt]:
-    """Returns `count` prompts of a source, evenly spread; default: all of a small one."""
+    """Returns `count` prompts of a source, evenly spread; default: all of a small one, as far as their images fit in
+    MEMORY by the size of the first."""
     size = len(source)
     wanted = min(size, count or (size if size <= EVERY else SAMPLE))
-    return [source[index * size // wanted] for index in range(wanted)]
+    if not wanted:
+        return []
+    first = source[0]
+    frames = [*first.images, *(frame for video in first.videos for frame in video.frames)]
+    held = 3 * sum(image.width * image.height for image in frames)
+    wanted = max(1, min(wanted, MEMORY // max(1, held)))
+    return [first, *(source[index * size // wanted] for index in range(1, wanted))]
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Returns `count` of some prompts, evenly spread."""
+    wanted = min(count, len(prompts))
+    return [prompts[index * len(prompts) // wanted] for index in range(wanted)]
 
 
 def probe_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], key: str) -> Iterator[Alarm]:
@@ -49,13 +63,14 @@ def probe_images(prompts: Sequence[Prompt]) -> Iterator[Alarm]:
 
 
 def _content(prompt: Prompt) -> str:
-    digest = hashlib.sha256(repr((prompt.text, str(prompt.answer), prompt.system)).encode())
+    digest = hashlib.sha256(
+        repr((prompt.text, str(prompt.answer), prompt.system, prompt.metadata.get("seed"))).encode()
+    )
     for image in prompt.images:
         digest.update(repr(image.size).encode() + image.tobytes())
     for video in prompt.videos:
         for frame in video.frames:
             digest.update(frame.tobytes())
-    digest.update(repr(sorted((k, str(v)) for k, v in prompt.metadata.items() if k == "seed")).encode())
     for message in prompt.messages:
         digest.update(message.text.encode())
     return digest.hexdigest()

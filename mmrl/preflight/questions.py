@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from mmrl.config import Config
 from mmrl.policies.tokenizers import Processor
@@ -13,9 +11,9 @@ from mmrl.policies.vlm.settings import TokenLimits, VisionLanguageModel
 from mmrl.policies.vlm.templates import system_is_moved
 from mmrl.preflight.alarms import Findings
 from mmrl.preflight.boxes import probe_boxes
-from mmrl.preflight.golds import Marks, Reasons, probe_golds, tried
+from mmrl.preflight.golds import Marks, probe_rewards
 from mmrl.preflight.page import Row
-from mmrl.preflight.prompts import sampled
+from mmrl.preflight.prompts import spread
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading, probe_system
 from mmrl.rollouts import Prompt
 from mmrl.tasks.visual_qa.settings import VisualQASettings
@@ -26,50 +24,52 @@ SHOWN = 8  # prompts on a page
 REWARDS, ACCURACY = "task.rewards", "task.accuracy"
 
 
-@contextmanager
-def collected() -> Iterator[Reasons]:
-    """Collects what rewards log of samples that they could not score."""
-    reasons, logger = Reasons(), logging.getLogger("mmrl.rewards")
-    logger.addHandler(reasons)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(reasons)
-
-
 def probe_questions(
-    config: Config, settings: VisualQASettings, task: VisualQA, processor: Processor | None, findings: Findings
+    config: Config,
+    settings: VisualQASettings,
+    task: VisualQA,
+    prompts: Sequence[Prompt],
+    processor: Processor | None,
+    findings: Findings,
 ) -> list[Row]:
-    """Adds what is wrong with golds, boxes, lengths and templates; returns rows for a page. processor: of the model,
-    None where it is not at hand."""
-    source = task.evaluation if task.train is None else task.train
-    lengths = config.section("rollout")
-    rows, marks = sampled(source, TRIED), dict[str, list[Marks]]()
+    """Adds what is wrong with golds, boxes, lengths and templates; returns rows for a page. prompts: those that were
+    read; processor: of the model, None where it is not at hand."""
+    lengths, marks, rows = config.section("rollout"), dict[str, list[Marks]](), spread(prompts, TRIED)
     if not isinstance(lengths, TokenLimits):
         findings.unread.append(("rewards", "demonstrations are learned from, and not scored"))
-        return [Row(prompt, rendered(processor, prompt)) for prompt in rows[:SHOWN]]
-    limit = int(lengths.max_response_length.extremes[1])
-    if task.environment is not None:
-        findings.unread.append(("rewards", "golds of conversations with an environment are not tried"))
     else:
-        with findings.guarded("rewards"), collected() as reasons:
-            marks = tried(rows, task.score, list(task.reward_names), limit)
-            findings.add(probe_golds(marks, REWARDS, reasons.by_name(list(marks))))
-        with findings.guarded("rewards"), collected() as reasons:
-            name = settings.accuracy.column
-            of_accuracy = tried(rows, lambda samples, group: task.accuracy(samples)[:, None], [name], limit)
-            findings.add(probe_golds(of_accuracy, ACCURACY, reasons.by_name([name])))
-        specs = [*settings.rewards, settings.accuracy]
-        options = config.model.processor if isinstance(config.model, VisionLanguageModel) else {}
-        findings.add(probe_boxes(sampled(source), specs, options, REWARDS))
-    if processor is None:
-        findings.unread.append(("template", "prompts are not rendered: the model's processor is not at hand"))
-    else:
-        probe_template(sampled(source), processor, lengths.max_prompt_length, limit, findings)
+        limit = int(lengths.max_response_length.extremes[1])
+        if task.environment is None:
+            marks = _golds(task, rows, limit, findings)
+            specs = [*settings.rewards, settings.accuracy]
+            options = config.model.processor if isinstance(config.model, VisionLanguageModel) else {}
+            findings.add(probe_boxes(prompts, specs, options, REWARDS))
+        else:
+            findings.unread.append(("rewards", "golds of conversations with an environment are not tried"))
+        if processor is None:
+            findings.unread.append(("template", "prompts are not rendered: the model's processor is not at hand"))
+        else:
+            probe_template(prompts, processor, lengths.max_prompt_length, limit, findings)
     return [
-        Row(prompt, rendered(processor, prompt), {name: of[row] for name, of in marks.items()})
-        for row, prompt in enumerate(rows[:SHOWN])
+        Row(
+            prompt,
+            rendered(processor, prompt),
+            {name: mark for name, all_marks in marks.items() for mark in all_marks if mark.prompt is prompt},
+        )
+        for prompt in rows[:SHOWN]
     ]
+
+
+def _golds(task: VisualQA, prompts: Sequence[Prompt], limit: int, findings: Findings) -> dict[str, list[Marks]]:
+    """Tries golds with verifier and rewards; returns the marks of the rewards."""
+    marks: dict[str, list[Marks]] = {}
+    for key, rewards in ((ACCURACY, task.verifier), (REWARDS, task.rewards)):
+        with findings.guarded("rewards"):
+            alarms, marks = probe_rewards(prompts, rewards, key, limit, custom=True)
+            findings.add(alarms)
+            if untried := [name for name in rewards.names if name not in marks]:
+                findings.unread.append(("rewards", f"golds are not tried with {', '.join(untried)} of {key}"))
+    return marks
 
 
 def probe_template(

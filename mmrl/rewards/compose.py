@@ -17,7 +17,7 @@ from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Prompt, Sample
 
 SHOWN = 120  # letters of an answer in a message
 SAMPLE_S, BATCH_S = 60.0, 600.0  # limits of a custom reward in this process
@@ -105,7 +105,7 @@ class RewardSet:
             for column, (name, spec, reward) in enumerate(zip(self.names, self.specs, self.components, strict=True)):
                 if only is not None and name not in only:
                     continue
-                rows = [row for row, sample in enumerate(samples) if _applies(spec, sample)]
+                rows = [row for row, sample in enumerate(samples) if applies(spec, sample.prompt)]
                 scores[[row for row in range(len(samples)) if row not in set(rows)], column] = 0.0
                 reward.failures.begin()
                 try:
@@ -166,9 +166,9 @@ def _resized(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
     return spec.model_copy(update={"options": {**spec.options, "resize": dict(resize)}})
 
 
-def _applies(spec: RewardSpec, sample: Sample) -> bool:
-    """Returns whether the component applies to the sample's prompt; equal for all rollouts of a group."""
-    return all(sample.prompt.metadata.get(key) == value for key, value in spec.where.items())
+def applies(spec: RewardSpec, prompt: Prompt) -> bool:
+    """Returns whether the component applies to a prompt."""
+    return all(prompt.metadata.get(key) == value for key, value in spec.where.items())
 
 
 def _calls(

@@ -292,7 +292,7 @@ FAULTS = [
           '"group": lambda rollouts, rollout_mask: rollouts.group,',
           '"group": lambda rollouts, rollout_mask: rollouts.group % 2,', RANKS),
     Fault("where: of every prompt", "mmrl/rewards/compose.py",
-          "return all(sample.prompt.metadata.get(key) == value for key, value in spec.where.items())", "return True",
+          "return all(prompt.metadata.get(key) == value for key, value in spec.where.items())", "return True",
           ADVANTAGES),
     Fault("where: unscored in the place of 0", "mmrl/rewards/compose.py",
           "if row not in set(rows)], column] = 0.0", "if row not in set(rows)], column] = math.nan", ADVANTAGES),

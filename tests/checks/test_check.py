@@ -1,8 +1,10 @@
 """`mmrl check` names what is wrong with every planted misconfiguration, and says nothing of sound ones."""
 
 import json
+import logging
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from mmrl.cli.main import main
 from mmrl.errors import UserError
 from mmrl.preflight import Alarm, Findings
 from mmrl.preflight.boxes import probe_boxes
-from mmrl.preflight.golds import Marks, probe_golds, tried, written
-from mmrl.preflight.prompts import probe_images, probe_overlap, sampled
+from mmrl.preflight.golds import Marks, Reasons, components_to_try, probe_golds, probe_rewards, tried, written
+from mmrl.preflight.prompts import probe_images, probe_overlap, sampled, spread
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
@@ -62,15 +64,74 @@ def prompts(*golds, **fields):
 
 def marks_of(name, *golds, **options):
     rewards = RewardSet([RewardSpec(name=name, options=options)])
-    return tried(prompts(*golds), rewards.score, rewards.names, 32)
+    (marks,) = tried(prompts(*golds), rewards, rewards.specs, 32)
+    return marks
 
 
 def test_marks_of_a_verifier_by_hand():
-    found = marks_of("exact_match", "red", "blue", ["green", "lime"])["exact_match"]
+    found = marks_of("exact_match", "red", "blue", ["green", "lime"])
     assert [(mark.gold, mark.silence) for mark in found] == [(1.0, 0.0)] * 3
     assert found[0].others == {"green": 0.0, "blue": 0.0} and found[2].others == {"blue": 0.0, "red": 0.0}
-    form = marks_of("think_answer", "red", "blue")["think_answer"]
+    form = marks_of("think_answer", "red", "blue")
     assert [(mark.gold, mark.silence, *mark.others.values()) for mark in form] == [(1.0, 0.0, 1.0)] * 2
+
+
+def test_a_component_is_tried_on_its_own_rows():
+    rows = [replace(row, metadata={"kind": kind}) for row, kind in zip(prompts("red", "7"), "ab", strict=True)]
+    specs = [RewardSpec(name="exact_match", where={"kind": "a"}), RewardSpec(name="numeric", where={"kind": "b"})]
+    alarms, marks = probe_rewards(rows, RewardSet(specs), "task.rewards", 32, custom=True)
+    assert alarms == []
+    assert {name: [mark.prompt.id for mark in of] for name, of in marks.items()} == {
+        "exact_match": ["rows:1"],
+        "numeric": ["rows:2"],
+    }
+
+
+def test_judges_forms_and_groups_are_not_tried():
+    names = (
+        "exact_match",
+        "think_answer",
+        "majority",
+        "boxes_in_reasoning",
+        "math",
+        "tests.checks.test_check:pays_a_form",
+    )
+    rewards = RewardSet([RewardSpec(name=name) for name in names])
+    assert [spec.name for spec in components_to_try(rewards, custom=True)] == [names[0], names[4], names[5]]
+    assert [spec.name for spec in components_to_try(rewards, custom=False)] == [names[0], names[4]]
+
+
+def pays_a_form(sample):
+    return float(sample.response.startswith("<plan>"))
+
+
+class LongestOfGroup:
+    """A custom reward that compares the responses of a group."""
+
+    scope = "group"
+
+    def score(self, samples):
+        longest = max(len(sample.response) for sample in samples)
+        return [float(len(sample.response) == longest) for sample in samples]
+
+
+def test_custom_rewards_of_groups_are_not_tried():
+    rewards = RewardSet([RewardSpec(name="tests.checks.test_check:LongestOfGroup"), RewardSpec(name="exact_match")])
+    assert [spec.name for spec in components_to_try(rewards, custom=True)] == ["exact_match"]
+
+
+def test_a_form_of_the_users_own_is_no_fault():
+    rewards = RewardSet([RewardSpec(name="tests.checks.test_check:pays_a_form")])
+    assert probe_rewards(prompts("red", "blue"), rewards, "task.rewards", 32, custom=True)[0] == []
+
+
+def test_reasons_are_those_of_the_reward():
+    reasons = Reasons()
+    with reasons.collected():
+        logging.getLogger("mmrl.rewards.x").warning("reward mathematical failed on prompt a: no")
+        logging.getLogger("mmrl.rewards.x").warning("reward math failed on prompt a: slow\n line")
+        logging.getLogger("mmrl.rewards.x").warning("reward math failed on prompt b: later")
+    assert reasons.of("math") == "reward math failed on prompt a: slow line" and reasons.of("numeric") == ""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +143,10 @@ def test_texts_that_a_gold_stands_for(gold, texts):
 
 
 def said(marks):
-    return [(alarm.severity, alarm.text) for alarm in probe_golds({"own": marks}, "task.rewards")]
+    return [
+        (alarm.severity, alarm.text)
+        for alarm in probe_golds(RewardSpec(name="exact_match", label="own"), marks, "task.rewards")
+    ]
 
 
 def mark(row, gold, silence=0.0, **others):
@@ -165,6 +229,15 @@ def test_rows_of_a_large_source_are_spread_evenly():
     source = [Prompt(str(n), "q") for n in range(5000)]
     assert [prompt.id for prompt in sampled(source, 4)] == ["0", "1250", "2500", "3750"]
     assert len(sampled(source)) == 200 and len(sampled(source[:30])) == 30 and sampled(source[:0]) == []
+    assert [prompt.id for prompt in spread(source[:6], 3)] == ["0", "2", "4"] and spread([], 3) == []
+
+
+def test_large_images_are_read_as_far_as_they_fit(monkeypatch):
+    monkeypatch.setattr("mmrl.preflight.prompts.MEMORY", 3 * 8 * 8 * 5)
+    source = [Prompt(str(n), "q", (image("red"),)) for n in range(20)]
+    assert [prompt.id for prompt in sampled(source)] == ["0", "4", "8", "12", "16"]
+    source[0] = Prompt("0", "q", (image("red", (900, 900)),))
+    assert len(sampled(source)) == 1
 
 
 def test_findings_hold_an_alarm_once_and_errors_as_lines():

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.policies.vla.heads.codec import ActionStatistics, Units
+from mmrl.sims.vector.transitions import Bounds
 
-Bounds = tuple[NDArray[np.float64], NDArray[np.float64]]
 MARGIN = 0.05  # of a simulator's range: what quantiles may lie beyond it
 CUT, FAR = 1.1, 5.0  # halves of the range that data lie from its middle: where they are cut to it, and where not
 SHARE = 0.05  # of numbers that may lie there: quantiles leave 2 % of them outside

@@ -36,7 +36,8 @@ def adapted(name: str, target: Callable[..., Any], signature: Signature, options
     Raises ValueError for options that it does not take, and for what is no function of that signature.
     """
     if inspect.isclass(target):
-        target, options = _instance(target, options), {}
+        instance: Any = target(**options)
+        target, options = instance, {}
     if not callable(target) or inspect.iscoroutinefunction(target):
         raise ValueError(f"reward {name!r}: signature: {signature} is for a function that returns its values")
     parameters = inspect.signature(target).parameters
@@ -58,10 +59,6 @@ def adapted(name: str, target: Callable[..., Any], signature: Signature, options
     further = {key: one for key, one in parameters.items() if one.kind in _NAMED}
     columns = {key: one.default is one.empty for key, one in further.items() if key not in (*GIVEN_BY_TRL, *options)}
     return TrlReward(function, columns, takes_all, "prompts" in parameters or takes_all, signature == "trl")
-
-
-def _instance(target: Any, options: Mapping[str, Any]) -> Any:
-    return target(**options)
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
