@@ -172,7 +172,9 @@ class Trainer:
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
-        over = Reduction(self.algorithm.reduce, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions)
+        over = Reduction(
+            self.algorithm.reduce_mode, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions
+        )
         loss, more = self.algorithm.objective(micro, replay, over)
         key = f"algorithm.type={self.algorithm.type}"
         check_loss(key, loss)

@@ -77,8 +77,10 @@ class Algorithm(Choice):
     collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`
 
     type: str = "grpo"
-    reduce: ReduceMode = option(
-        "token_mean", "how values of decisions become the loss; constant divides by the longest rollout"
+    reduce: ReduceMode | None = option(
+        None,
+        "how values of decisions become the loss; constant divides by the longest rollout; null: token_mean, or "
+        "sequence_mean where a rollout has one weight",
     )
     terms: list[Term] = option([], "loss terms that are added")
     masks: list[Mask] = option([], "what is left out of the loss")
@@ -111,6 +113,11 @@ class Algorithm(Choice):
     @property
     def needs(self) -> Needs:
         return together(needs for _, needs in self.parts())
+
+    @property
+    def reduce_mode(self) -> ReduceMode:
+        """Returns how values of decisions become the loss, where `reduce` does not say so too."""
+        return self.reduce or "token_mean"
 
     @property
     def updates(self) -> int:
@@ -180,7 +187,7 @@ class Algorithm(Choice):
         """Computes what a micro-batch adds to `Reduction.totals`, 0-d each."""
         from mmrl.core.reduce import denominator
 
-        return {"decisions": denominator(micro.mask, mode=self.reduce)}
+        return {"decisions": denominator(micro.mask, mode=self.reduce_mode)}
 
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns whether each rollout's group is informative, for dynamic sampling, [rollout] bool: by default,

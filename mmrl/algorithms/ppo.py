@@ -85,7 +85,7 @@ class PPO(RatioAlgorithm):
         super().check(config, offered)
         if not self.by_step:
             return
-        if self.reduce != "token_mean" or self.level != "decision":
+        if self.reduce_mode != "token_mean" or self.level != "decision":
             raise ValueError(
                 "algorithm.shuffle=steps takes episodes apart: it needs algorithm.reduce=token_mean and "
                 "algorithm.level=decision"

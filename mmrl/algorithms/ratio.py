@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mmrl.algorithms.algorithm import Reduction, RewardedAlgorithm
+from mmrl.algorithms.algorithm import ReduceMode, Reduction, RewardedAlgorithm
 from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -21,7 +21,9 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     surrogate: Surrogate = option(Clip(), "objective of ratio and advantage")
     level: Literal["decision", "segment", "sequence"] = option(
-        "decision", "unit whose mean log-ratio each of its decisions gets; sequence is GSPO (arXiv 2507.18071)"
+        "decision",
+        "unit whose mean log-ratio each of its decisions gets; sequence is GSPO (arXiv 2507.18071), where reduce is "
+        "sequence_mean unless it is set",
     )
     ratio: Literal["plain", "normalised"] = option(
         "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
@@ -49,6 +51,13 @@ class RatioAlgorithm(RewardedAlgorithm):
         if self.level == "segment":
             needs |= Needs(offers=frozenset({"segments"}))
         return needs
+
+    @property
+    def reduce_mode(self) -> ReduceMode:
+        """Returns sequence_mean where a rollout has one weight, as GSPO and GMPO have it: token_mean would count it as
+        often as the rollout has decisions."""
+        whole = self.level == "sequence" or self.surrogate.one_weight
+        return self.reduce or ("sequence_mean" if whole else super().reduce_mode)
 
     def prepare(self, batch: Batch) -> None:
         super().prepare(batch)

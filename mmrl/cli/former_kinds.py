@@ -12,6 +12,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.errors import UserError
 from mmrl.moved import present_key
 from mmrl.policies.settings import ModelSettings
@@ -23,6 +24,7 @@ CHOICES_BY_KEY: dict[str, type[Choice]] = {
     "model": ModelSettings,
     "data": Questions,
     "algorithm": Algorithm,
+    "surrogate": Surrogate,
     "terms": Term,
     "term": Term,
     "shaping": Shaper,

@@ -36,6 +36,7 @@ def surrogate(
                       r < 1 with A < 0)
     gaussian_weight   -w r A, w = exp(-log_ratio^2 / (2 sigma^2))       sigma (0.2: w is about 1/2 at r = 1.28);
                       detached                                          arXiv 2603.03955
+    unclipped         -r A                                              conservative policy iteration, arXiv 1707.06347
     reinforce         gradient -A dlogp, whatever the ratio
 
     cispo and reinforce need only the gradient that log_ratio carries; their values are -clamp(r, ...) A and -A. The
@@ -79,7 +80,7 @@ def _cispo(log_ratio: Tensor, a: Tensor, *, low: float, high: float) -> Result:
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - low, 1 + high)
     stats = {"weight": weight, "clip_low": ratio < 1 - low, "clip_high": ratio > 1 + high}
-    return -weight * a * _one(log_ratio), stats
+    return weighted(weight * a, log_ratio), stats
 
 
 def _soft(log_ratio: Tensor, a: Tensor, *, tau_positive: float, tau_negative: float) -> Result:
@@ -98,13 +99,17 @@ def _gaussian_weight(log_ratio: Tensor, a: Tensor, *, sigma: float) -> Result:
     return -weight * log_ratio.exp() * a, {"weight": weight}
 
 
+def _unclipped(log_ratio: Tensor, a: Tensor) -> Result:
+    return -log_ratio.exp() * a, {}
+
+
 def _reinforce(log_ratio: Tensor, a: Tensor) -> Result:
-    return -a * _one(log_ratio), {}
+    return weighted(a, log_ratio), {}
 
 
-def _one(log_ratio: Tensor) -> Tensor:
-    """Exactly 1, with the gradient of log_ratio."""
-    return (log_ratio - log_ratio.detach()).exp()
+def weighted(weight: Tensor, log_ratio: Tensor) -> Tensor:
+    """-weight [B, T], whose gradient by log_ratio [B, T] is -weight; the weight itself has none."""
+    return -weight.detach() * (log_ratio - log_ratio.detach()).exp()
 
 
 def _names(names: Iterable[str]) -> str:
@@ -120,5 +125,6 @@ KINDS: dict[str, tuple[Callable[..., Result], dict[str, Any]]] = {
     "soft": (_soft, {"tau_positive": 1.0, "tau_negative": 1.05}),
     "divergence_mask": (_divergence_mask, {"divergence": REQUIRED, "bound": REQUIRED}),
     "gaussian_weight": (_gaussian_weight, {"sigma": 0.2}),
+    "unclipped": (_unclipped, {}),
     "reinforce": (_reinforce, {}),
 }

@@ -69,7 +69,7 @@ FAULTS = [
           "divergence = replay.divergence\n", "divergence = None\n", SURROGATES),
     Fault("gaussian_weight: sigma is hard-coded", "mmrl/algorithms/surrogates/surrogate.py", "sigma=self.sigma", "sigma=0.2", SURROGATES),
     Fault("cispo: gradient cut", "mmrl/core/surrogates.py",
-          "return -weight * a * _one(log_ratio), stats", "return -weight * a * _one(log_ratio.detach()), stats",
+          "return weighted(weight * a, log_ratio), stats", "return weighted(weight * a, log_ratio.detach()), stats",
           SURROGATES),
     Fault("cispo: gradient of the weight left open", "mmrl/core/surrogates.py",
           "ratio = log_ratio.detach().exp()\n    weight", "ratio = log_ratio.exp()\n    weight", SURROGATES),

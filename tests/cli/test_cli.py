@@ -147,7 +147,7 @@ def test_print_config_is_complete_and_stops(tmp_path):
     result = mmrl(tmp_path, "train", WARM_START, "optim.lr=3e-5", f"run_dir={tmp_path / 'run'}", "--print-config")
     assert (result.code, result.err) == (0, "")
     printed = yaml.safe_load(result.out)
-    assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["reduce"] == "token_mean"
+    assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["epochs"] == 1
     assert (
         printed["task"]["rewards"]
         == [{"name": "exact_match", "weight": 1.0, "signature": "mmrl", "on_timeout": "unscored"}]

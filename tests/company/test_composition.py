@@ -217,6 +217,8 @@ AT_REST = [
     "mirror_descent",
     "log_clip",
     "sqrt_clip",
+    "unclipped",
+    "query_trust_region",
     "boundary_chance",
     "ratio_variance",
     "{type: sequence_mask, bound: 0.1}",
@@ -240,13 +242,3 @@ def test_before_the_first_move_the_gradient_is_that_of_reinforce(given, surrogat
         found.append(made.gradient())
     close(found[0], found[1])
     assert found[0].abs().sum() > 0
-
-
-def test_the_gradient_of_a_trust_region_is_that_of_reinforce_and_a_constant_a_prompt(given):
-    """-r (A - price log r) has the slope -A + price at r = 1: the price is a baseline."""
-    made = given(table("text token"), *BASE, "algorithm.surrogate=query_trust_region")
-    rollouts = made.prepare()
-    made.learn()
-    (price,) = rollouts.extras.values()
-    counted = int(rollouts.mask.sum())
-    close(made.gradient(), (price.values[:, None] - rollouts.advantages).where(rollouts.mask, 0) / counted)

@@ -55,6 +55,12 @@ def test_cispo():
     close(stats["weight"], [[0.8, 1.1, 1.28, 1.28]] * 2)
 
 
+def test_unclipped():
+    values, grad, _ = evaluate("unclipped")
+    close(values, [[-1.0, -2.2, -3.0, -8.0], [1.0, 2.2, 3.0, 8.0]])  # -r A on both sides, however far
+    close(grad, [[-1.0, -2.2, -3.0, -8.0], [1.0, 2.2, 3.0, 8.0]])
+
+
 def test_reinforce():
     values, grad, _ = evaluate("reinforce")
     close(grad, [[-2.0] * 4, [2.0] * 4])

@@ -28,14 +28,14 @@ def test_geometric(given):
     # (0.0953102 + 0.3 - 0.6931472) / 3 = -0.0992790, exp = 0.905490. Row 1, A < 0: -0.2 (from log 0.5) and log 1.5:
     # mean (-0.2 + 0.4054651) / 2 = 0.1027326, exp = 1.108195. A third (a half) of the ratio for each decision, times
     # as many decisions that have it.
-    made = moved(given, "{type: geometric, low: 0.2, high: 0.3}")
+    made = moved(given, "{type: geometric, low: 0.2, high: 0.3}", "algorithm.reduce=token_mean")
     loss = (-3 * 0.905490 + 2 * 1.108195) / 5
     check(made, loss, [-0.905490, 0, -0.905490], [0, 1.108195])
 
 
 def test_geometric_with_its_default_bounds_and_rollouts_that_count_alike(given):
     # +-0.4: log 1.5 = 0.405465 is bounded to 0.4 in row 0 and free in row 1; log 0.5 free, then bounded to -0.4.
-    made = moved(given, "geometric", "algorithm.reduce=sequence_mean")
+    made = moved(given, "geometric")
     first, second = math.exp((math.log(1.1) + 0.4 + math.log(0.5)) / 3), math.exp((-0.4 + math.log(1.5)) / 2)
     close(made.learn(), (-first + second) / 2)
     close(made.gradient(), [[-first / 6, 0, -first / 6], [0, second / 4, 0]])
@@ -59,16 +59,30 @@ def test_mirror_descent(given, tau):
     close(made.metrics.result()["surrogate/pull"], sum(tau / 2 * x * x for row in logs for x in row) / 5)
 
 
-@pytest.mark.parametrize(("probability", "low", "high"), [(0.25, 0.64, 1.44), (0.01, 0.0, 4.0)])
-def test_sqrt_clip(given, probability, low, high):
-    # sqrt p = 0.5: 1 -+ 0.1 / 0.5 squared. sqrt p = 0.1: the bounds are 0 and 4, and nothing is out.
-    made = moved(given, "{type: sqrt_clip, delta: 0.1}", logp=math.log(probability))
-    values = [-min(r, max(low, min(r, high))) for r in RATIOS[0]]
-    values += [-min(-r, -max(low, min(r, high))) for r in RATIOS[1]]
-    first = [-r if r <= high else 0.0 for r in RATIOS[0]]
-    second = [r if r >= low else 0.0 for r in RATIOS[1]]
-    check(made, sum(values) / 5, first, second)
-    assert (first[1] == 0) == (high < 1.5) and (second[0] == 0) == (low > 0.5)
+RARE = [[0.25, 0.01, 0.0001, 0.25], [0.25, 0.01, 0.0001, 0.01]]  # probabilities under the old policy
+FAR = [[1.5, 3.0, 12.0, 0.5], [0.54, 0.45, 0.6, 4.0]]
+
+
+def rare(given, surrogate):
+    table = Table([[math.log(p) for p in row] for row in RARE], rewards=[2.0, 0.0])
+    made = given(table, *ONE, "algorithm.epochs=2", f"algorithm.surrogate={surrogate}")
+    made.prepare()
+    return made.move(logp=[[math.log(r) for r in row] for row in FAR])
+
+
+def test_sqrt_clip_is_the_released_code(given):
+    """RIPO's policy loss (Aiolus-X/RIPO at 6482fd6, verl/trainer/ppo/core_algos.py) executed on these rows: bounds
+    0.553..1.447, 0.5..3.236 and 0.5..10, and a loss of at most 3 where A < 0."""
+    made = rare(given, "sqrt_clip")
+    close(made.learn(), -1.2868034)
+    close(made.gradient() * 8, [[0, -3, 0, -0.5], [0, 0, 0.6, 0]], atol=1e-5)
+
+
+def test_sqrt_clip_by_its_options(given):
+    # low 0.01: 1 - 0.1 / 0.5 = 0.8, 1 - 0.1 / 0.1 = 0 and less. high 0.04: 1 + 0.2 / 0.5 = 1.4, 3, then most: 5.
+    made = rare(given, "{type: sqrt_clip, low: 0.01, high: 0.04, least: 0.1, most: 5, cap: null}")
+    close(made.learn(), (-1.4 - 3 - 5 - 0.5 + 0.8 + 0.45 + 0.6 + 4) / 8, atol=1e-5)
+    close(made.gradient() * 8, [[0, -3, 0, -0.5], [0, 0.45, 0.6, 4]], atol=1e-5)
 
 
 BAND = "{{type: boundary_chance, low: 0.1, high: 0.3, band: {band}, keep: {keep}}}"

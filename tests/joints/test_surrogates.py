@@ -130,8 +130,35 @@ def test_the_first_ratio_is_exactly_one(given):
 def test_level_sequence(given):
     # Row 0: (log 1.1 + log 1.5 + log 0.5) / 3 = log 0.825 / 3, r = 0.937889, inside the bounds: value -r, three times,
     # and each decision moves all three by a third. Row 1: log 0.75 / 2, r = 0.866 < 0.9: value 0.9, no gradient.
-    made = moved(given, "algorithm.level=sequence", *BOUNDS)
+    made = moved(given, "algorithm.level=sequence", "algorithm.reduce=token_mean", *BOUNDS)
     check(made, (-3 * 0.937889 + 2 * 0.9) / 5, [-0.937889] * 3, [0, 0])
+
+
+def test_level_sequence_counts_rollouts_alike(given):
+    """GSPO's loss: a mean over rollouts, whatever their lengths (seq-mean-token-mean of verl)."""
+    made = moved(given, "algorithm.level=sequence", *BOUNDS)
+    close(made.learn(), (-0.937889 + 0.9) / 2)
+    close(made.gradient() * 6, [[-0.937889] * 3, [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        (["algorithm.level=sequence"], "sequence_mean"),
+        (["algorithm.surrogate=geometric"], "sequence_mean"),
+        (["algorithm.surrogate=group_expectation"], "sequence_mean"),
+        (["algorithm.level=sequence", "algorithm.reduce=token_mean"], "token_mean"),
+        (["algorithm.level=sequence", "algorithm.reduce=sequence_sum"], "sequence_sum"),
+        ([], "token_mean"),
+    ],
+)
+def test_one_weight_a_rollout_makes_rollouts_count_alike(given, options, mode):
+    assert given(pair(), *ONE, *options).trainer.algorithm.reduce_mode == mode
+
+
+def test_unclipped(given):
+    # -r A, however far: 1.5 has its gradient with A = 1, and 0.5 with A = -1.
+    check(moved(given, "algorithm.surrogate=unclipped"), (-3.1 + 2.0) / 5, [-1.1, -1.5, -0.5], [0.5, 1.5])
 
 
 def test_level_segment(given):

@@ -46,12 +46,12 @@ def test_the_price_of_the_variance_follows_it(given):
 
 def test_query_trust_region(given):
     # Advantages 1 and -1 at the price 2: weights 0.731059 and 0.268941, log 2 - 0.582203 = 0.110944 from even ones.
-    # Values -r (A - 2 log r); gradient -r (A - 2 log r) + 2 r.
+    # The gradient is -r (A - 2 log r), and so are the values: 2 log 1.5 = 0.810930, 2 log 1.1 = 0.190620.
     made = moved(given, "{type: query_trust_region, bound: 0.1109441}")
-    values = [[-r * (a - 2 * math.log(r)) for r in row] for a, row in zip((1, -1), RATIOS, strict=True)]
-    slopes = [[v + 2 * r for v, r in zip(vs, row, strict=True)] for vs, row in zip(values, RATIOS, strict=True)]
-    close(made.learn(), sum(map(sum, values)) / 5, atol=1e-5)
-    close(made.gradient() * 5, [slopes[0], [*slopes[1], 0.0]], atol=2e-5)
+    first = [-1.1 * (1 - 0.190620), -1.5 * (1 - 0.810930), -0.5 * (1 + 1.386294)]
+    second = [-0.5 * (-1 + 1.386294), -1.5 * (-1 - 0.810930)]
+    close(made.learn(), (sum(first) + sum(second)) / 5, atol=1e-5)
+    close(made.gradient() * 5, [first, [*second, 0.0]], atol=2e-5)
     close(made.metrics.result()["surrogate/price"], 2.0, atol=1e-5)
 
 
@@ -97,15 +97,29 @@ def test_one_decision_drops_its_whole_rollout_and_no_other(given):
     check(made, (0.9 + 1.1) / 5, [0, 0, 0], [0.9, 1.1])
 
 
+GEPO = ((-1.0, -0.5, -1.5), (-2.0, -2.0))  # of the old policy
+
+
 def test_group_expectation(given):
     # q = exp(-1), exp(-2) (means of tokens): sum q^2 / sum q = (0.135335 + 0.018316) / (0.367879 + 0.135335)
     # = 0.305339. p: row 0 moved by log(1.1 x 1.5 x 0.5) / 3 = log 0.937889, row 1 by log(0.75) / 2.
-    logp = ((-1.0, -0.5, -1.5), (-2.0, -2.0))
-    made = moved(given, "group_expectation", logp=logp)
+    made = moved(given, "{type: group_expectation, low: 1, high: 9}", logp=GEPO)
     one, two = math.exp(-1), math.exp(-2)
     expected = (one * one + two * two) / (one + two)
     first, second = one * 0.825 ** (1 / 3) / expected, two * math.sqrt(0.75) / expected
-    check(made, (-3 * first + 2 * second) / 5, [-first] * 3, [second] * 2)
+    close(made.learn(), (-first + second) / 2)
+    close(made.gradient(), [[-first / 6] * 3, [second / 4, second / 4, 0]])
+
+
+def test_group_expectation_is_the_released_code(given):
+    """HeteroRL_GEPO at 97000a8, src/open-r1/online_rl.py, executed on these rows: the second weight, 0.384, is below
+    its bound, and with bounds of 0.1 both weights are beyond theirs."""
+    made = moved(given, "group_expectation", logp=GEPO)
+    close(made.learn(), -0.1649955)
+    close(made.gradient(), [[-0.1883318] * 3, [0.0] * 3])
+    made = moved(given, "{type: group_expectation, low: 0.1, high: 0.1}", logp=GEPO)
+    close(made.learn(), -0.1)
+    close(made.gradient(), [[0.0] * 3] * 2)
 
 
 def test_group_expectation_is_of_the_group_alone(given):
@@ -114,3 +128,15 @@ def test_group_expectation_is_of_the_group_alone(given):
     made.prepare()
     made.learn()  # equal likelihoods within a group: weights are 1
     close(made.gradient()[:, 0] * 4, [-1, 1, -1, 1])
+
+
+def test_unclipped_with_the_term_of_covariances_is_kl_cov(given):
+    """compute_policy_loss_kl_cov of verl (in Aiolus-X/RIPO at 6482fd6), executed on these rows with kl_cov_ratio 0.4
+    and ppo_kl_coef 0.3: two of five decisions pay. Its covariances are those of the present likelihoods, which here
+    have the same order as those of the old policy."""
+    held = "{type: kl, against: old, estimator: absolute, coefficient: 0.3, weighting: {type: covariance, share: 0.4}}"
+    ratios = [[3.0, 0.5], [1.5, 2.0, 0.7]]
+    rows = ((-1.0, -2.0), (-3.0, -0.5, -1.2))
+    made = moved(given, "unclipped", f"algorithm.terms=[{held}]", logp=rows, ratios=ratios)
+    close(made.learn(), 0.2302446)
+    close(made.gradient(), [[-0.54, -0.1, 0.0], [0.36, 0.4, 0.14]])

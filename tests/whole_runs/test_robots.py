@@ -157,7 +157,7 @@ def test_the_value_clip_takes_the_worse_error(trainer):
     replay = Replay(logp=torch.zeros(batch.mask.shape), value=torch.tensor([[0.9], [0.9]]))
     algorithm = configured("algorithm.value_clip=0.2", "algorithm.value_coefficient=0.3").algorithm
     totals = algorithm.denominators(batch)
-    loss, stats = algorithm.objective(batch, replay, Reduction(algorithm.reduce, batch.mask, totals, 4))
+    loss, stats = algorithm.objective(batch, replay, Reduction(algorithm.reduce_mode, batch.mask, totals, 4))
     torch.testing.assert_close(stats["critic/error"], torch.tensor([[0.8**2], [0.9**2]]))
     assert float(loss) == pytest.approx(0.3 * (0.8**2 + 0.9**2) / 2)  # without advantages nothing else is left
 

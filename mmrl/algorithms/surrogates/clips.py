@@ -21,7 +21,8 @@ TEST = "tests/joints/test_clips.py"
 
 class Geometric(Surrogate):
     """The geometric mean of a rollout's ratios, each bounded in logarithms on the side of its advantage's sign: one
-    extreme token hardly moves it. With algorithm.reduce=sequence_mean every rollout counts alike, as in the paper."""
+    extreme token hardly moves it. Rollouts count alike, as in the paper, unless algorithm.reduce is set. The authors'
+    own script bounds both signs by `high`, which is the same for the paper's equal bounds."""
 
     equation: ClassVar[str] = (
         "-A exp(mean_t s min(s l_t, s clamp(l_t, -low, high))), l = log r, s the sign of A; every decision has its "
@@ -29,6 +30,7 @@ class Geometric(Surrogate):
     )
     source: ClassVar[str] = "GMPO, arXiv 2507.20673"
     test: ClassVar[str] = TEST
+    one_weight: ClassVar[bool] = True
     type: str = "geometric"
     low: Schedule = number(0.4, "smallest log-ratio is -low", ge=0)
     high: Schedule = number(0.4, "largest log-ratio is high", ge=0)
@@ -64,14 +66,21 @@ class LogClip(Clipped):
 
 
 class SqrtClip(Surrogate):
-    """A clip that lets the square root of a token's probability move by the same distance, however likely it was. So
-    the ratio of a rare token may move far, and that of a common one little."""
+    """A clip whose bounds lie further from 1 the rarer a token was under the old policy, as is isometric in the Fisher
+    metric: the ratio of a rare token may move far, and that of a common one little."""
 
-    equation: ClassVar[str] = "-min(r A, clamp(r, max(0, 1 - delta / sqrt(p_old))^2, (1 + delta / sqrt(p_old))^2) A)"
-    source: ClassVar[str] = "reconstructed from what RIPO says: a clip that is isometric in the Fisher metric"
+    equation: ClassVar[str] = (
+        "-min(r A, clamp(r, max(least, 1 - sqrt(low / p_old)), min(most, 1 + sqrt(high / p_old))) A), at most cap |A| "
+        "where A < 0"
+    )
+    source: ClassVar[str] = "RIPO: ripo_clip and its loss in Aiolus-X/RIPO at 6482fd6, verl/trainer/ppo/core_algos.py"
     test: ClassVar[str] = TEST
     type: str = "sqrt_clip"
-    delta: Schedule = number(0.1, "how far the square root of a probability may move", gt=0)
+    low: Schedule = number(0.05, "the ratio gains nothing below 1 - sqrt(low / p_old)", ge=0)
+    high: Schedule = number(0.05, "the ratio gains nothing above 1 + sqrt(high / p_old)", ge=0)
+    least: float = option(0.5, "smallest lower bound, however rare the token", ge=0, le=1)
+    most: float = option(10.0, "largest upper bound, however rare the token", ge=1)
+    cap: float | None = option(3.0, "largest loss of a negative advantage, in |A|; null: none", gt=1)
 
     @property
     def needs(self) -> Needs:
@@ -82,10 +91,13 @@ class SqrtClip(Surrogate):
 
         from mmrl.rollouts import old_logp
 
-        step = self.delta.value * (-old_logp(micro, replay) / 2).clamp(max=20).exp()
-        low, high = (1 - step).clamp(min=0).square(), (1 + step).square()
+        width = (-old_logp(micro, replay) / 2).clamp(max=20).exp()  # 1 / sqrt(p_old)
+        low = (1 - math.sqrt(self.low.value) * width).clamp(min=self.least)
+        high = (1 + math.sqrt(self.high.value) * width).clamp(max=self.most)
         ratio = log_ratio.exp()
         values = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        if self.cap is not None:
+            values = values.where(advantages >= 0, values.minimum(-self.cap * advantages))
         stats = {"ratio": ratio, "clip_low": (advantages < 0) & (ratio < low)}
         stats["clip_high"] = (advantages > 0) & (ratio > high)
         return values, {name: value.detach().to(values.dtype) for name, value in stats.items()}

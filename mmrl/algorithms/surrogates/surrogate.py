@@ -20,7 +20,10 @@ Result = tuple["Tensor", dict[str, "Tensor"]]
 
 
 class Surrogate(Choice):
-    """An element-wise objective of the ratio r = pi / pi_old and the advantage A."""
+    """An element-wise objective of the ratio r = pi / pi_old and the advantage A.
+
+    one_weight: whether all decisions of a rollout have the same weight, so that rollouts count alike by default.
+    """
 
     title: ClassVar[str] = "surrogate"
     kinds: ClassVar[dict[str, str]] = {
@@ -30,6 +33,7 @@ class Surrogate(Choice):
         "soft": "mmrl.algorithms.surrogates.surrogate:Soft",
         "divergence_mask": "mmrl.algorithms.surrogates.surrogate:DivergenceMask",
         "gaussian_weight": "mmrl.algorithms.surrogates.surrogate:GaussianWeight",
+        "unclipped": "mmrl.algorithms.surrogates.surrogate:Unclipped",
         "reinforce": "mmrl.algorithms.surrogates.surrogate:Reinforce",
         "geometric": "mmrl.algorithms.surrogates.clips:Geometric",
         "log_clip": "mmrl.algorithms.surrogates.clips:LogClip",
@@ -46,6 +50,7 @@ class Surrogate(Choice):
         "self_normalised": "mmrl.algorithms.surrogates.self_normalised:SelfNormalised",
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
+    one_weight: ClassVar[bool] = False
 
     @property
     def needs(self) -> Needs:
@@ -127,13 +132,14 @@ class DualClip(Clipped):
 
 
 class CISPO(Clipped):
-    """The policy gradient with a truncated, detached importance weight: no decision loses its gradient."""
+    """The policy gradient with a truncated, detached importance weight: no decision loses its gradient. MiniMax-M1 and
+    TRL have no lower bound, and TRL's epsilon_high is the largest weight itself: its 5 is high=4 with low=1 here."""
 
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
     type: str = "cispo"
-    low: Schedule = number(0.2, "smallest weight is 1 - low", ge=0, le=1)
-    high: Schedule = number(0.28, "largest weight is 1 + high", ge=0)
+    low: Schedule = number(0.2, "smallest weight is 1 - low; 1: there is none", ge=0, le=1)
+    high: Schedule = number(0.28, "largest weight is 1 + high, TRL's epsilon_high", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         from mmrl.core.surrogates import surrogate
@@ -191,6 +197,20 @@ class GaussianWeight(Surrogate):
         from mmrl.core.surrogates import surrogate
 
         return surrogate(log_ratio, advantages, kind=self.type, sigma=self.sigma)
+
+
+class Unclipped(Surrogate):
+    """The policy gradient with the whole importance weight: nothing bounds it but what is added, as KL-Cov adds the
+    term kl against old with weighting covariance."""
+
+    equation: ClassVar[str] = "-r A"
+    source: ClassVar[str] = "the surrogate of KL-Cov, arXiv 2505.22617; conservative policy iteration, Kakade 2002"
+    type: str = "unclipped"
+
+    def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import surrogate
+
+        return surrogate(log_ratio, advantages, kind=self.type)
 
 
 class Reinforce(Surrogate):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.algorithms.surrogates.surrogate import Result, Surrogate
+from mmrl.algorithms.surrogates.surrogate import Clipped, Result, Surrogate
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -37,11 +37,12 @@ class RatioVariance(Surrogate):
 
 class QueryTrustRegion(Surrogate):
     """Every prompt has a trust region of its own: the price of leaving it solves the dual of maximising the group's
-    advantage under a bound on the divergence from the old policy."""
+    advantage under a bound on the divergence from the old policy. The weight of a decision is detached; at a ratio of 1
+    the gradient is that of reinforce, and the price acts from the second update of a step on."""
 
     equation: ClassVar[str] = (
-        "-r (A - price_q log r), price_q = argmin_l l bound + l log mean_i exp(A_i / l) over the group, within "
-        "[least, most]"
+        "gradient -r (A - price_q log r) dlogp, price_q = argmin_l l bound + l log mean_i exp(A_i / l) over the group, "
+        "within [least, most]"
     )
     source: ClassVar[str] = "reconstructed from what QUATRO, arXiv 2602.04620, says: an exact trust region a query"
     test: ClassVar[str] = TEST
@@ -69,10 +70,13 @@ class QueryTrustRegion(Surrogate):
         rollouts.extras[self.key] = Column(price)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
+        from mmrl.core.surrogates import weighted
+
         price = _column(micro, self.key).to(log_ratio)[:, None]
-        ratio = log_ratio.exp()
-        stats = {"ratio": ratio.detach(), "price": price.expand_as(ratio)}
-        return -ratio * (advantages - price * log_ratio), stats
+        moved = log_ratio.detach()
+        # Differentiated as it stands, -r (A - price log r) would push every decision down by the price.
+        stats = {"ratio": moved.exp(), "price": price.expand_as(moved)}
+        return weighted(moved.exp() * (advantages - price * moved), log_ratio), stats
 
 
 class SequenceMask(Surrogate):
@@ -111,20 +115,23 @@ class SequenceMask(Surrogate):
         return values, {"ratio": ratio.detach(), "dropped": dropped.to(values.dtype)}
 
 
-class GroupExpectation(Surrogate):
+class GroupExpectation(Clipped):
     """The ratio of a whole response to what the group's responses were worth under the old policy on average: one
-    response that was very unlikely does not get an enormous weight."""
+    response that was very unlikely does not get an enormous weight. It is clipped as PPO's ratio is, and is not 1
+    before the first update either."""
 
     equation: ClassVar[str] = (
-        "-w A, w_i = p_i / sum_j (q_j / sum_k q_k) q_j, p = exp(mean_t logp), q = exp(mean_t old logp), j and k over "
-        "the group"
+        "-min(w A, clamp(w, 1 - low, 1 + high) A), w_i = p_i / sum_j (q_j / sum_k q_k) q_j, p = exp(mean_t logp), q = "
+        "exp(mean_t old logp), j and k over the group"
     )
     source: ClassVar[str] = (
-        "reconstructed from what GEPO, arXiv 2508.17850, says: the group's expectation in the denominator; means over "
-        "tokens as in GSPO"
+        "GEPO, arXiv 2508.17850, by its released code: yelurebajrang/HeteroRL_GEPO at 97000a8, src/open-r1/online_rl.py"
     )
     test: ClassVar[str] = TEST
+    one_weight: ClassVar[bool] = True
     type: str = "group_expectation"
+    low: Schedule = number(0.2, "the weight gains nothing below 1 - low", ge=0, le=1)
+    high: Schedule = number(0.2, "the weight gains nothing above 1 + high", ge=0)
 
     @property
     def needs(self) -> Needs:
@@ -149,10 +156,12 @@ class GroupExpectation(Surrogate):
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         from mmrl.core.ratios import BOUND, by_unit
+        from mmrl.core.surrogates import surrogate
 
         moved = by_unit(log_ratio, micro.mask.to(log_ratio.device), level="sequence")
-        weight = (moved + _column(micro, self.key).to(log_ratio)[:, None]).clamp(-BOUND, BOUND).exp()
-        return -weight * advantages, {"ratio": log_ratio.detach().exp(), "weight": weight.detach()}
+        weight = (moved + _column(micro, self.key).to(log_ratio)[:, None]).clamp(-BOUND, BOUND)
+        values, stats = surrogate(weight, advantages, kind="clip", **self.bounds)
+        return values, stats | {"ratio": log_ratio.detach().exp(), "weight": stats["ratio"]}
 
 
 def _column(micro: Rollouts, key: str) -> Tensor:
