@@ -481,13 +481,13 @@ def run_watch(options: argparse.Namespace) -> int:
 
 
 def run_config(options: argparse.Namespace) -> int:
-    from mmrl.cli.reference import describe_keys
+    from mmrl.cli.keys import describe_keys
 
     return show(describe_keys(options.key))
 
 
 def run_methods(options: argparse.Namespace) -> int:
-    from mmrl.cli.reference import describe_methods
+    from mmrl.cli.methods import describe_methods
 
     return show(describe_methods(options.name))
 

@@ -32,7 +32,7 @@ import torch  # noqa: F401  (so that the runs that are forked need not)
 import transformers  # noqa: F401
 
 from mmrl.cli import main as cli
-from mmrl.cli.reference import decisions_of, methods, needs_of
+from mmrl.cli.methods import decisions_of, methods, needs_of
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.protocols.requirements import Needs

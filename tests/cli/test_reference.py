@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.reference import _collected, describe_keys, describe_methods, first_sentence, methods, rewards, vars_of
+from mmrl.algorithms.surrogates.surrogate import Clip
+from mmrl.cli.keys import all_keys, describe_keys
+from mmrl.cli.methods import RECOMMENDED, describe_methods, first_sentence, methods, rewards, vars_of
 from mmrl.config import Config
 from mmrl.errors import UserError
+from mmrl.settings import option
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = (*Config.model_fields, "denoising", "action")
@@ -20,7 +23,7 @@ FREE = {"model.processor", "task.options"}  # whose keys are another library's
 
 @pytest.fixture(scope="module")
 def known():
-    return _collected()
+    return all_keys()
 
 
 def test_every_key_has_a_description(known):
@@ -35,6 +38,40 @@ def test_every_method_has_a_sentence_and_a_test_that_exists():
         assert named == "" or (ROOT / named).exists(), (base.title, name, named)
         if base.title in ("algorithm", "surrogate", "loss term", "advantage shaper", "mask", "transition"):
             assert named, (base.title, name)
+
+
+class Half(Clip):
+    """Half of the clipped objective. A class of a user's own."""
+
+    share: float = option(0.5, "what the objective is multiplied by", gt=0)
+
+
+def test_a_class_of_ones_own_is_described():
+    lines = describe_methods(f"{__name__}:Half")
+    assert lines[0] == f"{__name__}:Half (surrogate, {__name__}:Half)"
+    assert "    share (default 0.5): what the objective is multiplied by" in lines
+    assert any(line.startswith("  decisions: text token") for line in lines)
+
+
+def test_what_is_no_method_is_refused():
+    with pytest.raises(UserError, match="UserError is no method: it inherits from none of Algorithm, Surrogate"):
+        describe_methods("mmrl.errors:UserError")
+
+
+def test_the_list_begins_with_ten_that_are_recommended_and_exist():
+    first = describe_methods(None)[:12]
+    shipped = {(base.title, name) for base, name, _ in methods()}
+    assert first[0] == "recommended, to begin with:" and first[11] == ""
+    assert len(RECOMMENDED) == 10 and set(RECOMMENDED) <= shipped
+    assert [line.split()[0] for line in first[1:11]] == [name for _, name in RECOMMENDED]
+    assert "  recommended: long runs: the policy stays near the one that it started from" in describe_methods("kl")
+
+
+def test_reconstructed_methods_are_marked():
+    lines = describe_methods(None)
+    (bread,) = [line for line in lines if line.startswith("  guided_prefixes ")]
+    (clip,) = [line for line in lines if line.startswith("  clip ") and "several updates" not in line]
+    assert bread.endswith("(reconstructed)") and not clip.endswith("(reconstructed)")
 
 
 COMPLETE = (
@@ -97,7 +134,7 @@ def test_a_key_is_told_with_unit_default_bounds_and_jobs():
         and "vision_language x grpo|ppo|contrast|matching|reward_gradient" in said
     )
     assert "steps" in "\n".join(describe_keys("optim.hold_steps"))
-    assert len(describe_keys("optim")) == sum(path.startswith("optim.") for path in _collected()) > 10
+    assert len(describe_keys("optim")) == sum(path.startswith("optim.") for path in all_keys()) > 10
     with pytest.raises(UserError, match="did you mean rollout.temperature"):
         describe_keys("rollout.temprature")
 

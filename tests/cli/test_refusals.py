@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli.reference import _collected, _sections_of
+from mmrl.cli.keys import _sections_of, all_keys
 from mmrl.config import job, laid_over, validate
 from mmrl.errors import UserError
 from mmrl.settings import Choice, Section, kind_of
@@ -17,7 +17,7 @@ RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def known():
-    return _collected()
+    return all_keys()
 
 
 def has(section, value, path=()):

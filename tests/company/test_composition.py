@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from mmrl.cli.reference import decisions_of, methods, needs_of
+from mmrl.cli.methods import decisions_of, methods, needs_of
 from mmrl.errors import UserError
 from mmrl.measurements.answers import GreedyRewards, ReferenceRewards, ViewAnswers
 from mmrl.measurements.chains import CandidateCompletions, Completions

@@ -11,8 +11,9 @@ from functools import cache
 import pytest
 
 from mmrl.cli import new
+from mmrl.cli.keys import all_keys, describe_keys
 from mmrl.cli.main import parser
-from mmrl.cli.reference import _collected, describe_keys, describe_methods
+from mmrl.cli.methods import describe_methods
 from mmrl.config import configure, laid_over, load
 from mmrl.errors import UserError
 from mmrl.settings.tree import read_override, read_yaml
@@ -43,7 +44,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=[named(page) for page in
 
 @pytest.fixture(scope="module")
 def known():
-    return _collected()
+    return all_keys()
 
 
 @pytest.fixture

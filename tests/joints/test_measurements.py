@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.build import check_abilities
-from mmrl.cli.reference import DECISIONS, offers
+from mmrl.cli.methods import DECISIONS, offers
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
 from mmrl.protocols.abilities import Completing

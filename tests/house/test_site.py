@@ -1,0 +1,62 @@
+"""The site: pages become Python-Markdown, every page has a place in its navigation, and it builds without a warning."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+from mmrl.version import VERSION
+from tests.helpers.pages import PAGES, ROOT
+
+sys.path.insert(0, str(ROOT / "scripts/pages"))
+import collect  # noqa: E402
+
+MKDOCS = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+
+
+def test_a_list_after_text_gets_a_blank_line_and_nested_items_four_blanks():
+    text = "Rewards:\n- one\n  goes on\n  - inner\n- two\n\n    - code\n\n```\na\n- b\n```\n"
+    assert collect.python_markdown(text) == (
+        "Rewards:\n\n- one\n  goes on\n    - inner\n- two\n\n    - code\n\n```\na\n- b\n```\n"
+    )
+
+
+def test_every_page_has_a_place_in_the_navigation():
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+    shown = [str(page.relative_to(ROOT)) for page in collect.pages()]
+    assert len(listed) == len(set(listed))
+    assert set(shown) == {page for page in listed if not page.startswith("reference/")}
+    tests = {page for page in PAGES if "tests" in page.relative_to(ROOT).parts}
+    assert {ROOT / page for page in shown} == set(PAGES) - tests
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    collect.collect(folder / "build/site")
+    shutil.copyfile(ROOT / "mkdocs.yml", folder / "mkdocs.yml")
+    return folder
+
+
+@pytest.mark.slow
+def test_it_builds_without_a_warning_and_not_with_a_broken_link(sources):
+    built = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-2000:]
+    kl = (sources / "build/html/reference/methods/loss_term.html").read_text()
+    assert 'id="kl"' in kl and "The KL divergence from another policy" in kl
+    keys = (sources / "build/html/reference/keys/rollout.html").read_text()
+    assert "<code>rollout.group_size</code>" in keys
+    page = sources / "build/site/tasks/check.md"
+    page.write_text(page.read_text() + "\n[nowhere](rewards.md#no-such-heading)\n")
+    broken = subprocess.run(MKDOCS, cwd=sources, capture_output=True, text=True)
+    assert broken.returncode != 0 and "no-such-heading" in broken.stderr
+
+
+def test_what_is_cited_is_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == VERSION and citation["cff-version"] == "1.2.0"
+    assert citation["license"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"]
