@@ -130,6 +130,13 @@ def _add_inspection(commands: Commands) -> None:
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
     watch.add_argument("--once", action="store_true", help="show them once, as without a terminal")
     watch.set_defaults(run=run_watch)
+    push = commands.add_parser("push", help="a run's weights with a model card, to a hub or into a folder")
+    push.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
+    push.add_argument("name", help="of the repository, such as user/model")
+    push.add_argument("--best", action="store_true", help="the best checkpoint in place of the final one")
+    push.add_argument("--folder", type=Path, help="write the repository here and upload nothing")
+    push.add_argument("--public", action="store_true", help="a new repository is private without it")
+    push.set_defaults(run=run_push)
     recipes = commands.add_parser("recipes", help="list the recipes that come with the package")
     recipes.add_argument("name", nargs="?", help="print this recipe")
     recipes.set_defaults(run=run_recipes)
@@ -470,6 +477,21 @@ def run_report(options: argparse.Namespace) -> int:
     for run in runs:
         print(run.ending.sentence if len(runs) == 1 else f"{run.name}: {run.ending.sentence}")
     print(f"written to {target}")
+    return 0
+
+
+def run_push(options: argparse.Namespace) -> int:
+    from tempfile import TemporaryDirectory
+
+    from mmrl.report.model_card import upload, write_repository
+
+    if options.folder is not None:
+        written = write_repository(options.run_directory, options.name, options.folder, best=options.best)
+        print(f"{len(written)} files written to {options.folder}")
+        return 0
+    with TemporaryDirectory() as scratch:
+        write_repository(options.run_directory, options.name, Path(scratch), best=options.best)
+        print(f"uploaded: {upload(Path(scratch), options.name, private=not options.public)}")
     return 0
 
 

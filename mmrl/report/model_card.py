@@ -1,0 +1,120 @@
+"""Model cards of trained models, and their way to a hub: what was trained, what it reached, how to load it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrl.errors import UserError
+from mmrl.report.page import number, paragraph
+from mmrl.report.records import RunRecord, read_run
+
+# The file that says which library reads a folder, that library, and the line that reads it.
+LIBRARIES = (
+    ("adapter_config.json", "peft", "PeftModel.from_pretrained(base, {name!r})"),
+    ("model_index.json", "diffusers", "DiffusionPipeline.from_pretrained({name!r})"),
+    ("config.json", "transformers", "AutoModelForImageTextToText.from_pretrained({name!r})"),
+)
+# Files of a run that say how its numbers came about, and are pushed beside the weights.
+EVIDENCE = ("config.yaml", "versions.json", "evaluations.jsonl")
+
+
+def model_card(run: RunRecord, weights: Path, name: str) -> str:
+    """Returns the README of a hub repository called `name` that holds `weights`, a folder of the run."""
+    library = next((entry for entry in LIBRARIES if (weights / entry[0]).is_file()), None)
+    sections = [_title(run, weights, name), _results(run), _rewards(run), _loading(library, name), _details(run)]
+    return f"---\n{yaml.safe_dump(_metadata(run, library), sort_keys=False)}---\n\n" + "\n".join(filter(None, sections))
+
+
+def _metadata(run: RunRecord, library: tuple[str, str, str] | None) -> dict[str, Any]:
+    """Returns the metadata of a card, with names that hubs know."""
+    facts: dict[str, Any] = {"tags": ["mmrl", "reinforcement-learning", str(run.key("algorithm.type"))]}
+    if library is not None:
+        facts["library_name"] = library[1]
+    base = run.key("model.path")
+    if isinstance(base, str) and not Path(base).exists():
+        facts["base_model"] = base
+    return facts
+
+
+def _title(run: RunRecord, weights: Path, name: str) -> str:
+    return f"# {name.rpartition('/')[2]}\n\nThe weights of `{weights.name}/`. {paragraph(run)}\n"
+
+
+def _results(run: RunRecord) -> str:
+    """Returns a table of the held-out metrics before and after training; "" where nothing was evaluated."""
+    if not run.evaluations:
+        return ""
+    first, last = run.evaluations[0], run.evaluations[-1]
+    names = [name for name in last if name.startswith("evaluation/") and not name.startswith("evaluation/response/")]
+    rows = [
+        f"| {name.removeprefix('evaluation/')} | {number(first.get(name))} | {number(last[name])} |" for name in names
+    ]
+    head = f"| held out | step {int(first['step'])} | step {int(last['step'])} |\n| --- | --- | --- |\n"
+    return "## Results\n\n" + head + "\n".join(rows) + "\n"
+
+
+def _rewards(run: RunRecord) -> str:
+    rewards = [entry for entry in run.key("task.rewards", []) if isinstance(entry, dict)]
+    lines = [f"- `{entry.get('name')}`, weight {entry.get('weight', 1.0)}" for entry in rewards]
+    return "## Rewards\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _loading(library: tuple[str, str, str] | None, name: str) -> str:
+    if library is None:
+        return ""
+    _, package, line = library
+    imported = line.partition(".")[0]
+    return f"## Loading\n\n```python\nfrom {package} import {imported}\n\nmodel = {line.format(name=name)}\n```\n"
+
+
+def _details(run: RunRecord) -> str:
+    """Returns the configuration and the versions, folded."""
+    versions = "\n".join(f"{package} {version}" for package, version in run.versions.items())
+    folded = (("Configuration", run.config_text.strip()), ("Versions", versions))
+    return "\n".join(f"<details><summary>{head}</summary>\n\n```\n{text}\n```\n\n</details>\n" for head, text in folded)
+
+
+def chosen_weights(run: RunRecord, best: bool) -> Path:
+    """Returns the folder of a run's weights. Raises UserError where there is none yet."""
+    folder = run.folder / ("best" if best else "final")
+    if not folder.is_dir():
+        other = "" if best or not (run.folder / "best").is_dir() else "; --best takes best/"
+        raise UserError(f"{run.folder} has no {folder.name}/: {run.ending.sentence}{other}")
+    return folder
+
+
+def write_repository(run_directory: Path, name: str, folder: Path, *, best: bool = False) -> list[str]:
+    """Writes the files of a hub repository into `folder`, which must be new or empty; returns their names.
+
+    Raises UserError where the run has no weights, or the folder holds files.
+    """
+    run = read_run(run_directory)
+    weights = chosen_weights(run, best)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: a repository is written into a new folder")
+    shutil.copytree(weights, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    for evidence in EVIDENCE:
+        if (run.folder / evidence).is_file():
+            shutil.copyfile(run.folder / evidence, folder / f"run_{evidence}")
+    (folder / "README.md").write_text(model_card(run, weights, name), encoding="utf-8")
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def upload(folder: Path, name: str, *, private: bool) -> str:
+    """Uploads a written repository to the Hugging Face hub; returns its address.
+
+    Raises UserError with the hub's own words where it refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=private, exist_ok=True)
+        return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights trained with mmrl"))
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        raise UserError(f"{name}: {' '.join(str(error).split())}") from None
