@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from mmrl import trainer
 from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
 from mmrl.checkpoints.starting import read_origin
+from mmrl.children.processes import run_command, stopped_by
 from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import sampled_by, synced
 from mmrl.config import Config, configure, load, to_yaml
@@ -28,7 +29,7 @@ from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
 from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
-from mmrl.report.lock import check_free
+from mmrl.report.lock import await_free, check_free, owner_of
 from mmrl.report.records import RunRecord, read_run
 from mmrl.report.run import Run
 from mmrl.report.trackers import check_trackers
@@ -44,6 +45,14 @@ EachStep = Callable[[int, Mapping[str, float]], None]
 
 class RunEnded(UserError):
     """Raised where the run directory holds this very run, complete."""
+
+
+class WarmStartStopped(UserError):
+    """Raised where the signal `signum` stopped the warm start."""
+
+    def __init__(self, path: str, signum: int) -> None:
+        self.signum, name = signum, signal.Signals(signum).name
+        super().__init__(f"{name} stopped the warm start {path}; the same command goes on with it")
 
 
 class Job:
@@ -241,14 +250,23 @@ def warm_started(config: Config) -> Config:
     before = plain(after_warm_start(load(path)))
     if not check_warm_start(final, before, path):
         if launched()[1] > 1:
-            raise UserError(
-                f"model.warm_start={path}: {final} is missing; run it first, as one process: mmrl train {path}"
-            )
-        print(f"warm start: mmrl train {path}", flush=True)
-        command = [sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"]
-        if subprocess.run(command).returncode != 0 or not check_warm_start(final, before, path):
-            raise UserError(f"model.warm_start={path} failed; see above")
+            first = f"run it first, as one process: mmrl train {path}"
+            raise UserError(f"model.warm_start={path}: {final} is missing; {first}")
+        _run_warm_start(path, final, before)
     return after_warm_start(config)
+
+
+def _run_warm_start(path: str, final: Path, config: dict[str, Any]) -> None:
+    """Runs or resumes the warm start `path`, whose configuration is `config`; waits for a job that does so already.
+    Raises UserError where it fails, WarmStartStopped where a signal stops it."""
+    while not check_warm_start(final, config, path):
+        if await_free(final.parent, f"its final weights are what model.warm_start={path} asks for"):
+            continue
+        print(f"warm start: mmrl train {path}", flush=True)
+        if signum := stopped_by(run_command([sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"])):
+            raise WarmStartStopped(path, signum)
+        if not check_warm_start(final, config, path) and owner_of(final.parent) is None:  # else another was quicker
+            raise UserError(f"model.warm_start={path} failed; see above")
 
 
 def before_warm_start(config: Config) -> Config:

@@ -21,8 +21,8 @@ from typing import Any
 
 from mmrl.children.channel import Channel
 from mmrl.children.frames import encode
-from mmrl.children.limits import LINUX, Limits, adopt_orphans, end_descendants, end_with_forker, tasks_below
-from mmrl.children.processes import end_group
+from mmrl.children.limits import LINUX, Limits, adopt_orphans, end_descendants, tasks_below
+from mmrl.children.processes import end_group, end_with_forker, leave_signals_to_parent
 from mmrl.errors import describe_error
 
 ForkedService = Callable[[Any], dict[str, Any]]  # from a request, which may be any Python object, to a message
@@ -34,6 +34,7 @@ ORDER = struct.Struct("!cQ")
 def fork_server(control: Channel) -> None:
     """Builds the service that the first frame names, then forks workers as it is ordered; never returns. At the other
     side's end it kills all that it has started."""
+    leave_signals_to_parent()
     adopt_orphans()
     workers: set[int] = set()
     ended: dict[int, str] = {}  # by the fork server, until the other side knows

@@ -22,9 +22,9 @@ from mmrl.settings import Section, option
 LINUX = sys.platform == "linux"
 GIBIBYTE = 1 << 30
 END_S = 5.0  # for killed processes to be gone
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
-_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@:]*+:[^/\s@]*+@")
 
 
 class Limits(Section):
@@ -91,12 +91,6 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not _SECRET.search(name) and not _ADDRESS_WITH_PASSWORD.search(value)
     }
-
-
-def end_with_forker() -> None:
-    """Makes the kernel kill this process when the thread that has forked it ends."""
-    if LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from mmrl.children.channel import Channel
 from mmrl.children.frames import decode, encode
 from mmrl.children.listener import KEY, dial
-from mmrl.children.processes import end_group, end_with_parent
+from mmrl.children.processes import end_group, end_with_parent, leave_signals_to_parent
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.logging import quieten_environment
 
@@ -84,6 +84,7 @@ def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]
 
 def main() -> None:
     quieten_environment()
+    leave_signals_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
     service, *address = sys.argv[1:]
     module, _, name = service.partition(":")

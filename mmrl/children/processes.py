@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -10,6 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
+
+PARENT = "MMRL_PARENT"  # environment variable: the process with which one that `run_command` starts ends
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class LocalProcess:
@@ -55,6 +61,53 @@ class LocalProcess:
         self.running.wait()
         if self.running.stdin is not None:
             self.running.stdin.close()
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Runs a command of ours to its end and returns its return code. It stays in this process's group, where Ctrl-C
+    reaches it, gets the signals HANDED_ON that reach this process, and ends with it (`end_with_starter`)."""
+    running = subprocess.Popen(list(command), env=os.environ | {PARENT: str(os.getpid())})
+
+    def hand_on(signum: int, frame: FrameType | None) -> None:
+        running.send_signal(signum)
+
+    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda signum, frame: None)  # the terminal sends it to both
+    try:
+        return running.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped_by(code: int) -> int:
+    """Returns the signal that stopped the process that ended with `code`, 0 for none: one that ends processes in order,
+    which the process may have caught."""
+    signum = -code if code < 0 else code - 128
+    return signum if signum in (*HANDED_ON, signal.SIGINT) else 0
+
+
+def end_with_forker() -> None:
+    """Makes the kernel kill this process when the thread that has forked it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def end_with_starter() -> None:
+    """Has the kernel kill this process when the one that started it by `run_command` ends, however that ends. Does
+    nothing to a process that was started otherwise."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        end_with_forker()
+        if os.getppid() != int(parent):  # it ended before the kernel was asked
+            os._exit(1)
+
+
+def leave_signals_to_parent() -> None:
+    """Takes no notice of the signals HANDED_ON, which a scheduler sends to every process of a job: the trainer saves at
+    them, and then ends its children. They end the commands that this process starts."""
+    for number in HANDED_ON:
+        signal.signal(number, lambda signum, frame: None)  # SIG_IGN would be inherited by those commands
 
 
 def end_group(leader: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmrl.children.processes import end_with_starter
 from mmrl.errors import UserError
 from mmrl.runtime.lazy_imports import defer_imports
 from mmrl.runtime.logging import quieten_environment
@@ -31,6 +32,7 @@ KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term
 
 
 def main(arguments: list[str] | None = None) -> None:
+    end_with_starter()
     root = parser()
     options, more = root.parse_known_args(arguments)
     if more and ("overrides" not in options or any(argument.startswith("-") for argument in more)):
@@ -305,7 +307,7 @@ def one_step(config: Config, folder: str) -> Config:
 
 def train(config: Config, *, dry: bool = False) -> int:
     gc.disable()  # until the job is built: hardly anything of it is garbage
-    from mmrl.job import Job, RunEnded
+    from mmrl.job import Job, RunEnded, WarmStartStopped
 
     try:
         with Job(config) as job:
@@ -321,6 +323,9 @@ def train(config: Config, *, dry: bool = False) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(ended, flush=True)
         return 0
+    except WarmStartStopped as ended:
+        print(ended, flush=True)
+        return 128 + ended.signum
     return 128 + stopped if stopped else 0
 
 

@@ -105,7 +105,7 @@ class ReadAhead:
 
 def _begin(source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> None:
     """Initialises a reading process. It ignores signals, for the trainer handles them and ends this process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
     torch.set_num_threads(1)  # there are several of these

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, as a wish to end in order."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (which schedulers send before a time limit), as a wish to end in order."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
+SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
+
 
 class Interruption:
-    """Context in which SIGTERM and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that reads it
-    between two steps; a second SIGINT ends the process at once."""
+    """Context in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that reads
+    it between two steps; a second SIGINT ends the process at once. After SIGTERM or SIGUSR1 the process ends: they stay
+    caught, for a scheduler may send them again, which must not change how it ends."""
 
     def __init__(self) -> None:
         self.signum = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.signal(number, self._note) for number in (*SCHEDULER, signal.SIGINT)}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if number == signal.SIGINT or self.signum not in SCHEDULER:
+                signal.signal(number, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum

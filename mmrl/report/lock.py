@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from mmrl.errors import UserError
 
 NAME = "run.lock"
+POLL_S = 0.5  # between two looks whether a run directory is free
 
 
 class RunLock:
@@ -52,12 +53,33 @@ class RunLock:
 
 def check_free(folder: Path) -> None:
     """Raises UserError if another process runs in `folder`. Changes nothing."""
+    if (owner := owner_of(folder)) is not None:
+        raise in_use(folder, owner)
+
+
+def owner_of(folder: Path) -> dict[str, Any] | None:
+    """Returns the other process that runs in `folder`, as its lock names it; None without one. Changes nothing."""
     if (folder / NAME).is_file() and os.access(folder / NAME, os.W_OK):
         with (folder / NAME).open("r+") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                raise in_use(folder, named(file)) from None
+                return named(file)
+            except OSError:  # no locks on this file system: the owner in the file decides
+                owner = named(file)
+                return owner if owner.get("process") != os.getpid() and lives(owner) else None
+    return None
+
+
+def await_free(folder: Path, why: str) -> bool:
+    """Waits while another process runs in `folder`, and says so in one line that ends with `why`. Returns whether it
+    had to wait."""
+    if (owner := owner_of(folder)) is None:
+        return False
+    print(f"waiting for {described(owner)}, which runs in {folder}: {why}", flush=True)
+    while owner_of(folder) is not None:
+        time.sleep(POLL_S)
+    return True
 
 
 def named(file: TextIO) -> dict[str, Any]:
@@ -71,9 +93,14 @@ def named(file: TextIO) -> dict[str, Any]:
 
 
 def in_use(folder: Path, owner: dict[str, Any]) -> UserError:
-    who = f"process {owner.get('process', 'unknown')} on {owner.get('host', 'an unknown host')}"
     since = owner.get("since", "an unknown time")
-    return UserError(f"run_dir={folder} is in use by {who} since {since}; wait for it, end it, or name another run_dir")
+    return UserError(
+        f"run_dir={folder} is in use by {described(owner)} since {since}; wait for it, end it, or name another run_dir"
+    )
+
+
+def described(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('process', 'unknown')} on {owner.get('host', 'an unknown host')}"
 
 
 def me() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 import yaml
 
-from mmrl import checkpoints
+from mmrl import checkpoints, job
+from mmrl.cli import main as cli
+from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.report.lock import NAME, RunLock, me, started
 from tests.helpers.command_line import mmrl
@@ -36,8 +39,8 @@ def ends(folder, *more, code=0):
     return log.read_text()
 
 
-def until(condition, process, log):
-    deadline = time.monotonic() + 60
+def until(condition, process, log, seconds=60):
+    deadline = time.monotonic() + seconds
     while not condition():
         assert (process is None or process.is_alive()) and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.001)
@@ -282,3 +285,54 @@ def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
     weights.write_bytes(weights.read_bytes()[:-1])
     result = after(recipes, f"run_dir={recipes / 'again'}")
     assert result.code == 2 and "model.safetensors has" in result.err and "warm start is run again" in result.err
+
+
+def test_a_job_waits_for_the_warm_start_that_another_one_makes(recipes):
+    """The lock of its run directory is held, then the final weights are there: nothing is trained twice."""
+    (recipes / "base").mkdir()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(folder=str(recipes / "base"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"held\n"
+    log = recipes / "after.log"
+    (process,) = start(command, "train", str(recipes / "after.yaml"), log=log)
+    until(lambda: log.exists() and "waiting for process" in log.read_text(), process, log)
+    assert f"process {holder.pid} on" in log.read_text() and "warm start: mmrl train" not in log.read_text()
+    holder.communicate(b"\n")  # it ends without a warm start: the job makes one
+    assert wait([process], log) == [0]
+    assert log.read_text().count("warm start: mmrl train") == 1 and steps(recipes / "base") == [1, 2, 3, 4]
+
+
+HOLD = """
+from pathlib import Path
+from mmrl.report.lock import RunLock
+lock = RunLock(Path({folder!r}))
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_signal_that_stops_a_warm_start_stops_its_job(recipes, monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(job, "run_command", lambda command: commands.append(command) or 128 + signal.SIGTERM)
+    assert cli.train(load(recipes / "after.yaml")) == 128 + signal.SIGTERM
+    assert commands[0][1:] == ["-m", "mmrl", "train", str(recipes / "base.yaml"), "checkpoint.resume=auto"]
+    assert capsys.readouterr().out.endswith(
+        f"SIGTERM stopped the warm start {recipes / 'base.yaml'}; the same command goes on with it\n"
+    )
+    monkeypatch.setattr(job, "run_command", lambda command: 1)
+    with pytest.raises(UserError, match="failed; see above"):
+        cli.train(load(recipes / "after.yaml"))
+
+
+@pytest.mark.slow
+def test_a_warm_start_gets_the_signals_of_its_job(recipes):
+    """The job exits as the signal says; what was trained is saved, and the same command goes on with it."""
+    base, log = recipes / "base", recipes / "after.log"
+    (recipes / "base.yaml").write_text((recipes / "base.yaml").read_text().replace("every: 2", "every: 100"))
+    (process,) = start(command, "train", str(recipes / "after.yaml"), log=log)
+    until(lambda: (base / "metrics.jsonl").exists() and steps(base), process, log, seconds=240)
+    os.kill(process.pid, signal.SIGUSR1)
+    assert wait([process], log) == [128 + signal.SIGUSR1]
+    assert log.read_text().endswith("the same command goes on with it\n")
+    assert len(checkpoints.finished(base / "checkpoints")) == 1 and not (base / "final").exists()

@@ -1,0 +1,72 @@
+"""Commands that a process of ours runs to their end: they get its signals and end with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mmrl.children.processes import PARENT, end_with_starter, stopped_by
+
+ASLEEP = """
+import os, sys, time
+from mmrl.children.processes import end_with_starter
+end_with_starter()
+print(os.getpid(), os.getpgid(0), flush=True)
+time.sleep(60)
+"""
+STARTER = f"""
+import sys
+from mmrl.children.processes import run_command
+sys.exit(-run_command([sys.executable, "-c", {ASLEEP!r}]))
+"""
+
+
+@pytest.fixture
+def started():
+    """A process that runs a command, and the command's process id and group."""
+    process = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    pid, group = map(int, process.stdout.readline().split())
+    yield process, pid, group
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def ended(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.01)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_a_command_dies_with_the_process_that_runs_it(started):
+    process, pid, group = started
+    assert group == os.getpgid(process.pid)  # so Ctrl-C reaches both
+    process.kill()
+    assert ended(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_handed_on(started, number):
+    process, pid, _ = started
+    process.send_signal(number)
+    assert process.wait(10) == number and ended(pid)  # it died by the signal
+
+
+def test_a_command_whose_starter_has_ended_before_it_asks_does_not_run(monkeypatch):
+    code = "from mmrl.children.processes import end_with_starter; end_with_starter(); print('ran')"
+    one = subprocess.run([sys.executable, "-c", code], env=os.environ | {PARENT: "1"}, capture_output=True)
+    assert (one.returncode, one.stdout) == (1, b"")
+    monkeypatch.delenv(PARENT, raising=False)
+    end_with_starter()  # of a process that was started otherwise
+
+
+@pytest.mark.parametrize(
+    ("code", "signum"), [(0, 0), (2, 0), (-15, 15), (143, 15), (138, 10), (130, 2), (-9, 0), (137, 0), (-11, 0)]
+)
+def test_codes_of_a_stop_in_order(code, signum):
+    assert stopped_by(code) == signum
