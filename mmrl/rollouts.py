@@ -139,6 +139,7 @@ class Sample:
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
 TEXT, IMAGE = range(2)  # parts of a response with an image: its text, and the image
+OBJECTIVE = "objective"  # name of the column of `Rollouts.extras` that is 0 where a mask of the objective holds
 PARTS = "parts"  # name of the column of `Rollouts.extras` with the part of each decision, where responses have parts
 
 

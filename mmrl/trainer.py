@@ -32,7 +32,7 @@ from mmrl.runtime.progress import Interval, Work, display
 from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
 from mmrl.training.metrics import Metrics, UnscoredMonitor, ZeroGradientMonitor, evaluation_line, step_line
-from mmrl.training.preparation import Minibatch, Preparation
+from mmrl.training.preparation import Minibatch, Preparation, weigh_objective
 
 
 class Trainer:
@@ -172,9 +172,9 @@ class Trainer:
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
-        over = Reduction(
-            self.algorithm.reduce_mode, micro.mask.to(replay.logp.device), totals, self.policy.max_decisions
-        )
+        weigh_objective(micro, replay)
+        mask = micro.mask.to(replay.logp.device)
+        over = Reduction(self.algorithm.reduce_mode, mask, totals, self.policy.max_decisions)
         loss, more = self.algorithm.objective(micro, replay, over)
         key = f"algorithm.type={self.algorithm.type}"
         check_loss(key, loss)

@@ -75,6 +75,7 @@ class Algorithm(Choice):
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
     collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`
+    weighs_decisions: ClassVar[bool] = True  # whether a decision that `Replay.weight` has at 0 leaves its objective
 
     type: str = "grpo"
     reduce: ReduceMode | None = option(

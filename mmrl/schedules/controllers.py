@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +28,11 @@ class Proportional(Follower):
     target: float = option(description="what the metric shall be", gt=0)
     rate: float = option(0.2, "how quickly it follows", gt=0)
     most: float = option(0.1, "largest relative change a step", gt=0)
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        low, high = super().extremes
+        return low or sys.float_info.min, high  # a product of positive factors does not reach 0
 
     def moved(self, measured: float) -> float:
         wanted = (self.target / max(measured, 1e-12)) ** self.rate

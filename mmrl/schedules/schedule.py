@@ -181,6 +181,13 @@ class Follower(Schedule):
     def extremes(self) -> tuple[float, float]:
         return min(self.low, self.start), max(self.high, self.start)
 
+    def check(self, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf) -> None:
+        try:
+            super().check(ge, gt, le, lt)
+        except ValueError as error:
+            low, _ = self.extremes
+            raise ValueError(f"{error}; set `{'low' if low < ge or low <= gt else 'high'}`, its bound") from None
+
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         measured = measured_metric(self.metric, metrics)
         if math.isfinite(measured):

@@ -68,6 +68,8 @@ class Shaper(Choice):
         "long_wrong": "mmrl.terms.shapers.groups:LongWrong",
         "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
+        "kl_returns": "mmrl.terms.shapers.returns:KLReturns",
+        "whitening": "mmrl.terms.shapers.returns:Whitening",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's
@@ -89,11 +91,13 @@ class Mask(Choice):
     """A selection of rollouts or decisions that count in the loss.
 
     `of` "rollouts": `keep` returns [rollout] before the advantages, and a masked rollout is not in the statistics of
-    its group either. `of` "decisions": it returns [rollout, decision] after them.
+    its group either. `of` "decisions": it returns [rollout, decision] after them. `of` "objective": likewise, but a
+    masked decision has no part in the algorithm's objective alone; it stays in denominators, terms, statistics and the
+    ratio of its rollout. An objective of whole rollouts leaves it out altogether.
     """
 
     title: ClassVar[str] = "mask"
-    of: ClassVar[Literal["rollouts", "decisions"]] = "decisions"
+    of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "decisions"
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.masks.rollouts:Truncated",
         "over_turn": "mmrl.terms.masks.rollouts:OverTurn",

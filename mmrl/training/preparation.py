@@ -22,7 +22,7 @@ from mmrl.protocols.checks import check_mask, check_values
 from mmrl.protocols.job import JobConfig
 from mmrl.protocols.measurement import PreparedContext
 from mmrl.protocols.parts import Policy, Task
-from mmrl.rollouts import Replay, Rollouts, Steps, require
+from mmrl.rollouts import OBJECTIVE, DecisionColumn, Replay, Rollouts, Steps, require
 from mmrl.training.balancing import balanced
 from mmrl.training.metrics import Metrics
 
@@ -231,15 +231,34 @@ class Preparation:
             advantages = shaper.shape(advantages, batch)
             check_values(f"algorithm.shaping.{i} ({shaper.type})", advantages, shape, finite=True)
         rollouts.advantages = advantages
-        for key, mask in self._masks("decisions"):
-            keep = mask.keep(batch)
-            check_mask(key, keep, shape)
-            rollouts.mask = rollouts.mask & keep.to(rollouts.mask.device)
+        self._mask_decisions(batch)
 
-    def _masks(self, of: str) -> list[tuple[str, Any]]:
+    def _mask_decisions(self, batch: Batch) -> None:
+        """Excludes decisions by the masks: altogether, or from an objective that has a value for each of them."""
+        rollouts = batch.rollouts
+        objective = torch.ones_like(rollouts.mask)
+        for key, mask in self._masks("decisions", "objective"):
+            keep = mask.keep(batch)
+            check_mask(key, keep, rollouts.mask.shape)
+            keep = keep.to(rollouts.mask.device)
+            if mask.of == "objective" and self.algorithm.weighs_decisions:
+                objective = objective & keep
+            else:
+                rollouts.mask = rollouts.mask & keep
+        if not objective.all():
+            rollouts.extras[OBJECTIVE] = DecisionColumn(objective.float())
+
+    def _masks(self, *of: str) -> list[tuple[str, Any]]:
         """Returns the masks of rollouts, or of decisions, with their keys."""
         named = ((f"algorithm.masks.{i} ({mask.type})", mask) for i, mask in enumerate(self.algorithm.masks))
-        return [(key, mask) for key, mask in named if mask.of == of]
+        return [(key, mask) for key, mask in named if mask.of in of]
+
+
+def weigh_objective(micro: Rollouts, replay: Replay) -> None:
+    """Sets the weights of decisions that masks have excluded from the objective alone to 0."""
+    if OBJECTIVE in micro.extras:
+        counts = micro.extra(OBJECTIVE, DecisionColumn).values.to(replay.logp)
+        replay.weight = counts if replay.weight is None else replay.weight * counts
 
 
 class ReplayColumns:

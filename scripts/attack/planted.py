@@ -249,8 +249,8 @@ FAULTS = [
           "pass\n", TERMS),
     Fault("statistics include masked rollouts", "mmrl/protocols/batch.py", "rollouts.rewards.where(rollout_mask[:, None], torch.nan)",
           "rollouts.rewards", TERMS),
-    Fault("mask of decisions not applied", P, "rollouts.mask = rollouts.mask & keep.to(rollouts.mask.device)", "pass",
-          TERMS),
+    Fault("mask of decisions not applied", P, "rollouts.mask = rollouts.mask & keep\n", "pass\n",
+          (*TERMS, "joints/test_masks.py")),
     # --- advantages ---
     Fault("baseline is hard-coded", A + "estimator.py", "FUSED_BASELINES.get(type(baseline).centre)", '"mean"',
           ADVANTAGES),

@@ -5,6 +5,13 @@ from __future__ import annotations
 
 T, C, R = "mmrl/algorithms/surrogates/trust.py", "mmrl/algorithms/surrogates/clips.py", "mmrl/algorithms/ratio.py"
 TRUST, CLIPS, SURROGATES = ("joints/test_trust.py",), ("joints/test_clips.py",), ("joints/test_surrogates.py",)
+S, K, P = "mmrl/terms/shapers/returns.py", "mmrl/terms/reward_kl.py", "mmrl/training/preparation.py"
+D, RETURNS, TERMS = (
+    "mmrl/algorithms/preference/discriminative.py",
+    ("joints/test_returns.py",),
+    ("joints/test_terms.py",),
+)
+PREFERENCE = ("joints/test_preference.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -28,4 +35,29 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("reduce: what is set is not used", R, 'return self.reduce or ("sequence_mean"', 'return ("sequence_mean"', SURROGATES),
     ("unclipped: the sign of the ratio", "mmrl/core/surrogates.py", "return -log_ratio.exp() * a, {}", "return -(-log_ratio).exp() * a, {}", SURROGATES),
     ("unclipped: it is clipped", "mmrl/core/surrogates.py", '"unclipped": (_unclipped, {})', '"unclipped": (_reinforce, {})', TRUST),
+    ("whitening: rollouts count alike", S, 'if self.over == "decisions":', "if False:", RETURNS),
+    ("whitening: over is not used", S, 'if self.over == "decisions":', "if True:", RETURNS),
+    ("whitening: the mean stays", S, "(advantages - known.mean())", "advantages", RETURNS),
+    ("whitening: a variance for a deviation", S, "variance.rsqrt()", "1 / variance", RETURNS),
+    ("whitening: what is not scored counts", S, "counted = batch.rollouts.mask & scored", "counted = batch.rollouts.mask", RETURNS),
+    ("whitening: of this rank", S, "batch.steps(*self._counted(advantages, counted))",
+     "(lambda v, m: v[m])(*self._counted(advantages, counted))", ("joints/test_ranks.py",)),
+    ("kl_returns: it pays the divergence out", S, "return advantages - discounted", "return advantages + discounted", RETURNS),
+    ("kl_returns: a decision pays for itself alone", S, "discounted(self.kl.costs(batch), self.gamma)", "self.kl.costs(batch)", RETURNS),
+    ("kl_returns: never discounted", S, "self.kl.costs(batch), self.gamma", "self.kl.costs(batch), 1.0", RETURNS),
+    ("kl_returns: what is not scored pays", S, "scored & batch.rollouts.mask", "batch.rollouts.mask", RETURNS),
+    ("kl_penalty: of this rank", "mmrl/algorithms/reward_transforms/kl_penalty.py",
+     "batch.gathered(self.kl.costs(batch).sum(1).to(rewards))", "self.kl.costs(batch).sum(1).to(rewards)", ("joints/test_ranks.py",)),
+    ("reward_kl: the estimator is fixed", K, "kind=self.estimator", 'kind="k1"', RETURNS),
+    ("reward_kl: the two policies are exchanged", K, "kl_estimate(rollouts.old_logp, rollouts.ref_logp.to(rollouts.old_logp),",
+     "kl_estimate(rollouts.ref_logp, rollouts.old_logp,", RETURNS),
+    ("reward_kl: the coefficient is fixed", K, "self.coefficient.value * kl", "0.01 * kl", RETURNS),
+    ("masks: what is masked leaves the denominator", P, 'if mask.of == "objective" and self.algorithm.weighs_decisions:', "if False:", TERMS),
+    ("masks: a loss of groups ignores them", P, ' and self.algorithm.weighs_decisions:', ":", TERMS),
+    ("masks: the objective keeps all", P, "replay.weight = counts if", "replay.weight = replay.weight if", TERMS),
+    ("discriminative: the divisor is fixed", D, 'if self.divisor == "contrasting":', "if False:", PREFERENCE),
+    ("discriminative: divided by contrasting prompts", D, 'if self.divisor == "contrasting":', "if True:", PREFERENCE),
+    ("discriminative: unscored prompts count", D, "micro.group[known].unique()", "micro.group.unique()", PREFERENCE),
+    ("proportional: 0 can be reached", "mmrl/schedules/controllers.py", "low or sys.float_info.min", "low", ("schedules/test_controllers.py",)),
+    ("follower: the wrong bound is named", "mmrl/schedules/schedule.py", "{'low' if low < ge", "{'high' if low < ge", ("schedules/test_controllers.py",)),
 ]

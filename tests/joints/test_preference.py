@@ -96,6 +96,21 @@ def test_discriminative_without_the_weight_of_the_worst(given):
     close(made.gradient(), [[-0.25, -0.25], [-0.5, 0], [0.5, 0], [0.5, 0]])
 
 
+def test_discriminative_is_divided_by_all_prompts(given):
+    """compute_policy_loss_disco_logL of DisCO at bd2b078, executed on these rows: of three prompts one has both sides;
+    a prompt without any score is none."""
+    table = Table([[-1.0, -2.0], [-0.5], [-1.0], [-3.0], [-2.0], [-1.0], [-1.0], [-1.0]],
+                  group=[0, 0, 1, 1, 2, 2, 3, 3], rewards=[1.0, 0.0, 1.0, 1.0, 0.0, 0.0, *[math.nan] * 2])  # fmt: skip
+    for divisor, factor in (("", 1), (", divisor: contrasting", 3)):
+        for size in (64, 2):
+            made = given(table, f"algorithm={{type: discriminative, tau: 2{divisor}}}", "rollout.prompts=4",
+                         f"engine.micro_batch={size}")  # fmt: skip
+            made.prepare()
+            made.learn()
+            close(made.gradient()[:2] * 3 / factor, [[-0.5, -0.5], [1.0, 0.0]])
+            close(made.gradient()[2:], torch.zeros(6, 2))
+
+
 def test_discriminative_by_ratios(given):
     made = told(given, "{type: discriminative, tau: null, score: ratio, epochs: 2}")
     made.move(logp=[[0.1, 0.3], [0.0], [0.2], [-0.4]])

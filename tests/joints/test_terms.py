@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mmrl.rollouts import OBJECTIVE, DecisionColumn
 from tests.joints.parts import Table, close
 
 ONE = ["rollout.prompts=1", "algorithm.scale=none"]
@@ -229,20 +230,60 @@ ENTROPIES = [("0.5", [[0, 1], [1, 0]]), ("0.75", [[0, 1], [1, 1]]), ("0.2", [[0,
 
 @pytest.mark.parametrize(("share", "kept"), ENTROPIES)
 def test_entropy_share(given, share, kept):
-    """The decisions in doubt are kept, and they alone are counted in the denominator."""
+    """The decisions in doubt alone are learned from; the denominator counts all, as in TRL and the paper."""
     table = Table([[-1.0, -1.0], [-1.0, -1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9], [0.5, 0.3]])
     made = given(table, *ONE, f"algorithm.masks=[{{type: entropy_share, share: {share}}}]")
     made.prepare()
     made.learn()
     kept = torch.tensor(kept)
-    close(made.gradient(), torch.tensor([[-1.0], [1.0]]) * kept / kept.sum())
+    close(made.gradient(), torch.tensor([[-1.0], [1.0]]) * kept / 4)
+
+
+@pytest.mark.parametrize("mask", ["{type: entropy_share, share: 0.5}", "{type: covariance_clip, share: 0.5, low: 0.9}"])
+def test_terms_are_of_all_decisions(given, mask):
+    """Half of them have no part in the objective. With covariance_clip those on the diagonal go."""
+    entropies = [[1.0, 5.0], [4.0, 2.0]]
+    table = Table([[0.0, -1.0], [-1.0, -2.0]], rewards=[2.0, 0.0], entropy=entropies)
+    term = "algorithm.terms=[{type: entropy, coefficient: 1}]"
+    made = given(table, *ONE, f"algorithm.masks=[{mask}]", term)
+    made.prepare()
+    close(made.learn(), (-1 + 1 - 12) / 4)
+    close(made.gradient("entropy"), [[-0.25, -0.25], [-0.25, -0.25]])
+    close(made.gradient(), [[0, -0.25], [0.25, 0]])
+    close(made.metrics.result()["entropy"], 3.0)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "dual_clip", "reinforce", "cispo"])
+def test_a_masked_decision_stays_in_its_rollouts_ratio(given, surrogate):
+    """The ratio of a sequence is of all its decisions, as in TRL: log 1.2 of 0.8 and -0.4354."""
+    table = Table([[-1.0, -1.0], [-1.0, -1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9], [0.5, 0.3]])
+    options = ["algorithm.masks=[{type: entropy_share, share: 0.25}]", "algorithm.level=sequence"]
+    made = given(table, *ONE, *options, "algorithm.epochs=2", f"algorithm.surrogate={surrogate}")
+    made.prepare()
+    move = 2 * math.log(1.2) - 0.8
+    made.move(logp=[[0.8, move], [0.0, 0.0]])
+    made.learn()
+    slope = -1.0 if surrogate == "reinforce" else -1.2
+    close(made.gradient(), [[slope / 8, slope / 8], [0.0, 0.0]])  # a half of it each, a quarter of the loss
+
+
+def test_a_loss_of_whole_rollouts_leaves_masked_decisions_out(given):
+    """The log-ratio of a pair is the sum over the decisions that are kept: m = 0.1 x 0.7."""
+    table = Table([[-1.0, -2.0], [-3.0, -1.0]], rewards=[0.0, 2.0], entropy=[[0.1, 0.9], [0.8, 0.3]])
+    mask = "masks: [{type: entropy_share, share: 0.5}]"
+    made = given(table, "rollout.prompts=1", f"algorithm={{type: preference, beta: 0.1, {mask}}}")
+    made.move(logp=[[5.0, -0.4], [0.3, 7.0]])
+    made.prepare()
+    close(made.learn(), math.log1p(math.exp(-0.07)))
 
 
 def test_entropy_is_ranked_over_all_ranks_and_only_where_it_counts(given):
     """The third decision is no decision: its garbage would be the last of all, or the first."""
     table = Table([[-1.0, -1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9, 0.2], [0.5]])
     made = given(table, *ONE, "rollout.prompts=2", "algorithm.masks=[{type: entropy_share, share: 0.5}]", world=2)
-    assert made.prepare().mask.tolist() == [[False, True, False], [True, False, False]]  # 4 of 8, two here
+    made.prepare()
+    made.learn()
+    assert (made.gradient() != 0).tolist() == [[False, True, False], [True, False, False]]  # 4 of 8, two here
 
 
 # Deviations of logp 2, -2, 0 (mean -2); of the advantages 2/3, 2/3, -4/3 (mean 1/3): covariances 4/3, -4/3, 0.
@@ -253,11 +294,9 @@ COVARIANCES = [("low: 1, high: 5", False), ("low: 1.4, high: 5", True), ("low: 0
 def test_covariance_clip(given, bounds, kept):
     table = Table([[0.0, -4.0], [-2.0]], rewards=[2.0, 0.0])
     made = given(table, *ONE, f"algorithm.masks=[{{type: covariance_clip, share: 0.4, {bounds}}}]")
-    rollouts = made.prepare()
-    assert rollouts.mask.tolist() == [[kept, True], [True, False]]
+    assert made.prepare().mask.tolist() == [[True, True], [True, False]]
     made.learn()
-    n = 2 + kept
-    close(made.gradient(), [[-kept / n, -1 / n], [1 / n, 0]])
+    close(made.gradient(), [[-kept / 3, -1 / 3], [1 / 3, 0]])  # of all three, also where one is left out
 
 
 @pytest.mark.parametrize(("share", "dropped"), [("0.3", 1), ("0.5", 2), ("0.9", 2)])
@@ -265,15 +304,21 @@ def test_covariance_clip_leaves_out_a_share(given, share, dropped):
     # Deviations 1, 0, 0, -1 and 1, 1, -1, -1: two covariances of 1. Of 4 decisions 1, 2 or 3 may go.
     table = Table([[0.0, -1.0], [-1.0, -2.0]], rewards=[2.0, 0.0])
     made = given(table, *ONE, f"algorithm.masks=[{{type: covariance_clip, share: {share}, low: 0.9}}]")
-    mask = made.prepare().mask
-    assert int((~mask).sum()) == dropped
-    assert mask[0, 1] and mask[1, 0]
+    made.prepare()
+    made.learn()
+    learned = made.gradient() != 0
+    assert int((~learned).sum()) == dropped
+    assert learned[0, 1] and learned[1, 0]
 
 
 def test_who_is_dropped_is_drawn_anew_each_step_and_seed(given):
     table = Table([[0.0, -1.0], [-1.0, -2.0]], rewards=[2.0, 0.0])
     options = "algorithm.masks=[{type: covariance_clip, share: 0.3, low: 0.9}]"
-    drawn = [[bool(given(table, *ONE, options, f"seed={seed}").prepare(step=s).mask[0, 0]) for s in range(6)]
-             for seed in (0, 0, 1)]  # fmt: skip
+
+    def left_out(seed, step):
+        made = given(table, *ONE, options, f"seed={seed}")
+        return bool(made.prepare(step=step).extra(OBJECTIVE, DecisionColumn).values[0, 0] == 0)
+
+    drawn = [[left_out(seed, step) for step in range(6)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] and len({True, False} & set(drawn[0])) == 2
     assert drawn[0] != drawn[2]

@@ -29,6 +29,24 @@ def test_proportional_keeps_its_bounds_and_state():
     assert other.value == 1.05
 
 
+TEMPERATURE = "rollout.temperature={type: %s, metric: entropy, start: 1, target: 0.4%s}"
+
+
+def test_proportional_needs_no_bound_where_0_is_refused(tmp_path):
+    """It never reaches 0, and so needs no `low`; one that does is refused by that name."""
+    table = Table([[-1.0], [-1.0]])
+    control = job(tmp_path / "fits", table, TEMPERATURE % ("proportional", "")).trainer.config.rollout.temperature
+    for _ in range(99):
+        control.update(1, {"entropy": 1e9})
+    assert 0 < control.value < 1e-3
+    for kind, options in (("additive", ", rate: 0.1"), ("proportional", ", low: -1")):
+        with pytest.raises(UserError, match=r"rollout.temperature.* must be above 0 .*set `low`"):
+            job(tmp_path / kind, table, TEMPERATURE % (kind, options))
+    with pytest.raises(UserError, match=r"must be at most 1 .*set `high`"):
+        job(tmp_path / "high", table, "algorithm.surrogate={type: clip, low: {type: additive, metric: entropy, "
+            "start: 0.1, target: 1, rate: 0.1, high: 2}}")  # fmt: skip
+
+
 def stairs(**options):
     return Staircase(values=(8, 16, 32), metric="cut", bound=0.5, **options)
 

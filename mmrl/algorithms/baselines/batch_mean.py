@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 class BatchMean(Baseline):
     """The mean reward of all rollouts of the step, whatever their prompts. With algorithm.scale=batch_std rewards are
-    whitened over the batch; with baseline mean and that scale it is REINFORCE++-baseline."""
+    whitened over the batch, in which rollouts count alike. REINFORCE++ whitens over decisions: baseline none, scale
+    none and the shaper whitening; REINFORCE++-baseline is baseline mean, scale none and that shaper."""
 
     equation: ClassVar[str] = "A = r - mean of the batch"
     source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"

@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 class Discriminative(GroupLoss):
     """Right rollouts of a group are trained to score above its wrong ones, of which those that score highest count
-    most. There is no clip and prompts count alike, however hard. Bound the drift by the term kl against old, whose
+    most. There is no clip and prompts count alike, however hard: those that are all right or all wrong count in the
+    divisor, as in the released code, unless `divisor` is contrasting. Bound the drift by the term kl against old, whose
     coefficient is a multiplier with k_p that follows the metric old_kl."""
 
     equation: ClassVar[str] = (
-        "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), a mean over the groups that "
-        "have both; tau null: mean_wrong s"
+        "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), summed over the groups that "
+        "have both and divided by the number of all, or of those; tau null: mean_wrong s"
     )
-    source: ClassVar[str] = "DisCO, arXiv 2505.12366"
+    source: ClassVar[str] = "DisCO, arXiv 2505.12366, by its released code, Optimization-AI/DisCO at bd2b078"
     type: str = "discriminative"
     score: Literal["logp", "ratio"] = option("logp", "mean log-likelihood, or mean ratio to the old policy")
     tau: Schedule | None = number(1.0, "the smaller, the more the worst mistakes count", gt=0)
     threshold: float = option(0.5, "rewards above it are of right answers")
+
+    divisor: Literal["prompts", "contrasting"] = option(
+        "prompts", "the sum over groups is divided by: all prompts with a scored rollout, or those with both sides"
+    )
 
     @property
     def base_needs(self) -> Needs:
@@ -41,6 +46,16 @@ class Discriminative(GroupLoss):
         rewards = batch.combined()
         sides = torch.where(rewards > self.threshold, 1.0, -1.0)
         return batch.local(sides.masked_fill(rewards.isnan(), 0.0))
+
+    def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
+        import torch
+
+        totals = super().denominators(micro)
+        if self.divisor == "contrasting":
+            return totals
+        assert micro.advantages is not None
+        known = (micro.advantages.where(micro.mask, 0) != 0).any(1)
+        return totals | {"groups": torch.tensor(len(micro.group[known].unique()))}
 
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import math

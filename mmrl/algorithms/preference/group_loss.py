@@ -21,6 +21,7 @@ class GroupLoss(Algorithm):
     """A loss of whole groups, whose rollouts are good (advantage 1), bad (-1) or not in the loss (0)."""
 
     test: ClassVar[str] = "tests/joints/test_preference.py"
+    weighs_decisions: ClassVar[bool] = False
 
     @property
     def base_needs(self) -> Needs:

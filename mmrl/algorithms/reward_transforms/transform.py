@@ -32,6 +32,7 @@ class Transform(Choice):
         "sequence_entropy": "mmrl.algorithms.reward_transforms.sequence_entropy:SequenceEntropy",
         "view_agreement": "mmrl.algorithms.reward_transforms.view_agreement:ViewAgreement",
         "inverse_likelihood": "mmrl.algorithms.reward_transforms.inverse:InverseLikelihood",
+        "kl_penalty": "mmrl.algorithms.reward_transforms.kl_penalty:KLPenalty",
         "view_contrast": "mmrl.algorithms.reward_transforms.view_contrast:ViewContrast",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"

@@ -53,10 +53,11 @@ class GroupStd(Scale):
 
 
 class BatchStd(Scale):
-    """The standard deviation of the batch."""
+    """The standard deviation of the batch's rewards, before a baseline of the group is subtracted. The shaper whitening
+    divides by that of the advantages, which is smaller the more prompts differ."""
 
-    equation: ClassVar[str] = "A = (r - b) / (std of the batch + 1e-6)"
-    source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
+    equation: ClassVar[str] = "A = (r - b) / (std of r over the batch + 1e-6)"
+    source: ClassVar[str] = "LitePPO, arXiv 2508.08221; scale_rewards=batch of TRL"
     type: str = "batch_std"
 
     def buckets(self, batch: Batch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class EntropyShare(Mask):
-    """Only the share of the step's decisions with the highest entropy counts in the loss."""
+    """Only the share of the step's decisions with the highest entropy counts in the objective. The others stay in its
+    denominator and in the terms, as in TRL and the paper."""
 
     equation: ClassVar[str] = "keep where H >= quantile(H, 1 - share), over the decisions of all ranks"
     source: ClassVar[str] = "Beyond the 80/20 rule, arXiv 2506.01939"
+    of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "objective"
     type: str = "entropy_share"
     share: float = option(0.2, "of the decisions that are learned from", gt=0, le=1)
 
@@ -35,11 +37,12 @@ class EntropyShare(Mask):
 
 
 class CovarianceClip(Mask):
-    """A small share of the decisions whose likelihood and advantage are both far above the mean is left out, drawn by
-    chance from those within the bounds."""
+    """A small share of the decisions whose likelihood and advantage are both far above the mean is left out of the
+    objective, drawn by chance from those within the bounds. It stays in the denominator and in the terms."""
 
     equation: ClassVar[str] = "cov = (logp - mean logp) (A - mean A), over the decisions of all ranks"
     source: ClassVar[str] = "Clip-Cov, arXiv 2505.22617"
+    of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "objective"
     type: str = "covariance_clip"
     share: float = option(2e-4, "of the decisions that is left out", gt=0, lt=1)
     low: float = option(1.0, "smallest covariance of a decision that may be left out")
