@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols.abilities import able
 from mmrl.protocols.parts import ConversationTask, Policy, ResizedTask, Resizing, SyncedGenerator, Task
 from mmrl.settings import SettingsError, locate
+from mmrl.tasks.settings import TaskSettings
 
 
 def build_task(config: Config) -> Task:
     try:
-        task = config.task.build(config.seed)
+        task = open_elsewhere(config.task, config.algorithm.gates).build(config.seed)
         if isinstance(task, ConversationTask) and task.environment is not None:
             task.environment.check()
     except (ValueError, OSError, ImportError) as error:
@@ -33,6 +35,17 @@ def build_task(config: Config) -> Task:
     except ValueError as error:
         raise UserError(str(error)) from None
     return task
+
+
+def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:
+    """Returns the settings of a task whose rewards of these names give 1 to prompts that they are not for."""
+    if "rewards" not in type(task).model_fields:
+        return task
+    rewards = [
+        spec.model_copy(update={"elsewhere": 1.0}) if spec.column in gates and spec.elsewhere is None else spec
+        for spec in vars(task)["rewards"]
+    ]
+    return task.model_copy(update={"rewards": rewards})
 
 
 def build_policy(config: Config, task: Task) -> Policy:

@@ -96,6 +96,16 @@ class Algorithm(Choice):
     def slow_sampling(self) -> SamplingPolicy | None:
         return None
 
+    @property
+    def gates(self) -> list[str]:
+        """Returns the names of rewards that multiply others."""
+        return []
+
+    @property
+    def learns_from_flat_groups(self) -> bool:
+        """Returns whether groups whose rewards are all equal teach something, so that dynamic sampling keeps them."""
+        return any(shaper.of_flat_groups for shaper in self.shapers)
+
     # --- what it needs ---
 
     @property
@@ -209,6 +219,16 @@ class RewardedAlgorithm(Algorithm):
 
     shaping: list[Shaper] = option([], "changes of the advantages, in this order")
     sampling_policy: SamplingPolicy | None = option(None, "roll out with a slower average of the weights; null: do not")
+
+    def check(self, config: JobConfig, offered: Capabilities) -> None:
+        super().check(config, offered)
+        filters = config.rollout.filters
+        if filters is not None and self.learns_from_flat_groups and filters.low is filters.high is None:
+            of_flat = next(shaper.type for shaper in self.shaping if shaper.of_flat_groups)
+            raise ValueError(
+                f"rollout.dynamic_sampling drops nothing, for {of_flat} (algorithm.shaping) learns from groups of "
+                "equal rewards as well; set it to null, or give it low or high"
+            )
 
     @property
     def shapers(self) -> list[Shaper]:

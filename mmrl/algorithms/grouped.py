@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
 
 from mmrl.algorithms.algorithm import RewardedAlgorithm
 from mmrl.algorithms.baselines.baseline import Baseline, Mean
@@ -13,7 +15,7 @@ from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.scales.components import Components, SumOfComponents
 from mmrl.algorithms.scales.scale import GroupStd, Scale
 from mmrl.protocols.requirements import Capabilities, Needs
-from mmrl.settings import option
+from mmrl.settings import kind_of, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +29,29 @@ class GroupedAlgorithm(RewardedAlgorithm):
     """An algorithm that compares the rollouts of one prompt with one another."""
 
     baseline: Baseline = option(Mean(), "what a reward is compared with")
-    scale: Scale = option(GroupStd(), "what the difference is divided by")
+    scale: Scale = option(
+        GroupStd(),
+        "what the difference is divided by; by default what the baseline's source divides by: group_std "
+        "of mean, batch_std of batch_mean and running, none of leave_one_out, length_weighted, greedy and none",
+    )
     components: Components = option(SumOfComponents(), "how several rewards become one advantage")
     transforms: list[Transform] = option([], "changes of the reward before the baseline, in this order")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_baseline_has_it(cls, values: Any) -> Any:
+        """Fills in the usual scale of a baseline that comes without one."""
+        if not isinstance(values, dict) or "scale" in values or "baseline" not in values:
+            return values
+        if type(cls.model_fields["scale"].default) is not GroupStd:  # a class with a scale of its own
+            return values
+        chosen, key = values["baseline"], ("algorithm", "baseline")
+        kind = type(chosen) if isinstance(chosen, Baseline) else kind_of(Baseline, chosen, key)
+        return {**values, "scale": kind_of(Scale, kind.usual_scale)()}
+
+    @property
+    def gates(self) -> list[str]:
+        return self.components.gate_names
 
     def parts(self) -> Iterable[tuple[str, Needs]]:
         yield from super().parts()
@@ -39,11 +61,18 @@ class GroupedAlgorithm(RewardedAlgorithm):
             yield f"algorithm.transforms.{i} ({transform.type})", transform.needs
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        super().check(config, offered)
         compared = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
         if (self.baseline.compares or self.transforms) and config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with {compared}: a group of one has "
-                "no baseline and learns nothing; raise group_size or set algorithm.baseline=none"
+                "no baseline and learns nothing; raise group_size or set algorithm.baseline=running, greedy, "
+                "batch_mean or none"
+            )
+        if self.scale.of_group and config.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size={config.group_size} with algorithm.scale={self.scale.type}: the deviation of a "
+                "group of one is 0, so nothing is learned; raise group_size or set algorithm.scale=none or batch_std"
             )
         if self.baseline.single and (self.transforms or self.components.type not in ("sum", "gated")):
             raise ValueError(

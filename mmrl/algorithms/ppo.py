@@ -98,14 +98,16 @@ class PPO(RatioAlgorithm):
         """Computes advantages, [rollout, decision], standardised over the steps of all ranks unless `standardise` is
         minibatch; stores the critic's targets in the rollouts.
 
-        The reward of the task is added to an episode's last step, the simulator's reward to every step.
+        The reward of the task is added to an episode's last step, the simulator's reward to every step. An unscored
+        rollout gets the advantage 0, and is neither in the standardisation nor among the critic's targets.
         """
         import torch
 
         rollouts, steps = batch.rollouts, _steps(batch.rollouts)
+        total = batch.local(batch.combined())
+        steps.mask = steps.mask & ~total.isnan()[:, None]  # what could not be scored is not known to be worth 0
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1
-        total = batch.local(batch.combined()).nan_to_num(0.0)
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
         estimates = self.estimates if steps.moment is None else self.estimates_of_traces
         values, steps.returns = estimates(rewards, steps)
@@ -113,13 +115,10 @@ class PPO(RatioAlgorithm):
             counted = batch.steps(values, steps.mask)
             spread = counted.std() if len(counted) > 1 else torch.zeros(())
             values = ((values - counted.mean()) / (spread + 1e-6)).where(steps.mask, 0.0)
-        batch.report(
-            {
-                "critic/value": float(batch.steps(steps.values, steps.mask).mean()),
-                "critic/return": float(batch.steps(steps.returns, steps.mask).mean()),
-            }
-        )
-        return values.repeat_interleave(rollouts.mask.shape[1] // steps.mask.shape[1], 1)
+        for name, column in (("value", steps.values), ("return", steps.returns)):
+            if len(counted := batch.steps(column, steps.mask)):
+                batch.report({f"critic/{name}": float(counted.mean())})
+        return _by_decision(values, rollouts)
 
     def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
         """Computes advantages before they are standardised, and the critic's targets; [rollout, step], of this rank."""
@@ -175,12 +174,16 @@ class PPO(RatioAlgorithm):
         )
 
     def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
-        """Standardises advantages over the decisions that count."""
+        """Standardises advantages over the decisions that count, of scored rollouts."""
         import torch
 
         if self.standardise == "batch":
             return
-        scored = [(micro.advantages.double(), micro.mask) for micro in minibatch if micro.advantages is not None]
+        scored = [
+            (micro.advantages.double(), micro.mask & _by_decision(_steps(micro).mask, micro))
+            for micro in minibatch
+            if micro.advantages is not None
+        ]
         sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in scored]).sum(0)
         added, count = total(sums).tolist()
         mean = added / max(count, 1.0)
@@ -229,6 +232,11 @@ def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
     if steps.moment is None:
         return torch.arange(steps.mask.shape[1]).expand(steps.mask.shape), steps.mask
     return dense_moments(steps.moment, steps.mask)
+
+
+def _by_decision(values: Tensor, rollouts: Rollouts) -> Tensor:
+    """Repeats values of steps for each of their decisions, [rollout, step] -> [rollout, decision]."""
+    return values.repeat_interleave(rollouts.mask.shape[1] // values.shape[1], 1)
 
 
 def _steps(rollouts: Rollouts) -> Steps:

@@ -18,6 +18,7 @@ from mmrl.collection.partial_rollouts import Pool
 from mmrl.collection.pending_batches import GeneratorWeights, PendingBatches, State
 from mmrl.collection.rounds import DemonstratedRounds, PooledRounds, Rounds, SampledRounds
 from mmrl.collection.settings import DynamicSampling
+from mmrl.core.advantages import combined_reward
 from mmrl.core.filters import groups_within
 from mmrl.engine import Ranks
 from mmrl.prompts.sampler import Outcome
@@ -62,11 +63,11 @@ class Collector:
     def next(self, step: int, metrics: Metrics) -> Rollouts:
         """Returns the rollouts of the next step. step: number of finished steps."""
         if self.steps_ahead:
-            return self._with_extras(self._take_ahead(step, metrics), step, metrics)
+            return self._take_ahead(step, metrics)
         with synced(self.weights.generator) as measured:
             self.weights.version = step
             metrics.set(measured)
-            return self._with_extras(self.collect(step, metrics), step, metrics)
+            return self.collect(step, metrics)
 
     def _take_ahead(self, step: int, metrics: Metrics) -> Rollouts:
         """Returns the batch that was sampled while earlier steps were trained. After the last one, the generator starts
@@ -80,53 +81,73 @@ class Collector:
         return rollouts
 
     def collect(self, step: int, metrics: Metrics) -> Rollouts:
-        """Returns a full batch of scored rollouts: this rank's share of the step's prompts, in groups.
+        """Returns a full batch of scored rollouts: this rank's share of the step's prompts, in groups, and the rollouts
+        of extra sources.
 
-        With dynamic sampling, uninformative groups are replaced by new ones. When max_rounds have not filled the batch,
-        it is filled up with uninformative groups, whose advantages are 0.
+        With dynamic sampling, uninformative groups are replaced by new ones. Those that extra sources could rescue are
+        judged with what joined them. When max_rounds have not filled the batch, it is filled up with uninformative
+        groups, whose advantages are 0.
         """
         filters = self.config.rollout.filters
         if filters is None:
-            return self._round(step, metrics)
+            fresh = self._round(step, metrics)
+            self._add_staleness(fresh, step, metrics)
+            return self.extras.joined(fresh)
         candidates = Candidates(self.draws.share, self.ranks, shared=filters.shared)
         for _ in range(filters.max_rounds):
-            batch = self._round(step, metrics)
+            fresh = self._round(step, metrics)
+            batch = self.extras.rescued(fresh)
             informative = self._informative(batch, filters)
-            metrics.add("dynamic_sampling/kept", informative.float())
+            metrics.add("dynamic_sampling/kept", informative[: len(fresh)].float())
             candidates.add(batch, informative)
             if candidates.full:
                 break
-        return candidates.taken()
+        taken = candidates.taken()
+        self._add_staleness(taken, step, metrics)
+        return self.extras.added(taken)
 
     def _round(self, step: int, metrics: Metrics) -> Rollouts:
-        """Returns the first pending batch, or a new round."""
+        """Returns the first pending batch, or a new round, and passes its outcomes to the prompt sampler."""
         if self.pending:
-            return self.pending.take()
-        if self.steps_ahead and self.weights.stale:
-            self.weights.give(step, metrics)
-        return self.rounds.make(step, self.weights.version)
+            batch = self.pending.take()
+        else:
+            if self.steps_ahead and self.weights.stale:
+                self.weights.give(step, metrics)
+            batch = self.rounds.make(step, self.weights.version)
+        if batch.rewards is not None:
+            self.pending.observe(self._outcomes(batch, batch.rewards))
+        return batch
 
     def _informative(self, batch: Rollouts, filters: DynamicSampling) -> Tensor:
-        """Returns whether each rollout's group is informative, [rollout] bool: its rewards differ, and its accuracy is
-        within the bounds."""
-        weights = torch.tensor(self.task.reward_weights)
-        varied = self.config.algorithm.informative(batch, weights, list(self.task.reward_names))
+        """Returns whether each rollout's group is informative, [rollout] bool: its rewards differ, or the method
+        learns from others too, and its accuracy is within the bounds."""
+        weights, algorithm = torch.tensor(self.task.reward_weights), self.config.algorithm
+        teaches = algorithm.informative(batch, weights, list(self.task.reward_names))
+        if algorithm.learns_from_flat_groups:
+            teaches = torch.ones_like(teaches)
         accuracy = require(batch.accuracy, "accuracy")
-        return varied & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
+        return teaches & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
 
-    def _with_extras(self, fresh: Rollouts, step: int, metrics: Metrics) -> Rollouts:
-        """Returns the step's rollouts, followed by those of extra sources."""
-        if fresh.version is not None:
-            metrics.add("generation/staleness", step - fresh.version)
-        return self.extras.joined(fresh)
+    def _outcomes(self, fresh: Rollouts, rewards: Tensor) -> list[Outcome]:
+        """Returns the outcomes of a round's groups on all ranks, in the order of their draw. A collective."""
+        total = combined_reward(rewards, torch.tensor(self.task.reward_weights))
+        columns = fresh.group, require(fresh.prompt, "prompts"), total, require(fresh.accuracy, "accuracy")
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        every = sorted((row for part in self.ranks.gather(rows) for row in part), key=itemgetter(0))
+        groups = [list(group) for _, group in groupby(every, itemgetter(0))]
+        return [
+            Outcome(group[0][1], tuple(row[2] for row in group), tuple(row[3] for row in group)) for group in groups
+        ]
+
+    def _add_staleness(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
+        if rollouts.version is not None:
+            fresh = torch.ones_like(rollouts.group) if rollouts.origin is None else rollouts.origin == FRESH
+            metrics.add("generation/staleness", step - rollouts.version, where=fresh.bool())
 
     def observe(self, batch: Batch) -> None:
-        """Passes the outcomes of a step's fresh rollouts to the prompt sampler, and the whole batch to the extra
-        sources."""
-        if batch.rollouts.rewards is None:
-            return
-        self.draws.observe(outcomes(batch))
-        self.extras.observe(batch)
+        """Passes a step's batch to the extra sources, after its updates."""
+        if batch.rollouts.rewards is not None:
+            self.extras.observe(batch)
 
     # --- between steps ---
 
@@ -160,16 +181,6 @@ class Collector:
     def _load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
         self.draws.load(shared)
         self.rounds.load(rank_state)
-
-
-def outcomes(batch: Batch) -> list[Outcome]:
-    """Returns the outcomes of the fresh groups of all ranks, in the order of their draw."""
-    names = ("group", "origin", "prompt", "accuracy")
-    columns = [batch.fact(name).tolist() for name in names]
-    rows = sorted(zip(*columns, batch.combined().tolist(), strict=True), key=itemgetter(0))
-    fresh = (row for row in rows if row[1] == FRESH)
-    groups = [list(group) for _, group in groupby(fresh, itemgetter(0))]
-    return [Outcome(group[0][2], tuple(row[4] for row in group), tuple(row[3] for row in group)) for group in groups]
 
 
 def synced(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:

@@ -59,11 +59,15 @@ class PromptDraws:
         self.sampler.observe(outcomes)
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "sampler": copy.deepcopy(self.sampler.state())}
+        return {"drawn": self.drawn, "sampler": copy.deepcopy(self.sampler.state()), "observed": []}
 
     def load(self, state: dict[str, Any]) -> None:
         self.drawn = state["drawn"]
         self.sampler.load(state["sampler"])
+        outcomes = [
+            Outcome(prompt, tuple(rewards), tuple(marks)) for prompt, rewards, marks in state.get("observed", [])
+        ]
+        self.sampler.observe(outcomes)
 
     def close(self) -> None:
         """Closes the reader."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmrl.collection.extra_sources import with_old_logp
 from mmrl.engine import Ranks
 from mmrl.rollouts import Rollouts
 
@@ -58,7 +59,7 @@ class Candidates:
         rank_index = self.ranks.rank if self.shared else 0
         by_rank = self.ranks.gather(self.candidates) if self.shared else [self.candidates]
         dealt_out = dealt(by_rank, self.wanted)
-        every = Rollouts.concat(self.parts)
+        every = Rollouts.concat(self._alike())
         if self.shared and any(source != rank for rank, share in enumerate(dealt_out) for source, _ in share):
             parcels = [[c.position for s, c in share if s == rank_index] for share in dealt_out]
             parts = [every.select(_rows(every, positions)) if positions else None for positions in parcels]
@@ -66,9 +67,14 @@ class Candidates:
             every = Rollouts.concat([part for part in arrived if part is not None])
         chosen = [candidate for _, candidate in dealt_out[rank_index]]
         batch = every.select(_rows(every, [candidate.position for candidate in chosen]))
-        size = len(batch) // len(chosen)
-        batch.filler = torch.tensor([not candidate.teaches for candidate in chosen]).repeat_interleave(size)
+        batch.filler = torch.isin(batch.group, torch.tensor([c.position for c in chosen if not c.teaches]))
         return batch
+
+    def _alike(self) -> list[Rollouts]:
+        """Returns the rounds with the same columns on all ranks, for sources add some where they join a group. A
+        collective."""
+        recorded = self.ranks.max(any(part.old_logp is not None for part in self.parts))
+        return [with_old_logp(part) for part in self.parts] if recorded else self.parts
 
 
 def dealt(by_rank: Sequence[Sequence[Candidate]], wanted: int) -> list[list[tuple[int, Candidate]]]:

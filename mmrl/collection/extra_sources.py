@@ -36,7 +36,8 @@ class SourceContext:
 
 
 class ExtraSource(Choice):
-    """Rollouts that are added to each step's fresh ones; as many on every rank.
+    """Rollouts that are added to each step's fresh ones; as many on every rank. A source of rollouts that join groups
+    (`in_group` above 0) is asked in every round of dynamic sampling, before groups are dropped; others once a step.
 
     They must have `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
     no other group has. Rollouts with NaN rewards are not in the statistics of groups, and get the advantage 0. Their
@@ -67,7 +68,7 @@ class ExtraSource(Choice):
 
     @property
     def in_group(self) -> int:
-        """Returns the largest number of rollouts that join a fresh group."""
+        """Returns the largest number of rollouts that join a fresh group; above 0 all of the source's rollouts do."""
         return 0
 
     @abstractmethod
@@ -75,7 +76,7 @@ class ExtraSource(Choice):
 
     @abstractmethod
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns this rank's share of the rollouts. fresh: this rank's fresh rollouts."""
+        """Returns this rank's share of the rollouts. fresh: this rank's fresh rollouts, of a round or of the step."""
 
     def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources need none)
         """Observes a step's batch after its updates."""
@@ -101,25 +102,59 @@ class ExtraRolloutSources:
     def __init__(self, settings: Sequence[ExtraSource], context: SourceContext) -> None:
         # Copies, for a default is shared by all configurations of the process.
         self.sources = [source.model_copy(deep=True) for source in settings]
+        self._most = context.most
         for source in self.sources:
             source.start(context)
 
+    def rescued(self, fresh: Rollouts) -> Rollouts:
+        """Returns a round's rollouts, followed by those of the sources whose rollouts join groups, not filled up;
+        `added` completes what is kept of them."""
+        import torch
+
+        joined = self._joined(fresh, [source for source in self.sources if source.in_group])
+        if joined is fresh:
+            return fresh
+        strange = ~torch.isin(joined.group, fresh.group)
+        if bool((strange & joined.mask.any(1)).any()):
+            raise ValueError(
+                "a source of rollouts that join groups (in_group above 0) made some of another group, which "
+                "rollout.dynamic_sampling can not judge; make them in a source of their own"
+            )
+        return joined.select(~strange)
+
+    def added(self, rollouts: Rollouts) -> Rollouts:
+        """Returns the rollouts that dynamic sampling kept, fresh ones first, as many on every rank, followed by those
+        of the sources whose rollouts join no group."""
+        from mmrl.rollouts import FRESH, Rollouts
+
+        if not self.sources:
+            return rollouts
+        assert rollouts.origin is not None
+        rollouts = rollouts.select((rollouts.origin != FRESH).byte().argsort(stable=True))
+        missing = self._most(len(rollouts)) - len(rollouts)
+        rollouts = Rollouts.concat([rollouts, masked_out(rollouts, missing)])
+        return self._joined(rollouts, [source for source in self.sources if not source.in_group])
+
     def joined(self, fresh: Rollouts) -> Rollouts:
         """Returns a step's rollouts, followed by those of every source."""
+        return self._joined(fresh, self.sources)
+
+    def _joined(self, fresh: Rollouts, sources: Sequence[ExtraSource]) -> Rollouts:
         import torch
 
         from mmrl.rollouts import FRESH, Rollouts, alike, with_nodes
 
-        if not self.sources:
+        if fresh.origin is None and self.sources:
+            fresh.origin = torch.full((len(fresh),), FRESH)
+        if not sources:
             return fresh
-        fresh.origin = torch.full((len(fresh),), FRESH)
-        added = with_nodes(fresh, [source.make(fresh) for source in self.sources])
+        added = with_nodes(fresh, [source.make(fresh) for source in sources])
         added = [alike(part, fresh) for part in added]
         if fresh.filler is not None:  # a group may be informative, now that it is larger
             joined = torch.cat([part.group for part in added])
             fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
         if any(part.old_logp is not None for part in added):
-            fresh = replace(fresh, old_logp=torch.full(fresh.mask.shape, torch.nan))
+            fresh = with_old_logp(fresh)
             added = [alike(part, fresh) for part in added]
         return Rollouts.concat([fresh, *added])
 
@@ -187,20 +222,50 @@ class DemonstrationSource(ExtraSource):
         self._order.load(state)
 
 
+def failed_groups(fresh: Rollouts, accuracy: float) -> tuple[list[int], list[int]]:
+    """Returns the groups none of whose rollouts is right, and the index of each one's prompt. A group none of whose
+    rollouts could be judged has not failed. accuracy: of a rollout that counts as right."""
+    assert fresh.prompt is not None and fresh.accuracy is not None
+    groups, prompts = [], []
+    for group in fresh.group.unique().tolist():
+        rows = fresh.group == group
+        known = fresh.accuracy[rows][~fresh.accuracy[rows].isnan()]
+        if len(known) and not bool((known >= accuracy).any()):
+            groups.append(group)
+            prompts.append(int(fresh.prompt[rows][0]))
+    return groups, prompts
+
+
 def joining(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
     """Concatenates rollouts that join groups, and fills them up with masked ones to the largest number of any rank, so
     that all ranks make as many passes of the model."""
+    from mmrl.rollouts import Rollouts, alike
+
+    blank = masked_out(fresh, context.most(sum(map(len, parts))) - sum(map(len, parts)))
+    if any(part.old_logp is not None for part in parts):
+        blank = with_old_logp(blank)
+    return Rollouts.concat([*(alike(part, blank) for part in parts), blank])
+
+
+def masked_out(like: Rollouts, count: int) -> Rollouts:
+    """Returns `count` rollouts, each a group of its own, of which nothing is learned."""
     import torch
 
-    from mmrl.rollouts import REPLAYED, Rollouts, alike
+    from mmrl.rollouts import REPLAYED
 
-    missing = context.most(sum(map(len, parts))) - sum(map(len, parts))
-    blank = fresh.select(torch.zeros(missing, dtype=torch.int64))
+    blank = like.select(torch.zeros(count, dtype=torch.int64))
     blank.mask = torch.zeros_like(blank.mask)
-    blank.group = torch.iinfo(torch.int64).min + torch.arange(missing)
-    blank.origin = torch.full((missing,), REPLAYED)
+    blank.group = torch.iinfo(torch.int64).min + torch.arange(count)
+    blank.origin = torch.full((count,), REPLAYED)
     for name in ("rewards", "accuracy"):
         vars(blank)[name] = torch.full_like(vars(blank)[name], torch.nan)
-    if any(part.old_logp is not None for part in parts):
-        blank.old_logp = torch.full(blank.mask.shape, torch.nan)
-    return Rollouts.concat([*(alike(part, blank) for part in parts), blank])
+    return blank
+
+
+def with_old_logp(rollouts: Rollouts) -> Rollouts:
+    """Returns rollouts with `old_logp`: NaN, for unknown, where they have none."""
+    import torch
+
+    if rollouts.old_logp is not None:
+        return rollouts
+    return replace(rollouts, old_logp=torch.full(rollouts.mask.shape, torch.nan))

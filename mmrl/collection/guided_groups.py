@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PrivateAttr, model_validator
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
 from mmrl.protocols.abilities import Continuing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -36,14 +36,11 @@ class Guidance(ExtraSource):
 
     def chosen(self, fresh: Rollouts) -> tuple[list[int], list[int]]:
         """Returns the groups that get rollouts, and the index of each one's prompt."""
-        assert fresh.prompt is not None and fresh.accuracy is not None
-        groups, prompts = [], []
-        for group in fresh.group.unique().tolist():
-            rows = fresh.group == group
-            if self.groups == "all" or not bool((fresh.accuracy[rows] >= self.accuracy).any()):
-                groups.append(group)
-                prompts.append(int(fresh.prompt[rows][0]))
-        return groups, prompts
+        if self.groups == "failed":
+            return failed_groups(fresh, self.accuracy)
+        assert fresh.prompt is not None
+        prompts = dict(zip(fresh.group.tolist(), fresh.prompt.tolist(), strict=True))
+        return sorted(prompts), [prompts[group] for group in sorted(prompts)]
 
     def joined(self, rollouts: Rollouts, groups: list[int], prompts: list[int], origin: int) -> Rollouts:
         """Scores rollouts and makes them members of groups."""

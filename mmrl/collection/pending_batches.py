@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from mmrl.collection.draws import PromptDraws
 from mmrl.collection.rounds import Rounds, one_thread
+from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.parts import SyncedGenerator
 from mmrl.rollouts import Rollouts
 from mmrl.training.metrics import Metrics
@@ -48,6 +49,7 @@ class PendingBatches:
     def __init__(self, rounds: Rounds, draws: PromptDraws, weights: GeneratorWeights) -> None:
         self.rounds, self.draws, self.weights = rounds, draws, weights
         self.batches: deque[PendingBatch] = deque()
+        self.observed: list[Outcome] = []  # since the prompts of these batches were drawn
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -60,6 +62,7 @@ class PendingBatches:
             return
         self.weights.give(version, metrics)
         thread = one_thread("rollouts")
+        self.observed = []
         drawn = [((self.draws.state(), self.rounds.state()), self.rounds.ahead()) for _ in steps]
         self.draws.foresee(*(draw for _, draw in drawn if draw is not None))
         for step, (before, draw) in zip(steps, drawn, strict=True):
@@ -71,12 +74,22 @@ class PendingBatches:
         """Waits for the next batch and returns it."""
         return self.batches.popleft().rollouts.result()
 
+    def observe(self, outcomes: list[Outcome]) -> None:
+        """Passes outcomes to the prompt sampler."""
+        if self.batches:
+            self.observed += outcomes
+        self.draws.observe(outcomes)
+
     def wait(self) -> None:
         wait([pending.rollouts for pending in self.batches])
 
     def state(self) -> State:
-        """Returns the state of the draws before the next batch; a batch that has begun is sampled again."""
-        return self.batches[0].before if self.batches else (self.draws.state(), self.rounds.state())
+        """Returns the state of the draws before the next batch, with what was observed since; a batch that has begun is
+        sampled again."""
+        if not self.batches:
+            return self.draws.state(), self.rounds.state()
+        shared, of_rank = self.batches[0].before
+        return shared | {"observed": [list(astuple(outcome)) for outcome in self.observed]}, of_rank
 
     def give_up(self) -> State | None:
         """Cancels the batches. Returns the state from which their prompts can be drawn again; None where nothing is

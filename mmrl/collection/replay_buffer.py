@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
 from mmrl.protocols.abilities import Storing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -127,12 +127,11 @@ class SuccessReplay(ReplaySource):
 
         context = self._context
         chosen: list[tuple[int, int, Stored]] = []
-        for group in fresh.group.unique().tolist():
-            rows = fresh.group == group
-            assert fresh.prompt is not None and fresh.accuracy is not None
-            prompt = int(fresh.prompt[rows][0])
+        failed, _ = failed_groups(fresh, self.accuracy)
+        assert fresh.prompt is not None
+        for group, prompt in sorted(set(zip(fresh.group.tolist(), fresh.prompt.tolist(), strict=True))):
             stored = self._stored.get(prompt, [])
-            if self.groups == "all" or not bool((fresh.accuracy[rows] >= self.accuracy).any()):
+            if self.groups == "all" or group in failed:
                 chance = random.Random(f"{context.seed} {group}")  # by the draw's position, whatever the rank
                 drawn = chance.sample(stored, min(self.count, len(stored)))
                 chosen += [(group, prompt, one) for one in drawn]

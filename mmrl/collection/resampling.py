@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -57,7 +57,7 @@ class ExtraRollouts(ExtraSource):
         from mmrl.runtime.seeds import rollout_seeds
 
         context = self._context
-        failed = self._failed(fresh)
+        failed = list(zip(*failed_groups(fresh, self.accuracy), strict=True))
         # Under ZeRO-3 ranks generate together: one without failed groups samples for another group
         if context.most(len(failed)) == 0:
             return joining([], fresh, context)
@@ -74,13 +74,3 @@ class ExtraRollouts(ExtraSource):
         right = (responses.accuracy >= self.accuracy) & bool(failed)
         rank = right.view(-1, self.count).cumsum(1).flatten()  # among the right responses of its group, from 1
         return joining([responses.select(right & (rank <= self.most))], fresh, context)
-
-    def _failed(self, fresh: Rollouts) -> list[tuple[int, int]]:
-        """Returns groups without a right rollout, with the index of each one's prompt."""
-        assert fresh.prompt is not None and fresh.accuracy is not None
-        failed = []
-        for group in fresh.group.unique().tolist():
-            rows = fresh.group == group
-            if not bool((fresh.accuracy[rows] >= self.accuracy).any()):
-                failed.append((group, int(fresh.prompt[rows][0])))
-        return failed

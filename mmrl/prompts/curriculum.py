@@ -188,8 +188,10 @@ class SkipFlat(Remembering):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         super().observe(outcomes)
         for outcome in outcomes:
-            rewards = {reward for reward in outcome.rewards if math.isfinite(reward)}
-            self._flat[outcome.prompt] = self._flat.get(outcome.prompt, 0) + 1 if len(rewards) < 2 else 0
+            scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
+            if len(scored) > 1:  # otherwise nothing was compared
+                flat = len(set(scored)) == 1
+                self._flat[outcome.prompt] = self._flat.get(outcome.prompt, 0) + 1 if flat else 0
 
     def state(self) -> dict[str, Any]:
         flat = {str(prompt): count for prompt, count in self._flat.items()}

@@ -108,8 +108,9 @@ class CategoryBandit(Categorised):
             gaps = []
             for outcome in visited:
                 scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
-                mean = sum(scored) / len(scored) if scored else 0.0
-                gaps += [abs(reward - mean) for reward in scored]
+                if len(scored) > 1:
+                    mean = sum(scored) / len(scored)
+                    gaps += [abs(reward - mean) for reward in scored]
             if gaps:
                 self._values[name] += self.rate * (sum(gaps) / len(gaps) - self._values[name])
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one prompt that was drawn, over all of its rollouts on all ranks."""
+    """The outcome of one prompt that was drawn, over all rollouts of its fresh group."""
 
     prompt: int  # its index in the task's training source
     rewards: tuple[float, ...]  # the combined reward of each rollout; NaN where it could not be scored
@@ -57,7 +57,8 @@ class PromptSampler(Choice):
 
     @abstractmethod
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Observes the outcomes of a finished step's prompts, in the order of their draw."""
+        """Observes the outcomes of a round's prompts, in the order of their draw, whether or not dynamic sampling keeps
+        their groups."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

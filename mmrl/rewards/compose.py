@@ -106,7 +106,7 @@ class RewardSet:
                 if only is not None and name not in only:
                     continue
                 rows = [row for row, sample in enumerate(samples) if applies(spec, sample.prompt)]
-                scores[[row for row in range(len(samples)) if row not in set(rows)], column] = 0.0
+                scores[[row for row in range(len(samples)) if row not in set(rows)], column] = spec.elsewhere or 0.0
                 reward.failures.begin()
                 try:
                     for index in _calls(reward, spec.batch_size, rows, group):

@@ -25,7 +25,13 @@ class RewardSpec(Section):
     label: str | None = option(None, "name of its column, where one reward is used twice; default: its name")
     where: dict[str, Any] = option(
         {},
-        "prompts it is for: keys of their metadata and the values these have; it gives 0 to all rollouts of the others",
+        "prompts it is for: keys of their metadata and the values these have; others get `elsewhere`",
+    )
+    elsewhere: float | None = option(
+        None,
+        "value on prompts that it is not for; null: 0, or 1 where it is a gate of algorithm.components, which so stays "
+        "open for them",
+        allow_inf_nan=False,
     )
     isolated: bool | None = option(
         None, "run it in separate processes; default: those that are known to hang, such as math"

@@ -73,6 +73,7 @@ class Shaper(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's
+    of_flat_groups: ClassVar[bool] = False  # whether groups of equal rewards teach something by it
 
     @property
     def needs(self) -> Needs:

@@ -224,3 +224,47 @@ def test_buckets_by_the_confidence_of_the_policy(given):
     scale = "algorithm.scale={type: quantile_bucket_std, by: logp, count: 2}"
     expected = [-1 / hard, 1 / hard, -2 / easy, 2 / easy, -2 / hard, 2 / hard]
     close(advantages(given, table, scale, size=2), expected, atol=5e-6)
+
+
+# --- the scale that a baseline comes with ---
+
+
+@pytest.mark.parametrize("kind", ["none", "batch_mean", "running", "greedy"])
+def test_a_group_of_one_learns_where_the_baseline_needs_no_group(given, kind):
+    """Nobody asked for a scale: that of a group of one would be 0."""
+    table = Table([[-1.0]] * 4, group=[0, 1, 2, 3], rewards=[1.0, 0.0, 0.0, 1.0])
+    made = given(
+        table, "rollout={prompts: 4, group_size: 1}", f"algorithm.baseline={kind}", "algorithm.surrogate=reinforce"
+    )
+    made.prepare(made.next())
+    made.learn()
+    assert made.gradient()[0, 0] < 0 and made.metrics.result()["grad_norm"] > 0.1
+
+
+def test_methods_have_the_scale_of_their_source(given):
+    """Rewards 1, 0, 1: RLOO, OPO with lengths of 1, and REINFORCE, not divided; the mean by a std of 0.57735."""
+    table = Table([[-1.0]] * 3, rewards=[1.0, 0.0, 1.0])
+    close(advantages(given, table, "algorithm.baseline=leave_one_out"), [0.5, -1.0, 0.5])
+    close(advantages(given, table, "algorithm.baseline=length_weighted"), [1 / 3, -2 / 3, 1 / 3])
+    close(advantages(given, table, "algorithm.baseline=none"), [1.0, 0.0, 1.0])
+    close(advantages(given, table, "algorithm.baseline=mean"), [0.57735, -1.1547, 0.57735], atol=1e-5)
+    close(advantages(given, table), [0.57735, -1.1547, 0.57735], atol=1e-5)
+    given_one = "algorithm.baseline=leave_one_out", "algorithm.scale=group_std"
+    close(advantages(given, table, *given_one), [0.5 / 0.57735, -1 / 0.57735, 0.5 / 0.57735], atol=1e-5)
+
+
+def test_greedy_is_remax(given):
+    """A group that is all right while the greedy response is wrong: 1 each."""
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[0.0, 0.0, 1.0, 1.0])
+    made = given(table, "algorithm.baseline=greedy", ORDER.format([0, 1]), "rollout.prompts=2")
+    close(made.prepare(made.next()).advantages[2:, 0], [1.0, 1.0])
+
+
+def test_a_deviation_of_a_group_of_one_is_refused(given):
+    with pytest.raises(UserError, match="the deviation of a group of one is 0.* set algorithm.scale=none or batch_std"):
+        given(groups(), "rollout.group_size=1", "algorithm.baseline=none", "algorithm.scale=group_std")
+
+
+def test_the_advice_for_a_group_of_one_works(given):
+    with pytest.raises(UserError, match="set algorithm.baseline=running, greedy, batch_mean or none"):
+        given(groups(), "rollout.group_size=1")

@@ -45,3 +45,35 @@ def test_projected(given):
 def test_a_reward_that_the_task_does_not_have(given, components):
     with pytest.raises(UserError, match="csot.*right, cost"):
         prepared(given, [[0.0, 4.0], [2.0, 0.0]], components)
+
+
+# --- gates that are for some prompts alone ---
+
+GATED = "algorithm.components={type: gated, gates: [%s]}"
+FOR_ONE = "{name: 'tests.joints.test_components:closed', label: gate, where: {level: 0}%s}"
+
+
+def closed(sample):
+    """A gate that is closed for odd rows."""
+    return 1.0 - int(sample.response) % 2
+
+
+def number(sample):
+    return float(sample.response)
+
+
+@pytest.mark.parametrize(
+    ("more", "second"), [("", [2.0, 3.0]), (", elsewhere: 0", [0.0, 0.0]), (", elsewhere: 2", [4, 6])]
+)
+def test_a_gate_is_open_for_prompts_that_it_is_not_for(given, more, second):
+    """Level 1 has no gate: rows 2 and 3 earn what they are worth. Row 1 is shut out."""
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], metadata=[{"level": 0}] * 2 + [{"level": 1}] * 2)
+    rewards = f"task.rewards=[{FOR_ONE % more}, {{name: 'tests.joints.test_components:number', label: worth}}]"
+    made = given(table, rewards, GATED % "gate", "algorithm.scale=none", "algorithm.baseline=none")
+    close(made.prepare(made.next()).advantages[:, 0], [0.0, 0.0, *second])
+
+
+def test_a_reward_that_is_no_gate_gives_nothing_elsewhere(given):
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], metadata=[{"level": 0}] * 2 + [{"level": 1}] * 2)
+    made = given(table, f"task.rewards=[{FOR_ONE % ''}]", "algorithm.scale=none", "algorithm.baseline=none")
+    close(made.prepare(made.next()).advantages[:, 0], [1.0, 0.0, 0.0, 0.0])

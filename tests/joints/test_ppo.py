@@ -225,3 +225,56 @@ def test_lambda_is_of_each_rollouts_own_length(given):
     made.prepare(rollouts)
     found = torch.tensor([4 / 9, 2 / 3, 1.0, 1 / 2, 1.0])
     close(rollouts.advantages[rollouts.mask], (found - found.mean()) / found.std(), atol=1e-4)
+
+
+# --- unscored rollouts ---
+
+NAN = math.nan
+# gamma = lam = 1: advantages r - V of one step each are 0.6 and -0.2, whose mean is 0.2 and whose std is 0.8 / sqrt(2).
+APART = [1 / math.sqrt(2), -1 / math.sqrt(2)]
+
+
+def unscored(given, options="", rewards=(1.0, NAN, 0.0), *, simulated=False):
+    values = [[0.4], [0.9], [0.2]]
+    table = Table([[-1.0]] * 3, group=[0, 1, 2], rewards=list(rewards), value=values)
+    made = given(table, "rollout={prompts: 3}", f"algorithm={{type: ppo, gamma: 1{options or ', lam: 1'}}}")
+    rollouts = table.rollouts()
+    if simulated:  # a simulator's episodes bring the values of their steps
+        rollouts.extras["steps"] = steps(table, values=values, terminated=[[1.0]] * 3)
+    made.prepare(rollouts)
+    return made, rollouts
+
+
+def test_an_unscored_rollout_has_no_advantage_and_is_no_target(given):
+    """Its value of 0.9 stays as it is: no reward of 0 pulls at it, and the others are standardised without it."""
+    made, rollouts = unscored(given)
+    close(rollouts.advantages[:, 0], [APART[0], 0.0, APART[1]], atol=1e-5)
+    close(made.learn(), 0.5 * (0.36 + 0.04) / 2, atol=1e-5)
+    close(made.gradient("value")[:, 0], [0.5 * -0.6, 0.0, 0.5 * 0.2])
+    close(made.gradient()[:, 0], [-APART[0] / 3, 0.0, -APART[1] / 3], atol=1e-5)
+    found = made.metrics.result()
+    close([found["critic/value"], found["critic/return"], found["critic/error"]], [0.3, 0.5, 0.2])
+
+
+@pytest.mark.parametrize("options", [", lam: 0.5, standardise: minibatch", ", lam: {type: by_length}, value_lam: 1"])
+def test_other_estimates_leave_it_out_as_well(given, options):
+    """Over one step every lambda gives the same."""
+    made, _ = unscored(given, options)
+    made.learn()
+    close(made.gradient()[:, 0], [-APART[0] / 3, 0.0, -APART[1] / 3], atol=1e-5)
+    close(made.gradient("value")[:, 0], [0.5 * -0.6, 0.0, 0.5 * 0.2])
+
+
+def test_a_step_without_a_score_changes_nothing(given):
+    made, rollouts = unscored(given, rewards=(NAN, NAN, NAN))
+    assert not rollouts.advantages.any()
+    made.learn()
+    assert not made.gradient().any() and not made.gradient("value").any()
+    assert not {"critic/value", "critic/return"} & made.metrics.result().keys()
+
+
+def test_an_episode_that_a_mask_excludes_is_no_target(given):
+    options = ", lam: 1, masks: [{type: band, fact: reward/mark, low: 0.5}]"
+    made, _ = unscored(given, options, (1.0, 0.3, 1.0), simulated=True)
+    made.learn()
+    close(made.gradient("value")[:, 0], [0.5 * -0.6, 0.0, 0.5 * -0.8])

@@ -25,7 +25,7 @@ class Baseline(Choice):
 
     compares: whether it is computed from other rollouts of the group, so that a group of one has none. within_group:
     whether equal rewards of a group leave exactly 0, which later normalisation keeps. single: whether it applies to one
-    combined reward only.
+    combined reward only. usual_scale: `algorithm.scale` where the job names none, that of the baseline's source.
     """
 
     title: ClassVar[str] = "baseline"
@@ -44,6 +44,7 @@ class Baseline(Choice):
     compares: ClassVar[bool] = True
     within_group: ClassVar[bool] = False
     single: ClassVar[bool] = False
+    usual_scale: ClassVar[str] = "group_std"
 
     @property
     def needs(self) -> Needs:
@@ -93,6 +94,7 @@ class LeaveOneOut(GroupStatistic):
 
     equation: ClassVar[str] = "A = r - mean_{j != i} r_j"
     source: ClassVar[str] = "RLOO, arXiv 2402.14740"
+    usual_scale: ClassVar[str] = "none"
     type: str = "leave_one_out"
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
@@ -106,6 +108,7 @@ class LengthWeighted(GroupStatistic):
 
     equation: ClassVar[str] = "A = r - sum_j l_j r_j / sum_j l_j"
     source: ClassVar[str] = "OPO, arXiv 2505.23585"
+    usual_scale: ClassVar[str] = "none"
     type: str = "length_weighted"
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
@@ -133,4 +136,5 @@ class NoBaseline(Baseline):
     equation: ClassVar[str] = "A = r"
     source: ClassVar[str] = "REINFORCE, Williams 1992"
     compares: ClassVar[bool] = False
+    usual_scale: ClassVar[str] = "none"
     type: str = "none"

@@ -21,6 +21,7 @@ class BatchMean(Baseline):
     source: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     compares: ClassVar[bool] = False
+    usual_scale: ClassVar[str] = "batch_std"
     type: str = "batch_mean"
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:

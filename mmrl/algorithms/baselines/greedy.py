@@ -24,6 +24,7 @@ class Greedy(Baseline):
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     compares: ClassVar[bool] = False
     single: ClassVar[bool] = True
+    usual_scale: ClassVar[str] = "none"
     type: str = "greedy"
 
     @property

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 class Running(Baseline):
     """The mean reward of the prompt in earlier steps, in which older rewards count less. It needs no group: one rollout
-    a prompt learns, and a group that is all right learns that it was not always so. Use it with
-    algorithm.scale=batch_std."""
+    a prompt learns, and a group that is all right learns that it was not always so."""
 
     equation: ClassVar[str] = (
         "A = r - s / n of the prompt; then s <- rho s + sum r, n <- rho n + count, rho = 2^(-steps passed / half_life) "
@@ -29,6 +28,7 @@ class Running(Baseline):
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     compares: ClassVar[bool] = False
     single: ClassVar[bool] = True
+    usual_scale: ClassVar[str] = "batch_std"
     type: str = "running"
     prior: float = option(0.5, "reward that is expected of a prompt that was never seen")
     strength: float = option(2.0, "rollouts that the prior counts as", gt=0)

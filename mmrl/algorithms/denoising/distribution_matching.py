@@ -45,6 +45,7 @@ class DistributionMatching(RewardedAlgorithm):
         return Needs(offers=offers, reference=Reference(), statistics=frozenset({"logp"}), whole_groups=True)
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        super().check(config, offered)
         if config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it weighs the rollouts of a "

@@ -42,6 +42,7 @@ class TiltMatching(RewardedAlgorithm):
         return Needs(offers=frozenset({"distribution"}), old=True, statistics=frozenset({"logp"}))
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        super().check(config, offered)
         if self.control_variate == "others" and config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with algorithm.control_variate=others: a rollout has no "

@@ -28,6 +28,7 @@ class GroupLoss(Algorithm):
         return Needs(offers=frozenset({"single_sample_kl"}), whole_groups=True)
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
+        super().check(config, offered)
         if config.group_size < 2:
             raise ValueError(
                 f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it compares the rollouts of "

@@ -27,6 +27,11 @@ class Components(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
 
+    @property
+    def gate_names(self) -> list[str]:
+        """Returns the rewards that multiply the others: a prompt that such a reward is not for must not get 0 of it."""
+        return []
+
     def check_names(self, names: list[str]) -> None:
         """Raises ValueError for a name that is no reward of the task."""
 
@@ -85,12 +90,17 @@ class NormaliseEach(Components):
 
 
 class Gated(Components):
-    """Some rewards gate the others: where a gate is closed (0), the reward is 0."""
+    """Some rewards gate the others: where a gate is closed (0), the reward is 0. A gate with `where` is open for the
+    prompts that it is not for."""
 
     equation: ClassVar[str] = "r = prod_{k in gates} r_k x sum_{other k} w_k r_k"
     source: ClassVar[str] = "G-RA's gated aggregation"
     type: str = "gated"
     gates: list[str] = option(description="names of the rewards that are gates", min_length=1)
+
+    @property
+    def gate_names(self) -> list[str]:
+        return self.gates
 
     def check_names(self, names: list[str]) -> None:
         for name in self.gates:

@@ -26,6 +26,7 @@ class Scale(Choice):
         "none": "mmrl.algorithms.scales.scale:NoScale",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
+    of_group: ClassVar[bool] = False  # whether it is a deviation within the group, which a group of one does not have
 
     @property
     def needs(self) -> Needs:
@@ -49,6 +50,7 @@ class GroupStd(Scale):
 
     equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
+    of_group: ClassVar[bool] = True
     type: str = "group_std"
 
 

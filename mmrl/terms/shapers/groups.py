@@ -108,14 +108,15 @@ class LongWrong(Shaper):
 
 class AdvantageMomentum(Shaper):
     """A rollout gains by how much its reward is above that of a response of the reference policy to the same prompt,
-    within bounds: a group whose rewards are all equal teaches as well. AAPO has no ratio; that is
-    algorithm.surrogate=reinforce."""
+    within bounds: a group whose rewards are all equal teaches as well, and dynamic sampling keeps it. AAPO has no
+    ratio; that is algorithm.surrogate=reinforce."""
 
     equation: ClassVar[str] = "A + clamp(r - reward of a response of the reference policy, -low, high)"
     source: ClassVar[str] = (
         "AAPO, arXiv 2505.14264, and its published code, where every rollout has such a response of its own"
     )
     test: ClassVar[str] = "tests/joints/test_advantage_momentum.py"
+    of_flat_groups: ClassVar[bool] = True
     type: str = "advantage_momentum"
     low: float = option(0.2, "most that is taken off an advantage", ge=0)
     high: float = option(0.28, "most that is added to it", ge=0)
