@@ -37,6 +37,7 @@ OFFERS = {
     "distillation": "a sampler of few steps that is distilled beside it (model.type=few_step_diffusion)",
     "reference_rollouts": "responses of the reference policy (rollout.generator=transformers)",
     "information": "a code that tells a gate of the prompt (action.head.type=residual with noise above 0)",
+    "displacement": "noise that it learns to draw (action.head.type=steered)",
     "imbalance": "horizons that share the work (action.head.type=horizons)",
     "nodes": "rollouts that share decisions, as leaves of a tree",
 }

@@ -23,6 +23,7 @@ PPO = "algorithm={type: ppo, simulator_reward: 0.5, gamma: 0.9, lam: 0.8}"
 
 
 BASE = "{type: gaussian, width: 16, layers: 1}"
+FLOW = "{type: flow, width: 32, depth: 1, evaluation_steps: 4}"
 HEADS = {
     "token": "{type: token, bins: 8}",
     "autoregressive": "{type: token, bins: 8, decoding: autoregressive, level: chunk}",
@@ -37,6 +38,7 @@ HEADS = {
     "latent": "{type: latent, width: 16, layers: 1, latent: 3}",
     "latent, by chunk": "{type: latent, width: 16, layers: 1, latent: 3, early_exit: false, level: chunk, fixed: true}",
     "horizons": "{type: horizons, width: 16, layers: 1}",
+    "steered": f"{{type: steered, width: 16, layers: 1, base: {FLOW}}}",
     "residual": f"{{type: residual, experts: 2, width: 16, base: {BASE}}}",
 }
 
@@ -297,8 +299,9 @@ def of_head(head, stage, folder):
     """Options of its run, at a temperature where the head has one. Of a head around another one, that one is made in
     `folder`."""
     options = [f"action.head={HEADS[head]}", f"engine.zero_stage={stage}"]
-    options += [] if "flow" in HEADS[head] else ["rollout.temperature=0.7"]
-    return [*options, "model.build=null", f"model.path={with_head(folder, BASE)}"] if "base" in HEADS[head] else options
+    options += [] if HEADS[head].startswith("{type: flow") else ["rollout.temperature=0.7"]
+    base = next((base for base in (BASE, FLOW) if f"base: {base}" in HEADS[head]), None)
+    return options if base is None else [*options, "model.build=null", f"model.path={with_head(folder, base)}"]
 
 
 def assert_trained(found, folder, head):

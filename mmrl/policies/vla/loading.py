@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
 log = logging.getLogger(__name__)
+LEROBOT_CONFIG = "config.json"  # of policies with a flow of their own; the small networks have none
 LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
 SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
@@ -240,8 +241,10 @@ def _head_key(head: ActionHead) -> str:
 
 def _check_base_is_known(folder: Path, head: ActionHead) -> None:
     """Raises UserError, before weights are read, for a head around another one that `folder` does not hold."""
-    comes_along = isinstance(head.core, L1Actions) or (
-        isinstance(head.core, TokenActions) and head.core.decoding != "parallel"
+    comes_along = (
+        isinstance(head.core, L1Actions)
+        or (isinstance(head.core, TokenActions) and head.core.decoding != "parallel")
+        or (isinstance(head.core, ActionFlow) and (folder / LEROBOT_CONFIG).is_file())
     )
     if head.core is not head and folder.is_dir() and not (folder / DESCRIPTION).is_file() and not comes_along:
         raise UserError(_no_base(str(folder), head))
@@ -256,7 +259,7 @@ def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
 
 def _no_base(path: str, head: ActionHead) -> str:
     return (
-        f"action.head.type={head.type} adds to the actions of a trained head of type {head.core.type}, but "
+        f"action.head.type={head.type} is built around a trained head of type {head.core.type}, but "
         f"model.path={path} holds none; train one with action.head.type={head.core.type}, and name its run's final "
         "folder or use model.warm_start"
     )
@@ -313,10 +316,10 @@ def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action
 
 def _check_own_head(path: str, action: Actions) -> None:
     """Raises UserError for options that do not apply to a policy with an action expert and statistics of its own."""
-    if not isinstance(action.head, ActionFlow):
+    if not isinstance(action.head.core, ActionFlow):
         raise UserError(
-            f"action.head.type={action.head.type}, but model.path={path} has a flow head of its own; use "
-            "action.head.type=flow"
+            f"{_head_key(action.head)}.type={action.head.core.type}, but model.path={path} has a flow head of its own; "
+            "use action.head.type=flow, or steered"
         )
     if action.standardise:
         raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove it")

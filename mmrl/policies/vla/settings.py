@@ -56,6 +56,7 @@ class ActionHead(Choice):
         "l1": "mmrl.policies.vla.settings:L1Actions",
         "invertible": "mmrl.policies.vla.settings:InvertibleActions",
         "latent": "mmrl.policies.vla.settings:LatentActions",
+        "steered": "mmrl.policies.vla.heads.steered_settings:SteeredActions",
         "residual": "mmrl.policies.vla.heads.mixture_settings:ResidualActions",
         "horizons": "mmrl.policies.vla.heads.mixture_settings:HorizonActions",
     }
@@ -64,6 +65,7 @@ class ActionHead(Choice):
     has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
     shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
     states_suffice: ClassVar[bool] = False  # whether it can read the robot's state alone, without a backbone
+    teachable: ClassVar[bool] = True  # whether chunks that it did not make can be scored
     bounded: ClassVar[bool] = True  # whether its actions are clipped to [-1, 1] before they are scaled for the robot
 
     @property
@@ -560,6 +562,11 @@ class VisionLanguageActionModel(ModelSettings):
             raise ValueError(
                 f"model.lora trains the backbone, which action.head.type={action.head.type} holds still with its base; "
                 "remove it"
+            )
+        if config.algorithm.collects == "demonstrations" and not action.head.teachable:
+            raise ValueError(
+                f"action.head.type={action.head.type} learns from episodes, for a demonstrated chunk does not say from "
+                f"which noise it comes; teach its base with action.head.type={action.head.core.type}"
             )
         contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
         if contrasts and "contrast" not in config.needs.offers:

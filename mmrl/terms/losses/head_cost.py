@@ -1,4 +1,4 @@
-"""A regulariser of mixture action heads."""
+"""A regulariser of action heads that are built of several parts, or around another head."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ class HeadCost(Term):
     """Regularises an action head of several parts. Each decision of a policy step carries that step's whole cost."""
 
     equation: ClassVar[str] = (
-        "coefficient x: information KL(N(z, noise^2) || N(0, 1)) of a residual head's code z; imbalance the mean over "
+        "coefficient x: information KL(N(z, noise^2) || N(0, 1)) of a residual head's code z; displacement "
+        "E |w - e|^2 by number of a steered head's noise w, e ~ N(0, 1); imbalance the mean over "
         "horizons of (load - 1)^2, load_h = mean_{k < h} g_kh #{horizons > k}"
     )
     source: ClassVar[str] = (
         "variational information bottleneck, arXiv 1612.00410; the balance of MoH's gate, arXiv 2511.19433, by policy "
-        "step"
+        "step; the bound of LP-DS, whose multiplier is `coefficient: {type: multiplier, metric: displacement}`"
     )
     test: ClassVar[str] = "tests/policies/vla/test_residual.py"
     type: str = "head_cost"
     coefficient: Schedule = number(0.001, "weight of the term", ge=0)
-    of: Literal["information", "imbalance"] = option(
+    of: Literal["information", "displacement", "imbalance"] = option(
         "information",
-        "information: that a residual head's gate gets; imbalance: how unevenly a policy step's actions use horizons",
+        "information: that a residual head's gate gets; displacement: of a steered head's noise from the flow's own; "
+        "imbalance: how unevenly a policy step's actions use horizons",
     )
 
     @property

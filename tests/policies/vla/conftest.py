@@ -20,6 +20,7 @@ from mmrl.tasks.manipulation import tiny_model
 
 CHUNK = 4  # of at most 6 actions: a second look ends in the middle of its chunk
 SMALL_FLOW = {"type": "flow", "width": 32, "depth": 1, "steps": 4, "evaluation_steps": 4}
+FROZEN_FLOW = {"type": "flow", "width": 32, "depth": 1, "evaluation_steps": 4}
 KINDS = {
     "parallel": {"type": "token", "bins": 8},
     "autoregressive": {"type": "token", "bins": 8, "decoding": "autoregressive"},
@@ -39,6 +40,7 @@ KINDS = {
     "horizons": {"type": "horizons", "width": 16, "layers": 1},
     "residual": {"type": "residual", "experts": 3, "width": 16, "base": {"type": "token", "bins": 8}},
     "residual, flow": {"type": "residual", "experts": 2, "width": 16, "noise": 0.0, "base": SMALL_FLOW},
+    "steered": {"type": "steered", "width": 16, "layers": 1, "base": FROZEN_FLOW},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
     "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7}}},
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},

@@ -275,7 +275,7 @@ class TestRefusals:
         monkeypatch.setattr(loading, "load_backbone", None)
         head = {"type": "residual", "base": {"type": "gaussian"}}
         config = validate({**TREE, "action": {**TREE["action"], "head": head}}, "test")
-        said = "adds to the actions of a trained head of type gaussian, but model.path=.* holds none; train one with"
+        said = "is built around a trained head of type gaussian, but model.path=.* holds none; train one with"
         with pytest.raises(UserError, match=f"action.head.type=residual {said} action.head.type=gaussian"):
             config.model.load(config, Line(), str(backbones["small"]))
 

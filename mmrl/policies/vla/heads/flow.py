@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,14 @@ class FlowHead(Head):
             return self._score_contrast(self.likelihood, reading, state, chosen, valid, old, reference)
         assert isinstance(self.likelihood, ActionMatching)
         return self._score_matching(self.likelihood, reading, state, chosen, valid, old, reference)
+
+    def denoised(self, reading: Reading, state: Tensor, x: Tensor) -> Tensor:
+        """Returns the chunks [n, chunk, action] that the steps of evaluation, which draw nothing, make of noise x [n,
+        *latent], with its gradient."""
+        rows = torch.arange(len(x), device=x.device)
+        for now, after in pairwise(self.evaluation_sampler.grid.sigmas.to(x.device)):
+            x = x + (after - now) * self.velocity(reading, state, x, now.expand(len(x)), rows)
+        return self._executed(x)
 
     def _windows(self, sampling: ActionSampling) -> list[list[int]]:
         """Returns the scored steps of each chunk, the same for all policy steps of a group in a training step."""

@@ -27,6 +27,7 @@ from mmrl.policies.vla.settings import Actions, BridgeActions, LaplaceActions, L
 
 Chosen = dict[str, Tensor]
 CLIP = 1e-6
+BASE = "base."  # prefix of the parameters of `Head.base`
 EXTRA = "extras."  # prefix of fields that only some heads have; see `Replay.extras`
 
 
@@ -124,7 +125,11 @@ class Head(nn.Module):
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Writes parts with a file of their own in a published format, and returns the rest. state: of this module."""
-        return state
+        if self.base is None:
+            return state
+        rest = self.base.save(folder, {n.removeprefix(BASE): v for n, v in state.items() if n.startswith(BASE)})
+        own = {name: value for name, value in state.items() if not name.startswith(BASE)}
+        return {**own, **{BASE + name: value for name, value in rest.items()}}
 
     def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
         """Returns which decisions count, [n, decisions] bool. valid: [n, chunk] bool, which actions were executed."""

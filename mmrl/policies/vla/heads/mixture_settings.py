@@ -36,7 +36,7 @@ class ResidualActions(NormalActions):
     base: ActionHead = option(
         TokenActions(),
         "the head of the checkpoint that training starts from",
-        kinds={name: where for name, where in ActionHead.kinds.items() if name != "residual"},
+        kinds={name: where for name, where in ActionHead.kinds.items() if name not in ("residual", "steered")},
     )
     experts: int = option(4, "M: experts that add to the base's actions", ge=1)
     code: int = option(4, "numbers of the prompt's code that the gate reads", ge=1)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from einops import repeat
 from torch import Tensor, nn
 
 from mmrl.policies.vla.heads.gaussian import NormalHead
-from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.heads.head import BASE, EXTRA, ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.heads.mixture_settings import ResidualActions
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
 from mmrl.samplers.chain import gaussian
 
 CODE = 1 << 20  # counter of the code's noise, beyond those of a base's chain
-BASE = "base."
 
 
 class ResidualHead(NormalHead):
@@ -103,13 +101,6 @@ class ResidualHead(NormalHead):
         """Returns KL(N(code, noise^2) || N(0, 1)), summed over the code's numbers [n]: an upper bound of the
         information about the prompt."""
         return (0.5 * (code.square() + self.noise**2 - 1) - math.log(self.noise)).sum(1)
-
-    def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert self.base is not None
-        base_state = {n.removeprefix(BASE): value for n, value in state.items() if n.startswith(BASE)}
-        rest = self.base.save(folder, base_state)
-        weights = {n: value for n, value in state.items() if not n.startswith(BASE)}
-        return {**weights, **{BASE + n: value for n, value in rest.items()}}
 
     def _noises(self, seeds: Sequence[int]) -> Tensor:
         """Draws the noise of the code at a temperature of 1, [n, code]."""
