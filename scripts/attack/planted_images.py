@@ -107,7 +107,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("rewriter: every text has noises of its own", "tasks/image_generation/rewriting.py",
      'zlib.crc32(f"{name} {k}".encode()) for name, _ in new', 'zlib.crc32(f"{t} {k}".encode()) for _, t in new',
      REWRITER),
-    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'matches[-1].strip() if matches else ""',
+    ("rewriter: reasoning is drawn too", "tasks/image_generation/rewriting.py", 'inside[-1].strip() if inside else ""',
      "response", REWRITER),
     # --- the inverse task ---
     ("inverse: what can not be told earns more", "mmrl/algorithms/reward_transforms/inverse.py", "rewards + self.weight.value * likelihood",

@@ -30,8 +30,9 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
         whole = scene.image(image)
         box = _box(scene, left, top, right, bottom, image)
         scene.facts |= {"box": list(box), "image": image}
-        shown_box = box if related else _elsewhere(box, whole)
-        part = _part(whole, shown_box)
+        part = _part(whole, box)  # first: a box smaller than a pixel is refused
+        if not related:
+            part = _part(whole, _elsewhere(box, whole))
         return scene.show(part, fitted(part, pixels))
 
     return Tool.of(crop, "zoom")
@@ -50,14 +51,27 @@ def _box(
 
 
 def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tuple[float, float, float, float]:
-    """Returns a random box of the same size, without overlap where there is room, seeded by the image and the box."""
+    """Returns a random box of the same size, without overlap where there is room, seeded by the image and the box. The
+    grid of boxes of that size is counted, not listed, for the policy says how fine it is."""
     width, height = box[2] - box[0], box[3] - box[1]
     digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
     columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
-    corners = [(c * width, r * height) for c in range(columns) for r in range(rows)]
-    apart = [(x, y) for x, y in corners if abs(x - box[0]) >= width - 1e-6 or abs(y - box[1]) >= height - 1e-6]
-    x, y = (apart or corners)[int.from_bytes(digest[:4], "big") % len(apart or corners)]
+    across, down = _overlapping(box[0], width, columns), _overlapping(box[1], height, rows)
+    overlapping = [column * rows + row for column in across for row in down]
+    apart = columns * rows - len(overlapping)
+    index = int.from_bytes(digest[:4], "big") % (apart or len(overlapping))
+    if apart:
+        for taken in overlapping:  # in ascending order: the index counts the others
+            index += taken <= index
+    x, y = index // rows * width, index % rows * height
     return x, y, x + width, y + height
+
+
+def _overlapping(begin: float, length: float, count: int) -> list[int]:
+    """Returns which of `count` intervals, one behind the other from 0, overlap the one at `begin` of the same length:
+    one or two."""
+    near = int(begin / length)
+    return [k for k in range(max(0, near - 1), min(count, near + 3)) if abs(k * length - begin) < length - 1e-6]
 
 
 def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:

@@ -10,17 +10,19 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from keyword import iskeyword
 from typing import Annotated, Any, Literal
 
 from PIL import Image
 
 from mmrl.errors import describe_error
+from mmrl.rewards.parsing.responses import between
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.environment import Environment, Reply
 
 JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
-_JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_PYTHON_CALL = re.compile(r"([A-Za-z_]\w*)\(([^()]*)\)\s*$")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FIRST_OF_A_NAME = re.compile("[A-Za-z_]")
 SYSTEM = "You may call these functions before you answer:\n{tools}\n{how}"
 HOW = {
     "json": 'A call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
@@ -138,7 +140,9 @@ def _converted(tool: str, key: str, kind: Any, value: object) -> object:
 def _parts(value: object) -> tuple[str | Image.Image, ...]:
     if isinstance(value, list | tuple):
         return tuple(part for one in value for part in _parts(one))
-    if isinstance(value, str | Image.Image):
+    if isinstance(value, str):  # without halves of characters, which JSON can hold and no tokenizer reads
+        return (value.encode(errors="replace").decode(),)
+    if isinstance(value, Image.Image):
         return (value,)
     if isinstance(value, int | float):
         return (str(value),)
@@ -155,11 +159,11 @@ class ToolCall:
 def json_call(response: str) -> ToolCall | None:
     """Returns the last JSON call in a response, None where there is none. Raises ToolError for one that can not be
     read."""
-    matches = _JSON_CALL.findall(response)
-    if not matches:
+    calls = between(response, OPEN, CLOSE)
+    if not calls:
         return None
     try:
-        call = json.loads(matches[-1])
+        call = json.loads(calls[-1])
     except (ValueError, RecursionError):
         raise ToolError("the call is not JSON") from None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -173,16 +177,28 @@ def json_call(response: str) -> ToolCall | None:
 def python_call(response: str) -> ToolCall | None:
     """Returns the call at the end of a response, None where there is none. Raises ToolError for one whose arguments are
     no literals."""
-    match = _PYTHON_CALL.search(response)
-    if match is None:
+    text = response.rstrip()
+    opening = text.rfind("(")
+    name = _name_before(text, opening) if opening >= 0 and text.find(")", opening) == len(text) - 1 else ""
+    if not name or iskeyword(name):  # as in "it is not (3)"
         return None
     try:
-        call = ast.parse(match.group().strip(), mode="eval").body
+        call = ast.parse(name + text[opening:], mode="eval").body
         assert isinstance(call, ast.Call)
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return ToolCall(match.group(1), [ast.literal_eval(value) for value in call.args], named)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ToolCall(name, [ast.literal_eval(value) for value in call.args], named)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # TypeError: {[]} can not be hashed
         raise ToolError("the arguments of the call can not be read") from None
+
+
+def _name_before(text: str, end: int) -> str:
+    """Returns the name that ends at a position; "" without one. A pattern would try each of its letters as the first,
+    which takes the square of its length."""
+    begin = end
+    while begin > 0 and (text[begin - 1].isalnum() or text[begin - 1] == "_"):
+        begin -= 1
+    first = _FIRST_OF_A_NAME.search(text, begin, end)
+    return "" if first is None else text[first.start() : end]
 
 
 READERS: dict[str, Callable[[str], ToolCall | None]] = {"json": json_call, "python": python_call}

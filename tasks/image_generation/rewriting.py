@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
 from mmrl.policies.diffusion.small import SmallFamily
 from mmrl.protocols.parts import Source
+from mmrl.rewards.parsing.responses import between
 from mmrl.rewards.types import device_of
 from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.image_generation.rewriting_settings import FrozenGenerator, PromptRewritingSettings
@@ -125,6 +125,6 @@ class PromptRewriting:
         """Returns the prompt in a response: all of it, or the text in the last `tag`; empty where there is none."""
         if self.settings.tag is None:
             return response.strip()
-        tag = re.escape(self.settings.tag)
-        matches = re.findall(rf"<{tag}>(.*?)</{tag}>", response, flags=re.DOTALL)
-        return matches[-1].strip() if matches else ""
+        tag = self.settings.tag
+        inside = between(response, f"<{tag}>", f"</{tag}>")
+        return inside[-1].strip() if inside else ""

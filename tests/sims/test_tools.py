@@ -1,5 +1,6 @@
 """Tools: how they are called, what they do to images by value, and what is said of a call that can not be done."""
 
+import hashlib
 import importlib.util
 import json
 from typing import Annotated, Literal
@@ -79,6 +80,27 @@ def test_the_unrelated_zoom_shows_another_place_of_the_same_size():
         assert reply.facts["box"] == [x / 8, 0.0, (x + 2) / 8, 0.5]
 
 
+def test_the_unrelated_box_is_the_same_as_of_a_list_of_all_of_them():
+    """By listing, as it can be done for large boxes: the box of that number among those without overlap."""
+    image = Image.new("RGB", (8, 6))
+    for box in [(0.0, 0.0, 0.25, 0.5), (0.1, 0.2, 0.35, 0.4), (0.7, 0.8, 1.0, 1.0), (0.2, 0.0, 1.0, 0.9), (0, 0, 1, 1)]:
+        width, height = box[2] - box[0], box[3] - box[1]
+        across, down = (max(1, int(1 / side + 1e-6)) for side in (width, height))
+        corners = [(c * width, r * height) for c in range(across) for r in range(down)]
+        apart = [(x, y) for x, y in corners if abs(x - box[0]) > width - 1e-6 or abs(y - box[1]) > height - 1e-6]
+        digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
+        listed = apart or corners
+        assert images._elsewhere(box, image)[:2] == listed[int.from_bytes(digest[:4], "big") % len(listed)]
+
+
+def test_a_box_as_small_as_can_be_takes_no_memory():
+    """Boxes of that size that fit into an image are too many to list."""
+    reply = environment("unrelated_zoom").step("zoom(0, 0, 1e-9, 1e-9)")
+    assert reply.error == "the box is smaller than a pixel"
+    x, y, *_ = images._elsewhere((0.5, 0.5, 0.5 + 1e-9, 0.5 + 1e-9), Image.new("RGB", (8, 8)))
+    assert 0 <= x < 1 and 0 <= y < 1
+
+
 def test_rotate_and_flip():
     image = board(2, 1)  # columns 0, 1
     assert shown(environment("rotate", image=image).step("rotate(90)"))[:, :, 0].tolist() == [[0], [1]]
@@ -141,6 +163,36 @@ def test_python_calls_take_literals_only():
     call = python_call("so zoom(1, -2.5, image=3)")
     assert (call.name, call.positional, call.named) == ("zoom", [1, -2.5], {"image": 3})
     assert python_call("zoom(1) and more") is None
+
+
+@pytest.mark.parametrize("arguments", ["{[]}", "{[1]: 2}", "1j + [2]", "-" * 5000 + "1", "[" * 5000, "*[1]", "x", "\0"])
+def test_a_call_whose_arguments_can_not_be_read_is_told_to_the_policy(arguments):
+    """It is a wrong answer; an exception would lose the rollout, which then is not punished."""
+    reply = environment("zoom").step(f"zoom({arguments})")
+    assert reply.error == "the arguments of the call can not be read" and not reply.end
+
+
+@pytest.mark.parametrize(
+    "text", ["it is not (3)", "not(3)", "if(1)", "yes (3)", "(3)", "a)", "f(1) or so", "f(g(1)) ("]
+)
+def test_words_before_brackets_are_no_calls(text):
+    assert python_call(text) is None
+
+
+@pytest.mark.parametrize("text", ["f(1)", "so: f(1) \n", "f(2) f(1)", "2f(1)", "x.f(1)", "\xe9f(1)"])
+def test_the_call_at_the_end_counts(text):
+    call = python_call(text)
+    assert call is not None and (call.name, call.positional) == ("f", [1])
+
+
+def test_halves_of_characters_do_not_reach_the_policy():
+    """JSON can name them, and no tokenizer reads them."""
+    tool = Tool.of(echo)
+    assert tool(Scene(), [json.loads('"a\\ud800b"')], {}) == ("a?b",)
+
+
+def echo(text: str) -> str:
+    return text
 
 
 def test_the_schema_follows_from_the_types():

@@ -10,9 +10,9 @@ from mmrl.rewards.parsing.typography import plain
 from mmrl.rewards.parsing.units import CURRENCIES, Unit, unit_behind
 
 LONGEST = 400  # digits of a number, and the largest power of ten; what is longer is no number
-NUMBER = (
-    r"(?:(?:\d{1,3}+(?:,\d{3})++(?!\d)|\d{1,3}+(?: \d{3})++(?![\d/])|\d{1,3}+(?:'\d{3})++(?!\d)"
-    r"|\d{1,2}+(?:,\d\d(?=,))++,\d{3}(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
+NUMBER = (  # groups of digits have a bound: else each of n groups could be the first of a number without an end
+    r"(?:(?:\d{1,3}+(?:,\d{3}){1,134}+(?!\d)|\d{1,3}+(?: \d{3}){1,134}+(?![\d/])|\d{1,3}+(?:'\d{3}){1,134}+(?!\d)"
+    r"|\d{1,2}+(?:,\d\d(?=,)){1,9}+,\d{3}(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
 )
 _SEPARATORS = re.compile("[,' ]")
 _SIGNED = r"[-+]?\d++"
