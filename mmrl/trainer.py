@@ -53,7 +53,6 @@ class Trainer:
         self.ema = None if config.optim.ema is None else EMA(policy.module, warmed_up(config.optim.ema))
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else EMA(policy.module, ramp(slow.slope, slow.most, slow.start))
-        self.replayed = ReplayedContext(policy, engine)
         reference = self.needs.reference
         self.reference: Snapshot | AdaptersOff | None = None
         if reference is not None:
@@ -169,8 +168,9 @@ class Trainer:
         """Returns this micro-batch's parts of the loss by origin, 0-d each, and statistics, [rollout, decision] by
         default. totals: the algorithm's denominators, summed over the minibatch and all ranks."""
         replay = self.policy.replay(micro, self.engine)
+        context = ReplayedContext(self.policy, self.engine, self.step)
         for measurement in self.needs.replayed:
-            replay.extras[measurement.name] = measurement.measure(micro, self.replayed)
+            replay.extras[measurement.name] = measurement.measure(micro, context)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
         weigh_objective(micro, replay)
         mask = micro.mask.to(replay.logp.device)

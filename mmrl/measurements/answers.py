@@ -53,7 +53,7 @@ class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
 
         prompts, groups, member = grouped_prompts(rollouts)
         size = context.group_size
-        changed = [self.view.changed(prompt) for prompt in prompts]
+        changed = [self.view.changed(prompt, context.step) for prompt in prompts]
         seeds = rollout_seeds(context.seed, groups, size)
         samples = context.sampling.rollout(changed, size, seeds, step=context.step).samples
         accuracy = context.task.accuracy(samples).view(-1, size).nanmean(1)

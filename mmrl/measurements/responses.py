@@ -3,7 +3,9 @@ segments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.prompts.views import View
@@ -21,7 +23,7 @@ from mmrl.protocols.offers import Offer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.rollouts import Column, DecisionColumn, Replay, Rollouts
+    from mmrl.rollouts import Column, DecisionColumn, Prompt, Replay, Rollouts
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
         from mmrl.rollouts import DecisionColumn
 
-        return DecisionColumn(context.replayed(context.policy.view(rollouts, self.view.changed), "logp"))
+        return DecisionColumn(context.replayed(context.policy.view(rollouts, under(self.view, context.step)), "logp"))
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,19 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
         return frozenset({"views"})
 
     def measure(self, micro: Rollouts, context: ReplayedContext) -> Replay:
-        replay: Replay = context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)
+        viewed = context.policy.view(micro, under(self.view, context.step))
+        replay: Replay = context.policy.replay(viewed, context.engine)
         return replay
 
     def of(self, replay: Replay) -> Replay:
         """Returns the replay under the view that was computed beside this replay."""
         viewed: Replay = replay.extras[self.name]
         return viewed
+
+
+def under(view: View, step: int) -> Callable[[Prompt], Prompt]:
+    """Returns the change of prompts under a view of a step."""
+    return partial(view.changed, step=step)
 
 
 @dataclass(frozen=True)

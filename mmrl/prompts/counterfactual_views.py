@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.errors import UserError
-from mmrl.prompts.views import View
+from mmrl.prompts.views import DrawnView, View
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class HiddenRegions(View):
         return replace(prompt, images=(image, *prompt.images[1:]))
 
 
-class ShuffledPatches(View):
-    """The patches of every image in another order, drawn by chance from the prompt's id: the content stays, the layout
-    is lost."""
+class ShuffledPatches(DrawnView):
+    """The patches of every image in another order, drawn by chance anew in every step: the content stays, the layout is
+    lost."""
 
     equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
     source: ClassVar[str] = "an ablation of our own, beside masked_patches"
@@ -78,12 +78,10 @@ class ShuffledPatches(View):
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)
 
     def change(self, prompt: Prompt) -> Prompt:
-        import zlib
-
         import numpy as np
         from PIL import Image
 
-        random, side = np.random.default_rng(zlib.crc32(prompt.id.encode())), self.patch
+        random, side = self.generator(prompt), self.patch
 
         def mixed(image: Image.Image) -> Image.Image:
             pixels = np.array(image.convert("RGB"))
@@ -97,9 +95,9 @@ class ShuffledPatches(View):
         return prompt.redrawn(mixed)
 
 
-class ShuffledFrames(View):
-    """The frames of every video in another order, drawn by chance from the prompt's id: the content stays, the motion
-    is lost."""
+class ShuffledFrames(DrawnView):
+    """The frames of every video in another order, drawn by chance anew in every step: the content stays, the motion is
+    lost."""
 
     equation: ClassVar[str] = "a permutation of the frames, never the order that they have"
     source: ClassVar[str] = "the contrast of T-GRPO, Video-R1, arXiv 2503.21776"
@@ -107,12 +105,9 @@ class ShuffledFrames(View):
     type: str = "shuffled_frames"
 
     def change(self, prompt: Prompt) -> Prompt:
-        import zlib
         from dataclasses import replace
 
-        import numpy as np
-
-        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+        random = self.generator(prompt)
 
         def shuffled(count: int) -> list[int]:
             order = list(range(count))

@@ -5,16 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import PrivateAttr
+
 from mmrl.errors import UserError
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
+    from numpy.random import Generator
+
     from mmrl.rollouts import Prompt
 
 
 class View(Choice):
-    """A change of a prompt: images masked, words left out, a counterfactual. It depends on the prompt alone, so that
-    all rollouts of a group see the same."""
+    """A change of a prompt: images masked, words left out, a counterfactual. It depends on the prompt and the step
+    alone, so that all rollouts of a group see the same."""
 
     title: ClassVar[str] = "view"
     kinds: ClassVar[dict[str, str]] = {
@@ -36,11 +40,15 @@ class View(Choice):
     @abstractmethod
     def change(self, prompt: Prompt) -> Prompt: ...
 
-    def changed(self, prompt: Prompt) -> Prompt:
-        """Returns the prompt under this view. Raises UserError where `change` returns something else."""
+    def at(self, step: int) -> View:
+        """Returns the view of a step, the number of finished ones; by default itself."""
+        return self
+
+    def changed(self, prompt: Prompt, step: int = 0) -> Prompt:
+        """Returns the prompt under this view of a step. Raises UserError where `change` returns something else."""
         from mmrl.rollouts import Prompt
 
-        changed = self.change(prompt)
+        changed = self.at(step).change(prompt)
         if not isinstance(changed, Prompt):
             raise UserError(
                 f"the view {self.type} made {type(changed).__name__} of prompt {prompt.id}; expected a Prompt"
@@ -48,8 +56,27 @@ class View(Choice):
         return changed
 
 
-class MaskedPatches(View):
-    """Square patches of every image and frame are black, drawn by chance from the prompt's id."""
+class DrawnView(View):
+    """A view that is drawn by chance, from the prompt's id and the step: anew in every step, and alike after a resume.
+    Its `change` draws from `generator`."""
+
+    _step: int = PrivateAttr(0)
+
+    def at(self, step: int) -> DrawnView:
+        drawn = self.model_copy()
+        drawn._step = step
+        return drawn
+
+    def generator(self, prompt: Prompt) -> Generator:
+        import zlib
+
+        import numpy as np
+
+        return np.random.default_rng([zlib.crc32(prompt.id.encode()), self._step])
+
+
+class MaskedPatches(DrawnView):
+    """Square patches of every image and frame are black, drawn by chance anew in every step."""
 
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
@@ -58,12 +85,10 @@ class MaskedPatches(View):
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)
 
     def change(self, prompt: Prompt) -> Prompt:
-        import zlib
-
         import numpy as np
         from PIL import Image
 
-        random = np.random.default_rng(zlib.crc32(prompt.id.encode()))
+        random = self.generator(prompt)
 
         def masked(image: Image.Image) -> Image.Image:
             rows, columns = (-(-size // self.patch) for size in (image.height, image.width))

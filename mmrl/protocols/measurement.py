@@ -72,10 +72,11 @@ class PreparedContext(MeasurementContext):
 @dataclass(frozen=True)
 class ReplayedContext:
     """Inputs of a measurement in an update. policy: with every ability that the measurement requires; engine: wraps the
-    policy's module and replays with a gradient where it is passed to the policy as `model`."""
+    policy's module and replays with a gradient where it is passed to the policy as `model`; step: finished steps."""
 
     policy: Any
     engine: Any
+    step: int
 
 
 class Measurement(ABC, Generic[R_co]):

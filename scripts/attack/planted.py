@@ -220,7 +220,7 @@ FAULTS = [
     Fault("view_kl: gradient through the view cut", "mmrl/terms/losses/kl.py", "return ViewReplay(self.view).of(replay).logp",
           "return ViewReplay(self.view).of(replay).logp.detach()", TERMS),
     Fault("view_kl: bound is hard-coded", "mmrl/terms/losses/kl.py", "clamp(max=self.bound)", "clamp(max=5.0)", TERMS),
-    Fault("view_kl: the view is the prompt itself", "mmrl/measurements/responses.py", "context.policy.replay(context.policy.view(micro, self.view.changed), context.engine)", "context.policy.replay(micro, context.engine)", TERMS),
+    Fault("view_kl: the view is the prompt itself", "mmrl/measurements/responses.py", "context.policy.replay(viewed, context.engine)", "context.policy.replay(micro, context.engine)", TERMS),
     Fault("terms: reduced by this micro-batch alone", T, "parts[name] = over(values)",
           "parts[name] = values[micro.mask].mean()", TERMS),
     # --- shapers and masks ---
@@ -542,7 +542,7 @@ FAULTS = [
     Fault("view_contrast: the bonus is hard-coded", "mmrl/algorithms/reward_transforms/view_contrast.py",
           "rewards + self.bonus *", "rewards + 0.3 *", CLIPS),
     Fault("view_contrast: the prompt is not changed", "mmrl/measurements/answers.py",
-          "[self.view.changed(prompt) for prompt in prompts]", "prompts", CLIPS),
+          "[self.view.changed(prompt, context.step) for prompt in prompts]", "prompts", CLIPS),
     Fault("view_contrast: seeds of their own", "mmrl/measurements/answers.py", "seeds = rollout_seeds(context.seed, groups, size)",
           "seeds = rollout_seeds(context.seed + 1, groups, size)", CLIPS),
     Fault("clips: text follows as if there were none", "mmrl/generation/transformers.py",

@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: a rank without cuts does not generate along", MEASURED + "responses.py", "if context.most(len(cuts)):",
      "if len(cuts):", ("joints/test_segments.py",)),
     ("centre: likelihoods under a view are those of the prompt", MEASURED + "responses.py",
-     'context.replayed(context.policy.view(rollouts, self.view.changed), "logp")', 'context.replayed(rollouts, "logp")',
+     'context.replayed(context.policy.view(rollouts, under(self.view, context.step)), "logp")', 'context.replayed(rollouts, "logp")',
      SHAPERS + ("joints/test_terms.py",)),
     ("centre: completions are scored in others' groups", MEASURED + "chains.py", "rollouts.group.repeat_interleave(count)",
      "rollouts.group.repeat(count)", ("joints/test_step_gains.py", "joints/test_candidates.py")),

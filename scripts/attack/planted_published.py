@@ -12,6 +12,8 @@ D, RETURNS, TERMS = (
     ("joints/test_terms.py",),
 )
 PREFERENCE = ("joints/test_preference.py",)
+N, FINDINGS = "mmrl/rewards/parsing/negation.py", ("rewards/test_findings.py",)
+VIEWS, MEASURED = ("prompts/test_views.py",), ("joints/test_measurements.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -58,6 +60,14 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("discriminative: the divisor is fixed", D, 'if self.divisor == "contrasting":', "if False:", PREFERENCE),
     ("discriminative: divided by contrasting prompts", D, 'if self.divisor == "contrasting":', "if True:", PREFERENCE),
     ("discriminative: unscored prompts count", D, "micro.group[known].unique()", "micro.group.unique()", PREFERENCE),
+    ("findings_named: denials are not read", N, "not _denied(text[: match.start()], text[match.end() :])", "True", FINDINGS),
+    ("findings_named: denials reach over sentences", N, "_DENIED_BEFORE.search(before, begin)", "_DENIED_BEFORE.search(before)", FINDINGS),
+    ("findings_named: denials behind are not read", N, " or _DENIED_BEHIND.match(behind)", "", FINDINGS),
+    ("findings_named: what can not be ruled out is denied", N, '_PERHAPS.sub("perhaps", text)', "text", FINDINGS),
+    ("findings_named: a phrase that is denied once is never named", N, "return any(not _denied", "return all(not _denied", FINDINGS),
+    ("views: the step is left out", "mmrl/prompts/views.py", "zlib.crc32(prompt.id.encode()), self._step", "zlib.crc32(prompt.id.encode()), 0", VIEWS),
+    ("views: one of the first step at replay", "mmrl/measurements/responses.py", "partial(view.changed, step=step)", "partial(view.changed, step=0)", MEASURED),
+    ("papo: likelihoods under the view have a gradient", "mmrl/terms/losses/kl.py", "        if self.gradient:\n", "        if False:\n", TERMS),
     ("proportional: 0 can be reached", "mmrl/schedules/controllers.py", "low or sys.float_info.min", "low", ("schedules/test_controllers.py",)),
     ("follower: the wrong bound is named", "mmrl/schedules/schedule.py", "{'low' if low < ge", "{'high' if low < ge", ("schedules/test_controllers.py",)),
 ]

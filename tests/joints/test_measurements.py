@@ -10,6 +10,7 @@ from mmrl.build import check_abilities
 from mmrl.cli.methods import DECISIONS, offers
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
+from mmrl.prompts.views import View
 from mmrl.protocols.abilities import Completing
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
 from mmrl.protocols.requirements import Capabilities, Needs, check, together
@@ -111,6 +112,30 @@ def test_others_than_the_rollouts_are_seen_by_the_policy_that_made_them(given):
     own = lengths(given, sampling_policy="{slope: 0, most: 0}")
     own.move(view=[[0.5, 0.5, 0.5], [0.5], [0.5, 0.5], [0.5]])
     close(own.prepare().extras["unlikely"].values[:, 0], [-4, -7, -8, -2])
+
+
+class OfStep(View):
+    """A prompt without words, which notes the steps that it was made for."""
+
+    type: str = f"{HERE}:OfStep"
+
+    def at(self, step):
+        TAKEN.append(step)
+        return self
+
+    def change(self, prompt):
+        return Prompt(prompt.id, "")
+
+
+@pytest.mark.parametrize("gradient", ["true", "false"])
+def test_a_view_is_that_of_the_step(given, gradient):
+    TAKEN.clear()
+    term = f'{{type: kl, against: {{type: view, gradient: {gradient}, view: "{HERE}:OfStep"}}}}'
+    made = given(Table([[-1.0], [-1.0]], view=[[-2.0], [-2.0]]), "rollout.prompts=1", f"algorithm.terms=[{term}]")
+    made.trainer.step = 3
+    made.prepare(step=3)
+    made.learn()
+    assert set(TAKEN) == {3}
 
 
 def test_nothing_is_measured_that_no_part_lists(given):

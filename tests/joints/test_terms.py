@@ -116,16 +116,31 @@ def test_likelihood_of_demonstrations_is_0_without_any(given):
 
 
 def test_kl_against_a_view(given):
-    """Both forwards get a gradient, of opposite signs, and none where the divergence is past the bound."""
+    """With `gradient` both forwards get one, of opposite signs; none where the divergence is past the bound."""
     # d = 0.5, -0.5, 2: k3 0.106531, 0.148721, 1.135335, the last at most 1.
     table = Table([[-1.0, -1.0], [-1.0]], view=[[-1.5, -0.5], [-3.0]])
-    term = "{type: kl, against: {type: view, bound: 1, view: {type: no_text}}, coefficient: 0.3}"
-    made = still(given, table, f"algorithm.terms=[{term}]")
-    made.prepare()
-    close(made.learn(), -0.1 * (0.106531 + 0.148721 + 1))
-    close(made.gradient(), [[-0.1 * 0.393469, 0.1 * 0.648721], [0, 0]])
-    close(made.gradient("view"), [[0.1 * 0.393469, -0.1 * 0.648721], [0, 0]])
+    for gradient in (1, 0):
+        against = f"against: {{type: view, bound: 1, view: {{type: no_text}}, gradient: {bool(gradient)}}}"
+        made = still(given, table, f"algorithm.terms=[{{type: kl, {against}, coefficient: 0.3}}]")
+        made.prepare()
+        close(made.learn(), -0.1 * (0.106531 + 0.148721 + 1))
+        close(made.gradient(), [[-0.1 * 0.393469, 0.1 * 0.648721], [0, 0]])
+        close(made.gradient("view"), [[gradient * 0.1 * 0.393469, -gradient * 0.1 * 0.648721], [0, 0]])
     close(made.metrics.result()["view_kl"], (0.106531 + 0.148721 + 1.135335) / 3)  # before the bound
+
+
+def test_likelihoods_under_a_view_are_by_default_those_of_the_policy_that_sampled(given):
+    """As in the released code of PAPO: what moves under the view in a step's updates is not looked at again."""
+    table = Table([[-1.0]], view=[[-1.5]])
+    for gradient, apart in (("", 0.5), (", gradient: true", 0.3)):
+        term = (
+            f"{{type: kl, against: {{type: view, view: {{type: no_text}}{gradient}}}, coefficient: 1, estimator: k1}}"
+        )
+        made = still(given, table, f"algorithm.terms=[{term}]", "algorithm.epochs=2", "algorithm.baseline=none",
+                     "rollout.group_size=1")  # fmt: skip
+        made.prepare()
+        made.move(view=[[0.2]])
+        close(made.learn(), -apart)
 
 
 def test_terms_add_up_with_the_surrogate(given):

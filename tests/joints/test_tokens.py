@@ -110,7 +110,7 @@ def test_the_limit_of_responses_and_the_length_of_reduce_constant(tmp_path, monk
 
 def test_another_view_replays_the_same_response_to_a_changed_prompt(tmp_path):
     """The view's likelihoods are those of the response behind the changed prompt, with their gradient."""
-    term = "algorithm.terms=[{type: kl, against: {type: view, view: {type: masked_patches, share: 1}}}]"
+    term = "algorithm.terms=[{type: kl, against: {type: view, gradient: true, view: {type: masked_patches, share: 1}}}]"
     config, task, policy = policy_of(tmp_path, term)
     rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
     change = config.needs.replayed[0].view.change

@@ -32,7 +32,14 @@ def test_whole_patches_are_black_and_the_prompt_stays():
     assert blocks(WHITE, 4) == [False] * 6  # the prompt's own image is as it was
 
 
-def test_patches_follow_from_the_id_alone():
+def test_patches_are_drawn_anew_in_every_step_and_again_after_a_resume():
+    view = MaskedPatches(share=0.5, patch=2)
+    drawn = [blocks(view.changed(PROMPT, step).images[0], 2) for step in (0, 1, 2, 1)]
+    assert drawn[0] != drawn[1] != drawn[2] and drawn[3] == drawn[1]
+    assert view.at(3).name == view.name  # one column of the rollouts, whatever the step
+
+
+def test_patches_follow_from_the_id_and_the_step_alone():
     view = MaskedPatches(share=0.5, patch=2)
     again = Prompt("p", "other words", (WHITE,))
     other = Prompt("q", "other words", (WHITE,))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from mmrl.rewards.parsing.negation import affirmed
 from mmrl.rewards.parsing.responses import full_response, split_thoughts
 from mmrl.rewards.parsing.typography import spaced
 from mmrl.rewards.types import Reward
@@ -23,8 +24,8 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
 
     findings: key of the prompts' metadata with a list of phrases, each a text or a list of texts of which one will do.
     absent: key with phrases of what is not there; each that is named counts as invented. everywhere: in the whole
-    response. Capitals, spaces and typography do not count, a phrase is found as whole words where its script has them;
-    None where a prompt has no findings.
+    response. Capitals, spaces and typography do not count, a phrase is found as whole words where its script has them,
+    and not where English words deny it: "no edema" names none. None where a prompt has no findings.
     """
 
     def reward(sample: Sample) -> float | None:
@@ -40,9 +41,9 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
 
 
 def says(text: str, phrase: object) -> bool:
-    """Returns whether a plain text holds a phrase, or one of several, as whole words."""
+    """Returns whether a plain text affirms a phrase, or one of several, as whole words."""
     ways: Sequence[Any] = phrase if isinstance(phrase, list | tuple) else (phrase,)
-    return any(_whole_words(spaced(str(way))).search(text) for way in ways)
+    return any(affirmed(text, _whole_words(spaced(str(way)))) for way in ways)
 
 
 @lru_cache(maxsize=4096)

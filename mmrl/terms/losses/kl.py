@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.measurements.responses import ViewReplay
+from mmrl.measurements.responses import ViewLikelihoods, ViewReplay
 from mmrl.prompts.views import MaskedPatches, View
 from mmrl.protocols.requirements import Needs, Reference
 from mmrl.schedules.schedule import Schedule, number
@@ -157,7 +157,8 @@ class OldPolicy(OtherPolicy):
 
 class PolicyUnderView(OtherPolicy):
     """The policy under another view of the prompt, which it is pushed away from: a response that is as likely with the
-    image masked was not read off the image."""
+    image masked was not read off the image. The other likelihoods are those of the policy that sampled, computed once a
+    step, as in the released code by default; with `gradient` they are the present policy's."""
 
     equation: ClassVar[str] = "d = logp - logp under the view; it costs -min(estimate, bound)"
     source: ClassVar[str] = "the implicit perception loss of PAPO, arXiv 2507.06448"
@@ -166,12 +167,17 @@ class PolicyUnderView(OtherPolicy):
     type: str = "view"
     bound: float = option(5.0, "largest divergence that is rewarded", unit="nats", gt=0)
     view: View = option(MaskedPatches(), "the other view")
+    gradient: bool = option(False, "whether the likelihoods under the view have a gradient too, a second backward pass")
 
     def needs_of(self, estimator: str) -> Needs:
-        return Needs(measurements=(ViewReplay(self.view),))
+        return Needs(measurements=((ViewReplay if self.gradient else ViewLikelihoods)(self.view),))
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
-        return ViewReplay(self.view).of(replay).logp
+        from mmrl.rollouts import DecisionColumn
+
+        if self.gradient:
+            return ViewReplay(self.view).of(replay).logp
+        return micro.extra(ViewLikelihoods(self.view).name, DecisionColumn).values.to(replay.logp.device)
 
     def cost(self, kl: Tensor) -> Tensor:
         return -kl.clamp(max=self.bound)
