@@ -131,6 +131,8 @@ def _add_inspection(commands: Commands) -> None:
     watch = commands.add_parser("watch", help="show a run's metrics live in the terminal")
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
     watch.add_argument("--once", action="store_true", help="show them once, as without a terminal")
+    watch.add_argument("--serve", action="store_true", help="show the report live in a browser, on this machine alone")
+    watch.add_argument("--port", type=int, default=0, help="with --serve; default: any that is free")
     watch.set_defaults(run=run_watch)
     push = commands.add_parser("push", help="a run's weights with a model card, to a hub or into a folder")
     push.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
@@ -501,6 +503,11 @@ def run_push(options: argparse.Namespace) -> int:
 
 
 def run_watch(options: argparse.Namespace) -> int:
+    if options.serve:
+        from mmrl.report.serve import serve
+
+        serve(options.run_directory, options.port)
+        return 0
     from mmrl.report.watch import watch
 
     watch(options.run_directory, once=options.once)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from mmrl.report.explanations import explanation
 from mmrl.report.records import RunRecord, Series
 
 POINTS = 2000  # at most in a curve: more steps are thinned out evenly; the last one stays
@@ -39,10 +40,11 @@ TOGETHER = {"accuracy", "evaluation/accuracy", "evaluation/standard_error", "eva
 
 @dataclass(frozen=True)
 class FigureGroup:
-    """A heading with its figures."""
+    """A heading with its figures. constants: the value in each run of the metrics that never moved, which have none."""
 
     title: str
     figures: list[dict[str, Any]]
+    constants: dict[str, list[float | None]]
 
 
 def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
@@ -53,10 +55,40 @@ def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
         if name not in TOGETHER:
             named[title].append(name)
     named[GUARDED] = interleaved(named[GUARDED])
-    figures = {title: [curve(runs, name) for name in names] for title, names in named.items()}
+    still = {name: constants(runs, name) for names in named.values() for name in names if is_constant(runs, name)}
+    figures = {title: [curve(runs, name) for name in names if name not in still] for title, names in named.items()}
     figures[LEARNING][:0] = accuracy(runs)
     figures[TIMES][:0] = phases(runs)
-    return [FigureGroup(title, charts) for title, charts in figures.items() if charts]
+    folded = {title: {name: still[name] for name in names if name in still} for title, names in named.items()}
+    return [FigureGroup(title, charts, folded[title]) for title, charts in figures.items() if charts or folded[title]]
+
+
+def is_constant(runs: Sequence[RunRecord], name: str) -> bool:
+    """Returns True where a metric has three values or more in a run, and one value alone in each."""
+    series = [run.series(name).values for run in runs]
+    return max(map(len, series)) >= 3 and all(len(set(values)) <= 1 for values in series)
+
+
+def constants(runs: Sequence[RunRecord], name: str) -> list[float | None]:
+    """Returns the one value of a metric in each run; None where a run has none."""
+    return [next(iter(run.series(name).values), None) for run in runs]
+
+
+def axes(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Returns for each run the hours since its first line, by step, and the rollouts of a step (None: unknown)."""
+    return [{"hours": hours(run), "rollouts": rollouts(run)} for run in runs]
+
+
+def hours(run: RunRecord) -> dict[int, float]:
+    """Returns hours since the first line of metrics, by step. Time between an end and going on counts too."""
+    times = {int(row["step"]): float(row["time"]) for row in [*run.evaluations, *run.rows] if "time" in row}
+    first = min(times.values(), default=0.0)
+    return {step: round((time - first) / 3600, 5) for step, time in sorted(times.items())}
+
+
+def rollouts(run: RunRecord) -> int | None:
+    prompts, size = run.key("rollout.prompts"), run.key("rollout.group_size", 1)
+    return prompts * size if isinstance(prompts, int) and isinstance(size, int) else None
 
 
 def interleaved(names: Sequence[str]) -> list[str]:
@@ -134,7 +166,8 @@ def line(
 
 def figure(title: str, lines: Iterable[dict[str, Any]], *, wide: bool = False) -> dict[str, Any]:
     """Returns a figure of lines over steps. wide: as wide as the page."""
-    return {"title": title, "lines": list(lines), "wide": wide, "height": 320 if wide else 230}
+    height = 320 if wide else 230
+    return {"title": title, "explanation": explanation(title), "lines": list(lines), "wide": wide, "height": height}
 
 
 def thinned(count: int, most: int = POINTS) -> list[int]:

@@ -12,7 +12,7 @@ import nh3
 
 from mmrl.report.records import RunRecord
 
-BUDGET = 12_000_000  # characters of all galleries of a page, so that it stays below 20 MB
+BUDGET = 1_700_000  # characters of all galleries of a page, so that it stays below 2 MB
 KINDS = {".png": "image/png", ".gif": "image/gif", ".mp4": "video/mp4"}
 STEP = re.compile(r"(?P<kind>[a-z]+)-(?P<step>\d{6})(?:-\d{3})?")
 TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "samples": "Written by mmrl sample"}

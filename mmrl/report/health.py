@@ -16,6 +16,8 @@ from mmrl.report.records import RunRecord, Series
 GOOD, WARNING, BAD = "good", "warning", "bad"
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
 FEW = 4  # values that a check of a course needs at least
+TOO_FEW = 20  # held-out prompts, with which no gain can be told from chance
+SIZE = 0.05  # of a metric's level: a smaller change is none, however calm the metric was before
 FAR = 0.1  # gap of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
 
 
@@ -329,11 +331,19 @@ def responses(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def risen(series: Series) -> bool:
-    """Returns whether the mean of the last quarter exceeds that of the first by more than the first quarter's range."""
-    if len(series.finite) < FEW:
-        return False
-    spread = max(series.early) - min(series.early)
-    return mean(series.late) > mean(series.early) + max(spread, 1e-9)
+    """Returns whether the mean of the last quarter exceeds that of the first by more than `noise`."""
+    return len(series.finite) >= FEW and mean(series.late) > mean(series.early) + noise(series)
+
+
+def fallen(series: Series) -> bool:
+    """Returns whether the mean of the last quarter is below that of the first by more than `noise`."""
+    return len(series.finite) >= FEW and mean(series.late) < mean(series.early) - noise(series)
+
+
+def noise(series: Series) -> float:
+    """Returns the change that a series has to exceed: the first quarter's range, and a share of its level."""
+    level = max(abs(mean(series.early)), abs(mean(series.late)))
+    return max(max(series.early) - min(series.early), SIZE * level, 1e-9)
 
 
 def guards(run: RunRecord) -> Iterator[HealthFinding]:
@@ -362,11 +372,9 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
         )
     second = run.series("guard/second_scorer")
     if len(second.finite) >= FEW and up:
-        spread = max(second.early) - min(second.early)
-        fallen = mean(second.late) < mean(second.early) - max(spread, 1e-9)
         yield judged(
             "Second scorer",
-            fallen,
+            fallen(second),
             f"It does not fall while {', '.join(up)} rises ({mean(second.early):.3g} to {mean(second.late):.3g}).",
             f"It falls from {mean(second.early):.3g} to {mean(second.late):.3g} while {', '.join(up)} rises: what is "
             "learned is the scorer, not the task.",
@@ -407,21 +415,42 @@ def standard_error(run: RunRecord) -> float:
     return math.hypot(errors[0], errors[-1]) if errors else 0.0
 
 
+def evaluated_prompts(run: RunRecord) -> int:
+    """Returns the prompts of the smaller one of the first and the last evaluation; TOO_FEW where that is unknown."""
+    counts = run.series("evaluation/n").finite
+    return int(min(counts[0], counts[-1])) if counts else TOO_FEW
+
+
 def gain(run: RunRecord) -> Iterator[HealthFinding]:
     accuracy = run.series("evaluation/accuracy")
     if len(accuracy.finite) < 2:
         return
     change, error = accuracy.finite[-1] - accuracy.finite[0], standard_error(run)
+    prompts, beside = evaluated_prompts(run), sampled(run)
+    if prompts < TOO_FEW:
+        difference = f"{change:+.4f} on {prompts} prompts: too few to tell a gain from chance{beside}."
+        advice = f"Evaluate on more prompts: evaluation.prompts of {TOO_FEW} and more, some hundreds for small gains."
+        yield HealthFinding("Held-out accuracy", WARNING, f"It changes by {difference}", advice, (accuracy.name,))
+        return
     difference = f"{change:+.4f}, with a standard error of {error:.4f}"
     yield judged(
         "Held-out accuracy",
         change <= 2 * error,
         f"It changes by {difference}: more than chance would give.",
-        f"It changes by {difference}: that is no gain that can be told from chance.",
+        f"It changes by {difference}: that is no gain that can be told from chance{beside}.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,
     )
+
+
+def sampled(run: RunRecord) -> str:
+    """Returns the course of accuracy on sampled rollouts where it rises; evaluation may decode greedily, and see none
+    of it."""
+    training = run.series("accuracy")
+    if not risen(training):
+        return ""
+    return f"; sampled, on training prompts, it went from {mean(training.early):.3g} to {mean(training.late):.3g}"
 
 
 # --- does it run well? ---

@@ -10,9 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.report.figures import COLOURS, FigureGroup, groups
+from mmrl.report.cards import Card, cards
+from mmrl.report.figures import COLOURS, FigureGroup, axes, groups
 from mmrl.report.galleries import BUDGET, Gallery, galleries
-from mmrl.report.health import BAD, WARNING, HealthFinding, examine, standard_error
+from mmrl.report.health import BAD, TOO_FEW, WARNING, HealthFinding, evaluated_prompts, examine, standard_error
 from mmrl.report.records import RunRecord, flattened
 from mmrl.runtime.progress import duration_text
 
@@ -23,6 +24,7 @@ class Chapter:
 
     run: RunRecord
     colour: str
+    cards: list[Card]
     paragraph: str
     findings: list[HealthFinding]
     galleries: list[Gallery]
@@ -36,8 +38,7 @@ def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
 
 def report_html(runs: Sequence[RunRecord]) -> str:
     chapters = [
-        Chapter(run, COLOURS[i % len(COLOURS)], paragraph(run), examine(run), galleries(run, BUDGET // len(runs)))
-        for i, run in enumerate(runs)
+        chapter(run, COLOURS[i % len(COLOURS)], galleries(run, BUDGET // len(runs))) for i, run in enumerate(runs)
     ]
     curves = groups(runs)
     names = list(dict.fromkeys(run.name for run in runs))
@@ -48,12 +49,17 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             title=", ".join(names),
             chapters=chapters,
             groups=curves,
-            figures=embedded(curves),
+            figures=embedded(curves, runs),
             results=results(chapters),
             differences=differences([run.config for run in runs]),
             version_differences=differences([run.versions for run in runs]),
         )
     )
+
+
+def chapter(run: RunRecord, colour: str, shown: list[Gallery]) -> Chapter:
+    findings = examine(run)
+    return Chapter(run, colour, cards(run, findings), paragraph(run), findings, shown)
 
 
 def environment() -> Environment:
@@ -68,10 +74,10 @@ def environment() -> Environment:
     return templates
 
 
-def embedded(curves: Sequence[FigureGroup]) -> str:
-    """Returns all figures as JSON that is safe inside a script element."""
+def embedded(curves: Sequence[FigureGroup], runs: Sequence[RunRecord]) -> str:
+    """Returns all figures and the runs' axes as JSON that is safe inside a script element."""
     figures = [figure for group in curves for figure in group.figures]
-    return json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
+    return json.dumps({"figures": figures, "runs": axes(runs)}, allow_nan=False).replace("<", "\\u003c")
 
 
 # --- text ---
@@ -115,8 +121,9 @@ def outcome(run: RunRecord) -> str:
     ]
     if len(points) == 1:
         return f"Held-out accuracy was {points[0]}."
-    change, error = accuracy.values[-1] - accuracy.values[0], standard_error(run)
-    times = f", {abs(change) / error:.1f} standard errors" if error > 0 else ""
+    change, error, prompts = accuracy.values[-1] - accuracy.values[0], standard_error(run), evaluated_prompts(run)
+    times = f", {abs(change) / error:.1f} standard errors" if error > 0 and prompts >= TOO_FEW else ""
+    times += f", on {prompts} prompts: too few to tell it from chance" if prompts < TOO_FEW else ""
     return f"Held-out accuracy went from {points[0]} to {points[-1]}: {change:+.4f}{times}."
 
 

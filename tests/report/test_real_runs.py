@@ -39,7 +39,7 @@ def shop(tmp_path_factory):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_report_has_the_run_s_numbers_and_opens(shop, name):
     page = shop / "runs" / RUNS[name] / "report.html"
-    assert page.stat().st_size < 20_000_000
+    assert page.stat().st_size < 2_000_000
     found = {metric: values for (_, metric), values in drawn(page.read_text()).items()}
     assert found == logged(page.parent) and "memory/host_gib" in found
     with browser() as chromium, opened(chromium, page, scheme="dark") as seen:
@@ -57,7 +57,7 @@ def test_a_report_has_the_run_s_numbers_and_opens(shop, name):
 
 def test_the_three_compared(shop):
     page = shop / "report.html"
-    assert page.stat().st_size < 20_000_000
+    assert page.stat().st_size < 2_000_000
     number = {name: i for i, name in enumerate(RECIPES)}
     found = drawn(page.read_text())
     for name in RECIPES:

@@ -13,7 +13,9 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
+from mmrl.report.cards import cards
 from mmrl.report.changes import cut_positions, turn
+from mmrl.report.explanations import explanation
 from mmrl.report.galleries import data_url, galleries, ranked
 from mmrl.report.health import examine
 from mmrl.report.page import differences, paragraph, report_html
@@ -23,11 +25,22 @@ from mmrl.rollouts import Conversation, Episode, Message, Prompt, Sample, Turn
 from tests.report.made import CONFIG, evaluations, healthy, write_run
 
 
+def embedded(page):
+    """What the script of a page draws from."""
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S).group(1))
+
+
+def folded(page):
+    """Values of the metrics that did not move, by name, as they are written."""
+    tables = re.findall(r'<details class="constants">.*?</details>', page, re.S)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for table in tables for row in re.findall(r"<tr>(.*?)</tr>", table)]
+    return {name: values for name, *values in rows}
+
+
 def drawn(page):
     """Numbers of all curves of a page, by run and metric."""
-    text = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S).group(1)
     found = {}
-    for figure in json.loads(text):
+    for figure in embedded(page)["figures"]:
         for line in figure["lines"]:
             key = (line["run"], line["metric"])
             assert key not in found
@@ -53,17 +66,20 @@ def test_every_number_of_a_curve_is_the_logged_one(tmp_path):
     rows = healthy(12)
     rows[3] |= {"loss": 0.1 + 0.2, "entropy": 1e-17, "grad_norm": float("nan"), "odd/<b>": float("inf")}
     one, other = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", healthy(5), evaluations())
-    found = drawn(report_html([read_run(one), read_run(other)]))
+    page = report_html([read_run(one), read_run(other)])
+    found, still = drawn(page), folded(page)
+    assert still["surrogate/ratio_gap"] == ["0", "0"] and still["time/step"] == ["0.55", "0.55"]
     for number, folder in enumerate((one, other)):
-        expected = logged(folder)
+        expected = {name: values for name, values in logged(folder).items() if name not in still}
         assert {name: values for (run, name), values in found.items() if run == number and values} == expected
     assert found[0, "loss"][4] == 0.30000000000000004 and found[0, "grad_norm"][4] is None
 
 
 def test_intervals_are_two_standard_errors_wide_on_each_side(tmp_path):
     page = report_html([read_run(write_run(tmp_path, healthy(4), evaluations((0, 0.25), (4, 0.5))))])
-    text = re.search(r'id="figures">(.*?)</script>', page, re.S).group(1)
-    line = next(line for f in json.loads(text) for line in f["lines"] if line["metric"] == "evaluation/accuracy")
+    line = next(
+        line for f in embedded(page)["figures"] for line in f["lines"] if line["metric"] == "evaluation/accuracy"
+    )
     assert line["errors"] == pytest.approx([1.96 * 0.02] * 2)
 
 
@@ -76,13 +92,77 @@ def test_a_long_run_is_thinned_out_and_keeps_its_last_step(tmp_path):
 
 def test_bars_are_mean_seconds_of_phases(tmp_path):
     page = report_html([read_run(write_run(tmp_path / name, healthy(6))) for name in "ab"])
-    figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.S).group(1))
+    figures = embedded(page)["figures"]
     (bars,) = [figure["bars"] for figure in figures if "bars" in figure]
-    assert bars["rows"] == ["a", "b"] and len(figures) > 20
+    assert bars["rows"] == ["a", "b"] and len(figures) > 10
     seconds = {part["name"]: part["values"] for part in bars["parts"]}
     assert seconds == {
         name: pytest.approx([s, s]) for name, s in {"rollout": 0.2, "update": 0.3, "the rest": 0.05}.items()
     }
+
+
+def test_a_metric_that_moves_in_one_run_alone_is_drawn(tmp_path):
+    still, moves = healthy(6), healthy(6)
+    for step, row in enumerate(moves):
+        row["guard/diversity"] = 0.4 + step
+    page = report_html([read_run(write_run(tmp_path / "a", still)), read_run(write_run(tmp_path / "b", moves))])
+    assert "guard/diversity" not in folded(page)
+    assert drawn(page)[0, "guard/diversity"] == {step: 0.4 for step in range(1, 7)}
+
+
+def test_axes_are_hours_since_the_first_line_and_rollouts_of_a_step(tmp_path):
+    rows = [{"step": step, "time": 1000.0 + 1800.0 * step, "loss": float(step)} for step in range(1, 5)]
+    page = report_html([read_run(write_run(tmp_path, rows, [{"step": 0, "time": 1000.0, "evaluation/accuracy": 0.5}]))])
+    assert embedded(page)["runs"] == [{"hours": {"0": 0.0, "1": 0.5, "2": 1.0, "3": 1.5, "4": 2.0}, "rollouts": 8 * 4}]
+
+
+def cards_of(run):
+    return {card.label: (card.value, card.note, card.mark) for card in cards(run, examine(run))}
+
+
+def test_cards_say_the_headline_numbers(tmp_path):
+    folder = write_run(tmp_path / "a", healthy(), evaluations((0, 0.2), (20, 0.7), (40, 0.6)))
+    shown = cards_of(read_run(folder))
+    interval = 1.96 * math.hypot(0.02, 0.02)
+    assert shown["held-out accuracy"] == ("0.200 → 0.600", f"+0.400 ± {interval:.3f} (95 %)", "good")
+    assert shown["best held out"] == ("0.700", "step 20", "")
+    assert shown["steps"] == ("40 of 40", "finished", "good")
+    assert shown["health"][0] == "good" and shown["next"][0] == f"mmrl eval {folder}"
+    worse = cards_of(read_run(write_run(tmp_path / "b", healthy(), evaluations((0, 0.5), (40, 0.3)))))
+    assert worse["held-out accuracy"][2] == "bad" and "best held out" not in worse
+    assert worse["health"][0] == "1 to look at" or worse["health"][2] in ("warning", "bad")
+    stopped = cards_of(read_run(write_run(tmp_path / "c", healthy(8), [], end=("stopped", "SIGTERM"))))
+    assert stopped["steps"] == ("8 of 40", "stopped", "warning") and stopped["next"][0] == "the same command"
+
+
+def test_three_prompts_are_too_few_for_standard_errors(tmp_path):
+    rows = [row | {"evaluation/n": 3.0} for row in evaluations((0, 0.2), (40, 0.9))]
+    page = report_html([read_run(write_run(tmp_path, healthy(), rows))])
+    assert "on 3 prompts: too few" in page and "standard errors" not in page
+    assert "It changes by +0.7000 on 3 prompts: too few to tell a gain from chance" in page
+
+
+def test_a_calm_second_scorer_may_drift(tmp_path):
+    """-1.56 to -1.57 is no fall, -1.56 to -1.9 is one."""
+    for end, wrong in ((-1.57, False), (-1.9, True)):
+        rows = healthy(16)
+        for step, row in enumerate(rows):
+            row["guard/second_scorer"] = -1.56 + (end + 1.56) * step / 15
+        (finding,) = [f for f in examine(read_run(write_run(tmp_path / str(end), rows))) if f.name == "Second scorer"]
+        assert (finding.verdict == "bad") == wrong
+
+
+def test_what_sampling_gains_stands_beside_greedy_decoding(tmp_path):
+    run = read_run(write_run(tmp_path, healthy(), evaluations((0, 0.0), (40, 0.0))))
+    (finding,) = [f for f in examine(run) if f.name == "Held-out accuracy"]
+    assert "sampled, on training prompts, it went from 0.255 to 0.555" in finding.sentence
+
+
+def test_names_are_explained(tmp_path):
+    figures = embedded(report_html([read_run(write_run(tmp_path, healthy(6)))]))["figures"]
+    texts = {figure["title"]: figure["explanation"] for figure in figures}
+    assert texts["grad_norm"].startswith("norm of the gradient before clipping") and texts["reward/exact_match"]
+    assert explanation("surrogate/ratio_gap_max").startswith("largest distance") and explanation("odd/name") == ""
 
 
 def test_the_page_is_small(tmp_path):
@@ -478,7 +558,7 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
 
 def test_the_page_is_below_the_limit_and_asks_for_nothing(tmp_path):
     page = report_html([read_run(write_run(tmp_path, healthy()))])
-    assert len(page.encode()) < 20_000_000
+    assert len(page.encode()) < 2_000_000
     assert "default-src 'none'" in page
     assert not re.search(r'(?:src|href)="(?!data:|#)', page.split('<script type="application/json"')[0])
 
@@ -502,7 +582,7 @@ def test_a_comparison_has_a_row_for_each_run(tmp_path):
     assert [c["steps"] for c in cells] == ["40", "8"]
     assert [c["evaluation/accuracy, last"] for c in cells] == ["0.6", "–"] and cells[0]["best held-out"] == "0.7"
     assert "<code>optim.lr</code></td><td>0.001</td><td>0.5</td>" in page
-    assert page.count('type="checkbox"') == 2
+    assert page.count('type="checkbox" checked data-run') == 2
 
 
 def test_the_command_writes_beside_the_run_and_imports_no_torch(tmp_path):

@@ -1,13 +1,16 @@
 "use strict";
 (() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const { figures, runs } = JSON.parse(document.getElementById("figures").textContent);
   const places = [...document.querySelectorAll("[data-figure]")];
   const hidden = new Set();
   const drawn = new Set();
 
+  // What the controls ask for. point: shows the values at one place of the axis in every figure that is drawn.
+  const view = { runs, axis: "step", smoothing: 0, log: false, point: (where) => drawn.forEach((place) => place.point?.(where)) };
+
   function draw(place) {
     drawn.add(place);
-    chart(place, figures[Number(place.dataset.figure)], hidden);
+    chart(place, figures[Number(place.dataset.figure)], hidden, view);
   }
 
   // A page may have a hundred figures: each is drawn when it comes near the window.
@@ -28,6 +31,22 @@
       again();
     });
   }
+
+  const control = (name) => document.getElementById(name);
+  control("axis").addEventListener("change", () => {
+    view.axis = control("axis").value;
+    places.forEach((place) => delete place.zoom);
+    again();
+  });
+  control("smoothing").addEventListener("input", () => { view.smoothing = Number(control("smoothing").value); again(); });
+  control("log").addEventListener("change", () => { view.log = control("log").checked; again(); });
+  control("search").addEventListener("input", () => {
+    const wanted = control("search").value.trim().toLowerCase();
+    for (const place of places) place.hidden = !place.dataset.name.toLowerCase().includes(wanted);
+    for (const section of document.querySelectorAll("section.curves")) {
+      section.hidden = wanted !== "" && !section.querySelector("[data-figure]:not([hidden])");
+    }
+  });
 
   function value(cell) {
     const text = cell.dataset.value ?? cell.textContent.trim();

@@ -1,0 +1,87 @@
+"""The headline numbers of a run, as the cards at the top of its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmrl.report.health import BAD, GOOD, TOO_FEW, WARNING, HealthFinding, evaluated_prompts, standard_error
+from mmrl.report.records import RunRecord
+from mmrl.runtime.progress import duration_text
+
+MARKS = {"finished": GOOD, "failed": BAD, "killed": WARNING, "stopped": WARNING}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A number with its label and a note. mark: good, warning, bad or "", its colour."""
+
+    label: str
+    value: str
+    note: str = ""
+    mark: str = ""
+
+
+def cards(run: RunRecord, findings: Sequence[HealthFinding]) -> list[Card]:
+    """Returns the cards of a run, those that it has numbers for."""
+    shown = (accuracy(run), best(run), progress(run), duration(run), health(findings), following(run))
+    return [card for card in shown if card is not None]
+
+
+def accuracy(run: RunRecord) -> Card | None:
+    """Returns held-out accuracy before and after, coloured where the change exceeds two standard errors."""
+    values = run.series("evaluation/accuracy").finite
+    if not values:
+        return None
+    if len(values) == 1:
+        return Card("held-out accuracy", f"{values[0]:.3f}")
+    change, prompts = values[-1] - values[0], evaluated_prompts(run)
+    if prompts < TOO_FEW:
+        return Card(
+            "held-out accuracy", f"{values[0]:.3f} → {values[-1]:.3f}", f"on {prompts} prompts: too few", WARNING
+        )
+    interval = 1.96 * standard_error(run)
+    mark = GOOD if change > interval else BAD if change < -interval else WARNING
+    return Card(
+        "held-out accuracy", f"{values[0]:.3f} → {values[-1]:.3f}", f"{change:+.3f} ± {interval:.3f} (95 %)", mark
+    )
+
+
+def best(run: RunRecord) -> Card | None:
+    series = run.series("evaluation/accuracy")
+    if len(series.finite) < 3:
+        return None
+    value, step = max(zip(series.values, series.steps, strict=True), key=lambda pair: (pair[0] == pair[0], pair[0]))
+    return Card("best held out", f"{value:.3f}", f"step {step}")
+
+
+def progress(run: RunRecord) -> Card:
+    of = f" of {run.steps}" if run.steps else ""
+    return Card("steps", f"{run.step}{of}", run.ending.state, MARKS.get(run.ending.state, ""))
+
+
+def duration(run: RunRecord) -> Card | None:
+    times = [row["time"] for row in [*run.rows, *run.evaluations] if "time" in row]
+    steps = run.series("time/step").finite
+    if not times or not steps:
+        return None
+    return Card("time", duration_text(max(times) - min(times)), f"{sum(steps) / len(steps):.3g} s a step")
+
+
+def health(findings: Sequence[HealthFinding]) -> Card | None:
+    if not findings:
+        return None
+    wrong = [finding for finding in findings if finding.verdict != GOOD]
+    if not wrong:
+        return Card("health", "good", f"{len(findings)} checks", GOOD)
+    mark = BAD if any(finding.verdict == BAD for finding in wrong) else WARNING
+    return Card("health", f"{len(wrong)} to look at", ", ".join(finding.name for finding in wrong[:2]), mark)
+
+
+def following(run: RunRecord) -> Card | None:
+    """Returns the command that one runs next: evaluate what has ended, go on with what has not."""
+    if run.ending.state == "finished":
+        return Card("next", f"mmrl eval {run.folder}")
+    if run.ending.state in ("stopped", "killed", "failed"):
+        return Card("next", "the same command", "goes on from the last checkpoint")
+    return None
