@@ -261,10 +261,10 @@ class Engine(Ranks):
         self._by_name = {names[p]: p for group in groups for p in group["params"]}  # in the optimizer's order
         guard_clip = optim.clip_grad_norm if self.zero_stage == 0 else None
         self._moments = optim.moments
-        optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=guard_clip, **optim.options)
+        self._optimizer = guarded(optim.kind())(groups, lr=optim.lr, clip_grad_norm=guard_clip, **optim.options)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             config=self._deepspeed_config(
                 0.0 if guard_clip is not None else optim.clip_grad_norm, settings.offload, dtype
             ),
@@ -322,6 +322,13 @@ class Engine(Ranks):
         applied = not self._engine.optimizer.overflow
         self.updates += applied
         return applied, float(self._engine.get_global_grad_norm())
+
+    @torch.no_grad()
+    def reset_optimizer(self) -> None:
+        """Sets moments and counts of steps to 0, as before the first step. Learning rates go on."""
+        for state in self._optimizer.state.values():  # which ZeRO's optimizers step and save too
+            for name, value in state.items():
+                state[name] = value.zero_() if isinstance(value, Tensor) else 0
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -36,7 +36,13 @@ class Optim(Choice):
     type: str = "adamw"
     lr: float = option(1e-6, "learning rate", gt=0)
     weight_decay: float = option(0.0, "of weights; biases and scales of norms are not decayed", ge=0)
-    warmup_steps: int = option(0, "optimizer steps of linear warm-up", unit="optimizer steps", ge=0)
+    warmup_steps: int = option(
+        0,
+        "optimizer steps of linear warm-up, the first of which has lr / warmup_steps; transformers begins at 0, a step "
+        "later",
+        unit="optimizer steps",
+        ge=0,
+    )
     schedule: Literal["constant", "linear", "cosine"] = option("constant", "learning rate after the warm-up")
     clip_grad_norm: float = option(1.0, "largest norm of the gradient; 0: no bound", ge=0)
     ema: float | None = option(

@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 class Reference:
     """The reference policy that a part needs. resets: the reference becomes the present policy every so many steps;
     decays: the reference is an exponential moving average of the policy's weights, with this decay a step; neither: it
-    stays fixed."""
+    stays fixed. optimizer_resets: every so many steps the optimizer begins anew."""
 
     resets: frozenset[int] = frozenset()
     decays: frozenset[float] = frozenset()
+    optimizer_resets: frozenset[int] = frozenset()
 
     @property
     def moves(self) -> bool:
         return bool(self.resets or self.decays)
 
     def __or__(self, other: Reference) -> Reference:
-        return Reference(self.resets | other.resets, self.decays | other.decays)
+        return Reference(
+            self.resets | other.resets, self.decays | other.decays, self.optimizer_resets | other.optimizer_resets
+        )
 
 
 @dataclass(frozen=True)

@@ -209,12 +209,15 @@ class Preparation:
         return self.reference.applied()
 
     def move_reference(self, step: int) -> None:
-        """Resets the reference to the present policy or averages it, after `step` steps, where a part needs that."""
+        """Resets the reference to the present policy, and the optimizer, or averages the reference, after `step` steps,
+        where a part needs that."""
         wanted = self.needs.reference
         if wanted is None or not isinstance(self.reference, Snapshot):
             return
         if any(step % every == 0 for every in wanted.resets):
             self.reference.take()
+        if any(step % every == 0 for every in wanted.optimizer_resets):
+            self.engine.reset_optimizer()
         for decay in wanted.decays:
             self.reference.blend(decay)
 

@@ -68,6 +68,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("views: the step is left out", "mmrl/prompts/views.py", "zlib.crc32(prompt.id.encode()), self._step", "zlib.crc32(prompt.id.encode()), 0", VIEWS),
     ("views: one of the first step at replay", "mmrl/measurements/responses.py", "partial(view.changed, step=step)", "partial(view.changed, step=0)", MEASURED),
     ("papo: likelihoods under the view have a gradient", "mmrl/terms/losses/kl.py", "        if self.gradient:\n", "        if False:\n", TERMS),
+    ("prorl: the optimizer goes on", P, "self.engine.reset_optimizer()", "pass", ("joints/test_steps.py",)),
+    ("prorl: the option is not read", "mmrl/terms/losses/kl.py", "resets if self.reset_optimizer else frozenset()", "resets", ("joints/test_steps.py",)),
+    ("prorl: counts of steps stay", "mmrl/engine/deepspeed.py", "value.zero_() if isinstance(value, Tensor) else 0",
+     'value.zero_() if name != "step" else value', ("joints/test_optimizer.py",)),
+    ("prorl: moments stay", "mmrl/engine/deepspeed.py", "value.zero_() if isinstance(value, Tensor) else 0",
+     'value.zero_() if name == "step" else value', ("joints/test_optimizer.py",)),
     ("proportional: 0 can be reached", "mmrl/schedules/controllers.py", "low or sys.float_info.min", "low", ("schedules/test_controllers.py",)),
     ("follower: the wrong bound is named", "mmrl/schedules/schedule.py", "{'low' if low < ge", "{'high' if low < ge", ("schedules/test_controllers.py",)),
 ]

@@ -345,6 +345,7 @@ class Ledger:
     def __init__(self, module, lr, world=1, rank=0):
         self.module, self.lr, self.world, self.rank = module, lr, world, rank
         self.gradients, self.losses, self.loss = [], [], 0.0  # of all updates, and of the one that is being made
+        self.resets = []  # the number of updates before each reset of the optimizer
 
     def __call__(self, rows):
         return self.module(rows)
@@ -383,6 +384,9 @@ class Ledger:
         self.gradients.append(found)
         norm = torch.stack([g.square().sum() for g in found.values()]).sum().sqrt()
         return bool(norm.isfinite()), float(norm)
+
+    def reset_optimizer(self):
+        self.resets.append(len(self.losses))
 
     def state(self):
         return dict(self.module.state_dict())

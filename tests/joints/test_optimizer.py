@@ -131,6 +131,23 @@ def test_what_a_loss_does_not_reach_has_a_gradient_of_0(alone, stage):
     assert net.body.weight.flatten().tolist() == pytest.approx([0.95 - 0.1 * (1.475 + 0.25)] * 4)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_reset_optimizer_is_that_of_the_first_step(alone, stage, kind):
+    """The first gradient is forgotten: the next step moves what it reaches as far as a first one, and nothing else."""
+    net = Net()
+    options = [f"optim.type={kind}", "optim.lr=0.1", "optim.weight_decay=0", "optim.clip_grad_norm=0"]
+    options += ["optim.momentum=0.5"] if kind == "sgd" else []
+    engine = Engine(net, optim(*options), load(GIVEN, [f"engine.zero_stage={stage}"]).engine, total_steps=10)
+    for reached in (net.critic.weight, net.body.weight):
+        engine.backward(reached.sum() + 0.0 * net.norm.bias.sum())
+        engine.step()
+        engine.reset_optimizer()
+    assert net.critic.weight.flatten().tolist() == pytest.approx([0.9] * 2)
+    assert net.body.weight.flatten().tolist() == pytest.approx([0.9] * 4)
+    assert engine.updates == 2
+
+
 def after(steps, *options):
     """Weights of `Net`'s body after so many steps whose gradient is (3, 4) for two of its weights and 0 for the others,
     and the engine."""

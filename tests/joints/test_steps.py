@@ -192,6 +192,15 @@ def test_a_reference_that_is_taken_anew(given):
 
 
 @pytest.mark.parametrize(
+    ("against", "resets"),
+    [("{reset_every: 2}", [2, 4]), ("{reset_every: 2, reset_optimizer: false}", []), ("reference", [])],
+)
+def test_the_optimizer_begins_anew_with_its_reference(given, against, resets):
+    made = trained(given, "steps=5", f"algorithm.terms=[{{type: kl, against: {against}}}]")
+    assert made.trainer.engine.resets == resets
+
+
+@pytest.mark.parametrize(
     ("against", "kept"),
     [("reference", []), ("{reset_every: 2}", ["reference"]), ("{type: ema, decay: 0.5}", ["reference"])],
 )

@@ -96,10 +96,12 @@ class InitialReference(ReferencePolicy):
     reset_every: int | None = option(
         None, "steps after which the present policy becomes the reference (ProRL, arXiv 2505.24864)", unit="steps", ge=1
     )
+    reset_optimizer: bool = option(True, "whether the optimizer's moments begin anew then, as ProRL has it")
 
     def needs_of(self, estimator: str) -> Needs:
         resets = frozenset() if self.reset_every is None else frozenset({self.reset_every})
-        return super().needs_of(estimator) | Needs(reference=Reference(resets=resets))
+        reference = Reference(resets=resets, optimizer_resets=resets if self.reset_optimizer else frozenset())
+        return super().needs_of(estimator) | Needs(reference=reference)
 
 
 class AverageReference(ReferencePolicy):
