@@ -16,7 +16,16 @@ from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols.abilities import able
-from mmrl.protocols.parts import ConversationTask, Policy, ResizedTask, Resizing, SyncedGenerator, Task
+from mmrl.protocols.parts import (
+    ConversationTask,
+    FittedSource,
+    FittingPolicy,
+    Policy,
+    ResizedTask,
+    Resizing,
+    SyncedGenerator,
+    Task,
+)
 from mmrl.settings import SettingsError, locate
 from mmrl.tasks.settings import TaskSettings
 
@@ -92,6 +101,10 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
     check_abilities(config, policy)
     if isinstance(task, ResizedTask) and isinstance(policy, Resizing):
         task.use_resize(policy.image_resize)
+    if isinstance(policy, FittingPolicy):
+        for source in (task.train, task.evaluation):
+            if isinstance(source, FittedSource):
+                source.fit(policy.misfit())
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")

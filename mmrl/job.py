@@ -18,6 +18,7 @@ import torch
 from mmrl import trainer
 from mmrl.build import build_engine, build_generator, build_policy, build_task
 from mmrl.checkpoints import check_run_dir, check_warm_start
+from mmrl.checkpoints.data import record
 from mmrl.checkpoints.starting import read_origin
 from mmrl.children.processes import run_command, stopped_by
 from mmrl.collection.checks import check_batch
@@ -27,6 +28,7 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
+from mmrl.preflight.fitting import try_sources
 from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
 from mmrl.report.lock import await_free, check_free, owner_of
@@ -117,6 +119,8 @@ class Job:
         if launched()[0] == 0:
             for alarm in probe_policy(self.policy):
                 log.warning("%s", alarm.text)
+            if self._trains:
+                try_sources(self.task, config.evaluation.prompts)
         self.ranks: Ranks
         if self._trains:
             self.ranks = self._engine = build_engine(config, self.policy)
@@ -155,6 +159,8 @@ class Job:
             raise UserError(f"run_dir={folder} can not be written: {error}") from None
         try:
             self._engine.watch(folder)
+            if run.writes:
+                record(folder, plain(self.config))
             self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
             with recorded_end(run, self._trainer):
                 if self.config.checkpoint.resume:

@@ -34,3 +34,8 @@ class Checkpoint(Section):
         "the run is complete, so that one command line serves a requeue; true: a checkpoint is required; false: "
         "run_dir has to be new",
     )
+    changed_data: Literal["refuse", "accept"] = option(
+        "refuse",
+        "what becomes of a run that resumes where a file of task.data or task.demonstrations is not what it was when "
+        "the run began; accept: it goes on, and its rows are those of the present file",
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from mmrl.checkpoints import files
+from mmrl.checkpoints.data import check_data
 from mmrl.checkpoints.store import ORIGIN, STATE, check_same_training, read_state
 from mmrl.checkpoints.training import MAY_CHANGE, NEUTRAL_KEYS, differences
 from mmrl.errors import UserError
@@ -35,6 +36,7 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
         return True
     if intact:
         check_goes_on(intact[-1], config)
+        check_data(folder, config)
     elif resume is True:
         raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
     elif used:

@@ -15,11 +15,11 @@ import yaml
 
 from mmrl import moved
 from mmrl.cli.former_kinds import with_present_kinds
+from mmrl.cli.their_files import Settings, flat, number
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.settings import recipes
 
-Settings = dict[str, Any]  # settings of the other system, by dotted keys
 SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 HORIZON = 512  # actions of an episode, in both systems
 
@@ -94,7 +94,13 @@ def convert(path: Path) -> Converted:
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{path}: {error}") from None
         return applied(settings, COSMOS, MEMORY_OF_COSMOS, path, "vla.vla_type", "cosmos-rl")
-    return applied(script(text), SIMPLEVLA, MEMORY_OF_SIMPLEVLA, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL")
+    settings = script(text)
+    if "actor_rollout_ref.model.vla" not in settings:
+        raise UserError(
+            f"{path}: no configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf or SimpleVLA-RL, nor a "
+            "TOML of cosmos-rl; configs/coming_from.md has their keys and ours"
+        )
+    return applied(settings, SIMPLEVLA, MEMORY_OF_SIMPLEVLA, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL")
 
 
 def applied(
@@ -122,13 +128,6 @@ def applied(
 # --- files of other systems ---
 
 
-def flat(tree: Mapping[str, Any], above: str = "") -> Settings:
-    leaves: Settings = {}
-    for name, value in tree.items():
-        leaves |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {above + name: value}
-    return leaves
-
-
 def script(text: str) -> Settings:
     """Returns the overrides of a script's command, with the script's variables filled in. Others stay as $NAME."""
     variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*(?:#.*)?$", text, re.MULTILINE))
@@ -142,14 +141,6 @@ def script(text: str) -> Settings:
         tokens = shlex.split(filled(filled(value)))
         settings[key] = yaml.safe_load(tokens[0]) if tokens else None
     return {key: number(value) for key, value in settings.items()}
-
-
-def number(value: object) -> object:
-    """Returns a string such as 5e-6, which YAML does not read as a number, as a float; other values unchanged."""
-    try:
-        return float(value) if isinstance(value, str) and "e" in value else value
-    except ValueError:
-        return value
 
 
 # --- rules of both ---

@@ -545,10 +545,17 @@ def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
         return run_unpickling(options)
     from mmrl.cli.convert import convert, convert_former
+    from mmrl.cli.their_recipes import convert_theirs
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
-    if options.source.suffix in (".yaml", ".yml"):
+    theirs = None if options.source.suffix == ".toml" else convert_theirs(options.source)
+    if theirs is not None:
+        text, note = (
+            theirs.text(str(options.source)),
+            f"{len(theirs.without)} keys have no counterpart, see its first lines",
+        )
+    elif options.source.suffix in (".yaml", ".yml"):
         text, note = convert_former(options.source), "with the present names of modules, kinds and recipes"
     else:
         converted = convert(options.source)

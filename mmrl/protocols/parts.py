@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
+Misfit = Callable[[Prompt], str | None]  # why a prompt cannot be read, in one line; None: it can
+
 
 class Source(Protocol):
     """Prompts by index: the same index gives the same prompt."""
@@ -133,6 +135,33 @@ class Encoding(Protocol):
 
     def encoder(self) -> Callable[[Prompt], Any] | None:
         """Returns the encoder, which can be pickled; None where encoding ahead of time is of no use."""
+
+
+@runtime_checkable
+class FittingPolicy(Protocol):
+    """A policy that knows which prompts it cannot read."""
+
+    def misfit(self) -> Misfit:
+        """Returns the check of a prompt, which can be pickled."""
+
+
+@runtime_checkable
+class FittedSource(Source, Protocol):
+    """A source of rows that leaves out those whose prompts do not fit the policy. name: of its file; max_bad_share: of
+    its rows that may be left out."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_bad_share(self) -> float: ...
+
+    def fit(self, misfit: Misfit) -> None:
+        """Takes the check, before prompts are read."""
+
+    def fits(self, index: int) -> bool:
+        """Returns whether the row at an index can be used; if not, it is named and left out. Raises UserError beyond
+        `max_bad_share`."""
 
 
 @runtime_checkable

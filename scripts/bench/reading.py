@@ -66,7 +66,8 @@ def steps(folder: Path, readers: int, busy: bool, options: Any) -> tuple[float, 
     from transformers import AutoProcessor
 
     from mmrl.collection.prefetch import ReadAhead
-    from mmrl.policies.vlm.prompts import PromptEncoder, encode
+    from mmrl.policies.vlm.prompts import encode
+    from mmrl.policies.vlm.responses.fitting import PromptEncoder
     from mmrl.tasks.visual_qa.data.files import FileSource
     from mmrl.tasks.visual_qa.task import InstructedSource
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from mmrl.protocols.parts import ExactSource, Source
+from mmrl.protocols.parts import ExactSource, Misfit, Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Prompt, Sample
 from mmrl.sims.turns.settings import EnvironmentSettings
+from mmrl.tasks.visual_qa.data.rows import RowSource
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 
@@ -39,10 +40,9 @@ class VisualQA:
         """
         train, evaluation = settings.data.sources(seed)
         readers = settings.data.processes
-        train_source = (
-            None if train is None else InstructedSource(train, settings.instruction, settings.system, readers)
-        )
-        held_out = InstructedSource(evaluation, settings.instruction, settings.system)
+        words = settings.instruction, settings.system
+        train_source = None if train is None else instructed(train, *words, readers)
+        held_out = instructed(evaluation, *words)
         rewards, accuracy = RewardSet(settings.rewards), RewardSet([settings.accuracy])
         return VisualQA(train_source, held_out, rewards, accuracy, settings.environment)
 
@@ -96,3 +96,30 @@ class InstructedSource:
     def _instructed(self, prompt: Prompt) -> Prompt:
         text = f"{prompt.text}\n{self.instruction}" if self.instruction else prompt.text
         return replace(prompt, text=text, system=prompt.system if self.system is None else self.system)
+
+
+class InstructedRows(InstructedSource):
+    """An instructed source of rows, which leaves out those whose prompts do not fit the model: see `FittedSource`."""
+
+    def __init__(self, rows: RowSource, instruction: str | None, system: str | None, readers: int = 0):
+        super().__init__(rows, instruction, system, readers)
+        self.rows, self.name, self.max_bad_share = rows, rows.name, rows.max_bad_share
+        rows.change = self._instructed
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.rows[index]
+
+    def read(self, index: int) -> Prompt:
+        return self.rows.read(index)
+
+    def fit(self, misfit: Misfit) -> None:
+        self.rows.fit(misfit)
+
+    def fits(self, index: int) -> bool:
+        return self.rows.fits(index)
+
+
+def instructed(source: Source, instruction: str | None, system: str | None, readers: int = 0) -> InstructedSource:
+    """Returns a source whose problems have an instruction and a system message, where given."""
+    kind = InstructedRows if isinstance(source, RowSource) else InstructedSource
+    return kind(source, instruction, system, readers)

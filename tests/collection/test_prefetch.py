@@ -13,8 +13,9 @@ from PIL import Image
 from mmrl.collection.prefetch import ReadAhead
 from mmrl.errors import UserError
 from mmrl.policies.vlm import prompts
+from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.task import InstructedSource
+from mmrl.tasks.visual_qa.task import instructed
 from tests.helpers.processes import gone
 from tests.whole_runs.parts import (
     call,
@@ -50,7 +51,7 @@ def write(folder):
 
 
 def asked(path, readers, **options):
-    return InstructedSource(FileSource(path, max_bad_share=0.5, **options), "Answer.", "You see.", readers)
+    return instructed(FileSource(path, max_bad_share=0.5, **options), "Answer.", "You see.", readers)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def processor():
 
 @pytest.fixture(scope="module")
 def reader(path, processor):
-    made = ReadAhead(asked(path, 2), prompts.PromptEncoder(processor, 1024))
+    made = ReadAhead(asked(path, 2), PromptEncoder(processor, 1024))
     yield made
     made.close()
 
@@ -124,7 +125,7 @@ def test_what_is_not_expected_any_more_is_not_kept(reader, path):
 
 
 def test_a_prompt_that_is_too_long_is_named_as_ever(path, processor, caplog):
-    short = ReadAhead(asked(path, 1), prompts.PromptEncoder(processor, 3))
+    short = ReadAhead(asked(path, 1), PromptEncoder(processor, 3))
     short.expect([0])
     with caplog.at_level(logging.WARNING):
         prompt = short[0]

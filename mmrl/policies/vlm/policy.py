@@ -18,15 +18,16 @@ from mmrl.policies.resizing import resize_of
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.policies.vlm.drafts import Draft
-from mmrl.policies.vlm.prompts import PromptEncoder, save_processor
+from mmrl.policies.vlm.prompts import save_processor
 from mmrl.policies.vlm.responses import reuse
 from mmrl.policies.vlm.responses.demonstrations import demonstrate
 from mmrl.policies.vlm.responses.drafting import Drafter
+from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.policies.vlm.responses.replay import ResponseReplay
 from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
-from mmrl.protocols.parts import PromptReader
+from mmrl.protocols.parts import Misfit, PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule, constant
@@ -99,7 +100,11 @@ class VisionLanguagePolicy:
 
     def encoder(self) -> PromptEncoder | None:
         """Returns the encoder of prompts; None where environments change the prompts of a source."""
-        return None if self.drafter.conversations is not None else self.tokens.encoder()
+        return None if self.drafter.conversations is not None else self.tokens.encoder
+
+    def misfit(self) -> Misfit:
+        """Returns the check of prompts; where environments change them, of what they are before."""
+        return self.tokens.encoder.misfit
 
     def rollout(
         self,

@@ -119,17 +119,6 @@ def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> 
     return encoded
 
 
-@dataclass(frozen=True)
-class PromptEncoder:
-    """Encodes one prompt as `encode` does, in another process."""
-
-    processor: Processor
-    max_length: int
-
-    def __call__(self, prompt: Prompt) -> RolloutTokens:
-        return encode(self.processor, [prompt], self.max_length)[0]
-
-
 def read(
     processor: Processor,
     texts: Sequence[str],

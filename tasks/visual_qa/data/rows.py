@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from mmrl.errors import UserError
+from mmrl.protocols.parts import Misfit
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.runtime.progress import display
@@ -80,6 +81,9 @@ class RowSource:
             raise ValueError(f"max_bad_share must lie in 0 .. 1, not {max_bad_share}")
         self.name, self.max_bad_share = name, max_bad_share
         self._rows, self._fields, self._prefix = rows, fields, prefix
+        self.change: Callable[[Prompt], Prompt] | None = None  # of prompts, before they are tried and returned
+        self._misfit: Misfit | None = None
+        self._fitting: set[int] = set()  # rows that were tried
         self._reasons = self._verdict() if validate else {}
         if problem := self._too_many():
             raise ValueError(problem)
@@ -115,8 +119,29 @@ class RowSource:
         """Returns the prompt of exactly this row, not of the next one if it cannot be used. Raises RowError."""
         return self._prompt(self._good[index])
 
+    def fit(self, misfit: Misfit) -> None:
+        """Leaves out rows whose prompts do not fit, from here on, when they are first used."""
+        self._misfit, self._fitting = misfit, set()
+
+    def fits(self, index: int) -> bool:
+        """Returns whether this row can be used; if not, it is named and left out. Raises UserError as `self[index]`."""
+        row = self._good[index]
+        if row not in self._reasons and row not in self._fitting:
+            try:
+                self._prompt(row)
+            except RowError as error:
+                self._lose(row, str(error))
+        return row not in self._reasons
+
     def _prompt(self, row: int) -> Prompt:
-        return self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
+        prompt = self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
+        if self.change is not None:
+            prompt = self.change(prompt)
+        if self._misfit is not None and row not in self._fitting:
+            if (reason := self._misfit(prompt)) is not None:
+                raise RowError(reason)
+            self._fitting.add(row)
+        return prompt
 
     def _lose(self, row: int, reason: str) -> None:
         self._reasons[row] = reason

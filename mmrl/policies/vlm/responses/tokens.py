@@ -12,7 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor, Tokenizer
-from mmrl.policies.vlm.prompts import PromptEncoder, RolloutTokens, encode
+from mmrl.policies.vlm.prompts import RolloutTokens, encode
+from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.policies.vlm.responses.thoughts import opens_thoughts
 from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Rollouts, Sample
@@ -44,6 +45,7 @@ class ChatTokenizer:
         self.suppressed = never_sampled(model, self.tokenizer, self.eos)
         self.max_prompt_length, self.response_limit = max_prompt_length, response_limit
         self.reader: PromptReader | None = None  # may have encoded prompts already
+        self.encoder = PromptEncoder(processor, max_prompt_length, placeholders(model, self.tokenizer))
 
     @property
     def max_response_length(self) -> int:
@@ -52,14 +54,14 @@ class ChatTokenizer:
 
     def encode(self, prompts: Sequence[Prompt]) -> list[RolloutTokens]:
         """Encodes prompts, with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
-        cached = [None if self.reader is None else self.reader.encoded(prompt) for prompt in prompts]
+        cached = [self._cached(prompt) for prompt in prompts]
         rest = [prompt for prompt, tokens in zip(prompts, cached, strict=True) if tokens is None]
         encoded = iter(encode(self.processor, rest, self.max_prompt_length))
         return [next(encoded) if tokens is None else tokens for tokens in cached]
 
-    def encoder(self) -> PromptEncoder:
-        """Returns an encoder of one prompt, for another process."""
-        return PromptEncoder(self.processor, self.max_prompt_length)
+    def _cached(self, prompt: Prompt) -> RolloutTokens | None:
+        read = None if self.reader is None else self.reader.encoded(prompt)
+        return self.encoder.take(prompt) if read is None else read
 
     def ids(self, text: str) -> list[int]:
         """Returns the tokens of a text inside a response."""
@@ -108,8 +110,18 @@ def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int,
 def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, ...]) -> tuple[int, ...]:
     """Returns ids that can not be part of an answer: placeholders of images and videos, special tokens that do not end
     a response, and rows of the output matrix beyond the tokenizer's last id."""
-    declared = model.config.to_dict()
-    placeholders = {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
-    return tuple(sorted((placeholders | special | beyond) - set(eos)))
+    return tuple(sorted((placeholder_ids(model) | special | beyond) - set(eos)))
+
+
+def placeholder_ids(model: PreTrainedModel) -> set[int]:
+    """Returns the ids that stand for images and videos, and for where these begin and end."""
+    declared = model.config.to_dict()
+    return {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
+
+
+def placeholders(model: PreTrainedModel, tokenizer: Tokenizer) -> list[str]:
+    """Returns the texts of `placeholder_ids` that the tokenizer reads as these."""
+    names = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    return [names[number] for number in sorted(placeholder_ids(model)) if number in names]

@@ -1,0 +1,55 @@
+"""Encodes single prompts, and finds those that the model can not read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.policies.tokenizers import Processor
+from mmrl.policies.vlm.prompts import RolloutTokens, chat, encode
+from mmrl.rollouts import Prompt
+
+MARKERS = ("<image>", "<video>")  # of our own prompts, which are counted against their images
+
+
+class PromptEncoder:
+    """Encodes one prompt as `encode` does, also in another process.
+
+    What a check has encoded is kept for as long as its prompt lives, and handed out once, so that a prompt that is
+    checked is encoded no more often than one that is not.
+    """
+
+    def __init__(self, processor: Processor, max_length: int, placeholders: Iterable[str] = ()) -> None:
+        """placeholders: tokens that stand for images and videos, which a text can not hold."""
+        self.processor, self.max_length = processor, max_length
+        self.placeholders = tuple(token for token in placeholders if token not in MARKERS)
+        self._kept: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}
+
+    def __call__(self, prompt: Prompt) -> RolloutTokens:
+        kept = self.take(prompt)
+        return encode(self.processor, [prompt], self.max_length)[0] if kept is None else kept
+
+    def take(self, prompt: Prompt) -> RolloutTokens | None:
+        """Returns the encoding of this very prompt, if a check has it, and forgets it."""
+        kept = self._kept.pop(id(prompt), None)
+        return None if kept is None or kept[0]() is not prompt else kept[1]
+
+    def misfit(self, prompt: Prompt) -> str | None:
+        """Returns why the model can not read a prompt: a placeholder in its text, too many tokens, images that the
+        processor does not take; None where it can."""
+        try:
+            text = "".join(message.text for message in chat(prompt))
+            for token in self.placeholders:
+                if token in text:
+                    return f"its text holds {token}, which stands for an image or a video in this model; take it out"
+            tokens = encode(self.processor, [prompt], self.max_length)[0]
+        except UserError as error:
+            return str(error).replace(f"prompt {prompt.id}", "the prompt", 1)
+        key = id(prompt)
+        self._kept[key] = (weakref.ref(prompt, lambda _: self._kept.pop(key, None)), tokens)
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}}
