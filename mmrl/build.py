@@ -104,7 +104,7 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
     if isinstance(policy, FittingPolicy):
         for source in (task.train, task.evaluation):
             if isinstance(source, FittedSource):
-                source.fit(policy.misfit())
+                source.fit(policy.misfit)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")

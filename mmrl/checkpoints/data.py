@@ -74,8 +74,8 @@ def facts(path: Path) -> Facts:
 def _folder_facts(path: Path) -> Facts:
     sizes: dict[str, int] = {}
     for parent, _, names in sorted(os.walk(path)):
-        found = [Path(parent) / name for name in names]
-        sizes |= {str(file.relative_to(path)): file.stat().st_size for file in found}
+        files = [Path(parent) / name for name in names]
+        sizes |= {str(file.relative_to(path)): file.stat().st_size for file in files}
         if len(sizes) > MOST_FILES:
             break
     text = json.dumps(sorted(sizes.items())[:MOST_FILES])

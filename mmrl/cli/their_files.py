@@ -95,10 +95,8 @@ def shell_settings(text: str, folder: Path) -> Settings:
     joined = re.sub(r"\\\s*\n", " ", text)
     lines = [line for line in joined.splitlines() if not line.lstrip().startswith("#")]
     variables = {name: value.strip("\"'") for name, value in _ASSIGNED.findall("\n".join(lines))}
-    commands = [found for line in lines if (found := _arguments(_filled(_filled(line, variables), variables)))]
-    if not commands:
-        return {}
-    settings = max(commands, key=len)
+    commands = [_arguments(_filled(_filled(line, variables), variables)) for line in lines]
+    settings = max(commands, key=len, default={})
     named = settings.pop("config", None)
     base = _base_file(str(named), folder) if isinstance(named, str) else None
     if named is not None and base is None:
@@ -108,8 +106,8 @@ def shell_settings(text: str, folder: Path) -> Settings:
 
 def _base_file(name: str, folder: Path) -> Path | None:
     """Returns the file that a script refers to, below its own folder or one above it."""
-    places = (folder, *folder.resolve().parents)
-    return next((place / name for place in places if (place / name).is_file()), None)
+    folders = (folder, *folder.resolve().parents)
+    return next((parent / name for parent in folders if (parent / name).is_file()), None)
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:

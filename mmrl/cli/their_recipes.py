@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mmrl import settings as settings_package
-from mmrl.cli.convert import COMMON, Converted, Settings, suite
+from mmrl.cli import their_part_rules as parts
+from mmrl.cli import their_rules as rules
+from mmrl.cli.convert import COMMON, Converted, Settings, crop, suite
 from mmrl.cli.their_files import read_settings
-from mmrl.cli.their_rules import RULES
+from mmrl.cli.their_rules import Rule
 from mmrl.errors import UserError
 
 _PLAIN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
@@ -246,3 +248,69 @@ def _decoding(settings: Settings) -> str:
     if kind not in kinds:
         raise UserError(f"a policy of kind {kind or 'unknown'} can not be converted; there are {', '.join(kinds)}")
     return kinds[kind]
+
+
+RULES: dict[str, Rule] = {
+    "nothing": rules.nothing,
+    "minibatches": rules.minibatches,
+    "device_batch": rules.device_batch,
+    "flow_batch": rules.flow_batch,
+    "passes": rules.passes,
+    "steps": rules.steps,
+    "warmup_share": rules.warmup_share,
+    "warmup_steps": rules.warmup_steps,
+    "evaluation": rules.never_zero("evaluation.every"),
+    "saving": rules.never_zero("checkpoint.every"),
+    "estimator": rules.estimator,
+    "divided": rules.divided,
+    "global_std": rules.global_std,
+    "reduced": rules.reduced,
+    "loss_kind": rules.loss_kind,
+    "clipped": rules.clipped,
+    "dual_clip": rules.dual_clip,
+    "beta": rules.beta,
+    "exact_beta": rules.exact_beta,
+    "kl_loss": rules.kl_loss,
+    "plain_kl": rules.plain_kl,
+    "kl_in_reward": rules.kl_in_reward,
+    "entropy": rules.entropy,
+    "level": rules.level,
+    "filtered": rules.filtered,
+    "masked": rules.masked,
+    "top_p": rules.truncated_sampling("top_p"),
+    "top_k": rules.truncated_sampling("top_k"),
+    "dtype": parts.dtype,
+    "attention": parts.attention,
+    "adapters": parts.adapters,
+    "freeze_vision": parts.frozen("vision"),
+    "freeze_connector": parts.frozen("connector"),
+    "freeze_language": parts.frozen("language"),
+    "zero": parts.zero,
+    "full_shard": parts.full_shard,
+    "offload": parts.offload,
+    "engines": parts.engines,
+    "train_files": parts.files("train"),
+    "eval_files": parts.files("eval"),
+    "data_set": parts.data_set,
+    "prompt_column": parts.column("problem_field", "prompt", "problem"),
+    "answer_column": parts.column("answer_field", "answer"),
+    "image_column": parts.column("image_field", "images"),
+    "prompts_of_flow": parts.prompts_of_flow,
+    "reward_names": parts.reward_names,
+    "verl_reward": parts.reward_function("verl", "path", "custom_reward_function.name", "compute_score"),
+    "easyr1_reward": parts.reward_function("easyr1", "reward_function", "reward_function_name", "main"),
+    "betas": parts.optimizer_betas,
+    "schedule": parts.schedule,
+    "transition": parts.transition,
+    "window": parts.window,
+    "trained_share": parts.trained_share,
+    "moving_average": parts.moving_average,
+    "sizes": parts.sizes,
+    "before": rules.put(evaluation__before=True),
+    "robot_prompts": parts.robot_prompts,
+    "robot_weights": parts.robot_weights,
+    "robot_crop": crop,
+    "named_run": parts.named_run,
+    "tracked": parts.tracked,
+    "pixels": parts.pixels,
+}

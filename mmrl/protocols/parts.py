@@ -139,10 +139,10 @@ class Encoding(Protocol):
 
 @runtime_checkable
 class FittingPolicy(Protocol):
-    """A policy that knows which prompts it cannot read."""
+    """A policy that knows which prompts it cannot read. misfit: the check of one, which can be pickled."""
 
-    def misfit(self) -> Misfit:
-        """Returns the check of a prompt, which can be pickled."""
+    @property
+    def misfit(self) -> Misfit: ...
 
 
 @runtime_checkable

@@ -110,7 +110,7 @@ def test_a_checked_prompt_is_encoded_once(tmp_path, processor, monkeypatch):
     rows[2]
     assert calls == [1]  # a row is tried when it is first used
     rows[3]
-    assert not encoder._kept  # of a prompt that nobody holds any more, nothing is kept
+    assert not encoder._cached  # of a prompt that nobody holds any more, nothing is kept
     assert pickle.loads(pickle.dumps(encoder)).misfit(prompt) is None
 
 
@@ -147,4 +147,4 @@ def test_a_job_is_refused_in_one_line_beyond_the_share(tmp_path):
     job = Job(config(path, tmp_path, "task.data.max_bad_share=0.04"))
     with pytest.raises(UserError, match=r"rows cannot be used, more than max_bad_share=0.04") as error, job:
         pass
-    assert "\n" not in str(error.value) and f"line {LONG + 1}" in str(error.value)
+    assert "\n" not in str(error.value) and f"line {PLACEHOLDER + 1}" in str(error.value)

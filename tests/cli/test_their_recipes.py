@@ -5,8 +5,7 @@ import pytest
 
 from mmrl.cli.main import main
 from mmrl.cli.their_files import python_settings, read_settings
-from mmrl.cli.their_recipes import SYSTEMS, convert_theirs, their_table
-from mmrl.cli.their_rules import RULES
+from mmrl.cli.their_recipes import RULES, SYSTEMS, convert_theirs, their_table
 from mmrl.config import load
 from mmrl.errors import UserError
 

@@ -60,6 +60,7 @@ class VisionLanguagePolicy:
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
+        self.misfit: Misfit = tokens.encoder.misfit  # where environments change prompts: of what they are before
         self.image_resize = resize_of(processor)
         # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
@@ -101,10 +102,6 @@ class VisionLanguagePolicy:
     def encoder(self) -> PromptEncoder | None:
         """Returns the encoder of prompts; None where environments change the prompts of a source."""
         return None if self.drafter.conversations is not None else self.tokens.encoder
-
-    def misfit(self) -> Misfit:
-        """Returns the check of prompts; where environments change them, of what they are before."""
-        return self.tokens.encoder.misfit
 
     def rollout(
         self,

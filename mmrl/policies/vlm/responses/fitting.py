@@ -17,7 +17,7 @@ MARKERS = ("<image>", "<video>")  # of our own prompts, which are counted agains
 class PromptEncoder:
     """Encodes one prompt as `encode` does, also in another process.
 
-    What a check has encoded is kept for as long as its prompt lives, and handed out once, so that a prompt that is
+    What a check has encoded is cached for as long as its prompt lives, and handed out once, so that a prompt that is
     checked is encoded no more often than one that is not.
     """
 
@@ -25,16 +25,16 @@ class PromptEncoder:
         """placeholders: tokens that stand for images and videos, which a text can not hold."""
         self.processor, self.max_length = processor, max_length
         self.placeholders = tuple(token for token in placeholders if token not in MARKERS)
-        self._kept: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}
+        self._cached: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}
 
     def __call__(self, prompt: Prompt) -> RolloutTokens:
-        kept = self.take(prompt)
-        return encode(self.processor, [prompt], self.max_length)[0] if kept is None else kept
+        cached = self.take(prompt)
+        return encode(self.processor, [prompt], self.max_length)[0] if cached is None else cached
 
     def take(self, prompt: Prompt) -> RolloutTokens | None:
         """Returns the encoding of this very prompt, if a check has it, and forgets it."""
-        kept = self._kept.pop(id(prompt), None)
-        return None if kept is None or kept[0]() is not prompt else kept[1]
+        cached = self._cached.pop(id(prompt), None)
+        return None if cached is None or cached[0]() is not prompt else cached[1]
 
     def misfit(self, prompt: Prompt) -> str | None:
         """Returns why the model can not read a prompt: a placeholder in its text, too many tokens, images that the
@@ -48,8 +48,8 @@ class PromptEncoder:
         except UserError as error:
             return str(error).replace(f"prompt {prompt.id}", "the prompt", 1)
         key = id(prompt)
-        self._kept[key] = (weakref.ref(prompt, lambda _: self._kept.pop(key, None)), tokens)
+        self._cached[key] = (weakref.ref(prompt, lambda _: self._cached.pop(key, None)), tokens)
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}}
+        return self.__dict__ | {"_cached": {}}
