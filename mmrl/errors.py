@@ -1,7 +1,10 @@
 """The exception whose message a user reads: one line that says what to change."""
 
+import re
 import traceback
 from pathlib import Path
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class UserError(Exception):
@@ -20,4 +23,10 @@ def describe_error(error: BaseException, longest: int = 300) -> str:
     line = " ".join(f"{type(error).__name__}: {text}".split())[:longest]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{line}{where}".encode("ascii", "backslashreplace").decode()
+    return printable(f"{line}{where}".encode("ascii", "backslashreplace").decode())
+
+
+def printable(text: str) -> str:
+    """Returns a text whose control characters, but for line ends and tabs, are written as \\x1b: foreign text (a
+    response, the answer of a server) could else move a terminal's cursor, clear it or set its title."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from mmrl.children.channel import POLL_S, Channel
 
 KEY = "MMRL_CHILD_KEY"  # environment variable that holds the key of a process; secret
+GREETING_S = 20.0  # for a caller to prove that it has the key
+MOST_GREETINGS = 32  # callers at a time that have not
+RETRY_S = 0.1  # after an error of accept
 
 
 class Pair:
@@ -39,6 +43,7 @@ class Listener:
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._callers: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._greetings, self._closed = threading.BoundedSemaphore(MOST_GREETINGS), False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def accept(self, poll: Callable[[], None], limit_s: float) -> Channel:
@@ -51,6 +56,7 @@ class Listener:
         raise TimeoutError(f"no call in {limit_s:g} s")
 
     def close(self) -> None:
+        self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._listener.close()
@@ -59,8 +65,14 @@ class Listener:
         while True:
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(RETRY_S)  # out of descriptors, say: strangers that hold them are dismissed in GREETING_S
+                continue
+            if not self._greetings.acquire(blocking=False):
+                caller.close()
+                continue
             # Each in a thread of its own, so that a silent one does not block the others.
             threading.Thread(target=self._greet, args=(caller,), daemon=True).start()
 
@@ -71,6 +83,8 @@ class Listener:
             caller.close()
         else:
             self._callers.put(caller)
+        finally:
+            self._greetings.release()
 
 
 def dial(host: str, port: int, key: str) -> Channel:
@@ -85,6 +99,16 @@ def _challenge(caller: socket.socket, key: str, *steps: Callable[[Connection, by
     """Authenticates both sides by the key, which is not sent."""
     caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     caller.settimeout(None)
-    with Connection(os.dup(caller.fileno())) as link:
-        for step in steps:
-            step(link, key.encode())
+    late = threading.Timer(GREETING_S, partial(_hang_up, caller))  # a limit of each wait would not bound their sum
+    late.start()
+    try:
+        with Connection(os.dup(caller.fileno())) as link:
+            for step in steps:
+                step(link, key.encode())
+    finally:
+        late.cancel()
+
+
+def _hang_up(caller: socket.socket) -> None:
+    with suppress(OSError):
+        caller.shutdown(socket.SHUT_RDWR)

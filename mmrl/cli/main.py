@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.children.processes import end_with_starter
-from mmrl.errors import UserError
+from mmrl.errors import UserError, printable
 from mmrl.runtime.lazy_imports import defer_imports
 from mmrl.runtime.logging import quieten_environment
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = options.run(options)
     except UserError as error:
-        print(f"mmrl: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"mmrl: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("mmrl: stopped by Ctrl-C; nothing new to save", file=sys.stderr, flush=True)
@@ -482,7 +482,7 @@ def run_report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"--output={target}: {error}") from None
     for run in runs:
-        print(run.ending.sentence if len(runs) == 1 else f"{run.name}: {run.ending.sentence}")
+        print(printable(run.ending.sentence if len(runs) == 1 else f"{run.name}: {run.ending.sentence}"))
     print(f"written to {target}")
     return 0
 

@@ -33,7 +33,7 @@ from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 from mmrl.engine import files, reshape  # noqa: E402
 from mmrl.engine.ema import reshaped, share  # noqa: E402
 from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
-from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, take_device  # noqa: E402
+from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, gloo_on_loopback, take_device  # noqa: E402
 from mmrl.engine.packing import packed  # noqa: E402
 
 T = TypeVar("T")
@@ -427,7 +427,8 @@ def start_distributed(timeout: float) -> None:
             "MASTER_PORT": ANY_PORT,
         }
         os.environ.update(alone)
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=INIT_METHOD)
+    with gloo_on_loopback():
+        deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout + LATER), init_method=INIT_METHOD)
 
 
 def objects_group(timeout: float) -> dist.ProcessGroup | None:
@@ -435,7 +436,8 @@ def objects_group(timeout: float) -> dist.ProcessGroup | None:
     collective."""
     if dist.get_backend() == "gloo":
         return None
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + LATER))
+    with gloo_on_loopback():
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + LATER))
 
 
 def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:

@@ -105,7 +105,7 @@ class Heartbeat:
         waited = min(waited, still)
         if waited >= self.limit:
             say(f"mmrl: {state} {why} for {waited:.0f} s, longer than engine.timeout={self.limit:g}; the run ends")
-            os._exit(2)
+            end_at_once(2)
         if waited >= SHARE_WARNED * self.limit and not self._warned:
             self._warned = True
             say(f"waiting for {state}: it {why} for {waited:.0f} s")
@@ -131,6 +131,9 @@ def runs(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+end_at_once = os._exit  # as it is before a training replaces it, see `Interruption`
 
 
 def say(line: str) -> None:

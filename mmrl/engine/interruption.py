@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -13,22 +13,34 @@ SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
 class Interruption:
     """Context in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that reads
     it between two steps; a second SIGINT ends the process at once. After SIGTERM or SIGUSR1 the process ends: they stay
-    caught, for a scheduler may send them again, which must not change how it ends."""
+    caught, for a scheduler may send them again, which must not change how it ends.
+
+    os._exit raises SystemExit in this process: user code that calls it would make half a run look like a whole one.
+    """
 
     def __init__(self) -> None:
         self.signum = 0
         self._before: dict[int, Any] = {}
+        self._process, self._exit = os.getpid(), os._exit
 
     def __enter__(self) -> Interruption:
         self._before = {number: signal.signal(number, self._note) for number in (*SCHEDULER, signal.SIGINT)}
+        self._process, self._exit = os.getpid(), os._exit
+        os._exit = self._refuse
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        os._exit = self._exit
         for number, handler in self._before.items():
             if number == signal.SIGINT or self.signum not in SCHEDULER:
                 signal.signal(number, handler)
+
+    def _refuse(self, status: int) -> NoReturn:
+        if os.getpid() != self._process:  # a process that user code has forked
+            self._exit(status)
+        raise SystemExit(f"os._exit({status}) in the process of the training, which goes on or ends by name")
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ import torch.distributed as dist
 from mmrl.runtime import devices
 
 STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
-ANY_PORT = "0"  # the system gives a free one when it is opened, so that no other process can take it in between
+ANY_PORT = "0"  # of one process that nobody else joins
+LOOPBACK = ("127.0.0.1", "localhost")
 INIT_METHOD = "mmrl://"  # see `_rendezvous`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -40,12 +44,41 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int
     Ranks that torchrun starts again (--max-restarts) find in its store the addresses of those that ended, and one that
     is quicker than another tries to reach a process that is gone.
     """
+    if os.environ["MASTER_PORT"] == ANY_PORT:  # one process without a launcher: its store opens no port
+        yield dist.HashStore(), 0, 1
+        return
     alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"  # several launchers count their restarts apart
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-    for store, rank, world in dist.rendezvous("env://", **options):
-        if os.environ["MASTER_PORT"] == ANY_PORT:
-            os.environ["MASTER_PORT"] = str(store.port)
+    for store, rank, world in _on_loopback(**options) or dist.rendezvous("env://", **options):
         yield dist.PrefixStore(f"start-{start}", store), rank, world
+
+
+def _on_loopback(timeout: timedelta, **options: Any) -> list[tuple[dist.Store, int, int]]:
+    """Returns the store of ranks that meet at a loopback address, where no launcher keeps one; else nothing. torch's
+    own listens on all interfaces, whatever the address, and lets anybody read and write."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if host not in LOOPBACK or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return []
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listening = None if rank else socket.create_server((LOOPBACK[0], port), backlog=max(128, world)).detach()
+    store = dist.TCPStore(LOOPBACK[0], port, world, rank == 0, timeout, master_listen_fd=listening)
+    return [(store, rank, world)]
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Has gloo listen on loopback only for groups that are made in the block, where all ranks are on this host. By
+    default it takes the address of the host's name."""
+    name = "GLOO_SOCKET_IFNAME"
+    one_host = os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if not one_host or sys.platform != "linux" or name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]  # engines on other hosts are started from here
 
 
 dist.register_rendezvous_handler("mmrl", _rendezvous)

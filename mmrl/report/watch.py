@@ -13,6 +13,7 @@ from rich.progress import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mmrl.errors import printable
 from mmrl.report.health import BAD, GOOD, examine
 from mmrl.report.records import RunRecord, Series, read_run
 from mmrl.runtime.progress import duration_text
@@ -46,9 +47,9 @@ def maybe_elsewhere(run: RunRecord) -> bool:
 
 
 def screen(run: RunRecord) -> RenderableType:
-    parts: list[RenderableType] = [Text(run.ending.sentence), *progress(run)]
+    parts: list[RenderableType] = [Text(printable(run.ending.sentence)), *progress(run)]
     parts += [table(run, metrics_of(run))] if run.names else []
-    parts += [Text(f"- {problem}", style="yellow") for problem in run.problems]
+    parts += [Text(printable(f"- {problem}"), style="yellow") for problem in run.problems]
     for finding in examine(run):
         if finding.verdict != GOOD:
             style = "red" if finding.verdict == BAD else "yellow"

@@ -36,8 +36,7 @@ class GuardedReward:
     def __init__(self, reward: Reward | BatchReward, failures: Failures, deadline_s: float | None) -> None:
         self.reward, self.failures, self.deadline_s = reward, failures, deadline_s
         self.scope: Literal["sample", "group", "batch"] = reward.scope if isinstance(reward, BatchReward) else "sample"
-        self._thread: CallingThread | None = None
-        self._stuck: list[CallingThread] = []
+        self._calls = TimedCalls("isolated: true")
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         if isinstance(self.reward, BatchReward):
@@ -62,7 +61,7 @@ class GuardedReward:
         if (skipped := self.failures.skips()) is not None:
             return skipped
         try:
-            return function(argument) if self.deadline_s is None else self._in_time(function, argument, self.deadline_s)
+            return function(argument) if self.deadline_s is None else self._calls(function, argument, self.deadline_s)
         except UserError:
             raise
         except TimeLimit:
@@ -71,7 +70,18 @@ class GuardedReward:
         except (Exception, SystemExit) as error:
             return Failure("error", describe_error(error))
 
-    def _in_time(self, function: Callable[[Argument], Value], argument: Argument, deadline_s: float) -> Value:
+
+class TimedCalls:
+    """Calls with a time limit, in a thread that is abandoned where a call does not end. remedy: the setting that ends
+    what hangs, for the message."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+        self._thread: CallingThread | None = None
+        self._stuck: list[CallingThread] = []
+
+    def __call__(self, function: Callable[[Argument], Value], argument: Argument, deadline_s: float) -> Value:
+        """Returns or raises what the function does. Raises TimeLimit, and UserError where too many calls run on."""
         self._thread = self._thread or CallingThread()
         try:
             return self._thread.call(function, argument, deadline_s)
@@ -81,7 +91,7 @@ class GuardedReward:
             if len(self._stuck) > MOST_STUCK:
                 raise UserError(
                     f"{len(self._stuck)} of its calls still run after their deadline of {deadline_s:g} s; set "
-                    "isolated: true, which ends what hangs"
+                    f"{self._remedy}, which ends what hangs"
                 ) from None
             raise
 
@@ -113,9 +123,13 @@ class CallingThread:
             raise error if isinstance(error, Exception) else RuntimeError(describe_error(error))
         return result
 
+    def end(self) -> None:
+        """Ends the thread after its last call."""
+        self._calls.put(None)
+
     def leave(self) -> bool:
         """Raises TimeLimit in the call, between two Python instructions. Returns whether the thread still runs."""
-        self._calls.put(None)
+        self.end()
         if self._thread.is_alive():
             identity = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(TimeLimit))

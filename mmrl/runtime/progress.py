@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
+from mmrl.errors import printable
+
 LINES_EVERY = 10.0  # seconds between two lines of a piece of work in a log
 DRAWN_EVERY = 0.1  # seconds between two drawings of a bar
 DAY = 86400.0
@@ -97,7 +99,7 @@ class Display:
         return self.bars.live.is_started
 
     def line(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        self.console.print(printable(text), soft_wrap=True)
 
     @contextmanager
     def work(self, what: str, total: int, done: int = 0, *, lines: bool = True) -> Iterator[Work]:

@@ -70,7 +70,7 @@ class Dialogue:
         try:
             self._environment.close()
         except Exception as error:  # nothing depends on it any more
-            self.problem = self.problem or describe_error(error)
+            self.problem = self.problem or (str(error) if isinstance(error, Fault) else describe_error(error))
 
     def join(self, first: Prompt) -> None:
         """Shares the first messages with another rollout of the group. The conversation is lost where they differ."""

@@ -24,6 +24,7 @@ from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 
 SERVICE = "mmrl.sims.turns.processes:serve"
+CLOSE_S = 2.0  # for close(), on which nothing depends any more
 SPARE = 1 << 20  # bytes of an answer beside text and images
 
 
@@ -76,9 +77,21 @@ class RemoteEnvironment(Environment):
         return self._tools
 
     def close(self) -> None:
+        """Closes it in its own process before another conversation gets that: one that hangs is killed there. Raises
+        Fault for an environment that raises or hangs."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.release()
+        if worker is None:
+            return
+        limit = min(CLOSE_S, self._processes.deadline_s)
+        try:
+            answer = worker.call(("close", None), limit)
+        except TimeoutError:
+            raise Fault(f"close() did not end in {limit:g} s") from None
+        except ConnectionError as error:
+            raise Fault(f"close(): {error}") from None
+        worker.release()
+        if "raised" in answer:
+            raise Fault(f"close(): {answer['raised']}")
 
     def _call(self, request: tuple[str, Any]) -> dict[str, Any]:
         deadline = self._processes.deadline_s
@@ -100,9 +113,11 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
         try:
-            if request[0] == "start":
+            if request[0] == "close":
                 while playing:
                     playing.pop().close()
+                return {}
+            if request[0] == "start":
                 playing.append(settings.make())
                 messages = packed(playing[0].start(request[1]))
                 return {"messages": messages, "tools": json.dumps(list(playing[0].tools()))}

@@ -50,6 +50,13 @@ class EnvironmentSettings(Choice):
         "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
         "null: in this process, in turn, which is quicker for what is quick and trusted",
     )
+    deadline_s: float = option(
+        60.0,
+        "the longest that an environment in this process may take for a start or a step; one that takes longer loses "
+        "its rollout. Of isolated ones isolated.deadline_s",
+        unit="s",
+        gt=0,
+    )
 
     def check(self) -> None:  # noqa: B027 - most need nothing
         """Raises ValueError for packages that are not installed. Called once, before a model is loaded."""

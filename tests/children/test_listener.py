@@ -6,6 +6,7 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
+from mmrl.children import listener
 from mmrl.children.listener import Listener, Pair, dial
 
 SOON = 20.0  # seconds
@@ -91,3 +92,49 @@ def test_a_process_of_this_host_has_its_end_already():
     pair.close()
     assert pair.theirs.recv(1) == b""
     pair.theirs.close()
+
+
+def test_strangers_are_sent_away_in_time_and_are_not_many(monkeypatch):
+    monkeypatch.setattr(listener, "GREETING_S", 0.5)
+    monkeypatch.setattr(listener, "MOST_GREETINGS", 3)
+    made = Listener("127.0.0.1")
+    strangers = [socket.create_connection(made.address) for _ in range(3)]
+    for one in strangers:
+        assert one.recv(100)  # the challenge
+        one.settimeout(SOON)
+    one_too_many = socket.create_connection(made.address)
+    one_too_many.settimeout(SOON)
+    assert one_too_many.recv(100) == b""  # sent away at once
+    strangers[0].sendall((100).to_bytes(4, "big"))  # a byte now and then does not keep the place
+    assert [one.recv(100) for one in strangers] == [b""] * 3
+    callers = []
+    thread = threading.Thread(target=lambda: callers.append(dial(*made.address, made.key)))
+    thread.start()
+    made.accept(nothing, SOON).close()
+    thread.join()
+    for one in (*strangers, one_too_many, *callers):
+        one.close()
+    made.close()
+
+
+def test_an_error_of_accept_does_not_close_the_door(door, monkeypatch):
+    """As where a process is out of file descriptors for a while."""
+    errors = [OSError(24, "Too many open files")] * 3
+    accept = socket.socket.accept
+
+    def failing(one):
+        if errors:
+            raise errors.pop()
+        return accept(one)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    callers = []
+    # The first caller wakes the thread that waits in the real accept; the next ones find the errors.
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: callers.append(dial(*door.address, door.key)))
+        thread.start()
+        door.accept(nothing, SOON).close()
+        thread.join()
+    assert errors == []
+    for one in callers:
+        one.close()

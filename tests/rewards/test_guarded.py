@@ -54,7 +54,7 @@ def test_what_takes_too_long_costs_its_sample(word):
 def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypatch):
     monkeypatch.setattr(guarded, "MOST_STUCK", 1)
     _, own = scores("spin", "spin", "spin")
-    assert not own._stuck and own.failures.causes == {"deadline": 3}
+    assert not own._calls._stuck and own.failures.causes == {"deadline": 3}
     with pytest.raises(UserError, match="reward 'own': 2 of its calls still run .* set isolated: true"):
         scores("stubborn", "stubborn", "good")
 

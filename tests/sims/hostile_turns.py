@@ -14,7 +14,7 @@ from mmrl.sims.turns.settings import EnvironmentSettings
 class Hostile(Environment):
     """Answers twice with a word and then ends with a reward of 1; what a response or the prompt tells it, it does."""
 
-    count = 0
+    count, at_close = 0, ""
 
     def start(self, prompt):
         self.obey(prompt.text)
@@ -28,7 +28,12 @@ class Hostile(Environment):
             return Reply(end=True, reward=1.0, facts={"pid": os.getpid()})
         return Reply([Message("user", (f"word {self.count}",))], reward=0.5, tool="t", error="e", facts={"n": [1, "a"]})
 
+    def close(self):
+        self.obey(self.at_close)
+
     def obey(self, order):
+        if order.startswith("at close: "):
+            self.at_close = order.removeprefix("at close: ")
         if order == "raise":
             raise KeyError("no such thing")
         if order == "hang":

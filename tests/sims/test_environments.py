@@ -1,16 +1,20 @@
 """One conversation as the environment's side keeps it; and environments in processes of their own, of which one that
 misbehaves costs its own conversation."""
 
+import os
 import time
 
 import pytest
 
 from mmrl.children.limits import LINUX, Limits
+from mmrl.engine import Interruption
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
+from mmrl.sims.turns import processes as turn_processes
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
 from mmrl.sims.turns.settings import Isolation, TurnLimits
+from mmrl.sims.turns.timed import TimedEnvironments
 from tests.helpers.processes import gone
 from tests.sims.hostile_turns import HostileSettings, Impossible
 
@@ -123,6 +127,54 @@ def test_a_worker_plays_one_conversation_after_the_other(processes):
             talk.answer(word)
         pids.add(talk.record.turns[-1].facts["pid"])
     assert len(pids) == 1
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("order", "problem"), [("raise", "KeyError"), ("hang", "did not end in 0.5 s"), ("exit", "ended")]
+)
+def test_a_close_that_fails_costs_nobody_else(processes, monkeypatch, order, problem):
+    """The conversation before has its result; the next one gets a process that is well."""
+    monkeypatch.setattr(turn_processes, "CLOSE_S", 0.5)
+    for _ in range(2):
+        talk = dialogue(processes.make)
+        talk.answer(f"at close: {order}")
+        talk.finish("turns")
+        assert talk.record.end == "turns" and problem in talk.record.problem
+        after = dialogue(processes.make)
+        assert [m.text for m in after.answer("one")] == ["word 1"]
+        after.finish("turns")
+        assert after.record.problem == ""
+
+
+class Here(HostileSettings):
+    type: str = "tests.sims.test_environments:Here"
+    deadline_s: float = 0.3
+
+
+def test_an_environment_in_this_process_has_a_time_limit():
+    """It costs its conversation; another one of the same thread goes on, and nothing is asked of it again."""
+    environments = TimedEnvironments(Here())
+    other = dialogue(environments.make)
+    other.answer("one")
+    talk = dialogue(environments.make)
+    started = time.monotonic()
+    assert talk.answer("hang") == () and talk.end == "lost" and time.monotonic() - started < 10
+    assert talk.problem == "no answer in 0.3 s; task.environment.deadline_s"
+    assert [m.text for m in other.answer("two")] == ["word 2"]
+    late = dialogue(environments.make, "hang")
+    assert late.end == "lost" and late.problem == talk.problem
+
+
+def test_an_exit_in_this_process_costs_its_conversation():
+    """Where a run goes on, os._exit raises, and the environment is lost as one that raises."""
+    environments = TimedEnvironments(HostileSettings())
+    with Interruption():
+        talk = dialogue(environments.make)
+        assert talk.answer("exit") == () and "os._exit(3) in the process of the training" in talk.problem
+        assert os.fork() or os._exit(7)  # a copy of this process may end
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    assert os._exit.__module__ == "posix"
 
 
 @needs_linux

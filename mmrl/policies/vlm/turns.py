@@ -27,6 +27,7 @@ from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
 from mmrl.sims.turns.processes import Processes
 from mmrl.sims.turns.settings import EnvironmentSettings
+from mmrl.sims.turns.timed import TimedEnvironments
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Conversations:
     def __init__(self, settings: EnvironmentSettings, processor: Processor, eos: tuple[int, ...]) -> None:
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
         isolation = settings.isolated
-        self.make = settings.make if isolation is None else Processes(settings, isolation).make
+        self.make = TimedEnvironments(settings).make if isolation is None else Processes(settings, isolation).make
         self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
         self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
         self.lost = 0  # conversations that their environment failed, in the whole run

@@ -13,7 +13,7 @@ import binascii
 import io
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.rewards.guarded import CallingThread, TimeLimit
 from mmrl.rewards.types import Score, as_pil
 from mmrl.rollouts import Prompt, Sample, Video
 
@@ -95,7 +96,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
             sleep(pause)
             pause = min(2 * pause, BACKOFF_S[1])
         try:
-            status, text = _exchange(url, body, headers, deadline_s)
+            status, text = _in_time(lambda limit_s: _exchange(url, body, headers, limit_s), deadline_s)
         except requests.RequestException as error:
             fault = f"{type(error).__name__}: {error}"
             continue
@@ -109,13 +110,29 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
     raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {fault}")
 
 
+def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
+    """Bounds the whole of an exchange: timeouts of sockets bound the wait for each byte, so that a server which sends a
+    header letter by letter, or one "100 Continue" after the other, keeps its client for ever."""
+    import requests
+
+    thread = CallingThread()
+    try:
+        answer = thread.call(exchange, deadline_s, deadline_s)
+    except TimeLimit:
+        thread.leave()
+        raise requests.Timeout(f"the answer was not complete after {deadline_s:g} s") from None
+    except BaseException:
+        thread.end()
+        raise
+    thread.end()
+    return answer
+
+
 def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
     """Returns status and body. Raises requests.RequestException for every failure, a late answer included."""
     import requests
     import urllib3
 
-    end = monotonic() + deadline_s
-    # The timeout of requests bounds each wait for bytes; the loop bounds their sum.
     with requests.post(
         url, data=body, headers=dict(headers), timeout=deadline_s, stream=True, allow_redirects=False
     ) as answer:
@@ -125,8 +142,6 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
                 text += chunk
                 if len(text) > MAX_ANSWER:
                     raise requests.RequestException(f"the answer is longer than {MAX_ANSWER} bytes")
-                if monotonic() > end:
-                    raise requests.Timeout(f"the answer was not complete after {deadline_s:g} s")
         except urllib3.exceptions.HTTPError as error:
             raise requests.ConnectionError(str(error)) from error
         return answer.status_code, text

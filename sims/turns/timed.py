@@ -1,0 +1,64 @@
+"""Environments in this process, with a time limit for each start and step: one that hangs costs its rollout, not the
+run. What ends the process, or takes its memory, needs a process of its own (`mmrl.sims.turns.processes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mmrl.rewards.guarded import TimedCalls, TimeLimit
+from mmrl.rollouts import Message, Prompt
+from mmrl.sims.turns.dialogue import Fault
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings
+
+Value = TypeVar("Value")
+
+
+class TimedEnvironments:
+    """Makes environments of `settings`, all of which run in one thread, where graphics contexts have to stay."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self._settings, self._calls = settings, TimedCalls("task.environment.isolated: {}")
+
+    def make(self) -> Environment:
+        return TimedEnvironment(self.call(lambda: self._settings.make()), self)
+
+    def call(self, function: Callable[[], Value]) -> Value:
+        """Returns what a function of an environment does. Raises Fault where it takes too long."""
+        limit = self._settings.deadline_s
+        try:
+            return self._calls(lambda _: function(), None, limit)
+        except TimeLimit:
+            raise Fault(f"no answer in {limit:g} s; task.environment.deadline_s") from None
+
+
+class TimedEnvironment(Environment):
+    """An environment whose methods have a time limit. One that has exceeded it is not called again."""
+
+    def __init__(self, environment: Environment, environments: TimedEnvironments) -> None:
+        self._environment: Environment | None = environment
+        self._environments = environments
+
+    def start(self, prompt: Prompt) -> Sequence[Message]:
+        return self._timed(lambda environment: environment.start(prompt))
+
+    def step(self, response: str) -> Reply:
+        return self._timed(lambda environment: environment.step(response))
+
+    def tools(self) -> Sequence[dict[str, Any]]:
+        return self._timed(lambda environment: environment.tools())
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._timed(lambda environment: environment.close())
+
+    def _timed(self, method: Callable[[Environment], Value]) -> Value:
+        environment = self._environment
+        if environment is None:
+            raise Fault("it has not answered before")
+        try:
+            return self._environments.call(lambda: method(environment))
+        except Fault:
+            self._environment = None
+            raise

@@ -1,0 +1,67 @@
+"""The ports that a training opens, from /proc/net: on one host none beyond loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+RANK = """
+import json, os, sys
+import torch
+from mmrl.engine.deepspeed import objects_group, start_distributed
+from tests.engine.test_ports import listening
+
+start_distributed(30.0)
+group = torch.distributed.new_group(backend="gloo")
+total = torch.ones(1)
+torch.distributed.all_reduce(total, group=group)
+print(json.dumps({"total": total.item(), "addresses": listening()}), flush=True)
+torch.distributed.barrier()
+"""
+
+
+def listening() -> list[str]:
+    """Returns the local addresses, in hexadecimals of the kernel, at which sockets of this process listen."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        if Path(f"/proc/self/net/{name}").exists()
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def beyond_loopback(addresses: list[str]) -> list[str]:
+    """Addresses of IPv4 are little-endian: 0100007F is 127.0.0.1."""
+    loopback = ("0" * 24 + "01000000", "0000000000000000FFFF00000100007F")  # ::1, and 127.0.0.1 as one of IPv6
+    return [address for address in addresses if address != "0100007F" and address not in loopback]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_host_opens_no_port_beyond_loopback(world):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    launched = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for rank in range(world)
+    ]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RANK], env=os.environ | more, stdout=subprocess.PIPE, text=True)
+        for more in (launched if world > 1 else [{}])
+    ]
+    found = [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in processes]
+    assert [one["total"] for one in found] == [world] * world
+    assert [one["addresses"] for one in found if not one["addresses"]] == []  # gloo's: so the list is read right
+    assert [beyond_loopback(one["addresses"]) for one in found] == [[]] * world
+
+
+def test_a_port_of_all_interfaces_is_seen():
+    with socket.create_server(("0.0.0.0", 0)), socket.create_server(("127.0.0.1", 0)):
+        assert "00000000" in beyond_loopback(listening()) and "0100007F" in listening()
