@@ -121,6 +121,12 @@ class Algorithm(Choice):
             for i, member in enumerate(members):
                 yield f"algorithm.{name}.{i} ({member.type})", member.needs
 
+    def remarks(self) -> Iterable[str]:
+        """Yields what a user should know of the settings of its parts, with their keys."""
+        for i, term in enumerate(self.terms):
+            if term.remark:
+                yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
+
     @property
     def needs(self) -> Needs:
         return together(needs for _, needs in self.parts())

@@ -13,6 +13,7 @@ from mmrl.protocols.critic import CriticSettings, SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities, Needs
 from mmrl.settings import option
+from mmrl.terms.reward_kl import RewardKL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +54,9 @@ class PPO(RatioAlgorithm):
         None, "how far a value may move from the old value before its loss is clipped; null: no clip", gt=0
     )
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside task.rewards", ge=0)
+    reward_kl: RewardKL | None = option(
+        None, "price of the divergence from the reference, paid by the reward of each decision, as in RLHF; null: none"
+    )
     critic: CriticSettings = option(SharedCritic(), "estimates the value of an observation")
     horizon: Literal["infinite", "finite"] = option(
         "infinite",
@@ -75,7 +79,8 @@ class PPO(RatioAlgorithm):
     @property
     def base_needs(self) -> Needs:
         offers: set[Offer] = {"critic", Stepwise} if self.by_step else {"critic"}
-        return super().base_needs | Needs(offers=frozenset(offers), critic=self.critic)
+        needs = super().base_needs | Needs(offers=frozenset(offers), critic=self.critic)
+        return needs if self.reward_kl is None else needs | self.reward_kl.needs
 
     @property
     def by_step(self) -> bool:
@@ -98,7 +103,8 @@ class PPO(RatioAlgorithm):
         """Computes advantages, [rollout, decision], standardised over the steps of all ranks unless `standardise` is
         minibatch; stores the critic's targets in the rollouts.
 
-        The reward of the task is added to an episode's last step, the simulator's reward to every step. An unscored
+        The reward of the task is added to an episode's last step, the simulator's reward to every step, from which what
+        `reward_kl` costs its decisions is taken. An unscored
         rollout gets the advantage 0, and is neither in the standardisation nor among the critic's targets.
         """
         import torch
@@ -109,6 +115,9 @@ class PPO(RatioAlgorithm):
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
+        if self.reward_kl is not None:
+            costs = self.reward_kl.costs(batch).view(*steps.mask.shape, -1).sum(2)
+            rewards = rewards - costs.to(rewards).where(steps.mask, 0.0)
         estimates = self.estimates if steps.moment is None else self.estimates_of_traces
         values, steps.returns = estimates(rewards, steps)
         if self.standardise == "batch":

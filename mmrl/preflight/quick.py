@@ -19,7 +19,8 @@ ROWS = 8
 
 
 def probe_quickly(config: Config, task: Task) -> Iterator[Alarm]:
-    """Tries golds before the first step; yields what is wrong with them."""
+    """Tries golds before the first step; yields what is wrong with them, and remarks on the algorithm's settings."""
+    yield from (Alarm("algorithm", "warned", remark) for remark in config.algorithm.remarks())
     if not isinstance(task, VisualQA) or task.environment is not None or task.train is None:
         return
     lengths = config.section("rollout")

@@ -36,6 +36,11 @@ class Term(Choice):
     def needs(self) -> Needs:
         return Needs()
 
+    @property
+    def remark(self) -> str:
+        """Returns what a user should know of its settings, which training says before it starts; empty: nothing."""
+        return ""
+
     def prepare(self, batch: Batch) -> None:
         """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
         `key`."""

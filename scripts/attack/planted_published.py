@@ -74,6 +74,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      'value.zero_() if name != "step" else value', ("joints/test_optimizer.py",)),
     ("prorl: moments stay", "mmrl/engine/deepspeed.py", "value.zero_() if isinstance(value, Tensor) else 0",
      'value.zero_() if name == "step" else value', ("joints/test_optimizer.py",)),
+    ("ppo: the divergence is paid out", "mmrl/algorithms/ppo.py", "rewards = rewards - costs", "rewards = rewards + costs", ("joints/test_ppo.py",)),
+    ("kl: k1 is not told", "mmrl/terms/losses/kl.py", 'return f"{text} reward, by algorithm.shaping=[kl_returns]" if idle else ""', 'return ""', TERMS),
+    ("kl: k1 is told of every policy", "mmrl/terms/losses/kl.py", "isinstance(self.against, ReferencePolicy) and", "", TERMS),
     ("proportional: 0 can be reached", "mmrl/schedules/controllers.py", "low or sys.float_info.min", "low", ("schedules/test_controllers.py",)),
     ("follower: the wrong bound is named", "mmrl/schedules/schedule.py", "{'low' if low < ge", "{'high' if low < ge", ("schedules/test_controllers.py",)),
 ]

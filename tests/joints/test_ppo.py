@@ -62,6 +62,22 @@ def test_a_clipped_value(given):
     close(made.gradient("value"), [[-0.05, 0], [0.1 / 3, 0]])
 
 
+def test_a_decision_pays_for_its_divergence_in_the_reward(given):
+    # Half of 0.2, -0.4 and 1: rewards -0.1, 1 + 0.2 and -0.5. A_1 = 0.8, A_0 = -0.1 + 0.2 - 0.2 + 0.25 x 0.8 = 0.1, and
+    # of episode 1 -0.6. The critic is trained towards what is left of the reward.
+    table = Table([[-1.0, -1.0], [-1.0]], group=[0, 1], rewards=[1.0, 0.0], value=VALUES)
+    options = "reward_kl: {coefficient: 0.5}, standardise: minibatch"
+    made = given(table, "rollout={prompts: 2}", f"{PPO}, {options}}}")
+    made.move(logp=[[0.2, -0.4], [1.0]])
+    rollouts = table.rollouts()
+    rollouts.extras["steps"] = steps(table, values=VALUES, terminated=[[0.0, 1.0], [1.0]])
+    made.prepare(rollouts)
+    close(rollouts.advantages.where(rollouts.mask, 0), [[0.1, 0.8], [-0.6, 0.0]])
+    close(returns(rollouts), [[0.3, 1.2], [-0.5, 0.0]])
+    made.learn()
+    close(made.metrics.result()["reward_kl"], 0.8 / 3)
+
+
 def test_the_simulators_own_reward(given):
     # 0.1 x 1 and 0.1 x 2 more: A_0 = 0.1 + 0.15, A of episode 1 = 0.2 - 0.1.
     _, rollouts = critic(given, ", simulator_reward: 0.1", rewards=((1.0, 0.0), (2.0,)))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mmrl.preflight.quick import probe_quickly
 from mmrl.rollouts import OBJECTIVE, DecisionColumn
 from tests.joints.parts import Table, close
 
@@ -141,6 +142,30 @@ def test_likelihoods_under_a_view_are_by_default_those_of_the_policy_that_sample
         made.prepare()
         made.move(view=[[0.2]])
         close(made.learn(), -apart)
+
+
+K1 = "estimator=k1 has an expected gradient of 0 in a loss"
+
+
+@pytest.mark.parametrize(
+    ("term", "told"),
+    [
+        ("{type: kl, estimator: k1}", True),
+        ("{type: kl, estimator: k1, against: ema}", True),
+        ("{type: of_part, part: text, term: {type: kl, estimator: k1}}", True),
+        ("{type: kl, estimator: k1, against: old}", False),
+        ("{type: kl, estimator: k1, weighting: difficulty}", False),
+        ("kl", False),
+        ("{type: kl, estimator: k2}", False),
+    ],
+)
+def test_k1_in_the_loss_is_told_before_the_start(given, term, told):
+    """Over the policy's own samples E[grad logp] is 0: there is no gradient that could hold it near the reference."""
+    made = given(Table([[-1.0], [-1.0]]), f"algorithm.terms=[{term}]")
+    trainer = made.trainer
+    remarks = [alarm.text for alarm in probe_quickly(trainer.config, trainer.task)]
+    assert len(remarks) == told
+    assert all(text.startswith("algorithm.terms.0 (") and K1 in text for text in remarks)
 
 
 def test_terms_add_up_with_the_surrogate(given):

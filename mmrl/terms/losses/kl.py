@@ -261,7 +261,9 @@ class CovarianceWeighting(KLWeighting):
 
 
 class KL(Term):
-    """The KL divergence from another policy, by default from the policy that training started from."""
+    """The KL divergence from another policy, by default from the policy that training started from. As a loss k2 alone
+    has the KL's gradient in expectation, k3 that of KL(other || policy); that of k1 is 0, so that it holds nothing: for
+    k1 pay the divergence in the reward, by the shaper kl_returns or the transform kl_penalty."""
 
     equation: ClassVar[str] = (
         "coefficient w x: k1 d; k2 d^2 / 2; k3 exp(-d) - 1 + d; absolute |d|, d = logp - logp of the other policy; "
@@ -272,7 +274,9 @@ class KL(Term):
     coefficient: Schedule = number(0.01, "weight of the term", ge=0)
     against: OtherPolicy = option(InitialReference(), "the policy that it is compared with")
     estimator: Literal["k1", "k2", "k3", "absolute", "exact", "velocity"] = option(
-        "k3", "k1, k2, k3, absolute: from single samples; exact, velocity: of denoising steps, from the reference"
+        "k3",
+        "k1, k2, k3, absolute: from single samples, k1 with an expected gradient of 0; exact, velocity: of denoising "
+        "steps, from the reference",
     )
     weighting: KLWeighting | None = option(None, "how much single decisions pay; null: all alike")
 
@@ -289,6 +293,12 @@ class KL(Term):
     def needs(self) -> Needs:
         needs = self.against.needs_of(self.estimator)
         return needs if self.weighting is None else needs | self.weighting.needs
+
+    @property
+    def remark(self) -> str:
+        idle = self.estimator == "k1" and isinstance(self.against, ReferencePolicy) and self.weighting is None
+        text = "estimator=k1 has an expected gradient of 0 in a loss, and holds nothing: use k2 or k3, or pay k1 in the"
+        return f"{text} reward, by algorithm.shaping=[kl_returns]" if idle else ""
 
     def prepare(self, batch: Batch) -> None:
         from mmrl.rollouts import DecisionColumn

@@ -37,6 +37,10 @@ class OfPart(Term):
     def prepare(self, batch: Batch) -> None:
         self.term.prepare(batch)
 
+    @property
+    def remark(self) -> str:
+        return self.term.remark
+
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
