@@ -14,7 +14,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("kl: forward looks back", K, "kl_estimate(old, now, kind=estimator)", "kl_estimate(now, old, kind=estimator)", MORE),
     ("kl: the old policy is the reference", K, "        return old_logp(micro, replay)\n", "        return 0 * old_logp(micro, replay)\n", MORE),
     ("kl: decay is hard-coded", K, "frozenset({self.decay})", "frozenset({0.9})", MORE),
-    ("kl: the reference is never taken anew", K, "Needs(reference=Reference(resets=resets))", "Needs()", ("joints/test_steps.py",)),
+    ("kl: the reference is never taken anew", K, "| Needs(reference=reference)", "| Needs()", ("joints/test_steps.py",)),
     ("kl: steps are compared with whoever", K, "if self.estimator not in self.against.estimators:", "if False:", MORE),
     ("kl: difficulty frees wrong answers", K, "(rollouts.advantages > 0) & ", "", MORE),
     ("kl: difficulty without e", K, "torch.exp(-math.e * solved)", "torch.exp(-solved)", MORE),
