@@ -472,7 +472,7 @@ def run_embed(options: argparse.Namespace) -> int:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    from mmrl.report.page import write_report
+    from mmrl.report.html.page import write_report
     from mmrl.report.records import read_run
 
     runs = [read_run(folder) for folder in options.runs]
@@ -504,7 +504,7 @@ def run_push(options: argparse.Namespace) -> int:
 
 def run_watch(options: argparse.Namespace) -> int:
     if options.serve:
-        from mmrl.report.serve import serve
+        from mmrl.report.html.serve import serve
 
         serve(options.run_directory, options.port)
         return 0

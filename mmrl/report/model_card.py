@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from mmrl.errors import UserError
-from mmrl.report.page import number, paragraph
+from mmrl.report.html.page import number, paragraph
 from mmrl.report.records import RunRecord, read_run
 
 # The file that says which library reads a folder, that library, and the line that reads it.

@@ -160,6 +160,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CHECKS + ("samplers/test_transitions.py",)),
     ("centre: what belongs to neither box is a share of both", "mmrl/rewards/overlap.py", "(hull - union) / hull",
      "(hull - union) / union", ("rewards/test_overlap.py",)),
-    ("centre: a gap in a curve is drawn over", "mmrl/report/templates/chart.js", "line.y[i] !== null && line.x[i] >= from",
+    ("centre: a gap in a curve is drawn over", "mmrl/report/html/templates/chart.js", "line.y[i] !== null && line.x[i] >= from",
      "line.x[i] >= from", BROWSER),
 ]

@@ -68,9 +68,9 @@ def test_its_name_and_what_it_holds(wheel):
     assert wheel.name == f"mmrl_train-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as packed:
         names = set(packed.namelist())
-    needed = {"mmrl/py.typed", "mmrl/report/templates/report.html.jinja", "mmrl/cli/skeletons/task.py.jinja"}
+    needed = {"mmrl/py.typed", "mmrl/report/html/templates/report.html.jinja", "mmrl/cli/skeletons/task.py.jinja"}
     needed |= {"mmrl/tasks/visual_qa/task.py", "mmrl/sims/registry.py", "mmrl/tasks/data/named_images/names.csv"}
-    needed |= {"mmrl/report/templates/chart.js", "mmrl/tasks/data/handwritten_digits.csv.gz"}
+    needed |= {"mmrl/report/html/templates/chart.js", "mmrl/tasks/data/handwritten_digits.csv.gz"}
     assert needed <= names
     recipes = {f"mmrl/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert len(recipes) > 90 and recipes <= names

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrl.report.page import write_report
+from mmrl.report.html.page import write_report
 from mmrl.report.records import read_run
 from mmrl.report.run import write_samples
 from mmrl.rollouts import Episode, Prompt, Sample

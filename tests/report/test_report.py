@@ -13,12 +13,12 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
-from mmrl.report.cards import cards
 from mmrl.report.changes import cut_positions, turn
-from mmrl.report.explanations import explanation
-from mmrl.report.galleries import data_url, galleries, ranked
 from mmrl.report.health import examine
-from mmrl.report.page import differences, paragraph, report_html
+from mmrl.report.html.cards import cards
+from mmrl.report.html.explanations import explanation
+from mmrl.report.html.galleries import data_url, galleries, ranked
+from mmrl.report.html.page import differences, paragraph, report_html
 from mmrl.report.records import Series, duration_text, read_run
 from mmrl.report.run import Run, write_samples
 from mmrl.rollouts import Conversation, Episode, Message, Prompt, Sample, Turn

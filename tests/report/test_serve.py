@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.report.serve import ReportServer
+from mmrl.report.html.serve import ReportServer
 from tests.report.made import healthy, write_run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from mmrl.report.page import report_html
+from mmrl.report.html.page import report_html
 from mmrl.report.records import read_run
 
 LOOPBACK = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What the names of metrics mean, shown where a figure's title is pointed at."""
+"""Explanations of the names of metrics, shown where a figure's title is pointed at."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.report.cards import Card, cards
-from mmrl.report.figures import COLOURS, FigureGroup, axes, groups
-from mmrl.report.galleries import BUDGET, Gallery, galleries
 from mmrl.report.health import BAD, TOO_FEW, WARNING, HealthFinding, evaluated_prompts, examine, standard_error
+from mmrl.report.html.cards import Card, cards
+from mmrl.report.html.figures import COLOURS, FigureGroup, axes, groups
+from mmrl.report.html.galleries import BUDGET, Gallery, galleries
 from mmrl.report.records import RunRecord, flattened
 from mmrl.runtime.progress import duration_text
 
@@ -64,7 +64,7 @@ def chapter(run: RunRecord, colour: str, shown: list[Gallery]) -> Chapter:
 
 def environment() -> Environment:
     templates = Environment(
-        loader=PackageLoader("mmrl.report"),
+        loader=PackageLoader("mmrl.report.html"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from mmrl.report.explanations import explanation
+from mmrl.report.html.explanations import explanation
 from mmrl.report.records import RunRecord, Series
 
 POINTS = 2000  # at most in a curve: more steps are thinned out evenly; the last one stays

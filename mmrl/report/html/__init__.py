@@ -1,0 +1,1 @@
+"""The report page: what it shows of runs, how it is written, and how it is served."""
