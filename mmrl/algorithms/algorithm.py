@@ -76,6 +76,7 @@ class Algorithm(Choice):
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
     collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`
     weighs_decisions: ClassVar[bool] = True  # whether a decision that `Replay.weight` has at 0 leaves its objective
+    pairs_decisions: ClassVar[bool] = False  # compares rollouts of a group decision by decision
 
     type: str = "grpo"
     reduce: ReduceMode | None = option(

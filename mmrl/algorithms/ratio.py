@@ -47,7 +47,7 @@ class RatioAlgorithm(RewardedAlgorithm):
     def base_needs(self) -> Needs:
         needs = Needs(old=True) | self.surrogate.needs
         if self.ratio == "normalised":
-            needs |= Needs(offers=frozenset({"gaussian"}))
+            needs |= Needs(offers=frozenset({"gaussian", "step_density"}))
         if self.level == "segment":
             needs |= Needs(offers=frozenset({"segments"}))
         return needs

@@ -14,6 +14,7 @@ OFFERS = {
     "distribution": "the whole distribution of each decision, kept from the policy that made the rollouts",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",
+    "step_density": "Gaussian steps scored by their density (a transition cps with logp=density, or another one)",
     "velocity": "predictions of a denoiser",
     "steering": "chains that can be steered while they are drawn (model.type=diffusion)",
     "matching": "decisions that compare the final sample with a prediction",

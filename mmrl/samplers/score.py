@@ -5,6 +5,7 @@ Samples are images, videos or chunks of actions: latents are [rollout, decision,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from mmrl.samplers.chain import DRAWS, Sampler, gaussian, mixed
 from mmrl.samplers.settings import Space, StepWeight, Window
 from mmrl.samplers.transitions import Coefficients, compare_steps, gaussian_step, reduce_elements, step_kl
 from mmrl.samplers.windows import usable_steps
+
+HALF = 0.5  # a Gaussian of this variance has the log-density -|x - mean|^2 - log(pi) / 2
 
 
 class Score(NamedTuple):
@@ -45,12 +48,15 @@ def chain_likelihood(
     reference: Tensor | None = None,
     counted: Tensor | None = None,
     reduction: str = "mean",
+    unscaled: bool = False,
 ) -> Score:
     """Scores the stochastic steps from x to x_next by the network's predictions v; each [rollout, decision, ...] fp32.
 
     step: each [rollout, decision]. old, reference: predictions of the policy that made the rollouts (None: v itself)
     and of the reference policy. counted: bool, what broadcasts to x; the other elements are taken as equal under all
-    policies and where the old one expects them, and they have no gradient. Gradients flow to `v`.
+    policies and where the old one expects them, and they have no gradient. unscaled: logp and log-ratios are those of
+    -|x_next - mean|^2, without the factor 1 / (2 std^2) and the constants of the density; divergences stay exact.
+    Gradients flow to `v`.
     """
     size, shape = v.shape[:2], v.shape
     before = v.detach() if old is None else old.to(v)
@@ -61,19 +67,22 @@ def chain_likelihood(
     if counted is not None:
         expected, _, _ = gaussian_step(x, before, step, noise=torch.zeros_like(x), keep_mean=False)
         x_next = x_next.where(counted.expand(shape).flatten(0, 1), expected)
-    compared = compare_steps(x, flat_v, before, step, x_next, reduction=reduction)
+    scored = step._replace(std=torch.full_like(step.std, HALF**0.5)) if unscaled else step
+    compared = compare_steps(x, flat_v, before, scored, x_next, reduction=reduction)
+    constant = math.log(math.pi) / 2 * (1 if reduction == "mean" else x[0].numel()) if unscaled else 0.0
+    apart = step_kl(flat_v, before, step, reduction=reduction) if unscaled else compared.kl
     score = Score(
-        logp=compared.logp.view(size),
+        logp=(compared.logp + constant).view(size),
         log_ratio=compared.log_ratio.view(size),
         prediction=v.detach(),
         std=step.std.to(v.device).view(size),
-        divergence=compared.kl.view(size),
+        divergence=apart.view(size),
     )
     if reference is None:
         return score
     reference = _equal_elsewhere(reference, v, counted)
     kl = step_kl(flat_v, reference.flatten(0, 1), step, reduction=reduction)
-    ratio = compare_steps(x, flat_v, reference.flatten(0, 1), step, x_next, reduction=reduction).log_ratio
+    ratio = compare_steps(x, flat_v, reference.flatten(0, 1), scored, x_next, reduction=reduction).log_ratio
     return score._replace(
         reference_kl=kl.view(size),
         reference_log_ratio=ratio.view(size),

@@ -34,6 +34,11 @@ class DenoisingTransition(Choice):
     test: ClassVar[str] = "tests/samplers/test_transitions.py"
     space: ClassVar[Space] = "velocity"  # what the network has to predict
 
+    @property
+    def unscaled(self) -> bool:
+        """Returns whether steps are scored by their squared error, without the factor and constants of a density."""
+        return False
+
     @abstractmethod
     def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
         """Returns the step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second
@@ -83,11 +88,22 @@ class CPS(DenoisingTransition):
     """Coefficient-preserving sampling: the noise level of the next latent is exactly what the grid says."""
 
     equation: ClassVar[str] = (
-        "std = s' sin(noise pi / 2); mean = (1 - s') (x - s v) + sqrt(s'^2 - std^2) (x + (1 - s) v)"
+        "std = s' sin(noise pi / 2); mean = (1 - s') (x - s v) + sqrt(s'^2 - std^2) (x + (1 - s) v); "
+        "logp = -|x' - mean|^2, or with logp=density log Normal(x'; mean, std)"
     )
     source: ClassVar[str] = "Flow-CPS, arXiv 2509.05952"
     type: str = "cps"
     noise: float = option(0.8, "the paper's eta", ge=0, le=1)
+    logp: Literal["squared_error", "density"] = option(
+        "squared_error",
+        "score of a step. squared_error: published, -|x' - mean|^2, whose log-ratios are 2 std^2 times those of the "
+        "density and shrink with the noise level: clip by 1e-5 (`algorithm.surrogate={low: 1e-5, high: 1e-5}`), as "
+        "flow_grpo does; density: that of the Gaussian, with the clip of other transitions",
+    )
+
+    @property
+    def unscaled(self) -> bool:
+        return self.logp == "squared_error"
 
     def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
         from mmrl.samplers.transitions import coefficients

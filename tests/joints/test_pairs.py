@@ -123,3 +123,25 @@ def test_steps_have_the_weight_that_the_policy_gives_them():
     exact = Replay(now.logp, extras={"reference_log_ratio": torch.tensor([[1.0, 0.0], [0.0, 0.0]])})
     loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, exact)
     close(loss, (softplus(-0.5) + softplus(0.0)) / 2)
+
+
+@pytest.mark.parametrize(("option", "kept"), [("", 0.1), (", clip: 0.05", 0.05), (", clip: 0", None)])
+def test_ratios_of_gaussian_steps_are_clamped_before_their_log(given, option, kept):
+    """D3PO's train.py: log(clamp(ratio, 1 - eps, 1 + eps)), each of the two by itself. Of the best +0.5 and +0.1, of
+    the worst +0.2 and -0.4."""
+    made = moved(given, f"algorithm={{type: stepwise_preference, beta: 0.5{option}}}", std=[[0.5, 0.5]] * 3)
+    if kept is None:
+        margins, counts = [0.15, 0.25], [[1, 1], [1, 1]]
+    else:
+        high, low = math.log(1 + kept), math.log(1 - kept)
+        margins = [0.0, 0.5 * (min(0.1, high) - low)]
+        counts = [[0, high > 0.1], [0, 0]]  # of the best, of the worst: within the bounds
+    close(made.learn(), sum(softplus(-m) for m in margins) / 2)
+    slopes = [0.5 * sigmoid(-m) / 2 for m in margins]
+    best, worst = ([c * s for c, s in zip(row, slopes, strict=True)] for row in counts)
+    close(made.gradient(), [worst, [0, 0], [-g for g in best]])
+
+
+def test_matchings_are_not_clamped_by_default(given):
+    made = moved(given, STEPWISE)
+    close(made.learn(), (softplus(-0.15) + softplus(-0.25)) / 2)

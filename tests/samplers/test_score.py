@@ -59,6 +59,32 @@ class TestChains:
                     assert float(found.columns[name][b, t].detach()) == pytest.approx(float(value), rel=1e-3), name
                 assert float(found.std[b, t]) == pytest.approx(std)
 
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_an_unscaled_step_is_scored_by_its_squared_error(self, reduction):
+        """Flow-CPS: logp = -(x_next - mean)^2; its divergences stay those of the Gaussians."""
+        found, v = chain((48,), reduction=reduction, unscaled=True)
+        density, _ = chain((48,), reduction=reduction)
+        x, x_next, prediction, old, ref = (latents(seed).double() for seed in range(1, 6))
+        a_x, a_v, std = (c[..., None].double() for c in steps(flow()))
+
+        def logp(velocity):
+            squared = (x_next - a_x * x - a_v * velocity).square()
+            return -(squared.mean(2) if reduction == "mean" else squared.sum(2))
+
+        expected = {
+            "logp": logp(prediction),
+            "log_ratio": logp(prediction) - logp(old),
+            "reference_log_ratio": logp(prediction) - logp(ref),
+        }
+        for name, values in expected.items():
+            torch.testing.assert_close(found.columns[name].detach().double(), values, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(found.log_ratio, density.log_ratio * 2 * std[..., 0].float().square())
+        assert torch.equal(found.divergence, density.divergence) and torch.equal(found.std, density.std)
+        assert torch.equal(found.reference_kl, density.reference_kl)
+        (gradient,) = torch.autograd.grad(found.log_ratio.sum(), v)
+        by_hand = 2 * a_v * (x_next - a_x * x - a_v * prediction) / (48 if reduction == "mean" else 1)
+        torch.testing.assert_close(gradient.double(), by_hand, rtol=1e-3, atol=1e-5)
+
     @pytest.mark.parametrize("counted", [False, True])
     def test_every_shape_is_scored_alike(self, counted):
         """The same numbers as an image, a clip and a chunk: values and gradients, bit for bit."""

@@ -47,7 +47,7 @@ FURTHER = {
     "pairs": {
         "model": {"type": "diffusion"},
         "task": {"type": "tests.whole_runs.parts:Images"},
-        "denoising": {"steps": 3, "evaluation_steps": 3, "likelihood": {"type": "matching", "shared": True}},
+        "denoising": {"steps": 3, "evaluation_steps": 3, "likelihood": "matching"},
         "algorithm": {"type": "stepwise_preference"},
     },
     "steps": {

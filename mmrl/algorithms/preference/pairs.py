@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -19,32 +20,50 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
+CLIP = 0.1  # D3PO's train.eps
+
 
 class StepwisePreference(Preference):
     """The best rollout of every group is preferred to its worst, separately in each decision: with matchings that is
-    Diffusion-DPO (and its flow form), with chains D3PO."""
+    Diffusion-DPO (and its flow form), whose pairs share noise levels and noises
+    (denoising.likelihood.shared); with chains D3PO."""
 
     equation: ClassVar[str] = (
-        "mean_t -log sigmoid(beta (logp_t - ref_logp_t of the best - the same of the worst)), a mean over groups"
+        "mean_t -log sigmoid(beta (l_t of the best - l_t of the worst)), l = logp - ref_logp, for chains kept within "
+        "log(1 - clip) and log(1 + clip); a mean over groups"
     )
     source: ClassVar[str] = (
         "Diffusion-DPO, arXiv 2311.12908, whose beta T omega is beta here; flows: Flow-DPO, arXiv 2501.13918; chains: "
-        "D3PO, arXiv 2311.13231"
+        "D3PO, arXiv 2311.13231, whose eps is clip and which prefers decision by decision as here"
     )
     test: ClassVar[str] = "tests/joints/test_pairs.py"
+    pairs_decisions: ClassVar[bool] = True
     type: str = "stepwise_preference"
     beta: Schedule = number(
         100.0, "of the log-ratios to the reference, which are means over a latent's elements by default", gt=0
+    )
+
+    clip: float | None = option(
+        None,
+        "a ratio to the reference stays within 1 - clip and 1 + clip, beyond which a decision teaches nothing; "
+        "default: 0.1, D3PO's eps, for Gaussian steps, such as those of chains, and none for others; 0: none",
+        ge=0,
+        lt=1,
     )
 
     @property
     def base_needs(self) -> Needs:
         return Needs(offers=frozenset({"reference_ratio"}), whole_groups=True, reference=Reference())
 
+    def _kept(self, gained: Tensor, replay: Replay) -> Tensor:
+        """Clamps log-ratios [rollout, decision] as `clip` says; a Gaussian step has a standard deviation."""
+        clip = self.clip if self.clip is not None else 0.0 if replay.std is None else CLIP
+        return gained.clamp(math.log1p(-clip), math.log1p(clip)) if clip else gained
+
     def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch.nn.functional as F
 
-        gained = gains(micro, replay)
+        gained = self._kept(gains(micro, replay), replay)
         margin = self.beta.value * (gained[good[0]] - gained[bad[0]])
         counted = (micro.mask[good[0]] & micro.mask[bad[0]]).to(margin.device).float()
         weight = counted if replay.weight is None else counted * replay.weight[good[0]]

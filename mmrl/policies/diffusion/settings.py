@@ -98,6 +98,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
     def offers(self) -> frozenset[Offer]:
         offered: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio", Latent, Completing}
         offered |= {"candidates" if self.shared_states else "separate_chains"}
+        if not self.transition.unscaled:
+            offered.add("step_density")
         return frozenset(offered | {"segments"} if self.chunks else offered)
 
 
@@ -106,8 +108,10 @@ class ImageMatching(MatchingLikelihood, ImageLikelihood):
 
     draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
     weight: MatchingWeight = option("one", "w(s)")
-    shared: bool = option(
-        False, "the same noise levels and noises for all images of a group, as preferences between them need"
+    shared: bool | None = option(
+        None,
+        "the same noise levels and noises for all images of a group; default: true for preferences between them, whose "
+        "pairs share both (Diffusion-DPO), and false for others",
     )
 
     @model_validator(mode="after")
@@ -310,10 +314,13 @@ class DiffusionModel(ModelSettings):
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         denoising = config.section("denoising")
         engine: ImageEngine = config.engine
-        chain = denoising.likelihood if isinstance(denoising, Denoising) else None
+        likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
         of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
         ahead = config.generator is not None and config.generator.steps_ahead > 0  # predictions of older weights
-        keep = of_use and not ahead and isinstance(chain, ImageChain) and chain.keeps_predictions(self.dtype)
+        keep = of_use and not ahead and isinstance(likelihood, ImageChain) and likelihood.keeps_predictions(self.dtype)
+        if isinstance(likelihood, ImageMatching) and likelihood.shared is None:
+            matching = likelihood.model_copy(update={"shared": config.algorithm.pairs_decisions})
+            denoising = denoising.model_copy(update={"likelihood": matching})
         family = load_attribute("mmrl.policies.diffusion.loading:load")(path, self)
         return load_attribute("mmrl.policies.diffusion.policy:DiffusionPolicy")(
             family, denoising, keep_predictions=keep, steps_at_once=engine.steps_at_once

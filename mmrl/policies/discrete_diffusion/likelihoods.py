@@ -35,12 +35,16 @@ def one_step(seed: int, prompt: int, length: int, prompt_mask: float) -> States:
 
 def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> States:
     """Masks the whole response, then makes pairs of states: in the first of a pair each position is masked with a
-    chance between `levels`, in the second the other positions are."""
+    chance t between `levels`, in the second the other positions are. A score is divided by the chance of its mask, t
+    or 1 - t; the mean over pairs and the score of the whole response count one half each."""
     generator, (low, high) = _generator(seed), levels
     share = low + (high - low) * torch.rand(pairs, 1, generator=generator)
     first = torch.rand(pairs, length, generator=generator) < share
-    empty = torch.cat([torch.ones(1, length, dtype=torch.bool), torch.stack([first, ~first], 1).flatten(0, 1)])
-    return States(empty, empty.float() / (pairs + 1))
+    states = torch.stack([first, ~first], 1)  # [pair, 2, position]
+    chance = torch.stack([share, 1 - share], 1)  # [pair, 2, 1]
+    whole = torch.ones(1, length)
+    weight = torch.cat([whole / 2, (states / (2 * pairs * chance)).flatten(0, 1)])
+    return States(torch.cat([whole.bool(), states.flatten(0, 1)]), weight)
 
 
 def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States:
@@ -105,10 +109,10 @@ def by_blocks(prompt: int, blocks: Tensor, width: int, *, noised: bool) -> tuple
 
 
 def trace(steps: Tensor, last: int, shrink: int) -> States:
-    """Makes one state for `shrink` steps: that before the first of them. steps: [position] the step, 0 to last - 1, in
-    which a position was filled."""
+    """Makes one state for `shrink` steps that filled a position: that before the first of them. steps: [position] the
+    step, 0 to last - 1, in which a position was filled; a threshold leaves gaps in them."""
     number = torch.arange(-(-last // shrink))[:, None]
-    part = (steps // shrink)[None]
+    part = (steps.unique(return_inverse=True)[1] // shrink)[None]
     return States(part >= number, (part == number).float())
 
 

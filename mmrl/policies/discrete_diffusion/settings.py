@@ -139,7 +139,8 @@ class Coupled(MaskedLikelihood):
     response."""
 
     equation: ClassVar[str] = (
-        "(sum over pairs log p(x_k | the state of the pair in which k is empty) + log p(x_k | all empty)) / (pairs + 1)"
+        "(log p(x_k | all empty) + mean over pairs of log p(x_k | the state in which k is empty) / its chance of being "
+        "empty, t or 1 - t) / 2"
     )
     source: ClassVar[str] = "DiffuCoder (coupled-GRPO), arXiv 2506.20639"
     type: str = "coupled"
@@ -207,11 +208,13 @@ class Spread(MaskedLikelihood):
 class Trace(MaskedLikelihood):
     """Scores what was drawn in each step, in the state in which it was drawn."""
 
-    equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), `shrink` steps merged"
+    equation: ClassVar[str] = (
+        "log p(x_k | the state before the step that filled k), `shrink` steps that filled a position merged"
+    )
     source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
     of_trace: ClassVar[bool] = True
     type: str = "trace"
-    shrink: int = option(1, "steps of a rollout that become one state", unit="steps", ge=1)
+    shrink: int = option(1, "steps that filled a position and become one state", unit="steps", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         from mmrl.policies.discrete_diffusion.likelihoods import trace

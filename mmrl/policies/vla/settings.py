@@ -144,7 +144,8 @@ class ActionChain(ChainLikelihood, ActionLikelihood):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        return frozenset({"divergence", "gaussian", "velocity", "single_sample_kl", "reference_ratio"})
+        offered: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio"}
+        return frozenset(offered if self.transition.unscaled else offered | {"single_sample_kl", "step_density"})
 
 
 class ActionMatching(MatchingLikelihood, ActionLikelihood):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
+from mmrl.config import validate
 from mmrl.core.contrast import implicit_errors
 from mmrl.core.ratios import by_unit
 from mmrl.core.reduce import reduce
@@ -717,3 +718,31 @@ class TestPerceptrons:
         x, words = torch.randn(2, 1, 8, 8), torch.ones(2, 4, dtype=torch.long)
         made = module(x, torch.tensor([0.5, 0.01]), words)
         assert torch.allclose(made, x / torch.tensor([0.5, 0.05]).view(2, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "likelihood", "expected"),
+    [
+        ("stepwise_preference", {"type": "matching", "draws": 2}, True),
+        ("stepwise_preference", {"type": "matching", "draws": 2, "shared": False}, False),
+        ("matching", {"type": "matching", "draws": 2}, False),
+        ("matching", {"type": "matching", "draws": 2, "shared": True}, True),
+    ],
+)
+def test_preferences_share_levels_and_noises_by_default(tmp_path, algorithm, likelihood, expected):
+    """Diffusion-DPO's train.py draws one time and one noise for the two of a pair; others draw their own."""
+    create(tmp_path, SmallDiffusionConfig(words=WORDS), seed=0)
+    tree = {
+        "run_dir": "unset",
+        "model": {"type": "diffusion", "path": str(tmp_path)},
+        "task": {"type": "image_generation", "data": {"type": "digits"}},
+        "algorithm": {"type": algorithm},
+        "denoising": {"steps": 4, "likelihood": likelihood},
+    }
+    config = validate(tree, "test")
+    policy, seen = config.model.load(config, None, str(tmp_path)), []
+    batch = policy.rollout(PROMPTS[:2], 2, SEEDS[:4], step=0)
+    policy.replay(batch, lambda x, time, words: seen.append(time) or x)
+    levels = seen[0].view(4, 2)
+    assert torch.equal(levels[0], levels[1]) == torch.equal(levels[2], levels[3]) == expected
+    assert not torch.equal(levels[0], levels[2])

@@ -78,21 +78,24 @@ def test_hidden_tokens_reach_the_model(made):
     assert float(plain.std()) < 1e-6 < 0.01 < float(hidden.std())
 
 
-def test_coupled_asks_about_each_place_once_a_pair(made):
-    policy = made({"type": "coupled", "pairs": 1})
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_coupled_divides_scores_by_the_chance_of_their_mask(made, pairs):
+    """DiffuCoder's coupled_grpo.py: (p0 + p1 / t or p2 / (1 - t)) / 2, by position; more pairs are averaged."""
+    policy = made({"type": "coupled", "pairs": pairs, "levels": [0.25, 0.25]})
     exact = Exact(policy, 3)
     for seed in range(6):
-        states = likelihoods.coupled(seed, 3, 1, (0.2, 0.8))
-        assert torch.equal(states.empty[1], ~states.empty[2]) and states.empty[0].all()
-        expected = 0.0
-        for place in range(3):
-            one = next(e for e in states.empty[1:] if e[place])
-            written = [None if one[k] else RESPONSE[k] for k in range(3)]
-            alone = exact.table([None] * 3)[place, RESPONSE[place]]
-            expected += float(exact.table(written)[place, RESPONSE[place]] + alone) / 2
+        states = likelihoods.coupled(seed, 3, pairs, (0.25, 0.25))
+        expected = [float(exact.table([None] * 3)[k, RESPONSE[k]]) / 2 for k in range(3)]
+        for pair in range(pairs):
+            first, second = states.empty[1 + 2 * pair], states.empty[2 + 2 * pair]
+            assert torch.equal(first, ~second) and states.empty[0].all()
+            for k in range(3):
+                one, chance = (first, 0.25) if first[k] else (second, 0.75)
+                written = [None if one[j] else RESPONSE[j] for j in range(3)]
+                expected[k] += float(exact.table(written)[k, RESPONSE[k]]) / chance / (2 * pairs)
         with torch.no_grad():
-            found = policy.replay(given(policy, [RESPONSE], seeds=[seed]), policy.module).logp.sum()
-        assert float(found) == pytest.approx(expected, abs=3e-5)
+            found = policy.replay(given(policy, [RESPONSE], seeds=[seed]), policy.module).logp[0]
+        assert found.tolist() == pytest.approx(expected, abs=5e-5)
 
 
 def test_coupled_shares_lie_between_its_levels():
@@ -138,6 +141,13 @@ def test_a_shrunk_trace_merges_steps(made):
     first, then = exact.table([None] * 3), exact.table([None, *RESPONSE[1:]])
     expected = torch.stack([then[0, 8], first[1, 13], first[2, 10]])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_shrink_merges_steps_that_filled_a_position():
+    """Steps 0, 1, 3, 4, 8, 9 in pairs; those between were not needed (rl_llada.py, collapse_k_unique)."""
+    states = likelihoods.trace(torch.tensor([8, 0, 3, 9, 1, 4]), 12, 2)
+    assert states.weight.argmax(0).tolist() == [2, 0, 1, 2, 0, 1] and states.weight.sum(0).tolist() == [1.0] * 6
+    assert states.empty[1].tolist() == [True, False, True, True, False, True]
 
 
 def test_what_is_drawn_has_the_likelihood_that_enumeration_gives(made):

@@ -130,7 +130,12 @@ class ChainDecisions:
             return None
         points, x, x_next = self._steps(rollouts.inputs)
         columns = score.chain_likelihood(
-            v.to(x.device), x, x_next, self.denoiser.sampler.drawn(points), reduction=self.likelihood.reduction
+            v.to(x.device),
+            x,
+            x_next,
+            self.denoiser.sampler.drawn(points),
+            reduction=self.likelihood.reduction,
+            unscaled=self.likelihood.transition.unscaled,
         ).columns
         return Replay.of(columns)
 
@@ -161,6 +166,7 @@ class ChainDecisions:
             old=rollouts.old_prediction,
             reference=rollouts.ref_prediction,
             reduction=likelihood.reduction,
+            unscaled=likelihood.transition.unscaled,
         ).columns
         weight, segments = self._weight(points), segment_ids(likelihood.chunks, len(records))
         added = {"weight": move(weight, denoiser.device), SEGMENTS.name: move(segments, denoiser.device)}

@@ -61,7 +61,7 @@ class LevelDecisions:
         *,
         decode: bool = True,
     ) -> Rollouts:
-        shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared
+        shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared is True
         draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         windows: list[list[int]] = [[]] * len(prompts)
         return self.denoiser.rollouts(prompts, inputs, group_size, draws, chain, windows, self.count, decode=decode)

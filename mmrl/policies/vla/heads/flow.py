@@ -163,6 +163,7 @@ class FlowHead(Head):
             reference=reference,
             counted=valid[:, None, :, None],
             reduction=likelihood.reduction,
+            unscaled=likelihood.transition.unscaled,
         )
         weights = score.step_weights(likelihood.step_weight, self.sampler, likelihood.window)
         return scores.columns | ({} if weights is None else {"weight": weights[points].to(v.device)})
