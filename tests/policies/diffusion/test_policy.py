@@ -225,11 +225,28 @@ class TestChains:
                 a_x, a_v, std = steps_by_hand(kind, NOISE[kind], sigmas[point], sigmas[point + 1], sigmas[1])
                 mean = a_x * one.x[t].double() + a_v * now.prediction[i, t].double()
                 logp = Normal(mean, std).log_prob(one.x_next[t].double())
+                if kind == "cps":  # Flow-CPS, as published
+                    logp = -(one.x_next[t].double() - mean).square()
                 logp = logp.mean() if reduction == "mean" else logp.sum()
                 assert float(now.logp[i, t]) == pytest.approx(float(logp), rel=1e-4, abs=1e-4)
                 assert float(now.std[i, t]) == pytest.approx(std, rel=1e-5)
                 drawn = mean + std * gaussian([one.seed], point, policy.shape)[0].double()
                 torch.testing.assert_close(one.x_next[t].double(), drawn, atol=2e-5, rtol=2e-5)
+
+    def test_the_score_of_cps_is_an_option(self):
+        """The log-ratio of the density is 1 / (2 std^2) times that of the squared error, the default; what GRPO-Guard
+        normalises is a density's."""
+        family = small()
+        found = {}
+        for options in ({}, {"logp": "density"}):
+            policy = policy_of(family, transition={"type": "cps", "noise": 0.6, **options})
+            batch = remember(policy, draw(policy))
+            offset = torch.full((1,), 0.3)
+            found[bool(options)] = policy.replay(batch, lambda *a, offset=offset: family.module(*a) + offset)
+            assert ("step_density" in policy.denoising.likelihood.offers) == bool(options)
+        squared, density = found[False], found[True]
+        torch.testing.assert_close(density.log_ratio, squared.log_ratio / (2 * squared.std.square()))
+        torch.testing.assert_close(density.divergence, squared.divergence)
 
     def test_a_window_belongs_to_a_group(self):
         policy = policy_of(small(), steps=10, window={"type": "random", "size": 1})

@@ -148,7 +148,7 @@ class TestTemperature:
 class TestFlows:
     @pytest.mark.parametrize("how", ["std", "inverse_dt"])
     def test_weights_of_steps(self, make, how):
-        likelihood = {"type": "chain", "transition": {"type": "cps", "noise": 0.7}, "step_weight": how}
+        likelihood = {"type": "chain", "transition": {"type": "cps", "noise": 0.7, "logp": "density"}, "step_weight": how}
         policy = make("flow", likelihood=likelihood, **SIX)
         rollouts = policy.rollout(STARTS, 2, SEEDS)
         with torch.no_grad():
