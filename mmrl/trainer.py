@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mmrl import checkpoints
-from mmrl.algorithms.algorithm import Reduction
 from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import Collector, synced
 from mmrl.config import Config
@@ -173,8 +172,7 @@ class Trainer:
             replay.extras[measurement.name] = measurement.measure(micro, context)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
         weigh_objective(micro, replay)
-        mask = micro.mask.to(replay.logp.device)
-        over = Reduction(self.algorithm.reduce_mode, mask, totals, self.policy.max_decisions)
+        over = self.algorithm.reduction(micro, totals, self.policy.max_decisions, replay.logp.device)
         loss, more = self.algorithm.objective(micro, replay, over)
         key = f"algorithm.type={self.algorithm.type}"
         check_loss(key, loss)

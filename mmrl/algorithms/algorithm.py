@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.collection.settings import CollectionSettings, Groups
+from mmrl.measurements.segments import SegmentIds
 from mmrl.protocols.requirements import Capabilities, Needs, together
 from mmrl.settings import Choice, Section, option
 from mmrl.terms.term import Mask, Shaper, Term
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from mmrl.engine import Ranks
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Policy
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
-ReduceMode = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+SEGMENT_IDS = SegmentIds()
+ReduceMode = Literal["token_mean", "segment_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,22 @@ class Reduction:
     mask: Tensor  # [rollout, decision] bool, which decisions count
     totals: dict[str, Tensor]
     length: int  # decisions of the longest rollout
+    segments: Tensor | None = None  # [rollout, decision] int64, the segment of a decision, for segment_mean
 
     def __call__(self, values: Tensor) -> Tensor:
         from mmrl.core.reduce import reduce
 
-        return reduce(values, self.mask, mode=self.mode, total=self.totals["decisions"], length=self.length)
+        total, length = self.totals["decisions"], self.length
+        return reduce(values, self.mask, mode=self.mode, total=total, length=length, segments=self.segments)
+
+    def as_decisions(self) -> tuple[ReduceMode, Tensor | None]:
+        """Returns a mode that knows no segments, and the weights of decisions [rollout, decision] with which it is this
+        reduction; None: all 1."""
+        from mmrl.core.reduce import segment_weights
+
+        if self.mode != "segment_mean":
+            return self.mode, None
+        return "token_mean", segment_weights(self.mask, self.segments)
 
 
 class SamplingPolicy(Section):
@@ -81,8 +95,9 @@ class Algorithm(Choice):
     type: str = "grpo"
     reduce: ReduceMode | None = option(
         None,
-        "how values of decisions become the loss; constant divides by the longest rollout; null: token_mean, or "
-        "sequence_mean where a rollout has one weight",
+        "how values of decisions become the loss; constant divides by the longest rollout; segment_mean: every segment "
+        "counts alike, whatever its length (GCPO's chunks); null: token_mean, or sequence_mean where a rollout has one "
+        "weight, segment_mean where a segment has",
     )
     terms: list[Term] = option([], "loss terms that are added")
     masks: list[Mask] = option([], "what is left out of the loss")
@@ -121,6 +136,8 @@ class Algorithm(Choice):
         for name, members in added.items():
             for i, member in enumerate(members):
                 yield f"algorithm.{name}.{i} ({member.type})", member.needs
+        if self.reduce_mode == "segment_mean":
+            yield "algorithm.reduce=segment_mean", Needs(measurements=(SEGMENT_IDS,))
 
     def remarks(self) -> Iterable[str]:
         """Yields what a user should know of the settings of its parts, with their keys."""
@@ -205,7 +222,20 @@ class Algorithm(Choice):
         """Computes what a micro-batch adds to `Reduction.totals`, 0-d each."""
         from mmrl.core.reduce import denominator
 
-        return {"decisions": denominator(micro.mask, mode=self.reduce_mode)}
+        return {"decisions": denominator(micro.mask, mode=self.reduce_mode, segments=self.segments(micro))}
+
+    def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:
+        """Returns how values of a micro-batch become its part of the loss. length: decisions of the longest rollout."""
+        segments = self.segments(micro)
+        placed = None if segments is None else segments.to(device)
+        return Reduction(self.reduce_mode, micro.mask.to(device), totals, length, placed)
+
+    def segments(self, micro: Rollouts) -> Tensor | None:
+        """Returns the segment of each decision where `reduce` needs them, [rollout, decision] int64."""
+        from mmrl.rollouts import DecisionColumn
+
+        wanted = self.reduce_mode == "segment_mean"
+        return micro.extra(SEGMENT_IDS.name, DecisionColumn).values if wanted else None
 
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
         """Returns whether each rollout's group is informative, for dynamic sampling, [rollout] bool: by default,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mmrl.algorithms.algorithm import ReduceMode, Reduction, RewardedAlgorithm
 from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
+from mmrl.protocols.abilities import Segmented
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -23,7 +24,7 @@ class RatioAlgorithm(RewardedAlgorithm):
     level: Literal["decision", "segment", "sequence"] = option(
         "decision",
         "unit whose mean log-ratio each of its decisions gets; sequence is GSPO (arXiv 2507.18071), where reduce is "
-        "sequence_mean unless it is set",
+        "sequence_mean unless it is set; segment is GCPO's chunk, where reduce is segment_mean unless it is set",
     )
     ratio: Literal["plain", "normalised"] = option(
         "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
@@ -49,15 +50,18 @@ class RatioAlgorithm(RewardedAlgorithm):
         if self.ratio == "normalised":
             needs |= Needs(offers=frozenset({"gaussian", "step_density"}))
         if self.level == "segment":
-            needs |= Needs(offers=frozenset({"segments"}))
+            needs |= Needs(offers=frozenset({Segmented}))
         return needs
 
     @property
     def reduce_mode(self) -> ReduceMode:
-        """Returns sequence_mean where a rollout has one weight, as GSPO and GMPO have it: token_mean would count it as
-        often as the rollout has decisions."""
-        whole = self.level == "sequence" or self.surrogate.one_weight
-        return self.reduce or ("sequence_mean" if whole else super().reduce_mode)
+        """Returns sequence_mean where a rollout has one weight, as GSPO and GMPO have it, and segment_mean where a
+        segment has, as GCPO has it: token_mean would count it as often as the rollout, or segment, has decisions."""
+        if self.reduce is not None:
+            return self.reduce
+        if self.level == "sequence" or self.surrogate.one_weight:
+            return "sequence_mean"
+        return "segment_mean" if self.level == "segment" else super().reduce_mode
 
     def prepare(self, batch: Batch) -> None:
         super().prepare(batch)

@@ -97,6 +97,14 @@ class Latent(Protocol):
         """Returns features of the state before each decision for a small network, [rollout, decision, feature]."""
 
 
+@ability("decisions in segments (denoising.likelihood.chunks, rollout.segment)")
+class Segmented(Protocol):
+    """A policy whose rollouts are cut into segments of decisions."""
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the segment of its rollout that each decision belongs to, [rollout, decision] int64."""
+
+
 @ability("the likeliest alternatives to each of its decisions")
 class Ranking(Protocol):
     """A policy that lists the likeliest alternatives to its decisions. Where `Rollouts.extras["alternatives"]` holds

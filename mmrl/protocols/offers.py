@@ -22,7 +22,6 @@ OFFERS = {
     "contrast": "decisions that are errors of implicit policies (denoising.likelihood.type=contrast, or "
     "action.head.likelihood.type=contrast of a flow head)",
     "image_gradient": "images with their gradient (denoising.likelihood.type=last_steps)",
-    "segments": "decisions in segments (denoising.likelihood.chunks, rollout.segment)",
     "parts": "responses in parts, text before an image (model.type=prompt_rewriting, or rollout.reasoning_length "
     "of a model that writes codes)",
     "reference_ratio": "a likelihood that can be compared with the reference policy's",

@@ -34,7 +34,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("group_expectation: rollouts count by length", T, "one_weight: ClassVar[bool] = True", "one_weight: ClassVar[bool] = False", TRUST),
     ("geometric: rollouts count by length", C, "one_weight: ClassVar[bool] = True", "one_weight: ClassVar[bool] = False", CLIPS),
     ("level: GSPO counts by length", R, 'self.level == "sequence" or ', "", SURROGATES),
-    ("reduce: what is set is not used", R, 'return self.reduce or ("sequence_mean"', 'return ("sequence_mean"', SURROGATES),
+    ("reduce: what is set is not used", R, "if self.reduce is not None:", "if False:", SURROGATES),
     ("unclipped: the sign of the ratio", "mmrl/core/surrogates.py", "return -log_ratio.exp() * a, {}", "return -(-log_ratio).exp() * a, {}", SURROGATES),
     ("unclipped: it is clipped", "mmrl/core/surrogates.py", '"unclipped": (_unclipped, {})', '"unclipped": (_reinforce, {})', TRUST),
     ("whitening: rollouts count alike", S, 'if self.over == "decisions":', "if False:", RETURNS),

@@ -9,19 +9,26 @@ NAN = math.nan
 LENGTH = 5
 
 
+def segments(like):
+    """Two decisions a segment."""
+    return torch.arange(like.shape[1]).expand(like.shape) // 2
+
+
 def run(values, mask, mode, **kwargs):
-    return reduce(values, mask, mode=mode, length=LENGTH if mode == "constant" else None, **kwargs)
+    length = LENGTH if mode == "constant" else None
+    return reduce(values, mask, mode=mode, length=length, segments=segments(mask), **kwargs)
 
 
 def test_known_values():
-    # rollouts: (1, 2, 3), (10), nothing counted. 16 / 4; (2 + 10) / 2; (6 + 10) / 2; 16 / (2 * 5)
+    # rollouts: (1, 2, 3), (10), nothing counted. 16 / 4; (1.5 + 3 + 10) / 3; (2 + 10) / 2; (6 + 10) / 2; 16 / (2 * 5)
     values = torch.tensor([[1.0, 2, 3], [10, NAN, NAN], [NAN, NAN, NAN]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    want = {"token_mean": 4.0, "sequence_mean": 6.0, "sequence_sum": 8.0, "constant": 1.6}
+    want = {"token_mean": 4.0, "segment_mean": 14.5 / 3, "sequence_mean": 6.0, "sequence_sum": 8.0, "constant": 1.6}
     for mode in MODES:
         assert run(values, mask, mode).item() == pytest.approx(want[mode])
     assert denominator(mask, mode="token_mean") == 4
-    assert all(denominator(mask, mode=mode) == 2 for mode in MODES[1:])
+    assert denominator(mask, mode="segment_mean", segments=segments(mask)) == 3
+    assert all(denominator(mask, mode=mode) == 2 for mode in MODES[2:])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -34,7 +41,7 @@ def test_parts_add_up_to_the_whole(mode):
     whole = run(values, mask, mode)
     (grad,) = torch.autograd.grad(whole, values)
     parts = [slice(0, 1), slice(1, 5), slice(5, 7)]
-    total = sum(denominator(mask[p], mode=mode) for p in parts)
+    total = sum(denominator(mask[p], mode=mode, segments=segments(mask[p])) for p in parts)
     split = sum(run(values[p], mask[p], mode, total=total) for p in parts)
     torch.testing.assert_close(split, whole)
     torch.testing.assert_close(torch.autograd.grad(split, values)[0], grad)
@@ -78,7 +85,7 @@ def test_gradcheck(mode):
 def test_bad_options():
     x = torch.ones(1, 2)
     for call in (lambda: reduce(x, x, mode="mean", total=3), lambda: denominator(x, mode="mean")):
-        with pytest.raises(ValueError, match="token_mean, sequence_mean, sequence_sum, constant"):
+        with pytest.raises(ValueError, match="token_mean, segment_mean, sequence_mean, sequence_sum, constant"):
             call()
     for length in (None, 0):
         with pytest.raises(ValueError, match="length"):

@@ -18,7 +18,16 @@ from mmrl.config import load, to_yaml
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import TokenEngine
-from mmrl.protocols.abilities import Completing, Continuing, Inverting, Latent, Numbered, Recombining, Storing
+from mmrl.protocols.abilities import (
+    Completing,
+    Continuing,
+    Inverting,
+    Latent,
+    Numbered,
+    Recombining,
+    Segmented,
+    Storing,
+)
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.offers import OFFERS
 from mmrl.protocols.requirements import Capabilities
@@ -117,7 +126,7 @@ class GivenModel(ModelSettings):
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Storing}
+        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Segmented, Storing}
         offers = frozenset({*OFFERS, *abilities} - {"nodes"})
         return Capabilities("model.type=given", offers, groups=("critic",))
 
@@ -279,6 +288,9 @@ class GivenPolicy:
             signal=torch.full_like(now, 0.5),
             noise_space=False,
         )
+
+    def segments(self, rollouts):
+        return self.table.columns["segments"][torch.tensor(rollouts.inputs)].long()
 
     def numbers(self, rollouts):
         return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from tests.joints.parts import Table, close
 
@@ -164,8 +165,32 @@ def test_unclipped(given):
 def test_level_segment(given):
     # Row 0: sqrt(1.1 x 1.5) = 1.284523 for two, 0.5 for one. Row 1 is one segment: 0.866.
     table = pair(segments=[[0, 0, 1], [0, 0]])
-    made = moved(given, "algorithm.level=segment", *BOUNDS, table=table)
+    made = moved(given, "algorithm.level=segment", "algorithm.reduce=token_mean", *BOUNDS, table=table)
     check(made, (-2 * 1.284523 - 0.5 + 2 * 0.9) / 5, [-1.284523, -1.284523, -0.5], [0, 0])
+
+
+@pytest.mark.parametrize("size", [64, 1])
+def test_segments_count_alike_whatever_their_length(given, size):
+    """GCPO's train_grpo_flux_clip.py divides the loss of a chunk by the number of chunks: a step of a chunk of two
+    weighs half of one of a chunk of one. Three chunks here, however they are cut into micro-batches."""
+    table = pair(segments=[[0, 0, 1], [0, 0]])
+    made = moved(given, "algorithm.level=segment", f"engine.micro_batch={size}", *BOUNDS, table=table)
+    close(made.learn(), (-1.284523 - 0.5 + 0.9) / 3)
+    close(made.gradient() * 3, [[-1.284523 / 2, -1.284523 / 2, -0.5], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("kind", ["clip", "dual_clip"])
+def test_the_four_chunks_of_gcpo(given, kind):
+    """Gradients by step of chunks of 2, 3 and 3 steps at a ratio of 1: 1, .667 and .667, and of terms likewise."""
+    logp, segments = [[-1.0] * 8] * 2, [[0, 0, 1, 1, 1, 2, 2, 2]] * 2
+    table = Table(logp, rewards=[2.0, 0.0], segments=segments, entropy=[[1.0] * 8] * 2)
+    options = [f"algorithm.surrogate={kind}", "algorithm.terms=[{type: entropy, coefficient: 0.5}]"]
+    made = given(table, *ONE, "algorithm.level=segment", "algorithm.scale=none", *options)
+    made.prepare()
+    close(made.learn(), -0.5)
+    weight = torch.tensor([1, 1, 2 / 3, 2 / 3, 2 / 3, 2 / 3, 2 / 3, 2 / 3]) / 2 / 6  # one half by chunk, of six
+    close(made.gradient(), torch.stack([-weight, weight]))
+    close(made.gradient("entropy"), torch.stack([-0.5 * weight] * 2))
 
 
 def test_ratio_normalised(given):

@@ -144,6 +144,7 @@ def test_segments_of_a_response(tmp_path):
     _, task, policy = policy_of(tmp_path, "rollout.segment=2", "algorithm.level=segment")
     rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
     found = policy.replay(rollouts, policy.module).extras["segments"]
+    assert torch.equal(policy.segments(rollouts), found)
     assert found.tolist() == [[0, 0, 1][: rollouts.mask.shape[1]]] * 4
     assert policy_of(tmp_path)[2].replay(rollouts, policy.module).extras == {}
     with pytest.raises(UserError, match="algorithm.type=grpo needs decisions in segments"):

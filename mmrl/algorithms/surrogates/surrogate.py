@@ -105,12 +105,15 @@ class Clip(Clipped):
         """Computes the objective in one kernel; statistics are means, which every decision gets."""
         from mmrl.kernels import clipped_surrogate
 
+        mode, share = over.as_decisions()
+        for weight in (replay.weight, share):
+            advantages = advantages if weight is None else advantages * weight
         loss, means = clipped_surrogate(
             log_ratio,
-            advantages if replay.weight is None else advantages * replay.weight,
+            advantages,
             over.mask,
             **self.bounds,
-            mode=over.mode,
+            mode=mode,
             total=over.totals["decisions"],
             length=over.length,
         )

@@ -132,12 +132,12 @@ class ImageTokenPolicy:
         text, text_columns = self.prompts.text_targets(records, ids.shape[1])
         temperature = torch.tensor([record.temperature for record in records], device=self.device)
         logp, entropy, square_sum = model(ids, mask, tokens.to(self.device), temperature, guidance, text, text_columns)
-        segments = (
-            text_and_image(len(records), self.reasoning_length, self.max_decisions).to(self.device)
-            if self.reasoning_length
-            else None
-        )
-        return Replay(logp, entropy, square_sum, extras={} if segments is None else {SEGMENTS.name: segments})
+        extras = {SEGMENTS.name: self.segments(rollouts).to(self.device)} if self.reasoning_length else {}
+        return Replay(logp, entropy, square_sum, extras=extras)
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the part of each decision, text or image, [rollout, decision] int64."""
+        return text_and_image(len(rollouts), self.reasoning_length, self.max_decisions)
 
     @torch.no_grad()
     def inverse(self, rollouts: Rollouts) -> Tensor:

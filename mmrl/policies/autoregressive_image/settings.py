@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Inverting, Numbered
+from mmrl.protocols.abilities import Inverting, Numbered, Segmented
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.schedules.schedule import Schedule, number
@@ -105,7 +105,7 @@ class AutoregressiveImageModel(ModelSettings):
         }
         limits: ImageTokenLimits = config.rollout
         if limits.reasoning_length:
-            offers |= {"text", "parts", "segments"}
+            offers |= {"text", "parts", Segmented}
         return Capabilities("model.type=autoregressive_image", frozenset(offers))
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

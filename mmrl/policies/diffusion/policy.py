@@ -28,7 +28,7 @@ from mmrl.policies.diffusion.settings import (
     ImageMatching,
 )
 from mmrl.policies.models import NetworkCall, TrainingEngine
-from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+from mmrl.rollouts import Prompt, Replay, Rollouts, Sample, require
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import Sampler
 
@@ -165,6 +165,12 @@ class DiffusionPolicy:
         """Returns [rollout, decision, number]: latents before each step, pooled to at most 8 a side, and their noise
         level."""
         return chain.latents(self.denoiser, rollouts.inputs)
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the chunk of each step, [rollout, decision] int64. Raises ValueError where the chain has none."""
+        likelihood = self.denoising.likelihood
+        chunks = likelihood.chunks if isinstance(likelihood, ImageChain) else ()
+        return require(chain.segment_ids(chunks, len(rollouts)), "denoising.likelihood.chunks")
 
     def trained_by(self, engine: TrainingEngine) -> None:
         """Does nothing: no part of this policy depends on the engine."""

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Completing, Latent
+from mmrl.protocols.abilities import Completing, Latent, Segmented
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import (
@@ -100,7 +100,7 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
         offered |= {"candidates" if self.shared_states else "separate_chains"}
         if not self.transition.unscaled:
             offered.add("step_density")
-        return frozenset(offered | {"segments"} if self.chunks else offered)
+        return frozenset(offered | {Segmented} if self.chunks else offered)
 
 
 class ImageMatching(MatchingLikelihood, ImageLikelihood):

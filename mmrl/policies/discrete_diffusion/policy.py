@@ -132,8 +132,7 @@ class DiscreteDiffusionPolicy(ABC):
         )
         replay = Replay(logp, entropy, square_sum)
         if self.layout.in_parts:
-            parts = text_and_image(len(records), self.layout.text_length, self.layout.length)
-            replay.extras[SEGMENTS.name] = parts.to(self.device)
+            replay.extras[SEGMENTS.name] = self.segments(rollouts).to(self.device)
         if self.module.critic is not None:
             replay.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
             replay.extras[MOMENTS.name] = torch.stack([moments(row_states) for row_states in states])
@@ -144,6 +143,10 @@ class DiscreteDiffusionPolicy(ABC):
         if "old" in options:
             replay.extras[OLD_CROSS_ENTROPY.name] = blank.index_put(where, scored[4] * w, accumulate=True)
         return replay
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the part of each position, text or image, [rollout, position] int64."""
+        return text_and_image(len(rollouts), self.layout.text_length, self.layout.length)
 
     def _inputs(
         self, records: list[MaskedRecord], states: list[States]

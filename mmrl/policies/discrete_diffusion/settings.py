@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Numbered
+from mmrl.protocols.abilities import Numbered, Segmented
 from mmrl.protocols.critic import CriticSettings, SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
@@ -397,7 +397,7 @@ class MaskedModel(TokenDiffusionModel):
     def capabilities(self, config: JobConfig) -> Capabilities:
         shared = super().capabilities(config)
         limits: WritingLimits = config.rollout
-        parts = {"parts", "segments"} if limits.reasoning_length else set()
+        parts: set[Offer] = {"parts", Segmented} if limits.reasoning_length else set()
         return Capabilities(shared.of, shared.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:

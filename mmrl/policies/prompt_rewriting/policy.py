@@ -122,8 +122,12 @@ class PromptRewritingPolicy:
         return Replay(
             logp=torch.cat([text.logp, image.logp], 1),
             weight=weight,
-            extras={SEGMENTS.name: parts_of(rollouts).to(text.logp.device)},
+            extras={SEGMENTS.name: self.segments(rollouts).to(text.logp.device)},
         )
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the part of each decision, text or image, [rollout, decision] int64."""
+        return parts_of(rollouts)
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """Returns the number of the writer's tokens [rollout] int64; all images take the same time."""

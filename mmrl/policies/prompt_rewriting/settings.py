@@ -16,6 +16,7 @@ from mmrl.policies.diffusion.settings import (
 )
 from mmrl.policies.settings import Collects, LoRA, Sections
 from mmrl.policies.vlm.settings import TokenEngine, TokenEvaluation, TokenSampling
+from mmrl.protocols.abilities import Segmented
 from mmrl.protocols.requirements import Capabilities
 from mmrl.settings import Section, load_attribute, option
 
@@ -69,7 +70,7 @@ class PromptRewritingModel(DiffusionModel):
     def capabilities(self, config: JobConfig) -> Capabilities:
         return Capabilities(
             "model.type=prompt_rewriting",
-            frozenset({"text", "parts", "segments", "single_sample_kl", "reference_ratio"}),
+            frozenset({"text", "parts", Segmented, "single_sample_kl", "reference_ratio"}),
         )
 
     def check(self, config: JobConfig) -> None:

@@ -75,6 +75,7 @@ class VisionLanguagePolicy:
         recompute(self.module, True)
         self.drafter = Drafter(self.runner, drawn, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)
+        self.segments = self.likelihoods.segments
         # Generates in place of the model; the code that sets it keeps its weights current
         self.engine: Answering | None = None
 

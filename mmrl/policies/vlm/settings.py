@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Continuing, Numbered, Ranking, Recombining, Spelling, Storing
+from mmrl.protocols.abilities import Continuing, Numbered, Ranking, Recombining, Segmented, Spelling, Storing
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
@@ -124,7 +124,7 @@ class VisionLanguageModel(ModelSettings):
         else:
             offers |= {"reference_rollouts"}
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
-            offers |= {"segments"}
+            offers |= {Segmented}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
             offers |= {"temperatures", Continuing}
         if converses(config):

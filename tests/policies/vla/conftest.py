@@ -42,7 +42,10 @@ KINDS = {
     "residual, flow": {"type": "residual", "experts": 2, "width": 16, "noise": 0.0, "base": SMALL_FLOW},
     "steered": {"type": "steered", "width": 16, "layers": 1, "base": FROZEN_FLOW},
     "flow": {**SMALL_FLOW, "likelihood": {"type": "chain", "window": {"type": "random", "size": 1}}},
-    "flow, all steps": {**SMALL_FLOW, "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7, "logp": "density"}}},
+    "flow, all steps": {
+        **SMALL_FLOW,
+        "likelihood": {"type": "chain", "transition": {"type": "cps", "noise": 0.7, "logp": "density"}},
+    },
     "flow, learned": {**SMALL_FLOW, "likelihood": "learned"},
     "flow, matching": {**SMALL_FLOW, "likelihood": "matching"},
     "flow, contrast": {**SMALL_FLOW, "likelihood": {"type": "contrast", "draws": 2}},

@@ -148,7 +148,8 @@ class TestTemperature:
 class TestFlows:
     @pytest.mark.parametrize("how", ["std", "inverse_dt"])
     def test_weights_of_steps(self, make, how):
-        likelihood = {"type": "chain", "transition": {"type": "cps", "noise": 0.7, "logp": "density"}, "step_weight": how}
+        cps = {"type": "cps", "noise": 0.7, "logp": "density"}
+        likelihood = {"type": "chain", "transition": cps, "step_weight": how}
         policy = make("flow", likelihood=likelihood, **SIX)
         rollouts = policy.rollout(STARTS, 2, SEEDS)
         with torch.no_grad():

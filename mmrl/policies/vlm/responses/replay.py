@@ -56,12 +56,18 @@ class ResponseReplay:
                 blank[..., None].repeat(1, 1, other_logp.shape[1]).index_put(index, other_logp)
             )
         if self.segment is not None:
-            segments = torch.arange(rollouts.mask.shape[1], device=runner.device) // self.segment
-            replay.extras[SEGMENTS.name] = segments.expand(rollouts.mask.shape)
+            replay.extras[SEGMENTS.name] = self.segments(rollouts)
         if routing is not None and routes is not None:
             differing = routing.differences().view(routes.shape[:2])[row, column]
             replay.extras[ROUTING_DIFFERS.name] = blank.index_put(index, differing)
         return replay
+
+    def segments(self, rollouts: Rollouts) -> Tensor:
+        """Returns the segment of each token, [rollout, decision] int64. Raises TypeError where responses have none."""
+        if self.segment is None:
+            raise TypeError("rollout.segment is null: responses have no segments")
+        segments = torch.arange(rollouts.mask.shape[1], device=self.runner.device) // self.segment
+        return segments.expand(rollouts.mask.shape)
 
     def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
         """Returns the likeliest tokens; see `VisionLanguagePolicy.likeliest`."""
