@@ -16,6 +16,7 @@ from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.protocols.abilities import able
+from mmrl.protocols.facts import check_fact
 from mmrl.protocols.parts import (
     ConversationTask,
     FittedSource,
@@ -41,6 +42,11 @@ def build_task(config: Config) -> Task:
         config.algorithm.check_rewards(list(task.reward_names))
         for shaper in config.algorithm.shapers:
             shaper.check_rewards(list(task.reward_names))
+        facts = [(key, fact) for key, needs in config.algorithm.parts() for fact in needs.facts]
+        if facts and task.train is not None:
+            metadata = task.train[0].metadata
+            for key, fact in facts:
+                check_fact(key, fact, task.reward_names, metadata, paired=config.rollout.paired)
     except ValueError as error:
         raise UserError(str(error)) from None
     return task

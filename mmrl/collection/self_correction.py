@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
@@ -22,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 class SelfCorrections(ExtraSource):
     """A response of a group, a text such as "Wait, I will look again.", and another response of the same group become
-    one response that joins it. Only what follows the text is learned from, with the advantage of what the whole earns:
-    after a wrong first try a right one is, and so is what made it wrong again."""
+    one response that joins it. Only what follows the text is scored and learned from: after a wrong first try a right
+    one earns what it would alone, and a second wrong one as little as that."""
 
     equation: ClassVar[str] = (
-        "A of o1 + text + o2 in the group G with them, on the decisions of o2; o1 is wrong; o2 is right in half of "
-        "them, rounded up, and another wrong one in the rest, or right in all where only one is wrong"
+        "A of o1 + text + o2 in the group G with them, by the reward of o2, on the decisions of o2; o1 is wrong; o2 is "
+        "right in half of them, rounded up, and another wrong one in the rest, or right in all where only one is wrong"
     )
     source: ClassVar[str] = "reconstructed from Octopus: recombined rollouts whose loss is on the second response only"
     test: ClassVar[str] = "tests/joints/test_corrections.py"
@@ -68,8 +69,12 @@ class SelfCorrections(ExtraSource):
         assert fresh.prompt is not None
         joined.group, joined.prompt = fresh.group[first], fresh.prompt[first]
         joined.origin = torch.full((len(pairs),), EXTRA)
-        joined.rewards = context.task.score(joined.samples, joined.group)
-        joined.accuracy = context.task.accuracy(joined.samples)
+        answers = [
+            replace(whole, response=fresh.samples[row].response)
+            for whole, row in zip(joined.samples, second.tolist(), strict=True)
+        ]
+        joined.rewards = context.task.score(answers, joined.group)
+        joined.accuracy = context.task.accuracy(answers)
         fits = torch.tensor([s.response_length <= s.max_response_length for s in joined.samples])
         if not fits.any() and not self._warned:
             self._warned = True

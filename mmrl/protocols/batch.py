@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.advantages import combined_reward
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.measurement import Measurement
-from mmrl.rollouts import FRESH, Record, Rollouts, widened
+from mmrl.rollouts import FRESH, Record, Rollouts, Turn, widened
 
 R = TypeVar("R", bound=Record)
 
@@ -56,6 +56,8 @@ class Batch:
         - rewards, `reward/<name>`: NaN where a component could not be scored or a mask excluded the rollout
         - group, prompt, truncated, accuracy, origin
         - length: the number of counted decisions
+        - turns, tool_calls, tool_errors: numbers of responses of a conversation, of those that called a tool, and of
+          those that could not be carried out; turn_tokens: its counted decisions by response
         - logp, entropy: means over the counted decisions, where they are requested as statistics
         - `group/<name>`: the mean of a column over the scored rollouts of the group
         - a key of the prompts' metadata: numbers as they are, other values as their index in the sorted list of all
@@ -154,6 +156,14 @@ def _or(values: Tensor | None, otherwise: float, rollouts: Rollouts) -> Tensor:
     return torch.full((len(rollouts),), otherwise) if values is None else values
 
 
+def _turns(rollouts: Rollouts, counts: Callable[[Turn], bool]) -> Tensor:
+    """Counts turns of each conversation, [rollout] float32; NaN for what is none, or was lost."""
+    talks = [sample.conversation for sample in rollouts.samples]
+    lost = [talk is None or talk.end == "lost" for talk in talks]
+    numbers = [torch.nan if gone else sum(map(counts, talk.turns)) for talk, gone in zip(talks, lost, strict=True)]
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
 COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "rewards": _rewards,
     "group": lambda rollouts, rollout_mask: rollouts.group,
@@ -164,4 +174,8 @@ COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "origin": lambda rollouts, rollout_mask: _or(rollouts.origin, FRESH, rollouts).long(),
     "logp": lambda rollouts, rollout_mask: _mean(rollouts.old_logp, rollouts),
     "entropy": lambda rollouts, rollout_mask: _mean(rollouts.old_entropy, rollouts),
+    "turns": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: True),
+    "tool_calls": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: turn.tool is not None),
+    "tool_errors": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: turn.error is not None),
+    "turn_tokens": lambda rollouts, rollout_mask: rollouts.mask.sum(-1) / _turns(rollouts, lambda turn: True),
 }

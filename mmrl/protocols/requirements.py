@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from mmrl.protocols.facts import OF_TURNS, STATISTICS, Fact
 from mmrl.protocols.measurement import CollectedMeasurement, Measurement, PreparedMeasurement, ReplayedMeasurement
 from mmrl.protocols.offers import Offer, sentence_of
 from mmrl.settings import SettingsError
@@ -43,7 +44,7 @@ class Needs:
     sampled, in the micro-batches of a loss; None where that is the policy that is trained. reference: log-probabilities
     under the reference policy. critic: an estimate of the value of every observation. statistics: of decisions ("logp",
     "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. measurements:
-    further quantities of a step's rollouts.
+    further quantities of a step's rollouts. facts: columns that are read by their names; see `reads`.
     """
 
     offers: frozenset[Offer] = frozenset()
@@ -53,6 +54,7 @@ class Needs:
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
     measurements: tuple[Measurement[Any], ...] = ()
+    facts: frozenset[Fact] = frozenset()
 
     @property
     def required(self) -> frozenset[Offer]:
@@ -73,6 +75,16 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
+
+
+def reads(name: str, *, varies: bool = False) -> Needs:
+    """Returns the needs of a part that reads `Batch.fact(name)`. varies: whether the fact must differ between rollouts
+    of a group to be of use."""
+    fact = Fact(name, varies)
+    offers: set[Offer] = {"turns"} if fact.column in OF_TURNS else set()
+    if fact.column == "entropy":
+        offers.add("entropy")
+    return Needs(frozenset(offers), statistics=frozenset({fact.column} & STATISTICS), facts=frozenset({fact}))
 
 
 def _either(one: Any, other: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 C, A = "mmrl/collection/", "mmrl/algorithms/"
 ORDER, PPO, BASELINES = ("joints/test_step_order.py",), ("joints/test_ppo.py",), ("joints/test_baselines.py",)
-COMPONENTS = ("joints/test_components.py",)
+COMPONENTS, FACTS = ("joints/test_components.py",), ("joints/test_facts.py",)
+CORRECTIONS = ("joints/test_corrections.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -46,4 +47,23 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "if spec.elsewhere is None", COMPONENTS),
     ("gates: a value for elsewhere is overlooked", "mmrl/build.py", "if spec.column in gates and spec.elsewhere is None",
      "if spec.column in gates", COMPONENTS),
+    ("facts: calls that failed are errors and no calls", "mmrl/protocols/batch.py", "lambda turn: turn.tool is not None",
+     "lambda turn: turn.tool is not None and turn.error is None", FACTS),
+    ("facts: tokens of the whole conversation", "mmrl/protocols/batch.py",
+     "rollouts.mask.sum(-1) / _turns(rollouts, lambda turn: True)", "rollouts.mask.sum(1).float()", FACTS),
+    ("facts: a lost conversation has turns", "mmrl/protocols/batch.py", 'talk is None or talk.end == "lost"', "talk is None", FACTS),
+    ("facts: a lost conversation's turns earn 0", "mmrl/policies/vlm/turns.py", 'draft.dialogue.end != "lost") for draft in drafts]',
+     "True) for draft in drafts]", FACTS),
+    ("facts: nobody asks who fills them in", "mmrl/build.py", "for fact in needs.facts]", "for fact in ()]", FACTS),
+    ("facts: what is equal in a group makes strata", "mmrl/protocols/facts.py", "elif fact.varies and (", "elif False and (", FACTS),
+    ("facts: an unknown accuracy is 0", "mmrl/algorithms/scales/quantile_buckets.py", ".where(known, self.count)", ".where(known, 0)",
+     FACTS),
+    ("facts: a gate without a score is closed", "mmrl/terms/shapers/turns.py", "counted & ~gate.isnan()", "counted", FACTS),
+    ("corrections: the whole is scored", C + "self_correction.py", "task.score(answers, joined.group)",
+     "task.score(joined.samples, joined.group)", CORRECTIONS),
+    ("corrections: the whole is judged", C + "self_correction.py", "task.accuracy(answers)", "task.accuracy(joined.samples)",
+     CORRECTIONS),
+    ("corrections: the first response is scored", C + "self_correction.py", "strict=True)\n        ]\n        joined.rewards",
+     "strict=True)\n        ]\n        answers = [replace(s, response=fresh.samples[r].response) for s, r in zip(answers, first.tolist())]\n        joined.rewards",
+     CORRECTIONS),
 ]

@@ -79,7 +79,7 @@ OPTIONS = {
     "self_imitation": "count: 32",
     "segment_values": "every: 1",
     "sequence_mask": "bound: 0.3",
-    "stratified": "by: kind",
+    "stratified": "by: length",
     "task_quotas": "by: kind",
     "token_budget": "budget: 400",
     "view_contrast": "view: blank",

@@ -87,7 +87,7 @@ def test_a_statistic_of_the_group_is_divided_by_the_deviation_of_the_rewards():
     options = {"rewards": [0.0, 1.0, 5.0], "group": [3] * 3, "lengths": [1, 1, 2], "levels": ["x"] * 3}
     std = math.sqrt(7)
     expected = [a / std for a in (-2.75, -1.75, 2.25)]
-    close(advantages(**options, baseline="length_weighted"), expected, atol=5e-6)
+    close(advantages(**options, baseline="length_weighted", scale=SCALES[3]), expected, atol=5e-6)
     close(
         advantages(**options, baseline="leave_one_out", scale=SCALES[3]), [a / std for a in (-3, -1.5, 4.5)], atol=5e-6
     )

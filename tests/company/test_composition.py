@@ -33,7 +33,7 @@ OPTIONS = {
     "pass_at_k_analytic": "k: 2",
     "quantile_bucket_std": "count: 2",
     "sequence_mask": "bound: 0.3",
-    "stratified": "by: level",
+    "stratified": "by: length",
     "token_budget": "budget: 15",
     "covariance_clip": "share: 0.2, low: -5",
     "view_information": "view: {type: no_text}",

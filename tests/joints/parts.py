@@ -321,7 +321,7 @@ class Prompts(list):
     """A source of as many prompts."""
 
     def __init__(self, count, metadata=None):
-        metadata = metadata or [{}] * count
+        metadata = metadata or [{"level": 0, "kind": 0}] * count
         super().__init__(Prompt(str(i), "Which?", metadata=metadata[i % len(metadata)]) for i in range(count))
 
 

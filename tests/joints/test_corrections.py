@@ -1,5 +1,16 @@
 """Two responses of a group that become one: `self_corrections`."""
 
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.build import build_policy, build_task
+from mmrl.collection.extra_sources import SourceContext
+from mmrl.collection.self_correction import SelfCorrections
+from mmrl.config import load
+from mmrl.rollouts import FRESH, Rollouts
+from tests.helpers.command_line import GRPO, TINY, WARM_START
 from tests.joints.parts import Table, close
 
 MADE = "rollout.extras=[{type: self_corrections%s}]"
@@ -54,3 +65,41 @@ def test_what_is_too_long_is_dropped(given, caplog):
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
     made.trainer.policy.asked = 0
     assert len(made.next(1)) == 4
+
+
+# --- with a real model's tokens and a real verifier ---
+
+FORMS = {
+    "exact_match": "{}",
+    "answer_tag": "<answer>{}</answer>",
+    "think_answer": "<think>hm</think><answer>{}</answer>",
+}
+
+
+@pytest.mark.parametrize("verifier", FORMS)
+def test_the_right_answer_after_a_wrong_one_earns_what_it_would_alone(verifier):
+    """One right and two wrong responses to a prompt of the digits: the right correction has 1, the other 0, and both
+    have the form that is asked for."""
+    options = [f"task.rewards=[{{name: {verifier}}}]", "task.accuracy={name: exact_match}"]
+    config = load(WARM_START, [*TINY, *GRPO, *options, "run_dir=unused", "rollout.max_response_length=120"])
+    task = build_task(config)
+    policy, prompt = build_policy(config, task), task.train[0]
+    gold = str(prompt.answer)
+    others = [digit for digit in "0123456789" if digit != gold][:2]
+    said = [FORMS[verifier].format(text) for text in (gold, *others)]
+    fresh: Rollouts = policy.demonstrate([replace(prompt, metadata={"demonstration": text}) for text in said])
+    fresh.samples = [replace(sample, prompt=prompt) for sample in fresh.samples]
+    assert [sample.response for sample in fresh.samples] == said
+    fresh.group, fresh.prompt = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    fresh.rewards, fresh.accuracy = task.score(fresh.samples, fresh.group), task.accuracy(fresh.samples)
+    fresh.origin = torch.full((3,), FRESH)
+    assert fresh.accuracy.tolist() == [1.0, 0.0, 0.0]
+    source = SelfCorrections(count=2)
+    source.start(SourceContext(policy, task.train, task, 0, (0, 1), int))
+    made = source.make(fresh)
+    right, wrong = (sample.response for sample in made.samples)
+    assert right.endswith(said[0]) and "again" in right and not wrong.endswith(said[0])
+    # The whole would have none of them: two answers, and twice the tags
+    assert made.rewards[:, 0].tolist() == fresh.rewards[:2, 0].tolist() and made.accuracy.tolist() == [1.0, 0.0]
+    assert not task.score(made.samples, made.group).any()
+    assert bool((made.mask.sum(1) == fresh.mask.sum(1)[[0, 1]]).all())  # the second response alone is learned from

@@ -28,22 +28,18 @@ def shaped(given, table, shaper, *overrides):
 
 def test_stratified(given):
     # Plain: 0, 2, 4, 8, 1 less 3. Within the strata: 0, 2 around 1 over sqrt 2; 4, 8 around 6 over sqrt 8; 1 alone.
-    table = Table(
-        [[-1.0]] * 5,
-        rewards=[0.0, 2.0, 4.0, 8.0, 1.0],
-        metadata=[{"calls": calls} for calls in (0, 0, 1, 1, 2)],
-    )
+    table = Table([[-1.0] * length for length in (1, 1, 2, 2, 3)], rewards=[0.0, 2.0, 4.0, 8.0, 1.0])
     half = math.sqrt(0.5)
-    found = shaped(given, table, "{type: stratified, by: calls, alpha: 0.25}")
+    found = shaped(given, table, "{type: stratified, by: length, alpha: 0.25}")
     within, plain = [-half, half, -half, half, 0], [-3, -1, 1, 5, -2]
     close(found[:, 0], [0.25 * w + 0.75 * p for w, p in zip(within, plain, strict=True)], atol=5e-6)
 
 
 def test_a_stratum_is_of_one_group(given):
     # Of either group, the rollouts of stratum 0 differ; with all four of it together the second would be flat.
-    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[0.0, 2.0, 5.0, 9.0], metadata=[{"calls": 0}] * 4)
+    table = Table([[-1.0]] * 4, group=[0, 0, 1, 1], rewards=[0.0, 2.0, 5.0, 9.0])
     half = math.sqrt(0.5)
-    found = shaped(given, table, "{type: stratified, by: calls, alpha: 1}", "rollout.prompts=2")
+    found = shaped(given, table, "{type: stratified, by: length, alpha: 1}", "rollout.prompts=2")
     close(found[:, 0], [-half, half, -half, half], atol=5e-6)
 
 

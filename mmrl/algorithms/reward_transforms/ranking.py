@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform, groups_of
+from mmrl.protocols.requirements import Needs, reads
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Rank(Transform):
     type: str = "rank"
     score: RankScore = option(WinRate(), "the score of a rank")
     by: str = option("group", "the fact whose equal values are ranked together: group, a task's name in metadata, ...")
+
+    @property
+    def needs(self) -> Needs:
+        return reads(self.by)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         scores = rewards.clone()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.scales.scale import Scale
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, reads
 from mmrl.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
-
-STATISTICS = {"logp", "entropy"}  # facts that cost a pass before the advantages
 
 
 class QuantileBucketStd(Scale):
@@ -22,7 +20,7 @@ class QuantileBucketStd(Scale):
 
     equation: ClassVar[str] = (
         "A = (r - b) / (std of the bucket + 1e-6); groups are cut into `count` buckets of about equal numbers by their "
-        "mean of the fact"
+        "mean of the fact; those for which it is unknown are one more"
     )
     source: ClassVar[str] = "difficulty-aware group normalisation, Durian, arXiv 2602.21743"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
@@ -32,12 +30,13 @@ class QuantileBucketStd(Scale):
 
     @property
     def needs(self) -> Needs:
-        return Needs(statistics=frozenset({self.by} & STATISTICS))
+        return reads(f"group/{self.by}")
 
     def buckets(self, batch: Batch) -> Tensor:
         import torch
 
         group, fact = batch.fact("group"), batch.fact(f"group/{self.by}")
-        one = torch.stack([fact[group == g][0] for g in group.unique()]).nan_to_num(0.0)
+        known = ~fact.isnan()
+        one = torch.stack([fact[group == g][0] for g in group[known].unique()]) if known.any() else torch.zeros(1)
         cuts = one.quantile(torch.arange(1, self.count).to(one) / self.count)
-        return (fact.nan_to_num(0.0)[:, None] > cuts).sum(1)
+        return (fact[:, None] > cuts).sum(1).where(known, self.count)

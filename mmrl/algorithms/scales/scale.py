@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, reads
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -75,6 +75,10 @@ class BucketStd(Scale):
     source: ClassVar[str] = "Durian, arXiv 2602.21743"
     type: str = "bucket_std"
     by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.protocols.batch`")
+
+    @property
+    def needs(self) -> Needs:
+        return reads(self.by)
 
     def buckets(self, batch: Batch) -> Tensor:
         return batch.fact(self.by)

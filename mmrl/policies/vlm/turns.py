@@ -383,9 +383,9 @@ def history(dialogue: Dialogue) -> list[Message]:
 
 
 def turns_of(drafts: Sequence[ConversationDraft]) -> Turns:
-    """Returns the turn of each decision, a mask of turns, and the environment's rewards."""
+    """Returns the turn of each decision, a mask of turns, none of a lost conversation, and their rewards."""
     pad = nn.utils.rnn.pad_sequence
     numbers = [torch.cat(draft.turns) if draft.turns else torch.zeros(1, dtype=torch.int64) for draft in drafts]
     rewards = [torch.tensor([turn.reward for turn in draft.dialogue.turns] or [0.0]) for draft in drafts]
-    mask = [torch.ones(max(1, len(draft.dialogue.turns)), dtype=torch.bool) for draft in drafts]
+    mask = [torch.full((max(1, len(draft.dialogue.turns)),), draft.dialogue.end != "lost") for draft in drafts]
     return Turns(*(pad(values, batch_first=True) for values in (numbers, mask, rewards)))

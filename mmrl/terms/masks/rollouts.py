@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, reads
 from mmrl.settings import option
 from mmrl.terms.term import Mask
 
@@ -65,6 +65,10 @@ class BandMask(Mask):
     low: float = option(-math.inf, "least value that is kept")
     high: float = option(math.inf, "largest value that is kept")
 
+    @property
+    def needs(self) -> Needs:
+        return reads(self.fact)
+
     @model_validator(mode="after")
     def _rises(self) -> BandMask:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
@@ -90,6 +94,10 @@ class BestOfGroup(Mask):
     count: int = option(description="rollouts of a group that are kept", ge=1)
     by: str = option("length", "the fact that is measured; reward_per_length: the combined reward over the length")
     highest: bool = option(False, "keep the highest; false: the lowest")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs() if self.by == "reward_per_length" else reads(self.by, varies=True)
 
     def keep(self, batch: Batch) -> Tensor:
         import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.measurements.answers import ReferenceRewards
-from mmrl.protocols.requirements import Needs, Reference
+from mmrl.protocols.requirements import Needs, Reference, reads
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -26,8 +26,14 @@ class Stratified(Shaper):
     source: ClassVar[str] = "Stratified GRPO, arXiv 2510.06214"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "stratified"
-    by: str = option(description="the fact that makes strata: a key of metadata, or another of `mmrl.protocols.batch`")
+    by: str = option(
+        description="the fact that makes strata: tool_calls, turns, truncated, ... (`mmrl.protocols.facts`)"
+    )
     alpha: float = option(0.5, "weight of the comparison within the stratum", ge=0, le=1)
+
+    @property
+    def needs(self) -> Needs:
+        return reads(self.by, varies=True)
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch

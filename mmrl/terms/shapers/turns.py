@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.protocols.requirements import Needs
+from mmrl.protocols.requirements import Needs, reads
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -44,19 +44,21 @@ class TurnReturns(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"turns"}))
+        gate = Needs() if self.gate is None else reads(f"reward/{self.gate}")
+        return Needs(offers=frozenset({"turns"})) | gate
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import discounted, turn_advantages
         from mmrl.rollouts import Turns
 
         turns = batch.rollouts.extra("turns", Turns)
-        rewards = turns.rewards * turns.mask
+        rewards, counted = turns.rewards * turns.mask, turns.mask & batch.rollout_mask[:, None]
         if self.gate is not None:
-            rewards = rewards * (batch.local(batch.fact(f"reward/{self.gate}")) > 0)[:, None]
+            gate = batch.local(batch.fact(f"reward/{self.gate}"))[:, None]
+            rewards, counted = rewards * (gate > 0), counted & ~gate.isnan()
         shaped = turn_advantages(
             discounted(rewards, self.gamma),
-            turns.mask & batch.rollout_mask[:, None],
+            counted,
             batch.rollouts.group,
             baseline=self.baseline,
             scale=self.scale,
