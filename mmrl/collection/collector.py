@@ -24,7 +24,7 @@ from mmrl.engine import Ranks
 from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.job import JobConfig
-from mmrl.protocols.parts import Policy, RolloutSource, Source, SyncedGenerator, Task
+from mmrl.protocols.parts import Policy, RolloutSource, Source, SyncedGenerator, Task, demonstrations_of
 from mmrl.rollouts import FRESH, Rollouts, require
 from mmrl.training.metrics import Metrics
 
@@ -37,6 +37,8 @@ class Collector:
         self, config: JobConfig, policy: Policy, task: Task, ranks: Ranks, generator: SyncedGenerator | None
     ) -> None:
         source: Source = require(task.train, "the task's training prompts")
+        if config.algorithm.collects == "demonstrations":
+            source = demonstrations_of(task, source)
         self.config, self.task, self.ranks = config, task, ranks
         self.sampling = sampled_by(policy, generator)
         self.draws = PromptDraws(config.rollout, source, config.seed, policy, ranks)

@@ -178,7 +178,8 @@ class ExtraRolloutSources:
 
 
 class DemonstrationSource(ExtraSource):
-    """Known answers to prompts of the task, for a loss term such as `likelihood`."""
+    """Known answers to prompts of the task, or an expert's actions (task.demonstrations), for a loss term such as
+    `likelihood`."""
 
     equation: ClassVar[str] = "rollouts of origin 1, without rewards"
     source: ClassVar[str] = "demonstrations beside rollouts, as in LUFFY, arXiv 2504.14945"
@@ -186,6 +187,7 @@ class DemonstrationSource(ExtraSource):
     type: str = "demonstrations"
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()
+    _shown: Source = PrivateAttr()
     _context: SourceContext = PrivateAttr()
 
     @property
@@ -197,20 +199,23 @@ class DemonstrationSource(ExtraSource):
         return self.prompts
 
     def start(self, context: SourceContext) -> None:
+        from mmrl.protocols.parts import demonstrations_of
+
         self._context, self._order = context, Permutation()
-        self._order.start(len(context.prompts), context.seed + 1)
+        self._shown = demonstrations_of(context.task, context.prompts)
+        self._order.start(len(self._shown), context.seed + 1)
 
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch
 
         from mmrl.rollouts import DEMONSTRATION
 
-        context = self._context
+        context, shown = self._context, self._shown
         rank, world = context.share
         first, count = self._order.state()["drawn"], self.prompts // world
         indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]
         positions = range(first + rank * count, first + (rank + 1) * count)
-        demonstrations = context.policy.demonstrate([context.prompts[i] for i in indices], list(positions))
+        demonstrations = context.policy.demonstrate([shown[i] for i in indices], list(positions))
         demonstrations.group = -1 - torch.tensor(positions)
         demonstrations.origin = torch.full((count,), DEMONSTRATION)
         return demonstrations

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 Misfit = Callable[[Prompt], str | None]  # why a prompt cannot be read, in one line; None: it can
@@ -116,6 +117,25 @@ class Task(Protocol):
     def accuracy(self, samples: Sequence[Sample]) -> Tensor: ...
 
     def measures(self, samples: Sequence[Sample], group: Tensor) -> dict[str, Tensor]: ...
+
+
+@runtime_checkable
+class TaskWithDemonstrations(Protocol):
+    """A task whose demonstrations are no answers to the prompts that it asks, as an expert's observations are not the
+    start states of episodes. demonstrations: None where there are none."""
+
+    @property
+    def demonstrations(self) -> Source | None: ...
+
+
+def demonstrations_of(task: Task, prompts: Source) -> Source:
+    """Returns the demonstrations of a task, which are answers to its `prompts` where it has no others. Raises UserError
+    for a task that could have some and has none."""
+    if not isinstance(task, TaskWithDemonstrations):
+        return prompts
+    if task.demonstrations is None:
+        raise UserError("learning from demonstrations needs task.demonstrations, such as {type: expert}")
+    return task.demonstrations
 
 
 class PromptReader(Protocol):

@@ -154,7 +154,9 @@ class ManipulationSettings(TaskSettings):
     instructions: Literal["own", "shuffled"] = option(
         "own", "shuffled: every episode shows the instruction of another one, to see whether a policy listens"
     )
-    demonstrations: DemonstratedEpisodes | None = option(None, "what algorithm.type=supervised learns from")
+    demonstrations: DemonstratedEpisodes | None = option(
+        None, "what algorithm.type=supervised learns from, and what rollout.extras=[demonstrations] adds to rollouts"
+    )
     rewards: list[RewardSpec] = option(
         [RewardSpec(name="mmrl.tasks.manipulation.rewards:success", label="success")],
         "what an episode earns",

@@ -24,7 +24,7 @@ from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
 class Manipulation:
-    """A task: start states to train on (or demonstrations of it), start states held out, rewards.
+    """A task: start states to train on, start states held out, demonstrations, rewards.
 
     `accuracy` is success at any time.
     """
@@ -42,18 +42,18 @@ class Manipulation:
         self._judges = {name: judge for name, judge in judges if isinstance(judge, SuccessJudge)}
         self.watched = bool(self._judges)
         self.seed = seed
+        first = FIRST_TRAINING_SEED + seed * settings.train_size
+        self.train = EpisodeSource(settings.tasks, settings.train_size, first)
         self.evaluation = EpisodeSource(settings.eval_tasks or settings.tasks, settings.eval_size, settings.eval_seed)
 
     @cached_property
-    def train(self) -> Source:
-        """The start states to train on, or demonstrations, which are recorded or opened at the first use.
+    def demonstrations(self) -> Source | None:
+        """The demonstrations, which are recorded or opened at the first use; None where there are none.
 
         Raises UserError as `make_simulator`, and where there is no demonstration.
         """
-        settings = self.settings
-        first = FIRST_TRAINING_SEED + self.seed * settings.train_size
-        starts = EpisodeSource(settings.tasks, settings.train_size, first)
-        return starts if settings.demonstrations is None else settings.demonstrations.prompts(self, starts)
+        shown = self.settings.demonstrations
+        return None if shown is None else shown.prompts(self, self.train)
 
     def make_simulator(self, rows: int) -> VectorSim:
         """Builds `rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not

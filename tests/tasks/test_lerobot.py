@@ -140,7 +140,7 @@ def source(root, options=None, **demonstrations):
             "demonstrations": {"type": "lerobot", "path": str(root), **demonstrations},
         },
         seed=0,
-    ).train
+    ).demonstrations
 
 
 LAYOUTS = [("v2.0", "image"), ("v2.1", "video"), ("v2.1", "image"), ("v3.0", "video"), ("v3.0", "image")]

@@ -136,7 +136,7 @@ def test_demonstrations_are_disturbed_as_their_settings_say(monkeypatch):
     monkeypatch.setattr(episodes, "record_expert", lambda *a, **kw: found.append(kw["disturbance"]) or ["one"])
     monkeypatch.setattr(episodes, "EpisodeDemonstrations", list)
     shown = {"noise": 0.1, "perturbation": 0.2, "perturbation_length": 7}
-    assert build("manipulation", {**LINE, "demonstrations": shown}, 0).train == ["one"]
+    assert build("manipulation", {**LINE, "demonstrations": shown}, 0).demonstrations == ["one"]
     assert found == [Disturbance(noise=0.1, chance=0.2, length=7)]
 
 
@@ -212,11 +212,11 @@ def test_what_latents_before_a_chunk_cost():
 )
 def test_faulty_options_are_named(options, message):
     with pytest.raises((ValueError, UserError), match=message):
-        assert build("manipulation", {**LINE, **options}, 0).train
+        assert build("manipulation", {**LINE, **options}, 0).demonstrations
 
 
 def test_demonstrations_come_with_the_task():
     task = build("manipulation", {**LINE, "demonstrations": {"episodes": 3}, "rows": 2}, 0)
-    assert isinstance(task.train, EpisodeDemonstrations) and len(task.train.episodes) == 3
+    assert isinstance(task.demonstrations, EpisodeDemonstrations) and len(task.demonstrations.episodes) == 3
     assert isinstance(task.evaluation, EpisodeSource)
-    assert torch.tensor(task.train[0].metadata["observation"].state).shape == (1, 1)
+    assert torch.tensor(task.demonstrations[0].metadata["observation"].state).shape == (1, 1)

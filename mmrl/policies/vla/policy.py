@@ -282,7 +282,11 @@ class VisionLanguageActionPolicy:
             [PolicyStep(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])]
             for i in range(len(prompts))
         ]
-        return self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
+        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
+        if self.module.critic is not None:  # which learns nothing from them
+            blank = torch.zeros(len(prompts), 1)
+            rollouts.extras["steps"] = Steps(blank.bool(), blank, blank.clone(), blank.bool(), blank.clone())
+        return rollouts
 
     def _warn_of_ranges(self, actions: NDArray[np.float32]) -> None:
         """Warns once of demonstrated actions [action, number] that the policy's statistics do not span."""

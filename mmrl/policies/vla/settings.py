@@ -16,7 +16,7 @@ from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
 from mmrl.schedules.schedule import Schedule, number
-from mmrl.settings import Choice, Section, kind_of, load_attribute, option
+from mmrl.settings import Choice, Section, kind_of, load_attribute, option, plain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,6 +72,11 @@ class ActionHead(Choice):
     def together(self) -> bool:
         """True where the head reads prompt and queries in one bidirectional pass, which only OpenVLA-OFT can."""
         return False
+
+    @property
+    def demonstrable(self) -> bool:
+        """Whether demonstrated chunks can be scored beside those of rollouts."""
+        return self.teachable
 
     @property
     def core(self) -> ActionHead:
@@ -208,6 +213,10 @@ class FlowActions(ActionFlow):
 
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
     likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
+
+    @property
+    def demonstrable(self) -> bool:
+        return isinstance(self.likelihood, ActionMatching)
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
         return backbone.flow_head(self, action, action_dim, state_dim)
@@ -549,7 +558,7 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
         added: frozenset[Offer] = frozenset({"critic", Stepwise})
-        offers = action.head.offers | added
+        offers = action.head.offers | added | ({"demonstrations"} if action.head.demonstrable else set())
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
@@ -568,6 +577,14 @@ class VisionLanguageActionModel(ModelSettings):
             raise ValueError(
                 f"action.head.type={action.head.type} learns from episodes, for a demonstrated chunk does not say from "
                 f"which noise it comes; teach its base with action.head.type={action.head.core.type}"
+            )
+        if plain(config.task).get("demonstrations") and "demonstrations" not in (
+            *config.needs.offers,
+            config.algorithm.collects,
+        ):
+            raise ValueError(
+                "nothing learns from task.demonstrations: add rollout.extras=[{type: demonstrations, prompts: 32}] and "
+                "algorithm.terms=[likelihood], or use algorithm.type=supervised"
             )
         contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
         if contrasts and "contrast" not in config.needs.offers:

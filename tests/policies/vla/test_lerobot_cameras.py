@@ -92,7 +92,7 @@ def test_demonstrations_of_two_cameras_have_lerobots_loss(checkpoints, tmp_path,
     ours = load(
         beside / "two", simulator=SIM, supervised=True, action={"cameras": cameras, "camera_features": features}
     )
-    shows = ours.demonstrate([task.train[1]], [1])  # of five frames the second: all four actions of a chunk
+    shows = ours.demonstrate([task.demonstrations[1]], [1])  # of five frames the second: all four actions of a chunk
     with torch.no_grad():
         found = -ours.replay(shows, ours.module).logp.item()
     policy = get_policy_class(kind).from_pretrained(beside / "two")

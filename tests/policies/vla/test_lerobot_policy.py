@@ -364,3 +364,25 @@ def test_without_lerobot_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lerobot", None)
     with pytest.raises(UserError, match=r"is a LeRobot policy: .*lerobot.*scripts/lerobot.txt"):
         load(described(tmp_path / "smolvla", type="smolvla"))
+
+
+@lerobot
+def test_its_noise_can_be_steered(checkpoint, theirs):
+    """From the noise that a head of its own draws it acts as LeRobot does; and that head alone learns."""
+    policy, before, after = theirs
+    base = {"type": "flow", "evaluation_steps": STEPS}
+    ours = load(checkpoint, head={"type": "steered", "width": 8, "layers": 1, "last_gain": 0.5, "base": base})
+    rollouts = ours.rollout(starts(0, 30), 2, [11, 12, 13, 14])
+    steps = [episode[0] for episode in rollouts.inputs]
+    observation = ours.sim.reset([0, 0, 30, 30], ["go"] * 4)
+    noise = torch.stack([step.chosen["noise"] for step in steps])
+    assert noise.shape[1:] == ours.module.head.base.latent
+    expected = policy.predict_action_chunk(before(shown(observation, [0, 1, 2, 3])), noise=noise)
+    chunks = torch.stack([step.chosen["actions"] for step in steps])
+    torch.testing.assert_close(chunks, expected[:, :CHUNK, :1], rtol=1e-4, atol=1e-5)
+    assert chunks.std() > 0.01
+    replay = ours.replay(rollouts, ours.module)
+    replay.logp[rollouts.mask].sum().backward()
+    learning = {name for name, p in ours.module.named_parameters() if p.grad is not None and p.grad.any()}
+    assert learning == {name for name, p in ours.module.named_parameters() if p.requires_grad}
+    assert all(name.startswith("head.noise.") for name in learning)

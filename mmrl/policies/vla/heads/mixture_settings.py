@@ -61,6 +61,10 @@ class ResidualActions(NormalActions):
         self.base.check_chunk(chunk)
 
     @property
+    def demonstrable(self) -> bool:
+        return False  # of a demonstration the base's proposal is not known yet, of a rollout it is stored
+
+    @property
     def core(self) -> ActionHead:
         return self.base.core
 

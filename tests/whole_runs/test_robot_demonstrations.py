@@ -1,0 +1,92 @@
+"""Demonstrations beside episodes: what an expert did, scored with the same head as what the policy did."""
+
+import pytest
+import torch
+
+from mmrl.config import load
+from mmrl.errors import UserError
+from mmrl.rollouts import DEMONSTRATION, FRESH
+from tests.whole_runs.parts import ROBOTS, make, metrics, release, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+BESIDE = [
+    "rollout.extras=[{type: demonstrations, prompts: 6}]",
+    "task.demonstrations={type: expert, episodes: 6, successful: false}",
+    "algorithm.terms=[{type: likelihood, coefficient: 0.5}]",
+    "task.rewards=[{name: tests.whole_runs.test_robot_demonstrations:equal}]",
+    "engine.micro_batch=22",
+]
+HEADS = {
+    "token": "{type: token, bins: 8}",
+    "gaussian": "{type: gaussian, width: 16, layers: 1}",
+    "matching": "{type: flow, width: 32, depth: 1, steps: 4, likelihood: {type: matching, draws: 2}}",
+}
+
+
+def equal(sample) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    "head", ["token", *(pytest.param(head, marks=pytest.mark.slow) for head in ("gaussian", "matching"))]
+)
+def test_the_loss_is_that_of_cloning_where_all_episodes_earn_the_same(tmp_path, head):
+    """On the line the expert moves by 0.25 whatever it sees. Half of the mean -logp of its decisions, as a share of all
+    that are learned from."""
+    trainer = make(tmp_path, *BESIDE, "steps=1", f"action.head={HEADS[head]}", base=ROBOTS)
+    policy, batches, usual = trainer.policy, [], trainer.collector.next
+
+    def following(step, measured):
+        batches.append(usual(step, measured))
+        return batches[-1]
+
+    trainer.collector.next = following
+    with torch.no_grad():
+        shown = [trainer.task.demonstrations[i] for i in range(len(trainer.task.demonstrations))]
+        alone = policy.demonstrate(shown, list(range(len(shown))))
+        known = policy.replay(alone, policy.module).logp
+    trainer.train()
+    release(trainer)
+    batch = batches[0]
+    taught = batch.origin == DEMONSTRATION
+    assert taught.tolist() == 16 * [False] + 6 * [True] and (batch.origin[:16] == FRESH).all()
+    assert batch.rewards[taught].isnan().all() and (batch.advantages == 0).all()
+    for episode in batch.inputs[16:]:
+        assert len(episode) == 1 and episode[0].chosen["actions"][episode[0].valid].tolist() == [[0.25]] * int(
+            episode[0].valid.sum()
+        )
+    row = next(row for row in metrics(tmp_path) if "loss" in row)
+    share = batch.mask[taught].sum() / batch.mask.sum()
+    assert 0.05 < share < 0.6
+    assert row["loss"] == pytest.approx(-0.5 * share.item() * row["likelihood"], rel=1e-3)
+    if head != "matching":  # whose errors are at noise levels that follow the draw
+        low, high = (known[alone.mask].mean().item() + apart for apart in (-0.3, 0.3))
+        assert low < row["likelihood"] < high
+
+
+def test_a_critic_learns_nothing_from_them(tmp_path):
+    options = ["algorithm.type=ppo", "algorithm.simulator_reward=1.0", "steps=2"]
+    rows = {}
+    for name, more in (("beside", BESIDE), ("without", BESIDE[3:])):
+        train(tmp_path / name, *options, *more, "algorithm.epochs=1", base=ROBOTS)
+        rows[name] = next(row for row in metrics(tmp_path / name) if "loss" in row)
+    assert rows["beside"]["critic/error"] == pytest.approx(rows["without"]["critic/error"], rel=1e-4)
+    assert rows["beside"]["likelihood"] < 0 and "likelihood" not in rows["without"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BESIDE[1:2], "nothing learns from task.demonstrations: add rollout.extras="),
+        ([*BESIDE, "action.head={type: flow}"], "needs answers that it can learn from beside its rollouts"),
+        ([*BESIDE, "action.head={type: steered}"], "needs answers that it can learn from beside its rollouts"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_is_loaded(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        load(ROBOTS, [f"run_dir={tmp_path}", *options])
+
+
+def test_demonstrations_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"needs task.demonstrations, such as \{type: expert\}"):
+        make(tmp_path, BESIDE[0], *BESIDE[2:], base=ROBOTS)
