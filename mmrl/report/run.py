@@ -10,8 +10,10 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from mmrl.errors import UserError
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
 from mmrl.report.records import END, parsed
@@ -41,6 +44,18 @@ STYLE = (
     "table{border-collapse:collapse}img{image-rendering:pixelated;min-height:48px;max-width:320px}"
     "pre{white-space:pre-wrap;margin:0}"
 )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises UserError where the block can not write to the run directory: it is full, read-only or gone."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run_dir={folder} can not be written: {error}; once it can be, the same command goes on from the newest "
+            "checkpoint"
+        ) from error
 
 
 class Run:
@@ -75,14 +90,16 @@ class Run:
             self.each_step(step, metrics)
         if not self.writes:
             return
-        self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        with writing(self.folder):
+            self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+            for tracker in self._trackers:
+                tracker.log(step, metrics)
 
     def sync(self) -> None:
         """Flushes the metrics to the disk. Called before a checkpoint, which must not be newer than the metrics."""
         if self.writes:
-            os.fsync(self._metrics.fileno())
+            with writing(self.folder):
+                os.fsync(self._metrics.fileno())
 
     def forget_after(self, step: int) -> None:
         """Drops metrics of steps beyond `step`, which a resumed run repeats, and damaged lines. If more than the last
@@ -109,9 +126,13 @@ class Run:
             display.line(text)
 
     def end(self, state: str, sentence: str) -> None:
-        """Records how the run ended, for its report; see `mmrl.report.records.Ending`."""
+        """Records how the run ended, for its report; see `mmrl.report.records.Ending`. Where that can not be written
+        it prints why: an error here would hide the one that ended the run."""
         if self.writes:
-            replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
+            try:
+                replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
+            except OSError as error:
+                self.line(f"how the run ended is not recorded: {error}")
 
     def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
         """Writes samples/KIND-STEP.html with prompt, images, response, answer and `columns` of each sample, a PNG of
@@ -119,30 +140,31 @@ class Run:
         too."""
         if not self.writes:
             return
-        write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
-        if self._trackers:
-            sheet, table = contact_sheet(samples), text_table(samples, columns)
-            for tracker in self._trackers:
-                tracker.samples(kind, step, sheet, table)
+        with writing(self.folder):
+            write_samples(self.folder / "samples" / f"{kind}-{step:06d}.html", samples, columns)
+            if self._trackers:
+                sheet, table = contact_sheet(samples), text_table(samples, columns)
+                for tracker in self._trackers:
+                    tracker.samples(kind, step, sheet, table)
 
     def skipped_update(self, step: int, rank: int, micro_batches: Sequence[Rollouts]) -> Path:
         """Writes the rollouts of a skipped update, one a line. Returns the file."""
         path = self.folder / f"bad-step-{step}-rank{rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
-        with path.open("w") as file:
-            for micro in micro_batches:
-                rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)
-                for sample, reward in zip(micro.samples, rewards, strict=True):
-                    row = {"prompt": sample.prompt.id, "response": sample.response, "rewards": reward}
-                    file.write(json.dumps(row) + "\n")
+        rows: list[dict[str, Any]] = []
+        for micro in micro_batches:
+            rewards = micro.rewards.tolist() if micro.rewards is not None else [None] * len(micro)
+            for sample, reward in zip(micro.samples, rewards, strict=True):
+                rows.append({"prompt": sample.prompt.id, "response": sample.response, "rewards": reward})
+        with writing(self.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)  # another host's disk may not have the run directory yet
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
     def close(self) -> None:
-        if self.writes:
-            self._metrics.close()
-            self._lock.release()
-        for tracker in self._trackers:
-            tracker.close()
+        parts: list[Callable[[], None]] = [self._metrics.close, self._lock.release] if self.writes else []
+        for close in [*parts, *(tracker.close for tracker in self._trackers)]:
+            with suppress(OSError):  # of a full disk, which has ended the run by name
+                close()
 
 
 def logged_step(line: bytes) -> int | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +21,7 @@ Argument = TypeVar("Argument")
 Value = TypeVar("Value")
 
 MOST_STUCK = 8  # threads that run on after their deadline, before the run ends
+FORK_POLL_S = 0.5
 
 
 class GuardedReward:
@@ -137,6 +140,7 @@ class CallingThread:
         return self._thread.is_alive()
 
     def _serve(self, device: int | None) -> None:
+        _SERVING.add(threading.get_ident())
         if device is not None:
             torch.cuda.set_device(device)
         try:
@@ -152,6 +156,27 @@ class CallingThread:
                 self._results.put(answer)
         except TimeLimit:
             return  # the caller has left
+        finally:
+            _SERVING.discard(threading.get_ident())
+
+
+_SERVING: set[int] = set()  # identities of the threads in which a user's code is called
+
+
+def _watch_parent() -> None:
+    """Ends a process that a user's code has forked, within FORK_POLL_S seconds of the end of the one that it was forked
+    from; else it would go on in its place, with all of its memory."""
+    if threading.get_ident() in _SERVING:
+        threading.Thread(target=_end_behind, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_behind(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(FORK_POLL_S)
+    os._exit(1)
+
+
+os.register_at_fork(after_in_child=_watch_parent)
 
 
 def _listed(values: Any) -> Any:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -79,8 +80,8 @@ def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequ
 
 
 def numbers(values: Any, count: int) -> list[Score]:
-    """Converts `values` to floats, None where one is None, NaN or infinite. Raises UserError where they are not `count`
-    numbers."""
+    """Converts `values` to floats, None where one is None, NaN or infinite. True is 1, False 0, and an array or tensor
+    with one number is that number. Raises UserError where they are not `count` numbers; a text is none, also "0.5"."""
     try:
         scores = [None if value is None else _finite(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
@@ -91,6 +92,10 @@ def numbers(values: Any, count: int) -> list[Score]:
 
 
 def _finite(value: Any) -> Score:
+    if isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"{value!r:.40} is a text")
+    if isinstance(value, np.ndarray):
+        value = value.item()
     try:
         number = float(value)
     except OverflowError:  # an integer that no float can hold

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 
-from tests.whole_runs.bad_servers import Outcome, tried
-from tests.whole_runs.stand_in_server import FIRST_TABLE, KINDS, ON_THE_WIRE
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.whole_runs.bad_servers import Outcome, tried  # noqa: E402
+from tests.whole_runs.stand_in_server import FIRST_TABLE, KINDS, ON_THE_WIRE  # noqa: E402
 
 GOOD = {"named", "corrected"}
 

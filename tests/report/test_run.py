@@ -4,8 +4,10 @@ import base64
 import io
 import json
 import re
+import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import imageio.v3
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from PIL import Image
 
 import mmrl
+from mmrl.errors import UserError
 from mmrl.report.run import (
     Run,
     commit_of,
@@ -205,3 +208,28 @@ def test_an_episode_becomes_a_video(tmp_path):
     assert shown.shape == (3 + 10, 256 + 32, 256, 3)
     assert shown[1, 32:, :, 0].mean() > 200 and shown[0, 32:].mean() < 10
     assert (shown[-1, :30] > 100).any() and not (shown[-1, :30] > 100).all()  # something is written above
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to the device that is always full")
+def test_a_full_disk_ends_the_run_in_one_line(run, capsys):
+    """The metrics of a step; closing afterwards hides nothing."""
+    usual, run._metrics = run._metrics, open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    usual.close()
+    with pytest.raises(UserError, match=r"can not be written: .*No space left.*the same command goes on") as caught:
+        run.log(1, {"loss": 0.0})
+    assert "\n" not in str(caught.value)
+    run.close()
+
+
+@pytest.mark.parametrize("act", ["samples", "skipped_update", "end", "sync"])
+def test_a_run_directory_that_is_gone_is_one_line(run, act, capsys, monkeypatch):
+    shutil.rmtree(run.folder)
+    if act == "end":  # an error here would hide the one that ended the run
+        run.end("failed", "why")
+        assert "how the run ended is not recorded: " in capsys.readouterr().out
+    elif act == "sync":  # the file is open still: nothing can be seen yet
+        run.sync()
+    else:
+        monkeypatch.setattr(Path, "mkdir", lambda path, **options: path.stat())  # of a file system that is read-only
+        with pytest.raises(UserError, match=f"run_dir={run.folder} can not be written"):
+            run.samples("train", 1, [sample()], {}) if act == "samples" else run.skipped_update(1, 0, [])

@@ -1,14 +1,20 @@
 import logging
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mmrl.errors import UserError, describe_error
 from mmrl.rewards import RewardSet, RewardSpec, guarded
 from mmrl.rewards.services.failures import Failure, Failures
+from mmrl.rewards.types import numbers
 from mmrl.rollouts import Prompt, Sample
 
 HERE = "tests.rewards.hostile"
@@ -128,3 +134,49 @@ def test_an_error_without_a_text_is_told_in_one_line():
         len(describe_error(ValueError("x" * 999)).splitlines()) == 1
         and len(describe_error(ValueError("x" * 999))) <= 300
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (torch.tensor([[0.5]]), 0.5), (2, 2.0)],
+)
+def test_what_counts_as_a_number(value, expected):
+    assert numbers([value, None], 2) == [expected, None]
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", np.array([1, 2]), torch.ones(2), [0.5], {}, 1j])
+def test_what_counts_as_none(value):
+    """A text that reads as a number is a mistake of the reward, such as an answer in place of its score."""
+    with pytest.raises(UserError, match="expected one number a sample"):
+        numbers([value], 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_of_a_reward_ends_with_the_run():
+    """A trainer whose reward forks, and which is killed then."""
+    trainer = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    with trainer.stdout:
+        fork = int(trainer.stdout.readline())
+        assert Path(f"/proc/{fork}").exists()
+        trainer.kill()
+        trainer.wait()
+        end = time.monotonic() + 20
+        while Path(f"/proc/{fork}").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    assert not Path(f"/proc/{fork}").exists()
+
+
+FORKS = """
+import os, time
+from mmrl.rewards.guarded import CallingThread
+
+def reward(sample):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    return pid
+
+print(CallingThread().call(reward, None, 60.0), flush=True)
+time.sleep(600)
+"""
