@@ -74,6 +74,7 @@ class Shaper(Choice):
         "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
         "view_information": "mmrl.terms.shapers.views:ViewInformation",
         "kl_returns": "mmrl.terms.shapers.returns:KLReturns",
+        "signal_correction": "mmrl.terms.shapers.groups:SignalCorrection",
         "whitening": "mmrl.terms.shapers.returns:Whitening",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"

@@ -74,6 +74,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      'value.zero_() if name != "step" else value', ("joints/test_optimizer.py",)),
     ("prorl: moments stay", "mmrl/engine/deepspeed.py", "value.zero_() if isinstance(value, Tensor) else 0",
      'value.zero_() if name == "step" else value', ("joints/test_optimizer.py",)),
+    ("signal_correction: all groups have a signal", "mmrl/terms/shapers/groups.py", "/ max(signal, 1)", "/ max(len(rewards), 1)", RETURNS),
     ("ppo: the divergence is paid out", "mmrl/algorithms/ppo.py", "rewards = rewards - costs", "rewards = rewards + costs", ("joints/test_ppo.py",)),
     ("kl: k1 is not told", "mmrl/terms/losses/kl.py", 'return f"{text} reward, by algorithm.shaping=[kl_returns]" if idle else ""', 'return ""', TERMS),
     ("kl: k1 is told of every policy", "mmrl/terms/losses/kl.py", "isinstance(self.against, ReferencePolicy) and", "", TERMS),

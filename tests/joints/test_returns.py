@@ -55,6 +55,16 @@ def test_what_is_not_scored_has_no_part(given, shaping):
         close(found[:2, 0], [math.sqrt(0.5), -math.sqrt(0.5)])
 
 
+def test_groups_without_signal_do_not_make_a_step_smaller(given):
+    """GPG's alpha: of five scored rollouts two are in a group with two rewards, and the third prompt has one score."""
+    table = Table([[-1.0]] * 6, group=[0, 0, 1, 1, 2, 2], rewards=[1.0, 0.0, 3.0, 3.0, 1.0, math.nan])
+    keys = ["rollout.prompts=3", "algorithm.scale=none", "algorithm.surrogate=reinforce"]
+    made = given(table, *keys, "algorithm.shaping=[signal_correction]")
+    close(made.prepare().advantages[:, 0], [1.25, -1.25, 0.0, 0.0, 0.0, 0.0])
+    flat = given(Table([[-1.0]] * 2, rewards=[1.0, 1.0]), *keys, "algorithm.shaping=[signal_correction]")
+    close(flat.prepare().advantages, [[0.0], [0.0]])
+
+
 # --- the divergence in the reward ---
 
 SAMPLED = [[-1.0, -2.0, -0.5], [-1.5], [-0.3, -0.7]]

@@ -135,3 +135,20 @@ class AdvantageMomentum(Shaper):
         ahead = batch.local(batch.combined()) - batch.measured(ReferenceRewards()).values
         gain = ahead.clamp(-self.low, self.high).nan_to_num(0.0)  # where either could not be scored
         return advantages + gain[:, None].to(advantages)
+
+
+class SignalCorrection(Shaper):
+    """Advantages grow by the share of groups that teach nothing, so that these do not make a step smaller. With
+    algorithm.scale=none and the surrogate reinforce this is GPG."""
+
+    equation: ClassVar[str] = "A <- A n / m, n the scored rollouts of the batch, m those whose group has two rewards"
+    source: ClassVar[str] = "alpha of GPG, arXiv 2504.02546, as in AMAP-ML/GPG at e096da8, R1-V's grpo_trainer.py"
+    test: ClassVar[str] = "tests/joints/test_returns.py"
+    type: str = "signal_correction"
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        from mmrl.core.filters import varied_groups
+
+        rewards = batch.combined()
+        signal = int(varied_groups(rewards, batch.fact("group")).logical_and(~rewards.isnan()).sum())
+        return advantages * (int((~rewards.isnan()).sum()) / max(signal, 1))
