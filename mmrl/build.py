@@ -53,8 +53,9 @@ def build_task(config: Config) -> Task:
 
 
 def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:
-    """Returns the settings of a task whose rewards of these names give 1 to prompts that they are not for."""
-    if "rewards" not in type(task).model_fields:
+    """Returns the settings of a task whose rewards of these names give 1 to prompts that they are not for. Rewards that
+    come with the data stay as they are."""
+    if "rewards" not in type(task).model_fields or vars(task)["rewards"] is None:
         return task
     rewards = [
         spec.model_copy(update={"elsewhere": 1.0}) if spec.column in gates and spec.elsewhere is None else spec

@@ -10,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.build import build_task
 from mmrl.cli.check import JobCheck, lines
 from mmrl.cli.main import main
+from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.preflight import Alarm, Findings
 from mmrl.preflight.boxes import probe_boxes
@@ -271,7 +273,6 @@ def test_training_says_it_before_the_first_step(tmp_path, monkeypatch, caplog):
     case = next(case for case in PLANTED if case.name == "index_golds_for_letters")
     made = case.write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    from mmrl.config import load
     from mmrl.job import Job
 
     with Job(load(str(made.config), made.overrides)):
@@ -287,8 +288,6 @@ def test_a_gold_that_is_tried_in_training_calls_no_reward_of_the_user(tmp_path, 
     monkeypatch.syspath_prepend(str(tmp_path))
     case = next(case for case in PLANTED if case.name == "silence_is_paid")
     made = case.write(tmp_path)
-    from mmrl.build import build_task
-    from mmrl.config import load
     from mmrl.preflight.quick import probe_quickly
 
     rewards = json.dumps([{"name": "own_counted:counted"}, {"name": "exact_match"}])
@@ -301,3 +300,8 @@ def test_a_gold_that_is_tried_in_training_calls_no_reward_of_the_user(tmp_path, 
     task.score([Sample(task.train[0], "red", 1, False, 8)], torch.zeros(1, dtype=torch.long))
     assert len(own_counted.CALLS) == 1
     assert os.getcwd() == str(tmp_path)
+
+
+def test_rewards_that_come_with_the_data_are_built():
+    """Shipped recipes of drawn images name no rewards."""
+    assert build_task(load("image_digits_base")).reward_names == ("classifier_logp",)
