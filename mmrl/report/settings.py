@@ -18,3 +18,7 @@ class Log(Section):
     samples: int = option(8, "samples of a table; training tables hold whole groups, so there may be more", ge=1)
     tensorboard: bool = option(False, "write TensorBoard events to run_dir/tensorboard; needs the extra tensorboard")
     wandb: str | None = option(None, "log to this Weights & Biases project; needs the extra wandb")
+    trackio: str | None = option(None, "log to this Trackio project; needs the extra trackio")
+    mlflow: str | None = option(
+        None, "log to this MLflow experiment, at the address in MLFLOW_TRACKING_URI; needs the extra mlflow"
+    )

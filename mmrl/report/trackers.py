@@ -1,8 +1,9 @@
-"""Optional trackers of a run's metrics: TensorBoard and Weights & Biases. Each needs its extra."""
+"""Optional trackers of a run's metrics: TensorBoard, Weights & Biases, Trackio and MLflow. Each needs its extra."""
 
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,15 +89,91 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """Logs metrics to a project of Trackio, which keeps them on this machine unless its own settings say otherwise."""
+
+    def __init__(self, folder: Path, project: str, config_yaml: str) -> None:
+        import trackio
+
+        keys = flattened(yaml.safe_load(config_yaml) or {})
+        self._run: Any = trackio.init(project=project, name=folder.name, config=keys, resume="allow", embed=False)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
+        """Logs nothing: tables stay in the run directory."""
+
+    def forget_after(self, step: int) -> None:
+        """Drops nothing: Trackio keeps what was logged."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """Logs metrics and the configuration to an experiment of MLflow, at the address in MLFLOW_TRACKING_URI.
+
+    FOLDER/mlflow_run.txt keeps the identity of the run, with which a resumed run goes on.
+    """
+
+    LONGEST = 500  # characters of a parameter, by MLflow's own limit
+    MOST = 100  # parameters of a request
+
+    def __init__(self, folder: Path, experiment: str, config_yaml: str) -> None:
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient()
+        identity = folder / "mlflow_run.txt"
+        if identity.is_file():
+            self._run = identity.read_text().strip()
+            return
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        self._run = str(self._client.create_run(number, run_name=folder.name).info.run_id)
+        identity.write_text(self._run)
+        self._log_parameters(flattened(yaml.safe_load(config_yaml) or {}))
+
+    def _log_parameters(self, keys: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(key, str(value)[: self.LONGEST]) for key, value in keys.items()]
+        for first in range(0, len(parameters), self.MOST):
+            self._client.log_batch(self._run, params=parameters[first : first + self.MOST])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        moment = int(time.time() * 1000)
+        self._client.log_batch(self._run, metrics=[Metric(name, v, moment, step) for name, v in metrics.items()])
+
+    def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
+        self._client.log_text(self._run, table, f"samples/{kind}-{step:06d}.md")
+
+    def forget_after(self, step: int) -> None:
+        """Drops nothing: MLflow keeps the values of a step that is made again beside the earlier ones."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
 def trackers(log: Log, folder: Path, config_yaml: str) -> list[Tracker]:
     """Returns the trackers of the section `log`. `check_trackers` comes first."""
     active: list[Tracker] = [TensorBoard(folder, config_yaml)] if log.tensorboard else []
-    return active if log.wandb is None else [*active, WeightsAndBiases(folder, log.wandb)]
+    active += [] if log.wandb is None else [WeightsAndBiases(folder, log.wandb)]
+    active += [] if log.trackio is None else [Trackio(folder, log.trackio, config_yaml)]
+    return active if log.mlflow is None else [*active, MLflow(folder, log.mlflow, config_yaml)]
 
 
 def check_trackers(log: Log) -> None:
     """Raises UserError where a tracker of the section is not installed."""
-    wanted = {"tensorboard": ("true" if log.tensorboard else None, "false"), "wandb": (log.wandb, "null")}
+    wanted = {
+        "tensorboard": ("true" if log.tensorboard else None, "false"),
+        **{
+            name: (value, "null")
+            for name, value in (("wandb", log.wandb), ("trackio", log.trackio), ("mlflow", log.mlflow))
+        },
+    }
     for name, (value, without) in wanted.items():
         if value is not None and importlib.util.find_spec(name) is None:
             raise UserError(

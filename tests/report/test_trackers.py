@@ -2,6 +2,8 @@
 
 import importlib.util
 import io
+import sys
+import types
 
 import pytest
 import torch
@@ -67,9 +69,59 @@ def test_tensorboard_has_images_texts_and_hyperparameters(tmp_path):
     assert b"evaluation/accuracy" in found.summary_metadata["_hparams_/experiment"].plugin_data.content
 
 
+class Recorded:
+    """Stands for a client of another library: what it was asked, in order."""
+
+    def __init__(self, answers=None):
+        self.calls, self.answers = [], answers or {}
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            self.calls.append((name, arguments, options))
+            return self.answers.get(name)
+
+        return call
+
+
+def test_trackio_gets_the_configuration_and_each_step(tmp_path, monkeypatch):
+    run = Recorded()
+    library = Recorded({"init": run})
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    tracked = begun(tmp_path, "seed: 7\noptim: {lr: 0.001}\n", trackio="mine")
+    tracked.log(3, {"loss": 0.5})
+    tracked.close()
+    given = {"name": "run", "config": {"seed": 7, "optim.lr": 0.001}, "resume": "allow", "embed": False}
+    assert library.calls == [("init", (), {"project": "mine", **given})]
+    assert run.calls == [("log", ({"loss": 0.5},), {"step": 3}), ("finish", (), {})]
+
+
+def test_mlflow_makes_a_run_once_and_goes_on_with_it(tmp_path, monkeypatch):
+    created = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+    client = Recorded({"create_experiment": "5", "create_run": created})
+    entities = types.SimpleNamespace(Param=lambda *values: values, Metric=lambda *values: (*values[:2], values[3]))
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=lambda: client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracked = begun(tmp_path, "seed: 7\nnames: [" + ", ".join(f"n{i}" for i in range(120)) + "]\n", mlflow="mine")
+    tracked.log(3, {"loss": 0.5})
+    tracked.close()
+    names = [name for name, _, _ in client.calls]
+    assert names == ["get_experiment_by_name", "create_experiment", "create_run", *["log_batch"] * 2, "set_terminated"]
+    (_, parameters, values), (_, logged, metrics) = client.calls[3], client.calls[4]
+    assert parameters == logged == ("abc",) and ("seed", "7") in values["params"]
+    assert all(len(value) <= 500 for _, value in values["params"])
+    assert metrics == {"metrics": [("loss", 0.5, 3)]}
+    client.calls.clear()
+    again = begun(tmp_path, "seed: 7\n", mlflow="mine")
+    again.log(4, {"loss": 0.25})
+    again.close()
+    assert [name for name, _, _ in client.calls] == ["log_batch", "set_terminated"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("log.trackio=mine", r"log.trackio=mine: trackio is not installed; pip install -e '.\[trackio\]'"),
+        ("log.mlflow=mine", r"log.mlflow=mine: mlflow is not installed; .*, or set log.mlflow=null"),
         (
             "log.tensorboard=true",
             r"log.tensorboard=true: tensorboard is not installed; pip install -e '.\[tensorboard\]'",
