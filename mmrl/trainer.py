@@ -32,6 +32,7 @@ from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
 from mmrl.training.metrics import Metrics, UnscoredMonitor, ZeroGradientMonitor, evaluation_line, step_line
 from mmrl.training.preparation import Minibatch, Preparation, weigh_objective
+from mmrl.training.throughput import Workload
 
 
 class Trainer:
@@ -85,7 +86,7 @@ class Trainer:
         if self.step == 0 and self.config.evaluation.before:
             self.evaluate()
         while self.step < self.config.steps and not self.stopping:
-            metrics = Metrics(self.engine)
+            metrics = Metrics(self.engine, Workload.of(self.policy, self.algorithm.epochs, self.config.model.dtype))
             with metrics.phase("rollout"), applied(self.sampling_policy):
                 rollouts = self.collector.next(self.step, metrics)
             with metrics.phase("update"):
@@ -244,9 +245,8 @@ class Trainer:
     # --- log, save, resume, stop ---
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
-        metrics.add_rewards(rollouts, self.task)
-        for name, count in self.collector.sampling.counts().items():
-            metrics.add(name, torch.tensor([count]), sums=True)
+        metrics.add_rollouts(rollouts, self.task)
+        metrics.add_counts(self.collector.sampling.counts())
         metrics.set(self.controls.values())
         values = metrics.result()
         self.judge_generator(values)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.engine.flops import PolicyWork
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 Kind = TypeVar("Kind", bound=type)
@@ -146,6 +147,13 @@ class Uneven(Protocol):
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """Returns lengths to which that cost is about proportional, [rollout] int64."""
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A policy that counts its work."""
+
+    work: PolicyWork
 
 
 @runtime_checkable

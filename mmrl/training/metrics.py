@@ -18,6 +18,7 @@ from mmrl.errors import UserError
 from mmrl.protocols.parts import Task
 from mmrl.rollouts import FRESH, Rollouts
 from mmrl.runtime.progress import time_left_text
+from mmrl.training.throughput import FLOPS, Workload
 
 UNSCORED = "unscored"  # share of the rollouts of a step whose reward is unknown; "unscored/NAME": of one component
 FLAT = "advantages/zero_variance_groups"  # share of the groups whose rewards are all equal
@@ -28,13 +29,15 @@ MAXIMA = ("_gap", "/staleness")  # endings of names whose maximum is reported to
 class Metrics:
     """Sums and counts of a step's metrics, averaged over all ranks once, at its end."""
 
-    def __init__(self, engine: Ranks) -> None:
-        self.engine = engine
+    def __init__(self, engine: Ranks, workload: Workload | None = None) -> None:
+        """workload: of the policy; None: rates of it are not reported."""
+        self.engine, self.workload = engine, workload
         self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
         self._totals: set[str] = set()  # names whose values are parts of a total
         self._scalars: dict[str, float] = {}
         self._times: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)  # seconds without waiting for other ranks
+        self._work: dict[str, float] = defaultdict(float)  # units, and operations by phase
         self._started = time.perf_counter()
 
     def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
@@ -59,8 +62,19 @@ class Metrics:
         if sums:
             self._totals.update(columns)
 
-    def add_rewards(self, rollouts: Rollouts, task: Task) -> None:
-        """Adds rewards, accuracy and the task's measures of scored rollouts; of fresh ones only."""
+    @property
+    def _flops(self) -> float:
+        return 0.0 if self.workload is None else self.workload.work.flops
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Adds counts of this rank to totals over all ranks."""
+        for name, count in counts.items():
+            self.add(name, torch.tensor([count]), sums=True)
+
+    def add_rollouts(self, rollouts: Rollouts, task: Task) -> None:
+        """Adds units of work, and rewards, accuracy and the task's measures of scored rollouts; of fresh ones only."""
+        if self.workload is not None:
+            self._work |= self.workload.work.units(rollouts)
         if rollouts.rewards is None:
             return
         fresh = rollouts if rollouts.origin is None else rollouts.select(rollouts.origin == FRESH)
@@ -81,16 +95,17 @@ class Metrics:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.engine.mark(name)
-        started, waited = time.perf_counter(), self.engine.waited
+        started, waited, flops = time.perf_counter(), self.engine.waited, self._flops
         yield
+        self._work[f"{name}{FLOPS}"] += self._flops - flops
         elapsed = time.perf_counter() - started
         self._times[name] += elapsed
         self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
-        everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory()))
+        everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory(), dict(self._work)))
         merged: dict[str, list[float]] = {}
-        for sums, maxima, _, _ in everyone:
+        for sums, maxima, *_ in everyone:
             for name, (total, count) in sums.items():
                 entry = merged.setdefault(name, [0.0, 0.0])
                 entry[0] += total
@@ -99,10 +114,13 @@ class Metrics:
                 self._scalars[name + "_max"] = max(self._scalars.get(name + "_max", 0.0), value)
         means = {name: total / count for name, (total, count) in merged.items() if count > 0}
         times = {f"time/{name}": value for name, value in self._times.items()}
-        times |= stragglers([seconds for _, _, seconds, _ in everyone])
+        times |= stragglers([busy for _, _, busy, *_ in everyone])
         for name in everyone[0][3]:
-            times[name] = max(memory[name] for _, _, _, memory in everyone)
-        return {**means, **self._scalars, **times, "time/step": time.perf_counter() - self._started}
+            times[name] = max(memory[name] for *_, memory, _ in everyone)
+        times["time/step"] = time.perf_counter() - self._started
+        if self.workload is not None:
+            times |= self.workload.rates([work for *_, work in everyone], [busy for _, _, busy, *_ in everyone], times)
+        return {**means, **self._scalars, **times}
 
     def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
         """Returns sums with counts, and maxima, by name; one copy from each device."""
@@ -213,6 +231,7 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
     if lost := lost_episodes(values):
         parts.append(f"{lost} lost")
     parts += [f"{values['time/step']:.2f}s", f"{values['throughput/rollouts_per_second']:.0f} rollouts/s"]
+    parts += [f"MFU {values['throughput/mfu']:.0%}"] if "throughput/mfu" in values else []
     parts += [time_left_text(left)] if left else []
     return f"step {step}/{steps}  {'  '.join(parts)}"
 

@@ -74,7 +74,8 @@ def test_memory_is_that_of_the_rank_that_holds_most(monkeypatch):
     held = np.ones(2**27)  # 1 GiB: the process holds at least as much from now on
     found = Metrics(Two()).result()["memory/host_gib"]
     assert 1.0 < found < 64 and held[-1] == 1
-    monkeypatch.setattr(Two, "gather", lambda self, value: [(*value[:3], {"memory/gpu_gib": g}) for g in (2.0, 5.0)])
+    ranks = [{"memory/gpu_gib": gib} for gib in (2.0, 5.0)]
+    monkeypatch.setattr(Two, "gather", lambda self, value: [(*value[:3], rank, *value[4:]) for rank in ranks])
     assert Metrics(Two()).result()["memory/gpu_gib"] == 5.0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmrl.engine.flops import CallMeter, PolicyWork, Tally
 from mmrl.errors import UserError
 from mmrl.policies.autoregressive_image.prompts import NO_TEXT, ImageTokenPrompts, ImageTokenRecord
 from mmrl.policies.autoregressive_image.sampling import ImageTokenSampler
@@ -16,7 +17,7 @@ from mmrl.policies.autoregressive_image.scorer import ImageTokenScorer, position
 from mmrl.policies.autoregressive_image.settings import ImageTokenDemonstrations, ImageTokenDrawing
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.policies.vlm.scorer import recompute
+from mmrl.policies.vlm.scorer import recompute, transformers_model
 from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_image
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule
@@ -46,6 +47,10 @@ class ImageTokenPolicy:
         self.sampler = ImageTokenSampler(self.prompts)
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self.reasoning_length = reasoning_length
+        tally = Tally()
+        self.work = PolicyWork([tally], lambda rollouts: {"images": len(rollouts)})
+        for network in (scorer, *transformers_model(scorer.model).children()):
+            CallMeter(network, tally)
         self.module.eval()  # dropout would make replay differ from sampling
         recompute(self.module, True)
 

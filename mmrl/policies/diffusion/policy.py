@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mmrl.engine.flops import CallMeter, PolicyWork, Tally
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.decisions import chain
 from mmrl.policies.diffusion.decisions.chain import ChainDecisions
@@ -73,6 +74,10 @@ class DiffusionPolicy:
         self.family, self.denoising = family, denoising
         self.module = family.module if module is None else module
         self.network = GuidedNetwork(family, denoising, self.module)
+        tally = Tally()  # of the network; encoders and decoder are not counted
+        CallMeter(self.module, tally)
+        unit = "videos" if denoising.frames else "images"
+        self.work = PolicyWork([tally], lambda rollouts: {unit: len(rollouts)})
         shape = family.latent_shape(denoising.resolution, denoising.frames)
         self.evaluation_shape: Shape = family.latent_shape(
             denoising.evaluation_resolution or denoising.resolution, denoising.frames

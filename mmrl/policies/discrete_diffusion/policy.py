@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mmrl.engine.flops import CallMeter, PolicyWork, Tally
 from mmrl.generation.sampling import draw
 from mmrl.policies import codebook
 from mmrl.policies.discrete_diffusion.inputs import StateCollator
@@ -47,6 +48,9 @@ class DiscreteDiffusionPolicy(ABC):
         self.module, self.layout, self.collator = scorer, layout, StateCollator(layout, scorer)
         self.temperature, self.evaluation_temperature = options.temperature, options.evaluation_temperature
         self.keeps_distributions = options.keeps_distributions
+        tally = Tally()
+        CallMeter(scorer.model, tally)
+        self.work = PolicyWork([tally], layout.units)
         self.module.eval()  # dropout would make replay differ from sampling
 
     @abstractmethod

@@ -126,6 +126,12 @@ class ResponseLayout:
             rollouts.extras[PARTS] = DecisionColumn(text_and_image(len(records), self.text_length, self.length))
         return rollouts
 
+    def units(self, rollouts: Rollouts) -> dict[str, int]:
+        """Returns the tokens of prompts and responses, those of responses up to their ends, and images."""
+        tokens = sum(len(record.prompt) + len(record.response) for record in rollouts.inputs)
+        images = {} if self.codebook is None else {"images": len(rollouts)}
+        return {"tokens": tokens, "response_tokens": sum(int(mask.sum()) for mask in rollouts.mask), **images}
+
     def sample(
         self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
     ) -> Sample:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.engine.flops import PolicyWork
 from mmrl.policies.diffusion import loading
 from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.family import ConditionInputs
@@ -56,6 +57,7 @@ class FewStepPolicy:
         grid = Grid(fine.grid.sigmas[:: self.every], fine.grid.times[:: self.every])
         self.student.denoiser.sampler = Sampler(grid, None, fine.tail, fine.space)
         self.module = Networks(**{POLICY: policy.module, SAMPLER: network})
+        self.work = PolicyWork([*policy.work.tallies, *self.student.work.tallies], policy.work.units)
 
     @property
     def max_decisions(self) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.engine.flops import PolicyWork
 from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallFamily
@@ -38,6 +39,7 @@ class PromptRewritingPolicy:
     def __init__(self, writer: VisionLanguagePolicy, generator: DiffusionPolicy, settings: PromptWriter) -> None:
         self.writer, self.generator, self.settings = writer, generator, settings
         self.module = Networks(**{WRITER: writer.module, GENERATOR: generator.module})
+        self.work = PolicyWork([*writer.work.tallies, *generator.work.tallies], generator.work.units)
 
     @property
     def max_decisions(self) -> int:

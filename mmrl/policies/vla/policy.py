@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mmrl.engine.flops import CallMeter, PolicyWork, Tally
 from mmrl.errors import UserError
 from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.policies.parts import by_parts
@@ -158,6 +159,12 @@ class EpisodeRecord:
         return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
 
 
+def step_units(rollouts: Rollouts) -> dict[str, int]:
+    """Returns the policy steps and the episodes of rollouts."""
+    episodes = sum(sample.episode is not None for sample in rollouts.samples)
+    return {"policy_steps": sum(len(steps) for steps in rollouts.inputs), "episodes": episodes}
+
+
 def mean_or_nan(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
 
@@ -207,6 +214,9 @@ class VisionLanguageActionPolicy:
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
+        tally = Tally()
+        CallMeter(network, tally)
+        self.playing, self.work = CallMeter(None, tally), PolicyWork([tally], step_units)
         self.caches_readings = network.backbone.frozen and network.head.context_only
 
     @property
@@ -419,18 +429,17 @@ class VisionLanguageActionPolicy:
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
             shown = observation.select(rows)
             prepared, state = self._prepare(shown), self._state(shown).to(self.device)
-            reading = self.module.read(self._collate(prepared))
             step_seeds = [
                 mixed(seeds[row], step_counts[row])  # each policy step of an episode has noise of its own
                 for row in rows
             ]
             step_counts.update(rows.tolist())
             group_seeds = [groups[row] for row in rows]
-            chosen = head.act(
-                reading,
-                self.module.policy_state(state),
-                ActionSampling(step_seeds, options.temperature, options.training, group_seeds, options.step),
-            )
+            sampling = ActionSampling(step_seeds, options.temperature, options.training, group_seeds, options.step)
+            inputs = self._collate(prepared)
+            with self.playing.call(state, inputs):
+                reading = self.module.read(inputs)
+                chosen = head.act(reading, self.module.policy_state(state), sampling)
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
             actions = self._robot_actions(chosen["actions"], rows)
             by_action = options.film and not options.training  # one action at a time, with an image after each

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from mmrl.engine.flops import PolicyWork
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm.engine import Answering
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
@@ -23,6 +24,7 @@ from mmrl.policies.vlm.responses import reuse
 from mmrl.policies.vlm.responses.demonstrations import demonstrate
 from mmrl.policies.vlm.responses.drafting import Drafter
 from mmrl.policies.vlm.responses.fitting import PromptEncoder
+from mmrl.policies.vlm.responses.flops import token_units
 from mmrl.policies.vlm.responses.replay import ResponseReplay
 from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
@@ -72,6 +74,7 @@ class VisionLanguagePolicy:
         self.module = TokenScorer(model, drawn, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self.runner = ModelRunner(self.module, tokens, gathers=gathers)
+        self.work = PolicyWork([self.runner.flops.tally], token_units)
         recompute(self.module, True)
         self.drafter = Drafter(self.runner, drawn, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)

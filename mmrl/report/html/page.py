@@ -130,6 +130,18 @@ def outcome(run: RunRecord) -> str:
 # --- tables ---
 
 
+RATES = {  # of a run, and but for the first of one rank; those that it does not have are left out
+    "rollouts a second": "rollouts_per_second",
+    "tokens a second and rank": "tokens_per_second",
+    "images a second and rank": "images_per_second",
+    "videos a second and rank": "videos_per_second",
+    "policy steps a second and rank": "policy_steps_per_second",
+    "episodes a second and rank": "episodes_per_second",
+    "TFLOP a second and rank": "tflops_per_second",
+    "MFU": "mfu",
+}
+
+
 def results(chapters: Sequence[Chapter]) -> dict[str, list[Any]]:
     """Returns columns by name with a value for each run. Numbers stay numbers, so that the table can be sorted."""
     columns: dict[str, list[Any]] = {name: [] for name in ("ended", "steps", "problems")}
@@ -146,7 +158,8 @@ def results(chapters: Sequence[Chapter]) -> dict[str, list[Any]]:
     columns["standard error"] = [end(run, "evaluation/standard_error", -1) for run in runs]
     columns["best held-out"] = [max(run.series("evaluation/accuracy").finite, default=None) for run in runs]
     columns["seconds a step"] = [average(run, "time/step") for run in runs]
-    columns["rollouts a second"] = [average(run, "throughput/rollouts_per_second") for run in runs]
+    for label, name in RATES.items():
+        columns[label] = [average(run, f"throughput/{name}") for run in runs]
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}
 
 

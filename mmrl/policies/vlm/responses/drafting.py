@@ -15,7 +15,7 @@ from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.vlm.drafts import Draft
 from mmrl.policies.vlm.prompts import chat_texts, images_of, videos_of
 from mmrl.policies.vlm.responses.demonstrations import demonstrated_ids
-from mmrl.policies.vlm.responses.runner import ModelRunner
+from mmrl.policies.vlm.responses.runner import ModelRunner, distinct_rows
 from mmrl.policies.vlm.turns import Conversations, conversing
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.schedules.schedule import Schedule
@@ -136,6 +136,8 @@ class Drafter:
 
     def _ask(self, engine: Answering, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
         drawn = engine.generate(requests, sampling=sampling, eos=self.tokens.eos)
+        rows = [draft.tokens for draft in drafts]
+        self.runner.flops.sampled(rows, distinct_rows(rows)[0], [answer.ids for answer in drawn])
         for draft, request, answer in zip(drafts, requests, drawn, strict=True):
             experts = None
             if self.runner.routing is not None:

@@ -46,6 +46,7 @@ class ResponseReplay:
         others = None if alternatives is None else alternatives.to(runner.device)[row, decision]
         with nullcontext() if routing is None else routing.replayed(routes):
             scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), temperature, others)
+        runner.flops.replayed(rows, None if continuations is None else distinct_prompts(rows)[0])
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
         index, columns = (row, decision), list(scored)
         other_logp = None if others is None else columns.pop()

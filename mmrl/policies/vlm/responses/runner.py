@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
 from mmrl.policies.vlm.prompts import RolloutTokens, collate
+from mmrl.policies.vlm.responses.flops import ResponseFlops
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
@@ -45,6 +46,7 @@ class ModelRunner:
         self.module, self.tokens, self.gathers = module, tokens, gathers
         self.lockstep: Lockstep | None = None
         self.routing: Routing | None = None
+        self.flops = ResponseFlops(self.core)
 
     @property
     def core(self) -> PreTrainedModel:
@@ -99,9 +101,10 @@ class ModelRunner:
     def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
         """Generates continuations of `rows` by the model, of at most `limit` tokens: [token] int64 each."""
         recompute(self.module, False)
-        draw = self._generate_shared if self.shares_prompts(training=False) else self._generate_apart
-        responses = draw(rows, seeds, sampling, limit)
+        shares = self.shares_prompts(training=False)
+        responses = (self._generate_shared if shares else self._generate_apart)(rows, seeds, sampling, limit)
         recompute(self.module, True)
+        self.flops.sampled(rows, distinct_rows(rows)[0] if shares else rows, responses[: len(rows)])
         return responses[: len(rows)]
 
     def _generate_shared(

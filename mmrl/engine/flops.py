@@ -1,0 +1,247 @@
+"""Floating-point operations of networks, counted by torch's formulas in the first pass over inputs of a shape."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+ADDING = (aten.addmm, aten.baddbmm)  # products whose first argument is a sum to add to
+OF_PAIRS = (aten.bmm, aten.baddbmm)  # products of two activations, as in attention
+FUSED = (  # attention that torch's formulas leave out: softmax(q k') v
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_fused_attention_overrideable,
+)
+SHAPES = 32  # of inputs that are counted of one network; others cost what rows of the nearest one do
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Multiplications and additions of a forward pass and of its backward pass. As the model FLOPs of arXiv 2204.02311
+    they leave out what is recomputed to save memory, and all but matrix products and convolutions."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> Flops:
+        return Flops(self.forward * factor, self.backward * factor)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts the operations of the forward passes inside it, and those of the backward passes from them: a product has
+    a gradient with respect to each factor that requires one, as if all that is computed were read. pairs: of
+    attention's products of two activations; weights: of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.pairs = Flops(), Flops()
+
+    @property
+    def total(self) -> Flops:
+        return self.weights + self.pairs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if in_backward() or packet not in flop_registry and packet not in FUSED:
+            return out
+        forward = attention_flops(*args[:3]) if packet in FUSED else flop_registry[packet](*args, **kwargs, out_val=out)
+        fused = "attention" in str(packet)
+        first = 1 if packet in ADDING else 0
+        factors = [t.requires_grad for t in args[first : first + (3 if fused else 2)]]
+        times = (2 if any(factors) else 0) if fused else sum(factors)  # fused kernels compute one product anew
+        flops = Flops(float(forward), float(forward * times) if torch.is_grad_enabled() else 0.0)
+        if fused or packet in OF_PAIRS:
+            self.pairs += flops
+        else:
+            self.weights += flops
+        return out
+
+
+def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Counts the two products of attention. query, key, value: [..., head, token, width]."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def in_backward() -> bool:
+    """Returns whether this thread is inside a backward pass, which may compute activations again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def count(compute: Callable[[], object]) -> Flops:
+    """Counts the operations of `compute`, and of a backward pass from all that it returns."""
+    with FlopCounter() as counter:
+        compute()
+    return counter.total
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [vars(value)[f.name] for f in fields(value)]
+    return [tensor for one in value for tensor in tensors_of(one)] if isinstance(value, list | tuple) else []
+
+
+class Tally:
+    """Operations of a policy's passes so far, by the parts that count them."""
+
+    def __init__(self) -> None:
+        self.flops = 0.0
+
+    def add(self, flops: Flops) -> None:
+        """Adds a pass, and its backward pass where gradients are recorded."""
+        self.flops += flops.total if torch.is_grad_enabled() else flops.forward
+
+
+@dataclass(frozen=True)
+class PolicyWork:
+    """The work of a policy. units: returns how many tokens, images, policy steps or episodes rollouts have, by name."""
+
+    tallies: Sequence[Tally]
+    units: Callable[[Any], dict[str, int]]
+
+    @property
+    def flops(self) -> float:
+        """The operations of this rank's passes so far, forward and backward."""
+        return sum(tally.flops for tally in self.tallies)
+
+
+class Meter(ABC):
+    """Counts some calls of networks while they are computed. Of calls inside one another the outermost is counted."""
+
+    _threads: ClassVar[set[int]] = set()  # those that are inside a metered call
+
+    def __init__(self, network: nn.Module | None) -> None:
+        """network: whose calls it follows; None: it follows the blocks of `call`."""
+        self._open: dict[int, tuple[FlopCounter, Callable[[FlopCounter], None]] | None] = {}  # by thread
+        if network is not None:
+            network.register_forward_pre_hook(lambda _, args, kwargs: self._begin(args, kwargs), with_kwargs=True)
+            network.register_forward_hook(lambda *_: self._end(), always_call=True)
+
+    @abstractmethod
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
+        """Receives the inputs of a call. Returns who receives its counted operations; None: it need not be counted."""
+
+    @contextmanager
+    def call(self, *args: object) -> Iterator[None]:
+        """Context that is a call with these inputs."""
+        self._begin(args, {})
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        thread = threading.get_ident()
+        if in_backward() or thread in self._threads:
+            return
+        self._threads.add(thread)
+        done = self.begin(args, kwargs)
+        self._open[thread] = None if done is None else (FlopCounter(), done)
+        if (opened := self._open[thread]) is not None:
+            opened[0].__enter__()
+
+    def _end(self) -> None:
+        thread = threading.get_ident()
+        if in_backward() or thread not in self._open:
+            return
+        self._threads.discard(thread)
+        if (opened := self._open.pop(thread)) is not None:
+            counter, done = opened
+            counter.__exit__(None, None, None)
+            done(counter)
+
+
+class CallMeter(Meter):
+    """Adds the calls of a network to a tally. Inputs of a new shape are counted; rows of a batch cost alike."""
+
+    def __init__(self, network: nn.Module | None, tally: Tally) -> None:
+        super().__init__(network)
+        self.tally = tally
+        self._of_row: dict[tuple[object, ...], dict[int, Flops]] = {}  # by shapes without rows, then by rows
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
+        tensors = tensors_of((args, kwargs))
+        rows = max(1, len(tensors[0]))
+        shapes = (tuple(t.shape[1:] if t.shape[:1] == (rows,) else t.shape) for t in tensors)
+        known = self._of_row.setdefault((torch.is_grad_enabled(), *shapes), {})
+        if rows in known or len(known) >= SHAPES:
+            self.tally.add(known[min(known, key=lambda counted: abs(counted - rows))] * rows)
+            return None
+
+        def done(counter: FlopCounter) -> None:
+            known[rows] = counter.total * (1 / rows)
+            self.tally.add(counter.total)
+
+        return done
+
+
+@dataclass(frozen=True)
+class SequenceFlops:
+    """Operations of a transformer: of each token, and of each pair of a token that attends and one that is attended
+    to."""
+
+    token: Flops
+    pair: Flops
+
+    def of_length(self, length: int) -> Flops:
+        """Returns the operations of a pass over a whole sequence. Every token counts as attending to all, also where a
+        mask hides the later ones."""
+        return self.of_extension(0, length)
+
+    def of_extension(self, before: int, length: int, *, one_by_one: bool = False) -> Flops:
+        """Returns the operations of `length` more tokens behind `before` cached ones, as one pass, or `one_by_one`,
+        each attending to those before it and to itself."""
+        pairs = length * (before + (length + 1) / 2) if one_by_one else length * (before + length)
+        return self.token * length + self.pair * pairs
+
+
+class SequenceMeter(Meter):
+    """Counts one call of a transformer with gradients and one without; those of other lengths follow from these."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self._known: dict[bool, SequenceFlops] = {}  # by whether gradients are recorded
+
+    @property
+    def known(self) -> SequenceFlops | None:
+        """The operations of a pass as it is now, with or without gradients; None before the first call."""
+        return self._known.get(torch.is_grad_enabled())
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
+        if self.known is not None:
+            return None
+        with_gradient = torch.is_grad_enabled()
+        rows, length = tensors_of((args, kwargs.get("inputs_embeds"), kwargs.get("input_ids")))[0].shape[:2]
+        cache = kwargs.get("past_key_values")
+        pairs = rows * length * (length + (0 if cache is None else cache.get_seq_length()))
+
+        def done(counter: FlopCounter) -> None:
+            self._known[with_gradient] = SequenceFlops(
+                counter.weights * (1 / (rows * length)), counter.pairs * (1 / pairs)
+            )
+
+        return done
