@@ -65,6 +65,17 @@ def _on_loopback(timeout: timedelta, **options: Any) -> list[tuple[dist.Store, i
     return [(store, rank, world)]
 
 
+def store_at(host: str, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """Returns a store that listens at one address of this host; torch's own listens at all of them. Nobody needs a key
+    for it. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Has gloo listen on loopback only for groups that are made in the block, where all ranks are on this host. By

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.engine.launcher import store_at
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 RANK = """
 import json, os, sys
@@ -65,3 +67,10 @@ def test_one_host_opens_no_port_beyond_loopback(world):
 def test_a_port_of_all_interfaces_is_seen():
     with socket.create_server(("0.0.0.0", 0)), socket.create_server(("127.0.0.1", 0)):
         assert "00000000" in beyond_loopback(listening()) and "0100007F" in listening()
+
+
+def test_a_store_listens_at_its_address_alone():
+    before = set(listening())
+    store = store_at("127.0.0.1")
+    store.set("key", "value")
+    assert store.get("key") == b"value" and set(listening()) - before <= {"0100007F"} and "0100007F" in listening()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from PIL import Image
 
 from mmrl.rewards import REWARDS, build
 from mmrl.rewards.parsing import boxes, choices, quotes, responses, times
@@ -218,7 +219,8 @@ VERIFIERS = [
 
 def verified(name: str) -> Read:
     reward: Any = build(name, OPTIONS.get(name))
-    prompt = Prompt("p", "What?\nA. x\nB. y", answer=GOLDS.get(name, "7"), metadata={"findings": ["a", "b"]})
+    images = (Image.new("RGB", (8, 8)),)  # pixels are parts of it
+    prompt = Prompt("p", "What?\nA. x\nB. y", images, answer=GOLDS.get(name, "7"), metadata={"findings": ["a", "b"]})
 
     def read(text: str) -> object:
         sample = Sample(prompt, text)

@@ -134,7 +134,7 @@ def test_all_servers_have_each_version_through_one_group(two):
     assert [server.receiver.group.rank for server in running] == [1, 2]
     assert [server.version for server in running] == [made.current.version] * 2
     assert sum(len(bucket.entries) for bucket in made.transfer.last_sent) == 5
-    assert not list(made.exchange.path.rglob("*.safetensors")) and made.transfer.store.num_keys() < 20
+    assert not list(made.exchange.path.rglob("*.safetensors")) and made.transfer.stores["127.0.0.1"].num_keys() < 20
 
 
 def test_a_tensor_that_changes_on_its_way_is_found_by_name(two, monkeypatch):
@@ -258,7 +258,7 @@ def test_other_ranks_take_part_in_gathering_alone_and_wait_for_rank_0(tmp_path):
     made.rank = made.transfer.rank = 1
     parts = iter(weights(0).items())
     made.load(parts)
-    assert next(parts, None) is None and made.transfer.store is None and not list(tmp_path.iterdir())
+    assert next(parts, None) is None and made.transfer.stores == {} and not list(tmp_path.iterdir())
     with pytest.raises(client.LOST, match="rank 0 has not given"):
         made.transfer.give(None, made.current)
 

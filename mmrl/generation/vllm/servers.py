@@ -28,6 +28,7 @@ from torch.distributed import TCPStore
 
 from mmrl.children.processes import free_port
 from mmrl.children.ray import Cluster
+from mmrl.engine.launcher import store_at
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMServer
@@ -124,7 +125,7 @@ class Servers:
         if self.rank == 0:
             try:
                 cluster = Cluster(ray, "rollout.generator.ray")
-                host, self.store = cluster.host, TCPStore(cluster.host, 0, is_master=True, wait_for_workers=False)
+                host, self.store = cluster.host, store_at(cluster.host)
                 publishers = [partial(self.store.set, str(i)) for i in range(len(logs))]
                 self.processes = [
                     PlacedProcess(self.options, key, log, cluster=cluster, publish=publish, patience=timeout)

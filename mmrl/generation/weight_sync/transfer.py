@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from mmrl.engine.launcher import store_at
 from mmrl.errors import UserError
 from mmrl.generation.vllm.client import LOST, EngineWeights, Server
 from mmrl.generation.weight_sync import nccl
@@ -109,11 +110,12 @@ class Broadcast:
         self.timeout, self.rank, self.say = timeout, rank, say
         self.folder = exchange.path / "model"
         self.last_sent: list[Bucket] = []
-        self.store: TCPStore | None = None  # of the rendezvous
+        self.prepared = False
+        self.stores: dict[str, TCPStore] = {}  # of rendezvous, by the address at which they listen
         self.group: BroadcastGroup | None = None  # of all engines
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
-        if self.store is not None:
+        if self.prepared:
             return
         try:
             self.exchange.claim()
@@ -121,8 +123,7 @@ class Broadcast:
             self.describe(self.folder)
         except OSError as error:
             raise UserError(unwritten(self.folder, error)) from None
-        wait = timedelta(seconds=self.timeout)
-        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=wait)  # for all hosts
+        self.prepared = True
 
     def model(self, weights: EngineWeights) -> Path:
         return self.folder
@@ -170,7 +171,7 @@ class Broadcast:
 
     def close(self) -> None:
         self._drop(self.group)
-        self.group = self.store = None
+        self.group, self.stores, self.prepared = None, {}, False
 
     def _group(
         self, servers: Sequence[Server], standings: Sequence[Any], last: BroadcastGroup | None
@@ -180,12 +181,13 @@ class Broadcast:
         if last is not None and {state["group"] for state in workers} == {last.rendezvous.name}:
             return last
         self._drop(last)
-        assert self.store is not None
         gpus = torch.cuda.is_available() and {state["device"] for state in workers} == {"cuda"}
         host = reachable_address([server.address for server in servers])
-        backend = NCCL if gpus else GLOO
-        rendezvous = Rendezvous(host, self.store.port, uuid4().hex, 1 + len(workers), backend, self.timeout)
-        return BroadcastGroup(rendezvous, 0, self.store)
+        if host not in self.stores:
+            self.stores[host] = store_at(host, timedelta(seconds=self.timeout))
+        store, backend = self.stores[host], NCCL if gpus else GLOO
+        rendezvous = Rendezvous(host, store.port, uuid4().hex, 1 + len(workers), backend, self.timeout)
+        return BroadcastGroup(rendezvous, 0, store)
 
     def _stream(
         self,

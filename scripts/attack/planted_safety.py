@@ -1,0 +1,62 @@
+"""Faults of children, time limits, ports and readers of responses. A name, a file, a text that it holds once, what takes
+its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+P, L, H, W = (
+    "mmrl/children/processes.py",
+    "mmrl/children/listener.py",
+    "mmrl/rewards/services/http.py",
+    "mmrl/engine/launcher.py",
+)
+T, Z, G, N = "sims/turns/tools.py", "sims/turns/images.py", "mmrl/rewards/guarded.py", "mmrl/engine/interruption.py"
+R, E, D, Q = (
+    "mmrl/report/run.py",
+    "sims/turns/processes.py",
+    "sims/turns/timed.py",
+    "mmrl/rewards/parsing/quantities.py",
+)
+J = "mmrl/job.py"
+STARTED, DOOR, SERVER = ("children/test_processes.py",), ("children/test_listener.py",), ("rewards/test_http.py",)
+TOOLS, GROWTH, OWN = ("sims/test_tools.py",), ("faults/test_growth.py",), ("rewards/test_guarded.py",)
+APART, SIGNALS, PORTS = ("sims/test_environments.py",), ("engine/test_interruption.py",), ("engine/test_ports.py",)
+RUNS, LINES = ("report/test_run.py",), ("test_errors.py",)
+WARM = ("whole_runs/test_run_dir.py::test_a_signal_that_stops_a_warm_start_stops_its_job",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("safety: a command outlives who runs it", P, "    if parent is not None:\n        end_with_forker()", "    if parent is not None:\n        pass", STARTED),
+    ("safety: a command that was left behind goes on", P, "if os.getppid() != int(parent):", "if False:", STARTED),
+    ("safety: SIGUSR1 is not handed on", P, "HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)", "HANDED_ON = (signal.SIGTERM,)", STARTED),
+    ("safety: kill -9 counts as a stop in order", P, "if signum in (*HANDED_ON, signal.SIGINT) else 0", "if signum in (*HANDED_ON, signal.SIGINT, 9) else 0", STARTED),
+    ("safety: a stopped warm start is a failed one", J, "if signum := stopped_by(", "if signum := 0 * stopped_by(", WARM),
+    ("safety: a signal that comes again ends at once", N, "if number == signal.SIGINT or self.signum not in SCHEDULER:", "if True:", SIGNALS),
+    ("safety: os._exit ends the training", N, "os._exit = self._refuse", "pass", APART),
+    ("safety: a copy can not exit", N, "if os.getpid() != self._process:", "if False:", APART),
+    ("safety: strangers stay", L, "    late.start()\n", "", DOOR),
+    ("safety: any number of strangers", L, "if not self._greetings.acquire(blocking=False):", "if False:", DOOR),
+    ("safety: places of strangers are not given back", L, "            self._greetings.release()", "            pass", DOOR),
+    ("safety: an error of accept closes the door", L, "                if self._closed:\n", "                if True:\n", DOOR),
+    ("safety: a request has no end", H, "thread.call(exchange, deadline_s, deadline_s)", "thread.call(exchange, deadline_s, 60.0)", SERVER),
+    ("safety: close is of the next conversation", E, '            if request[0] == "close":\n', '            if request[0] == "cloze":\n', APART),
+    ("safety: a close that hangs has the deadline of a step", E, "limit = min(CLOSE_S, self._processes.deadline_s)", "limit = self._processes.deadline_s", APART),
+    ("safety: one that hung is asked again", D, "            self._environment = None\n            raise", "            raise", APART),
+    ("safety: forks of rewards stay", G, "os.register_at_fork(after_in_child=_watch_parent)", "", OWN),
+    ("safety: a text is a score", "mmrl/rewards/types.py", "if isinstance(value, str | bytes | bytearray):", "if False:", OWN),
+    ("safety: what can not be hashed loses the rollout", T, "except (SyntaxError, ValueError, TypeError, MemoryError", "except (SyntaxError, ValueError, MemoryError", TOOLS),
+    ("safety: not (3) is a call", T, "if not name or iskeyword(name):", "if not name:", TOOLS),
+    ("safety: halves of characters reach the policy", T, 'value.encode(errors="replace").decode()', "value", TOOLS),
+    ("safety: the first bracket of a call", T, 'opening = text.rfind("(")', 'opening = text.find("(")', TOOLS),
+    ("safety: any box of that size", Z, "index += taken <= index", "index += 0", TOOLS),
+    ("safety: a box smaller than a pixel is looked for", Z, "part = _part(whole, box)  # first", "part = whole  # first", TOOLS),
+    ("safety: groups of digits without a bound", Q, r"(?:,\d{3}){1,134}+(?!\d)", r"(?:,\d{3})++(?!\d)", GROWTH),
+    ("safety: pairs of digits without a bound", Q, r"(?:,\d\d(?=,)){1,9}+", r"(?:,\d\d(?=,))++", GROWTH),
+    ("safety: escapes reach a terminal", "mmrl/runtime/progress.py", "self.console.print(printable(text), soft_wrap=True)", "self.console.print(text, soft_wrap=True)", LINES),
+    ("safety: escapes stay in errors", "mmrl/errors.py", r'return printable(f"{line}{where}"', r'return (f"{line}{where}"', LINES),
+    ("safety: a port for one process", W, 'if os.environ["MASTER_PORT"] == ANY_PORT:  # one', 'if False:  # one', PORTS),
+    ("safety: a store at all addresses", W, "socket.create_server((host, 0), family=family)", 'socket.create_server(("0.0.0.0", 0), family=family)', PORTS),
+    ("safety: a full disk is a traceback", R, "            with writing(self.folder):\n                os.fsync", "            with suppress():\n                os.fsync", RUNS),
+    ("safety: samples that can not be written are a traceback", R, "        with writing(self.folder):\n            write_samples", "        with suppress():\n            write_samples", RUNS),
+    ("safety: an ending that can not be recorded is an error", R, '                self.line(f"how the run ended is not recorded: {error}")', "                raise", RUNS),
+]
+# fmt: on
