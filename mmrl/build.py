@@ -42,6 +42,7 @@ def build_task(config: Config) -> Task:
         config.algorithm.check_rewards(list(task.reward_names))
         for shaper in config.algorithm.shapers:
             shaper.check_rewards(list(task.reward_names))
+        check_turns(config, task)
         facts = [(key, fact) for key, needs in config.algorithm.parts() for fact in needs.facts]
         if facts and task.train is not None:
             metadata = task.train[0].metadata
@@ -50,6 +51,19 @@ def build_task(config: Config) -> Task:
     except ValueError as error:
         raise UserError(str(error)) from None
     return task
+
+
+def check_turns(config: Config, task: Task) -> None:
+    """Raises ValueError for credit by turn where nobody pays turns."""
+    if not isinstance(task, ConversationTask) or task.environment is None or task.environment.pays_turns:
+        return
+    unpaid = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
+    if unpaid is not None:
+        raise ValueError(
+            f"algorithm.shaping ({unpaid}) credits rewards of turns, and task.environment gives none, so nothing would "
+            "be learned: give a tool a reward (task.environment.tools.0.reward), or turn_returns a reward of the task "
+            "as its answer"
+        )
 
 
 def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:

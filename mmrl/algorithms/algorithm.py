@@ -117,11 +117,6 @@ class Algorithm(Choice):
         """Returns the names of rewards that multiply others."""
         return []
 
-    @property
-    def learns_from_flat_groups(self) -> bool:
-        """Returns whether groups whose rewards are all equal teach something, so that dynamic sampling keeps them."""
-        return any(shaper.of_flat_groups for shaper in self.shapers)
-
     # --- what it needs ---
 
     @property
@@ -260,8 +255,8 @@ class RewardedAlgorithm(Algorithm):
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)
         filters = config.rollout.filters
-        if filters is not None and self.learns_from_flat_groups and filters.low is filters.high is None:
-            of_flat = next(shaper.type for shaper in self.shaping if shaper.of_flat_groups)
+        of_flat = next((shaper.type for shaper in self.shaping if shaper.of_flat_groups), None)
+        if filters is not None and of_flat is not None and filters.low is filters.high is None:
             raise ValueError(
                 f"rollout.dynamic_sampling drops nothing, for {of_flat} (algorithm.shaping) learns from groups of "
                 "equal rewards as well; set it to null, or give it low or high"

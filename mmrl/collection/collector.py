@@ -125,7 +125,7 @@ class Collector:
         learns from others too, and its accuracy is within the bounds."""
         weights, algorithm = torch.tensor(self.task.reward_weights), self.config.algorithm
         teaches = algorithm.informative(batch, weights, list(self.task.reward_names))
-        if algorithm.learns_from_flat_groups:
+        if any(shaper.of_flat_groups for shaper in algorithm.shapers):
             teaches = torch.ones_like(teaches)
         accuracy = require(batch.accuracy, "accuracy")
         return teaches & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)

@@ -82,6 +82,11 @@ class Shaper(Choice):
     of_flat_groups: ClassVar[bool] = False  # whether groups of equal rewards teach something by it
 
     @property
+    def needs_paid_turns(self) -> bool:
+        """Returns whether nothing comes of it where the environment gives turns no rewards."""
+        return False
+
+    @property
     def needs(self) -> Needs:
         return Needs()
 

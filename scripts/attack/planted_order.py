@@ -6,7 +6,7 @@ from __future__ import annotations
 C, A = "mmrl/collection/", "mmrl/algorithms/"
 ORDER, PPO, BASELINES = ("joints/test_step_order.py",), ("joints/test_ppo.py",), ("joints/test_baselines.py",)
 COMPONENTS, FACTS = ("joints/test_components.py",), ("joints/test_facts.py",)
-CORRECTIONS = ("joints/test_corrections.py",)
+TURNS, CORRECTIONS = ("joints/test_turn_credit.py",), ("joints/test_corrections.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -34,7 +34,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("order: an unjudged group has failed", C + "extra_sources.py", "if len(known) and not bool(", "if not bool(", ORDER),
     ("order: a group without two scores is flat", "mmrl/prompts/curriculum.py", "if len(scored) > 1:", "if True:", ORDER),
     ("order: a lone score has a gap", "mmrl/prompts/mixture.py", "if len(scored) > 1:", "if scored:", ORDER),
-    ("order: flat groups of momentum are dropped", "mmrl/collection/collector.py", "if algorithm.learns_from_flat_groups:",
+    ("order: flat groups of momentum are dropped", "mmrl/collection/collector.py", "if any(shaper.of_flat_groups for shaper in algorithm.shapers):",
      "if False:", ORDER),
     ("order: a filter that drops nothing is taken", A + "algorithm.py", "filters.low is filters.high is None", "False", ORDER),
     ("scales: batch_std of every baseline", A + "grouped.py", "kind_of(Scale, kind.usual_scale)()", 'kind_of(Scale, "batch_std")()',
@@ -66,4 +66,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("corrections: the first response is scored", C + "self_correction.py", "strict=True)\n        ]\n        joined.rewards",
      "strict=True)\n        ]\n        answers = [replace(s, response=fresh.samples[r].response) for s, r in zip(answers, first.tolist())]\n        joined.rewards",
      CORRECTIONS),
+    ("turns: a tool pays for errors too", "sims/turns/tools.py", "tool=tool, error=why)", "reward=0.2, tool=tool, error=why)", TURNS),
+    ("turns: a tool pays nothing", "sims/turns/tools.py", "reward=paid, tool=tool.name", "tool=tool.name", TURNS),
+    ("turns: the answer pays every turn", "mmrl/terms/shapers/turns.py", "earned.where(last, 0.0)", "earned", TURNS),
+    ("turns: an answer without a score earns 0", "mmrl/terms/shapers/turns.py", "counted & ~earned.isnan()", "counted", TURNS),
+    ("turns: unpaid credit is taken", "mmrl/build.py", "if unpaid is not None:", "if False:", TURNS),
 ]

@@ -58,6 +58,11 @@ class EnvironmentSettings(Choice):
         gt=0,
     )
 
+    @property
+    def pays_turns(self) -> bool:
+        """Returns whether turns may have rewards."""
+        return True
+
     def check(self) -> None:  # noqa: B027 - most need nothing
         """Raises ValueError for packages that are not installed. Called once, before a model is loaded."""
 
@@ -81,6 +86,7 @@ class ToolSettings(Choice):
         "function": "mmrl.sims.turns.settings:Function",
     }
     test: ClassVar[str] = "tests/sims/test_tools.py"
+    reward: float = option(0.0, "of the turn of a call that was carried out, for credit by turn such as turn_returns")
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -218,6 +224,10 @@ class ToolsSettings(EnvironmentSettings):
         None, "the prompt's images are shown at most so large; tools see them as they are", unit="pixels", ge=1
     )
 
+    @property
+    def pays_turns(self) -> bool:
+        return any(tool.reward for tool in self.tools)
+
     def check(self) -> None:
         for tool in self.tools:
             try:
@@ -228,8 +238,10 @@ class ToolsSettings(EnvironmentSettings):
     def make(self) -> Environment:
         from mmrl.sims.turns.tools import ToolEnvironment
 
+        tools = [(shared_tool(settings), settings.reward) for settings in self.tools]
         return ToolEnvironment(
-            [shared_tool(tool) for tool in self.tools],
+            [tool for tool, _ in tools],
+            rewards={tool.name: reward for tool, reward in tools},
             calls=self.calls,
             described=self.described,
             coordinates=self.coordinates,
@@ -247,6 +259,10 @@ class RecordedSettings(EnvironmentSettings):
         TurnLimits(max_turns=1000, max_text=10_000_000, max_images=10_000, max_pixels=1_000_000_000),
         "how far a conversation may go",
     )
+
+    @property
+    def pays_turns(self) -> bool:
+        return False
 
     def make(self) -> Environment:
         from mmrl.sims.turns.recorded import RecordedEnvironment

@@ -8,9 +8,10 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from keyword import iskeyword
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from PIL import Image
@@ -212,12 +213,14 @@ class ToolEnvironment(Environment):
         self,
         tools: Sequence[Tool],
         *,
+        rewards: Mapping[str, float] = MappingProxyType({}),
         calls: Literal["json", "python"] = "json",
         described: Literal["template", "system", "no"] = "system",
         coordinates: float | None = None,
         shown_pixels: int | None = None,
     ) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+        """rewards: by the name of a tool, of the turn of a call that was carried out; default: 0."""
+        self._tools, self._rewards = {tool.name: tool for tool in tools}, rewards
         self._calls, self._described, self._shown_pixels = calls, described, shown_pixels
         self._scene = Scene(coordinates=coordinates)
 
@@ -248,7 +251,8 @@ class ToolEnvironment(Environment):
             return self._failed(tool.name, str(error))
         except Exception as error:  # a tool is anybody's code: the policy reads its error
             return self._failed(tool.name, describe_error(error))
-        return Reply((Message("user", parts),), tool=tool.name, facts=self._scene.facts)
+        paid = self._rewards.get(tool.name, 0.0)
+        return Reply((Message("user", parts),), reward=paid, tool=tool.name, facts=self._scene.facts)
 
     def _failed(self, tool: str | None, why: str) -> Reply:
         return Reply((Message("user", (f"error: {why}",)),), tool=tool, error=why)

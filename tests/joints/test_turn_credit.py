@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mmrl.build import build_task
 from mmrl.config import load
 from mmrl.core.turns import discounted, turn_advantages
 from mmrl.errors import UserError
@@ -183,3 +184,57 @@ def test_measures():
         "turns/zoomed_right": [1, 0, 0, 0],
     }
     assert conversation_measures([Sample(Prompt("p", "?"))]) == {}
+
+
+# --- tools and tasks that pay turns ---
+
+PAID = "algorithm.shaping=[{type: turn_returns, answer: mark, scale: none%s}]"
+
+
+def test_the_answer_pays_the_last_turn(given):
+    """Calls earned 0.2 in the first two rollouts. R: 1.2, 1; 0.2, 0; 1 in its only turn: of turn 0 the mean is 0.8."""
+    earned = [[0.2, 0.0], [0.2, 0.0], [0.0, GARBAGE]]
+    made = gradient(given, PAID % "", rewards=(1.0, 0.0, 1.0), earned=earned)
+    want = [[0.4, 0.4, 0.5], [-0.6, -0.5, 0.0], [0.2, 0.2, 0.0]]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_mt_grpo_is_not_grpo(given):
+    """A call that failed beside a right answer: the first turn loses by it, where GRPO praises both alike."""
+    earned = [[0.0, 0.0], [1.0, 0.0], [1.0, GARBAGE]]
+    options = PAID % ", gamma: 0, outcome: 1"
+    made = gradient(given, "algorithm.scale=none", options, rewards=(1.0, 0.0, 0.5), earned=earned)
+    plain = gradient(given, "algorithm.scale=none", rewards=(1.0, 0.0, 0.5), earned=earned)
+    close(plain.gradient(), [[-0.5 / 7] * 3, [0.5 / 7, 0.5 / 7, 0.0], [0.0] * 3])
+    # Turn 0: 0, 1 and 1.5 (the third answered in it) less 5/6; turn 1: 1 and 0 less 0.5; 0.5, -0.5, 0 of the outcome.
+    want = [[0.5 - 5 / 6, 0.5 - 5 / 6, 1.0], [-0.5 + 1 / 6, -1.0, 0.0], [2 / 3, 2 / 3, 0.0]]
+    close(made.gradient(), [[-a / 7 for a in row] for row in want])
+
+
+def test_an_answer_that_could_not_be_scored_is_compared_with_nothing(given):
+    made = gradient(given, PAID % ", gamma: 0", rewards=(1.0, float("nan"), 0.0))
+    close(made.gradient()[1], [0.0] * 3)
+
+
+ZOOM = ["run_dir=unset", "task.data.train_size=4", "task.data.eval_size=2", "model={build: 'unused:unused'}"]
+TOOL = "task.environment.tools=[{type: zoom, pixels: 64, reward: 0.2}]"
+
+
+@pytest.mark.parametrize("shaper", ["turn_returns", "milestones"])
+def test_credit_of_turns_that_nobody_pays_is_refused(shaper):
+    shaping = f"algorithm.shaping=[{shaper}]"
+    with pytest.raises(
+        UserError, match=rf"shaping \({shaper}\) credits rewards of turns, and task.environment gives none"
+    ):
+        build_task(load("visual_qa_zoom", [*ZOOM, shaping]))
+    build_task(load("visual_qa_zoom", [*ZOOM, shaping, TOOL]))
+
+
+def test_a_tool_pays_for_calls_that_were_carried_out():
+    """The recipe for MT-GRPO's own case; a call that can not be read earns nothing."""
+    shaping = "algorithm.shaping=[{type: turn_returns, answer: exact_match}]"
+    task = build_task(load("visual_qa_zoom", [*ZOOM, shaping, TOOL]))
+    environment, prompt = task.environment.make(), task.train[0]
+    environment.start(replace(prompt, messages=(Message("user", prompt.images),)))
+    paid = [environment.step(text).reward for text in ("zoom(0, 0, 1, 1)", "zoom(0, 0)", "fly(1)", "7")]
+    assert paid == [0.2, 0.0, 0.0, 0.0]

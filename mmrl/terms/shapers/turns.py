@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.protocols.requirements import Needs, reads
+from mmrl.protocols.requirements import Needs, reads, together
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 class TurnReturns(Shaper):
     """The discounted return of each turn from the environment's rewards, compared with the same turn of the other
-    rollouts of the group. A turn that no other rollout of its group reached gets 0."""
+    rollouts of the group. A turn that no other rollout of its group reached gets 0. MT-GRPO's own case is tools with a
+    `reward` and a reward of the task as `answer`."""
 
     equation: ClassVar[str] = (
-        "R_t = sum_{k>=t} gamma^(k-t) r_k; A = outcome A_rollout + weight (R_t - b_t) / (std R_t + eps), by group; "
-        "b_t = mean R_t, or that of the others"
+        "R_t = sum_{k>=t} gamma^(k-t) r_k, r of the last turn with that of the answer; A = outcome A_rollout + weight "
+        "(R_t - b_t) / (std R_t + eps), by group; b_t = mean R_t, or that of the others"
     )
     source: ClassVar[str] = (
         "per-turn credit: MT-GRPO, arXiv 2505.11821; discounted returns: VLM-Gym, arXiv 2505.13426; the others of a "
@@ -38,21 +39,34 @@ class TurnReturns(Shaper):
         "what a turn is compared with: all of the group, or the others (not itself)",
     )
     scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    answer: str | None = option(
+        None, "a reward of the task that the last turn earns beside the environment's, such as exact_match; null: none"
+    )
     gate: str | None = option(
         None, "a reward that must be above 0 for a rollout's turns to earn anything (gated turn rewards); null: none"
     )
 
     @property
     def needs(self) -> Needs:
-        gate = Needs() if self.gate is None else reads(f"reward/{self.gate}")
-        return Needs(offers=frozenset({"turns"})) | gate
+        named = [reads(f"reward/{name}") for name in (self.gate, self.answer) if name is not None]
+        return together([Needs(offers=frozenset({"turns"})), *named])
+
+    @property
+    def needs_paid_turns(self) -> bool:
+        return self.answer is None
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        import torch
+
         from mmrl.core.turns import discounted, turn_advantages
         from mmrl.rollouts import Turns
 
         turns = batch.rollouts.extra("turns", Turns)
         rewards, counted = turns.rewards * turns.mask, turns.mask & batch.rollout_mask[:, None]
+        if self.answer is not None:
+            earned = batch.local(batch.fact(f"reward/{self.answer}"))[:, None]
+            last = torch.arange(turns.mask.shape[1]) == turns.mask.sum(1, keepdim=True) - 1
+            rewards, counted = rewards + earned.where(last, 0.0), counted & ~earned.isnan()
         if self.gate is not None:
             gate = batch.local(batch.fact(f"reward/{self.gate}"))[:, None]
             rewards, counted = rewards * (gate > 0), counted & ~gate.isnan()
@@ -87,6 +101,10 @@ class Milestones(Shaper):
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"turns"}))
+
+    @property
+    def needs_paid_turns(self) -> bool:
+        return True
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import milestone_segments, turn_advantages
