@@ -33,7 +33,7 @@ from mmrl.tasks.settings import TaskSettings
 
 def build_task(config: Config) -> Task:
     try:
-        task = open_elsewhere(config.task, config.algorithm.gates).build(config.seed)
+        task = open_elsewhere(config.task, config.algorithm.needs.gates).build(config.seed)
         if isinstance(task, ConversationTask) and task.environment is not None:
             task.environment.check()
     except (ValueError, OSError, ImportError) as error:

@@ -112,11 +112,6 @@ class Algorithm(Choice):
     def slow_sampling(self) -> SamplingPolicy | None:
         return None
 
-    @property
-    def gates(self) -> list[str]:
-        """Returns the names of rewards that multiply others."""
-        return []
-
     # --- what it needs ---
 
     @property

@@ -49,14 +49,11 @@ class GroupedAlgorithm(RewardedAlgorithm):
         kind = type(chosen) if isinstance(chosen, Baseline) else kind_of(Baseline, chosen, key)
         return {**values, "scale": kind_of(Scale, kind.usual_scale)()}
 
-    @property
-    def gates(self) -> list[str]:
-        return self.components.gate_names
-
     def parts(self) -> Iterable[tuple[str, Needs]]:
         yield from super().parts()
         yield f"algorithm.baseline={self.baseline.type}", self.baseline.needs
         yield f"algorithm.scale={self.scale.type}", self.scale.needs
+        yield f"algorithm.components={self.components.type}", self.components.needs
         for i, transform in enumerate(self.transforms):
             yield f"algorithm.transforms.{i} ({transform.type})", transform.needs
 

@@ -44,7 +44,8 @@ class Needs:
     sampled, in the micro-batches of a loss; None where that is the policy that is trained. reference: log-probabilities
     under the reference policy. critic: an estimate of the value of every observation. statistics: of decisions ("logp",
     "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. measurements:
-    further quantities of a step's rollouts. facts: columns that are read by their names; see `reads`.
+    further quantities of a step's rollouts. facts: columns that are read by their names; see `reads`. gates:
+    rewards that multiply the others, so that a prompt that one is not for must not get 0 of it.
     """
 
     offers: frozenset[Offer] = frozenset()
@@ -55,6 +56,7 @@ class Needs:
     whole_groups: bool = False
     measurements: tuple[Measurement[Any], ...] = ()
     facts: frozenset[Fact] = frozenset()
+    gates: frozenset[str] = frozenset()
 
     @property
     def required(self) -> frozenset[Offer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from mmrl.protocols.requirements import Needs
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -28,9 +29,8 @@ class Components(Choice):
     test: ClassVar[str] = "tests/joints/test_advantages.py"
 
     @property
-    def gate_names(self) -> list[str]:
-        """Returns the rewards that multiply the others: a prompt that such a reward is not for must not get 0 of it."""
-        return []
+    def needs(self) -> Needs:
+        return Needs()
 
     def check_names(self, names: list[str]) -> None:
         """Raises ValueError for a name that is no reward of the task."""
@@ -99,8 +99,8 @@ class Gated(Components):
     gates: list[str] = option(description="names of the rewards that are gates", min_length=1)
 
     @property
-    def gate_names(self) -> list[str]:
-        return self.gates
+    def needs(self) -> Needs:
+        return Needs(gates=frozenset(self.gates))
 
     def check_names(self, names: list[str]) -> None:
         for name in self.gates:
