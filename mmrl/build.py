@@ -15,6 +15,7 @@ from mmrl.config import Config, configure
 from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
+from mmrl.measurements.teachers import Teacher
 from mmrl.protocols.abilities import able
 from mmrl.protocols.facts import check_fact
 from mmrl.protocols.parts import (
@@ -27,7 +28,8 @@ from mmrl.protocols.parts import (
     SyncedGenerator,
     Task,
 )
-from mmrl.settings import SettingsError, locate
+from mmrl.protocols.teachers import Taught
+from mmrl.settings import SettingsError, choices_in, locate
 from mmrl.tasks.settings import TaskSettings
 
 
@@ -126,10 +128,29 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
         for source in (task.train, task.evaluation):
             if isinstance(source, FittedSource):
                 source.fit(policy.misfit)
+    if isinstance(policy, Taught):
+        policy.teachers.loader = lambda teacher: load_teacher(config, task, teacher)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")
     return policy
+
+
+def load_teacher(config: Config, task: Task, path: str) -> Policy:
+    """Loads a teacher of the job's policy. Raises UserError."""
+    try:
+        return config.model.frozen.load(config, task, path)
+    except (OSError, ImportError, ValueError, SafetensorError) as error:
+        raise UserError(f"teacher {path} can not be loaded: {error}") from None
+
+
+def check_teachers(config: Config, policy: Policy) -> None:
+    """Raises UserError in one line for a teacher that can not judge what the policy decides."""
+    for key, teacher in choices_in(config.algorithm, Teacher, ("algorithm",)):
+        try:
+            teacher.check(policy, config)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
 
 
 def check_abilities(config: Config, policy: Policy) -> None:
@@ -145,6 +166,7 @@ def check_abilities(config: Config, policy: Policy) -> None:
 def build_engine(config: Config, policy: Policy) -> Engine:
     if not any(p.requires_grad for p in policy.module.parameters()):
         raise UserError("model.freeze leaves nothing to train")
+    check_teachers(config, policy)
     engine = Engine(
         policy.module, config.optim, config.engine, total_steps=config.total_updates, dtype=config.model.dtype
     )

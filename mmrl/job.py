@@ -28,6 +28,7 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
+from mmrl.measurements.teachers import PathTeacher
 from mmrl.preflight.fitting import try_sources
 from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
@@ -38,7 +39,7 @@ from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
-from mmrl.settings import plain
+from mmrl.settings import choices_in, plain
 from mmrl.workers.local import without_workers
 
 log = logging.getLogger(__name__)
@@ -247,32 +248,39 @@ def check_start(config: Config) -> None:
 
 def warm_started(config: Config) -> Config:
     """Returns the configuration with model.path set to the final weights of its warm start. Runs or resumes the warm
-    start where they are missing. Raises UserError if that run fails, if there are several ranks, or if the weights are
-    those of another configuration."""
-    path = config.model.warm_start
-    if path is None:
-        return config
-    final = Path(load(path).run_dir) / "final"
-    before = plain(after_warm_start(load(path)))
-    if not check_warm_start(final, before, path):
-        if launched()[1] > 1:
-            first = f"run it first, as one process: mmrl train {path}"
-            raise UserError(f"model.warm_start={path}: {final} is missing; {first}")
-        _run_warm_start(path, final, before)
+    start, and recipes of teachers, where their weights are missing. Raises UserError if such a run fails, if there are
+    several ranks, or if the weights are those of another configuration."""
+    if config.model.warm_start is not None:
+        finish_run("model.warm_start", config.model.warm_start)
+    for key, teacher in choices_in(config.algorithm, PathTeacher, ("algorithm",)):
+        if teacher.recipe is not None:
+            finish_run(f"{key}.recipe", teacher.recipe)
     return after_warm_start(config)
 
 
-def _run_warm_start(path: str, final: Path, config: dict[str, Any]) -> None:
-    """Runs or resumes the warm start `path`, whose configuration is `config`; waits for a job that does so already.
-    Raises UserError where it fails, WarmStartStopped where a signal stops it."""
+def finish_run(key: str, path: str) -> None:
+    """Runs or resumes the recipe that `key` names, unless its final weights are there. Raises UserError as
+    `warm_started`."""
+    final = Path(load(path).run_dir) / "final"
+    before = plain(after_warm_start(load(path)))
+    if check_warm_start(final, before, path):
+        return
+    if launched()[1] > 1:
+        raise UserError(f"{key}={path}: {final} is missing; run it first, as one process: mmrl train {path}")
+    _run_first(key, path, final, before)
+
+
+def _run_first(key: str, path: str, final: Path, config: dict[str, Any]) -> None:
+    """Runs or resumes the recipe `path` that `key` names, whose configuration is `config`; waits for a job that does so
+    already. Raises UserError where it fails, WarmStartStopped where a signal stops it."""
     while not check_warm_start(final, config, path):
-        if await_free(final.parent, f"its final weights are what model.warm_start={path} asks for"):
+        if await_free(final.parent, f"its final weights are what {key}={path} asks for"):
             continue
-        print(f"warm start: mmrl train {path}", flush=True)
+        print(f"{'warm start' if key == 'model.warm_start' else key}: mmrl train {path}", flush=True)
         if signum := stopped_by(run_command([sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"])):
             raise WarmStartStopped(path, signum)
         if not check_warm_start(final, config, path) and owner_of(final.parent) is None:  # else another was quicker
-            raise UserError(f"model.warm_start={path} failed; see above")
+            raise UserError(f"{key}={path} failed; see above")
 
 
 def before_warm_start(config: Config) -> Config:

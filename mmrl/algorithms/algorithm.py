@@ -82,6 +82,7 @@ class Algorithm(Choice):
         "offline_preference": "mmrl.algorithms.preference.pairs:OfflinePreference",
         "mixed_preference": "mmrl.algorithms.preference.group_loss:MixedPreference",
         "discriminative": "mmrl.algorithms.preference.discriminative:Discriminative",
+        "distillation": "mmrl.algorithms.distillation:OnPolicyDistillation",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",

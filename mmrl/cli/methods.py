@@ -79,6 +79,8 @@ CHOICES = (
     "mmrl.terms.term:Mask",
     "mmrl.terms.losses.kl:OtherPolicy",
     "mmrl.terms.losses.kl:KLWeighting",
+    "mmrl.terms.losses.distillation:DivergenceEstimator",
+    "mmrl.measurements.teachers:Teacher",
     "mmrl.terms.shapers.entropy:AdvantageBonus",
     "mmrl.algorithms.trace_decay:TraceDecay",
     "mmrl.prompts.views:View",

@@ -1,6 +1,9 @@
-"""Distances between policies: sampled estimates for tokens, the exact divergence for Gaussian steps."""
+"""Distances between policies: sampled estimates for tokens, sums over alternatives, the exact divergence for Gaussian
+steps."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from mmrl.core.ratios import BOUND
 KINDS = ("k1", "k2", "k3", "absolute")
 DIVERGENCES = ("tv", "kl")
 REDUCTIONS = ("mean", "sum")
+Direction = Literal["reverse", "forward"]
+LEAST = 1e-7  # probability that is left to alternatives which are not listed, about fp32's rounding of their sum
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tensor | None = None) -> Tensor:
@@ -82,3 +87,44 @@ def masked_distance(x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
     weight = mask.expand_as(x)
     added = ((x - other).square() * weight).flatten(2).sum(2)
     return added / weight.flatten(2).sum(2).clamp(min=1)
+
+
+def listed_divergence(student: Tensor, teacher: Tensor, *, direction: Direction, whole: bool = False) -> Tensor:
+    """Computes the KL divergence [...] of each decision, with its gradient in `student`.
+
+    student, teacher: log-probabilities of the same alternatives, [..., k]; all others are one more alternative, of the
+    probability that is left, so that the result is a lower bound of the KL over the whole list (the log-sum
+    inequality). whole: the alternatives are all that there are. reverse: KL(student || teacher); forward: KL(teacher ||
+    student).
+    """
+    if not whole:
+        student, teacher = (torch.cat([logp, log_rest(logp)], -1) for logp in (student, teacher))
+    first, second = (student, teacher) if direction == "reverse" else (teacher, student)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def log_rest(logp: Tensor) -> Tensor:
+    """Returns the log of the probability that the alternatives logp [..., k] leave to others, [..., 1]; at least
+    log `LEAST`."""
+    return (1 - logp.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
+
+
+def sampled_divergence(
+    logp: Tensor, old_logp: Tensor, teacher: Tensor, *, direction: Direction
+) -> tuple[Tensor, Tensor]:
+    """Returns what is minimised, and the estimate of the KL divergence without gradient; each like `logp`.
+
+    logp, old_logp, teacher: of decisions that the policy of old_logp sampled, under the student, that policy and the
+    teacher. In expectation over these decisions the gradient is that of the KL divergence of the next decision:
+
+        reverse   r d                  r = exp(logp - old_logp), d = logp - teacher detached    gradient r d dlogp
+        forward   -w (logp - teacher)  w = exp(teacher - old_logp)                              gradient -w dlogp
+
+    Log-ratios are clamped at +-20.
+    """
+    gap = (logp - teacher).clamp(-BOUND, BOUND)
+    if direction == "reverse":
+        values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * gap.detach()
+        return values, values.detach()
+    values = -(teacher - old_logp).clamp(-BOUND, BOUND).exp() * gap
+    return values, values.detach()

@@ -9,7 +9,8 @@ from mmrl.config import Config
 from mmrl.engine.memory import GIB, MemoryModel, peak, standing
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
-from mmrl.settings import plain
+from mmrl.measurements.teachers import PathTeacher
+from mmrl.settings import choices_in, plain
 
 ROOM = 0.9  # share of a GPU that a job may fill; the rest is for fragmentation and what is not counted
 CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
@@ -125,6 +126,7 @@ def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks
     averages = (config.optim.ema is not None) + (config.algorithm.slow_sampling is not None)
     both["averages"] = averages * local * (4 + width)  # fp32, and the weights that they replace meanwhile
     both["reference"] = 2 * local * width if config.needs.reference else 0.0
+    both["teachers"] = teachers(config) * width
     both["simulators"] = simulators(config)
     both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
     training = {
@@ -142,6 +144,21 @@ def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks
     if isinstance(config.generator, VLLMColocated):
         sampling["vLLM's share"] = config.generator.memory * gpu.size
     return Plan(training, sampling, tuple(memory.notes))
+
+
+def teachers(config: Config) -> int:
+    """Returns the number of weights of all teachers that lie beside the policy; those of recipes, which are small, are
+    not counted. Raises UserError where a teacher's size is unknown."""
+    loaded = {teacher.path for _, teacher in choices_in(config.algorithm, PathTeacher) if teacher.path is not None}
+    return sum(weights_of(config, path) for path in sorted(loaded))
+
+
+def weights_of(config: Config, path: str) -> int:
+    """Returns the number of weights of another model of the job's kind."""
+    memory = config.model.frozen.memory_model(config, path)
+    if memory is None:
+        raise UserError(f"teacher {path} is a small network of our own; its memory is not estimated")
+    return sum(p.numel() for p in memory.module.parameters())
 
 
 def simulators(config: Config) -> float:

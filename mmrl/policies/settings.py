@@ -99,6 +99,11 @@ class ModelSettings(Choice):
         """Loads the policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can
         not be loaded."""
 
+    @property
+    def frozen(self) -> ModelSettings:
+        """Returns the settings of a teacher of the same kind, of which nothing is trained."""
+        return self
+
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
         """Returns the network at `path` without weights and what this job computes with it, for the memory estimate;
         None for networks too small to need one. Raises UserError where only the weights could tell."""

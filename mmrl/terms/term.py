@@ -25,6 +25,7 @@ class Term(Choice):
         "entropy": "mmrl.terms.losses.entropy:Entropy",
         "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
         "of_part": "mmrl.terms.losses.of_part:OfPart",
+        "distillation": "mmrl.terms.losses.distillation:Distillation",
         "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",
         "region": "mmrl.terms.losses.region:Region",
         "likelihood_drop": "mmrl.terms.losses.likelihood:LikelihoodDrop",

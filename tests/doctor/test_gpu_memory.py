@@ -384,3 +384,14 @@ def test_simulators_by_rule_of_thumb():
     pickcube = maker("manipulation_maniskill_pickcube", "x")()
     assert memory_plan.simulators(pickcube) == memory_plan.PHYSX + 256 * 224 * 224 * 12
     assert memory_plan.simulators(maker("image_sd35_ocr", "x")()) == 0
+
+
+def test_teachers_lie_beside_the_policy(tmp_path):
+    """Qwen2.5-VL-7B has 8292166656 weights, by its published index of files; one that two tags name is there once."""
+    tagged = f"{{by_tag: {{a: {{path: {QWEN7}}}, b: {{path: {QWEN7}}}}}}}"
+    for teacher in (f"{{path: {QWEN7}}}", tagged):
+        config = load(
+            "visual_qa_geometry3k", [f"run_dir={tmp_path}", f"algorithm={{type: distillation, teacher: {teacher}}}"]
+        )
+        assert memory_plan.teachers(config) == 8_292_166_656
+    assert memory_plan.teachers(load("visual_qa_geometry3k", [f"run_dir={tmp_path}"])) == 0

@@ -27,6 +27,7 @@ from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.policies.vlm.responses.flops import token_units
 from mmrl.policies.vlm.responses.replay import ResponseReplay
 from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
+from mmrl.policies.vlm.responses.teachers import VisionLanguageTeachers
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
 from mmrl.protocols.parts import Misfit, PromptReader
@@ -79,6 +80,7 @@ class VisionLanguagePolicy:
         self.drafter = Drafter(self.runner, drawn, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)
         self.segments = self.likelihoods.segments
+        self.teachers = VisionLanguageTeachers(self.module, tokens)
         # Generates in place of the model; the code that sets it keeps its weights current
         self.engine: Answering | None = None
 

@@ -55,11 +55,11 @@ class FusedHead(nn.Module):
         chunk: int,
         others: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy and sum of squared probabilities, [decision] fp32; with others [decision, k] the logp
-        of these tokens too. hidden: [decision, hidden], targets: [decision]."""
+        """Returns logp, entropy and sum of squared probabilities, [decision] fp32; with others [decision, k], or
+        [k] for all decisions, the logp of these tokens too. hidden: [decision, hidden], targets: [decision]."""
         if len(targets) == 0:  # the gradient is 0, but other ranks wait for this one to take part
             nothing = (hidden @ self.weight.t()).float().sum(1)
-            empty = () if others is None else (nothing[:, None].expand(others.shape),)
+            empty = () if others is None else (nothing[:, None].expand(-1, others.shape[-1]),)
             return nothing, nothing.clone(), nothing.clone(), *empty
         if isinstance(temperature, Tensor):  # (h / t) W = (h W) / t
             hidden, temperature = (hidden / temperature[:, None]).to(hidden.dtype), 1.0
@@ -68,7 +68,8 @@ class FusedHead(nn.Module):
         if others is None:
             return scored
         # log softmax = logit - normaliser, and the normaliser is the target's logit less its logp
-        logits = torch.einsum("dh,dkh->dk", hidden.float(), self.weight[others].float()) / temperature
+        equation = "dh,kh->dk" if others.dim() == 1 else "dh,dkh->dk"
+        logits = torch.einsum(equation, hidden.float(), self.weight[others].float()) / temperature
         target = (hidden.float() * self.weight[targets].float()).sum(1) / temperature
         return *scored, logits - (target - scores.logp)[:, None]
 
@@ -108,8 +109,8 @@ class TokenScorer(nn.Module):
         """Returns logp, entropy and the sum of squared probabilities, and where there is a critic the value of what
         came before the decision: [decision] fp32. inputs: the model's own, with input_ids [row, length]. row, column,
         targets: [decision], the token targets[i] is predicted at position column[i] of row row[i]. temperature: of the
-        distribution, or [decision]. With others [decision, k], alternative tokens, their logp comes last. With a count
-        above 0 it returns only the ids of so many likeliest tokens [decision, count].
+        distribution, or [decision]. With others [decision, k], alternative tokens, or [k] for all decisions, their logp
+        comes last. With a count above 0 it returns only the ids of so many likeliest tokens [decision, count].
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
         `chunks` is the number of passes through an output layer that can not be fused, which under ZeRO-3 must be the
@@ -154,7 +155,7 @@ class TokenScorer(nn.Module):
         head = core.get_output_embeddings()
         chunks = max(1, -(-len(targets) // self.chunk)) if chunks is None else chunks
         temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        columns = (hidden, targets, temperatures, *(() if others is None else (others,)))
+        columns = (hidden, targets, temperatures, *(() if others is None else (others.expand(len(targets), -1),)))
         pieces = (values.tensor_split(chunks) for values in columns)
         parts = [checkpoint(self._score, head, *piece, use_reentrant=False) for piece in zip(*pieces, strict=True)]
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))

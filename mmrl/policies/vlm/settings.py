@@ -15,6 +15,7 @@ from mmrl.protocols.abilities import Continuing, Numbered, Ranking, Recombining,
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
+from mmrl.protocols.teachers import Taught, TaughtTokens
 from mmrl.schedules.schedule import Constant, Schedule, number
 from mmrl.settings import Section, load_attribute, option
 
@@ -118,6 +119,7 @@ class VisionLanguageModel(ModelSettings):
     def capabilities(self, config: JobConfig) -> Capabilities:
         offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
         offers |= {"reference_ratio", "demonstrations", Storing, "critic", Recombining, Ranking, Spelling}
+        offers |= {Taught, TaughtTokens}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
             offers |= {"drafts"}
@@ -182,3 +184,7 @@ class VisionLanguageModel(ModelSettings):
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.vlm.loading:load")(path, self, config, task)
+
+    @property
+    def frozen(self) -> VisionLanguageModel:
+        return self.model_copy(update={"lora": None, "freeze": [], "activation_checkpointing": False})

@@ -35,6 +35,11 @@ def build(path: str | Path, seed: int = 0) -> None:
     write(path, build_tokenizer(), Sizes(patch=CELL), seed)
 
 
+def build_small(path: str | Path, seed: int = 0) -> None:
+    """Writes a model of 0.1M parameters with the same processor: the student of a larger one."""
+    write(path, build_tokenizer(), Sizes(patch=CELL, width=64, layers=2, vision_width=32), seed)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the tiny vision-language model of the digits task.")
     parser.add_argument("path", type=Path)

@@ -15,6 +15,7 @@ from mmrl.policies.vlm.prompts import RolloutTokens
 from mmrl.policies.vlm.responses.runner import ModelRunner
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
+from mmrl.protocols.choices import WholeVocabulary
 from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts, alternatives_of
 
 
@@ -42,8 +43,7 @@ class ResponseReplay:
         row, decision, targets, temperature = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
-        alternatives = alternatives_of(rollouts)
-        others = None if alternatives is None else alternatives.to(runner.device)[row, decision]
+        others = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
             scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), temperature, others)
         runner.flops.replayed(rows, None if continuations is None else distinct_prompts(rows)[0])
@@ -69,6 +69,13 @@ class ResponseReplay:
             raise TypeError("rollout.segment is null: responses have no segments")
         segments = torch.arange(rollouts.mask.shape[1], device=self.runner.device) // self.segment
         return segments.expand(rollouts.mask.shape)
+
+    def _others(self, rollouts: Rollouts, row: Tensor, decision: Tensor) -> Tensor | None:
+        """Returns the alternatives to each decision, [decision, k], or [k] where they are the same for all."""
+        listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), alternatives_of(rollouts)
+        if isinstance(listed, WholeVocabulary):
+            return listed.ids.to(self.runner.device)
+        return None if alternatives is None else alternatives.to(self.runner.device)[row, decision]
 
     def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
         """Returns the likeliest tokens; see `VisionLanguagePolicy.likeliest`."""
