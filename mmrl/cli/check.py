@@ -117,7 +117,7 @@ def processor_of(config: Config, policy: Policy | None) -> Processor | None:
         return None
     from transformers import AutoProcessor
 
-    return AutoProcessor.from_pretrained(path, **config.model.processor)
+    return AutoProcessor.from_pretrained(path, **config.model.processor | {"trust_remote_code": False})
 
 
 def weights_at(path: str | None) -> int | None:

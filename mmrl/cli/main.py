@@ -172,13 +172,13 @@ def _add_writing(commands: Commands) -> None:
     conversion = commands.add_parser(
         "convert",
         help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of ours, as a configuration of today; "
-        "OpenVLA-OFT's pickles as safetensors",
+        "OpenVLA-OFT's pickles as safetensors; LLaDA, MMaDA, Dream and SDAR as Llama, Qwen2 and Qwen3",
     )
-    text = (
-        "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of an OpenVLA-OFT checkpoint"
-    )
+    text = "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of a checkpoint"
     conversion.add_argument("source", type=Path, help=text)
-    conversion.add_argument("--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal")
+    conversion.add_argument(
+        "--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal; of a model: a new folder"
+    )
     text = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
     conversion.add_argument("--chunk", type=at_least_one, help=text)
     conversion.set_defaults(run=run_convert)
@@ -543,7 +543,7 @@ def run_new(options: argparse.Namespace) -> int:
 
 def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
-        return run_unpickling(options)
+        return run_model_conversion(options)
     from mmrl.cli.convert import convert, convert_former
     from mmrl.cli.their_recipes import convert_theirs
 
@@ -566,6 +566,16 @@ def run_convert(options: argparse.Namespace) -> int:
     else:
         options.out.write_text(text)
         print(f"written to {options.out}; {note}")
+    return 0
+
+
+def run_model_conversion(options: argparse.Namespace) -> int:
+    from mmrl.policies.discrete_diffusion.checkpoint_conversion import convert, is_published
+
+    if not is_published(options.source):
+        return run_unpickling(options)
+    out = convert(options.source, options.out or options.source.with_name(f"{options.source.name}-transformers"))
+    print(f"written {out}: train it with model.type=discrete_diffusion model.path={out}")
     return 0
 
 

@@ -125,7 +125,7 @@ class ModelCheck:
         return f"{config.model_type}, {config.get_text_config().max_position_embeddings} tokens at most"
 
     def _processor(self) -> Any:
-        return AutoProcessor.from_pretrained(self.path)
+        return AutoProcessor.from_pretrained(self.path, trust_remote_code=False)
 
     def _model(self) -> Any:
         if not self.random:

@@ -129,7 +129,7 @@ def parts(path: str, base: str | None = None) -> tuple[str, dict[str, tuple[str,
 
 
 def _parameters(base: str, part: str, name: str) -> int:
-    config = transformers.AutoConfig.from_pretrained(base, subfolder=part)
+    config = transformers.AutoConfig.from_pretrained(base, subfolder=part, trust_remote_code=False)
     with on_meta("bfloat16"):
         encoder = transformers.__getattr__(name)(config)
     return sum(p.numel() for p in encoder.parameters())

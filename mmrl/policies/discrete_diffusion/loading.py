@@ -17,6 +17,7 @@ from transformers import (
 from mmrl.errors import UserError
 from mmrl.policies import codebook
 from mmrl.policies.codebook import Codebook
+from mmrl.policies.discrete_diffusion.checkpoint_conversion import SHIFTED
 from mmrl.policies.discrete_diffusion.policy import MaskedPolicy, TokenDiffusionOptions
 from mmrl.policies.discrete_diffusion.responses import ResponseLayout
 from mmrl.policies.discrete_diffusion.scorer import MaskScorer, Vocabulary
@@ -28,6 +29,7 @@ from mmrl.policies.discrete_diffusion.settings import (
     UnmaskingDemonstrations,
     UnmaskingRollouts,
     WritingLimits,
+    check_shift,
 )
 from mmrl.policies.discrete_diffusion.uniform import UniformPolicy
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising, UniformModel
@@ -49,6 +51,10 @@ def load(path: str, settings: MaskedModel, config: JobConfig) -> MaskedPolicy:
     positions."""
     unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
     read = read_model(path, settings, config, MaskedPolicy.kind, lambda tokenizer: mask_of(tokenizer, settings))
+    try:
+        check_shift(unmasking, shifted=read.scorer.shifted)
+    except ValueError as error:
+        raise UserError(f"model.path={path}: {error}") from None
     if isinstance(config.needs.critic, SharedCritic):
         read.scorer.critic = critic_of(transformers_model(read.scorer.model), config.needs.critic, Path(path))
     return MaskedPolicy(*read, unmasking, unmasking.likelihood)
@@ -113,12 +119,14 @@ def read_model(
         codebook=image_codebook,
         reasoning_length=text,
     )
+    written: bool = model_config.to_dict().get(SHIFTED, False)
+    shifted = written if settings.shifted is None else settings.shifted
     options = TokenDiffusionOptions(
         temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
         evaluation_temperature=config.evaluation.temperature,
         keeps_distributions="distribution" in config.needs.offers,
     )
-    return ReadModel(MaskScorer(model, vocabulary, causal=causal, shifted=settings.shifted), layout, options)
+    return ReadModel(MaskScorer(model, vocabulary, causal=causal, shifted=shifted), layout, options)
 
 
 def mask_of(tokenizer: Tokenizer, settings: MaskedModel) -> int:

@@ -364,9 +364,10 @@ class TokenDiffusionModel(ModelSettings):
     attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
-    shifted: bool = option(
-        False,
-        "the model predicts at each position the token at the next, as those made of autoregressive ones do (Dream)",
+    shifted: bool | None = option(
+        None,
+        "the model predicts at each position the token at the next, as those made of autoregressive ones do (Dream); "
+        "default: what `mmrl convert` wrote into its config.json, else false",
     )
 
     def capabilities(self, config: JobConfig) -> Capabilities:
@@ -413,15 +414,20 @@ class MaskedModel(TokenDiffusionModel):
             )
         in_parts(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking.likelihood)
-        _check_blocks(unmasking, self.shifted)
-        if self.shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
-            raise ValueError(
-                "unmasking.likelihood=any_order scores a position at its own mask token, and with model.shifted=true "
-                "the model predicts it at the position before; choose another likelihood, such as step_merge"
-            )
+        check_shift(unmasking, shifted=self.shifted is True)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.discrete_diffusion.loading:load")(path, self, config)
+
+
+def check_shift(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, *, shifted: bool) -> None:
+    """Raises ValueError for what is read at a position itself, where the model predicts it at the position before."""
+    _check_blocks(unmasking, shifted)
+    if shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
+        raise ValueError(
+            "unmasking.likelihood=any_order scores a position at its own mask token, and with model.shifted=true "
+            "the model predicts it at the position before; choose another likelihood, such as step_merge"
+        )
 
 
 def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:

@@ -105,16 +105,31 @@ def load_config(path: str) -> PreTrainedConfig:
     """Returns the configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
     UserError where there is none."""
     try:
-        return AutoConfig.from_pretrained(base_of(path))
+        return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if (kind := _kind_of_remote_code(base_of(path))) is not None:
+            raise UserError(
+                f"model.path={path} is a {kind} model with code of its own, which is never run; for masked diffusion "
+                f"models of the kinds llada, mmada, Dream and sdar write what transformers reads with: mmrl convert "
+                f"{path} --out DIR"
+            ) from None
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
+
+
+def _kind_of_remote_code(path: str) -> str | None:
+    """Returns the `model_type` of a model that names code of its own, None for others."""
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path)
+    except (OSError, ValueError):
+        return None
+    return str(values.get("model_type", "nameless")) if "auto_map" in values else None
 
 
 def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> PreTrainedModel:
     """Loads a model of transformers' class `model_class`, without its adapter. Raises UserError where files lack some
     of its weights, which transformers would leave at random."""
     model, info = model_class.from_pretrained(
-        base_of(path), dtype=dtype, attn_implementation=attention, output_loading_info=True
+        base_of(path), dtype=dtype, attn_implementation=attention, output_loading_info=True, trust_remote_code=False
     )
     if missing := sorted(info["missing_keys"]):
         raise UserError(
@@ -126,7 +141,7 @@ def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> 
 def load_tokenizer(path: str) -> Tokenizer:
     """Loads the tokenizer at `path`."""
     tokenizer_class: Any = AutoTokenizer
-    return tokenizer_class.from_pretrained(path)
+    return tokenizer_class.from_pretrained(path, trust_remote_code=False)
 
 
 def first_conversations(task: Task | None) -> list[Sequence[Message]]:
@@ -158,7 +173,7 @@ def load_model(
     config = load_config(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
-    processor = AutoProcessor.from_pretrained(path, **settings.processor)
+    processor = AutoProcessor.from_pretrained(path, **settings.processor | {"trust_remote_code": False})
     check_template(processor, conversations)
     core = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
     write_as_published(core)

@@ -1,0 +1,24 @@
+"""Faults of published masked diffusion models and of steps that are scored as published: a name, a file, a text that it
+holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+C, S = "mmrl/policies/discrete_diffusion/checkpoint_conversion.py", "mmrl/samplers/score.py"
+CONVERSION = ("policies/discrete_diffusion/test_conversion.py",)
+SCORE = ("samplers/test_score.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("llada: gate and up are exchanged", C, '"ff_proj": "mlp.gate_proj"', '"ff_proj": "mlp.up_proj"', CONVERSION),
+    ("llada: norms are exchanged", C, '"attn_norm": "input_layernorm"', '"attn_norm": "post_attention_layernorm"', CONVERSION),
+    ("llada: rope_theta stays at its default", C, '"rope_theta": values.get("rope_theta", 10000.0)', '"rope_theta": 10000.0', CONVERSION),
+    ("mmada: as many keys as queries", C, 'values.get("n_kv_heads") or', "None or", CONVERSION),
+    ("mmada: the vocabulary of config.json", C, 'config["vocab_size"] = shapes["model.embed_tokens.weight"][0]', 'config.setdefault("vocab_size", values["vocab_size"])', CONVERSION),
+    ("dream: it is not shifted", C, '_qwen("qwen2"), _same, shifted=True', '_qwen("qwen2"), _same, shifted=False', CONVERSION),
+    ("sdar: heads are as wide as the model says", C, '"num_key_value_heads", "head_dim"', '"num_key_value_heads", "hidden_act"', CONVERSION),
+    ("sdar: it is shifted", C, '_qwen("qwen3"), _same)', '_qwen("qwen3"), _same, shifted=True)', CONVERSION),
+    ("conversion: no mask token", C, "tokenizer.mask_token = token", "pass", CONVERSION),
+    ("unscaled steps: the factor of the density", S, "torch.full_like(step.std, HALF**0.5)", "step.std", SCORE),
+    ("unscaled steps: the constant of a sum is a mean's", S, 'if reduction == "mean" else x[0].numel()', 'if True else x[0].numel()', SCORE),
+    ("unscaled steps: divergences lose their factor", S, "step_kl(flat_v, before, step, reduction=reduction) if unscaled", "step_kl(flat_v, before, scored, reduction=reduction) if unscaled", SCORE),
+]
