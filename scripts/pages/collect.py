@@ -44,6 +44,18 @@ def images(page: Path, text: str) -> list[Path]:
     return [(page.parent / name).resolve() for name in names]
 
 
+def without_source_links(text: str) -> str:
+    """Returns text in which a link to a file that the site does not have, such as a module, is its name alone."""
+
+    def kept(found: re.Match[str]) -> str:
+        image, label, target = found.groups()
+        path = target.partition("#")[0]
+        on_site = image or "://" in target or path == "" or path.endswith(".md")
+        return found.group() if on_site else f"`{label}`"
+
+    return LINK.sub(kept, text)
+
+
 def python_markdown(text: str) -> str:
     """Returns text with a blank line before each list that follows a line of text, and nested items indented by four.
 
@@ -130,7 +142,7 @@ def collect(out: Path = OUT) -> None:
         text = page.read_text()
         target = out / page.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(python_markdown(text))
+        target.write_text(python_markdown(without_source_links(text)))
         for image in images(page, text):
             copy = out / image.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)

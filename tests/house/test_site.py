@@ -25,6 +25,11 @@ def test_a_list_after_text_gets_a_blank_line_and_nested_items_four_blanks():
     )
 
 
+def test_links_to_modules_become_names():
+    text = "[a](a.md#b), ![i](i.png), [job.py](../job.py), [x](https://x.org/y.py), [c](#c)"
+    assert collect.without_source_links(text) == text.replace("[job.py](../job.py)", "`job.py`")
+
+
 def test_every_page_has_a_place_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
     shown = [str(page.relative_to(ROOT)) for page in collect.pages()]
