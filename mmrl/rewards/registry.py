@@ -16,7 +16,7 @@ from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
 from mmrl.rewards.types import BatchReward, Reward, load_object, nearest
-from mmrl.rewards.visual import boxes, clip, findings, framewise, geneval, images, pointing, sets, viewing
+from mmrl.rewards.visual import boxes, clip, edits, findings, framewise, geneval, images, pointing, sets, viewing
 
 REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "exact_match": verifiers.exact_match,
@@ -70,6 +70,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "guard": guards.GuardReward,
     "twin_margin": twins.TwinMargin,
     "framewise": framewise.Framewise,
+    "source_similarity": edits.source_similarity,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward

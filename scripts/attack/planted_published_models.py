@@ -6,6 +6,8 @@ from __future__ import annotations
 C, S = "mmrl/policies/discrete_diffusion/checkpoint_conversion.py", "mmrl/samplers/score.py"
 CONVERSION = ("policies/discrete_diffusion/test_conversion.py",)
 SCORE = ("samplers/test_score.py",)
+G, CLIP = "mmrl/rewards/visual/preprocessing.py", ("rewards/test_clip.py",)
+E, EDITS = "mmrl/rewards/visual/edits.py", ("rewards/test_edits.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -21,4 +23,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("unscaled steps: the factor of the density", S, "torch.full_like(step.std, HALF**0.5)", "step.std", SCORE),
     ("unscaled steps: the constant of a sum is a mean's", S, 'if reduction == "mean" else x[0].numel()', 'if True else x[0].numel()', SCORE),
     ("unscaled steps: divergences lose their factor", S, "step_kl(flat_v, before, step, reduction=reduction) if unscaled", "step_kl(flat_v, before, scored, reduction=reduction) if unscaled", SCORE),
+    ("clip gradient: pixels are not those of eight bits", G, "(x.clamp(0, 1) * 255).round() / 255 - x", "x.clamp(0, 1) - x", CLIP),
+    ("clip gradient: the corner is cut out", G, "(size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2", "0, 0", CLIP),
+    ("clip gradient: the longer side", G, "short = min(height, width)", "short = max(height, width)", CLIP),
+    ("clip gradient: resizing without antialiasing", G, "antialias=True", "antialias=False", CLIP),
+    ("source_similarity: inside the mask", E, "return 1 - inside.float()", "return inside.float()", EDITS),
+    ("source_similarity: a mean over all pixels", E, "(values * weight).sum() / weight.sum().clamp(min=1e-9)", "(values * weight).mean()", EDITS),
 ]

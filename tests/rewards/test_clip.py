@@ -13,6 +13,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
 from mmrl.rewards.types import as_pil
 from mmrl.rollouts import Prompt, Sample
+from tests.joints.test_reward_gradient import climbed
 
 TINY = {
     "embed_dim": 16,
@@ -201,3 +202,46 @@ def test_a_model_without_weights_is_refused(open_clip_folder, tmp_path):
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": TINY}))
     with pytest.raises(ValueError, match="reward 'clip_similarity': open_clip model"):
         build("clip_similarity", {"model": f"local-dir:{tmp_path}"})
+
+
+def differentiable_rewards(open_clip_folder, clip_folder, head):
+    torch.manual_seed(3)
+    torch.save({"weight": torch.randn(1, 8), "bias": torch.randn(1)}, head)
+    return {
+        "clip_similarity": build("clip_similarity", {"model": str(clip_folder)}),
+        "pickscore": build("pickscore", {"model": str(clip_folder), "scale": 26}),
+        "hpsv2": build("hpsv2", {"weights": str(open_clip_folder / "checkpoint.pt"), "model": "tiny-clip"}),
+        "aesthetic": build("aesthetic", {"head": str(head), "model": str(clip_folder)}),
+    }
+
+
+@pytest.mark.parametrize("name", ["clip_similarity", "pickscore", "hpsv2", "aesthetic"])
+def test_scores_have_the_gradient_of_their_image(open_clip_folder, clip_folder, tmp_path, name):
+    """Values equal the scores of 8-bit images: to 1e-5 without resizing, and to 0.02 with it, whose pixels PIL rounds
+    once more; gradients equal finite differences by single levels of eight bits."""
+    reward = differentiable_rewards(open_clip_folder, clip_folder, tmp_path / "head.pth")[name]
+    draw = torch.Generator().manual_seed(4)
+    for size, tolerance in (((3, 32, 32), 1e-5), ((1, 32, 32), 1e-5), ((3, 48, 40), 0.02), ((3, 20, 26), 0.02)):
+        images = torch.rand(2, *size, generator=draw) * 1.2 - 0.1
+        prompts = [Prompt("a", "a red cat"), Prompt("b", "two dogs")]
+        found = reward.differentiable(images, prompts)
+        expected = reward.score([Sample(p, image=i) for p, i in zip(prompts, images, strict=True)])
+        assert found.tolist() == pytest.approx(expected, abs=tolerance)
+
+    levels = torch.randint(100, 150, (1, 3, 32, 32), generator=draw).float()  # of eight bits: nothing is rounded
+    image = (levels / 255).requires_grad_()
+    (gradient,) = torch.autograd.grad(reward.differentiable(image, prompts[:1]).sum(), image)
+
+    def moved(by):
+        return float(reward.differentiable((levels + by * gradient.sign()) / 255, prompts[:1]).sum())
+
+    slope = (8 * (moved(1) - moved(-1)) - (moved(2) - moved(-2))) / 12  # of the fourth order
+    assert slope == pytest.approx(float(gradient.abs().sum()) / 255, rel=0.02) and slope > 1e-4
+    resized = torch.rand(1, 3, 48, 40, generator=draw).requires_grad_()
+    (through,) = torch.autograd.grad(reward.differentiable(resized, prompts[:1]).sum(), resized)
+    assert torch.isfinite(through).all() and float(through.abs().max()) > 0
+
+
+def test_a_reward_gradient_with_clip_improves_its_score(clip_folder, tmp_path):
+    scores = climbed(tmp_path, {"name": "clip_similarity", "options": {"model": str(clip_folder)}})
+    assert scores[-1] > scores[0] + 0.05

@@ -29,7 +29,10 @@ class RewardGradient(Algorithm):
     collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "rollouts"
     collection: ClassVar[CollectionSettings] = Independent
     type: str = "reward_gradient"
-    reward: RewardSpec = option(description="that is climbed; one that has a gradient, such as classifier_logp")
+    reward: RewardSpec = option(
+        description="that is climbed; one that has a gradient: classifier_logp, clip_similarity, pickscore, hpsv2, "
+        "aesthetic, or your own"
+    )
 
     @property
     def base_needs(self) -> Needs:
@@ -62,7 +65,7 @@ def differentiable(spec: str) -> DifferentiableReward:
     built = build(settings.name, settings.options)
     if not isinstance(built, DifferentiableReward):
         raise ValueError(
-            f"algorithm.reward.name={settings.name} has no gradient; use classifier_logp, or a class of your own with "
-            "differentiable(images, prompts)"
+            f"algorithm.reward.name={settings.name} has no gradient; use classifier_logp, clip_similarity, pickscore, "
+            "hpsv2, aesthetic, or a class of your own with differentiable(images, prompts)"
         )
     return built

@@ -140,8 +140,8 @@ class LocalModel:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         try:
-            self.processor = AutoProcessor.from_pretrained(path, padding_side="left")
-            model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
+            self.processor = AutoProcessor.from_pretrained(path, padding_side="left", trust_remote_code=False)
+            model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"judge {path!r} can not be loaded: {error}") from error
         self.model: Any = model.eval().requires_grad_(False)

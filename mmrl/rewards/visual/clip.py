@@ -12,16 +12,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
-from mmrl.rollouts import Sample
+from mmrl.rewards.visual.preprocessing import of_open_clip, of_transformers
+from mmrl.rollouts import Prompt, Sample
 
 
 class Encoder(Protocol):
-    """A CLIP model whose embeddings have length 1. `temperature` is exp(logit_scale)."""
+    """A CLIP model whose embeddings have length 1. `temperature` is exp(logit_scale). `pixels` embeds images [image,
+    channel, height, width] on the model's device, with their gradient."""
 
     model: nn.Module
     temperature: float
 
     def images(self, images: list[Image.Image], device: torch.device) -> Tensor: ...
+    def pixels(self, images: Tensor) -> Tensor: ...
     def texts(self, texts: list[str], device: torch.device) -> Tensor: ...
 
 
@@ -44,6 +47,11 @@ class OpenClip:
 
     def images(self, images: list[Image.Image], device: torch.device) -> Tensor:
         return self.model.encode_image(torch.stack([self._prepare(p) for p in images]).to(device), normalize=True)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Raises ValueError for a model whose preprocessing has no gradient here."""
+        inputs = of_open_clip(self.model.visual.preprocess_cfg)(images)
+        return self.model.encode_image(inputs, normalize=True)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
         return self.model.encode_text(self._tokenize(texts).to(device), normalize=True)
@@ -72,6 +80,11 @@ class TransformersClip:
         inputs = self._processor(images=images, return_tensors="pt").to(device)
         return nn.functional.normalize(self.model.get_image_features(**inputs).pooler_output, dim=-1)
 
+    def pixels(self, images: Tensor) -> Tensor:
+        """Raises ValueError for a model whose preprocessing has no gradient here."""
+        inputs = of_transformers(self._processor.image_processor)(images)
+        return nn.functional.normalize(self.model.get_image_features(pixel_values=inputs).pooler_output, dim=-1)
+
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
         length = self.model.config.text_config.max_position_embeddings
         inputs = self._processor(text=texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(
@@ -98,16 +111,27 @@ class ClipReward:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
+    def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Computes scores [rollout] with the gradient by images [rollout, channel, height, width], through the model's
+        own preprocessing in torch; they differ from `score` by the rounding of resized pixels to 8 bits."""
+        self.encoder.model.to(images.device)
+        return self._against(self.encoder.pixels(images), prompts)
+
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
         device = device_of(self.device)
         self.encoder.model.to(device)
         images = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)
+        return self._against(images, [sample.prompt for sample in samples]).tolist()
+
+    def _against(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Computes factor x cosine of embeddings [rollout, number] and those of the prompts; [rollout]."""
         # A group shares its prompt, so each text is encoded once.
-        texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
-        row = [texts.index(sample.prompt.text) for sample in samples]
-        cosine = (images * self.encoder.texts(texts, device)[row]).sum(-1)
-        return (self.factor * cosine).tolist()
+        texts = list(dict.fromkeys(prompt.text for prompt in prompts))
+        row = [texts.index(prompt.text) for prompt in prompts]
+        with torch.no_grad():
+            embedded = self.encoder.texts(texts, images.device)
+        return self.factor * (images * embedded[row]).sum(-1)
 
 
 def clip_similarity(*, model: str, pretrained: str | None = None, device: str | None = None) -> ClipReward:
@@ -167,6 +191,12 @@ class Aesthetic:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
+
+    def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Computes scores [rollout] with the gradient by images [rollout, channel, height, width]; see
+        `ClipReward.differentiable`."""
+        self.encoder.model.to(images.device)
+        return self.head.to(images.device)(self.encoder.pixels(images)).squeeze(-1)
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:

@@ -106,8 +106,8 @@ class TransformersDetector:
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
         try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(path)
-            model: Any = AutoModelForObjectDetection.from_pretrained(path)
+            self._processor: Any = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+            model: Any = AutoModelForObjectDetection.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"detector {path!r} of transformers: {error}") from error
         self._model, self._device = model.eval().requires_grad_(False), device
