@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mmrl.errors import UserError, describe_error
+from mmrl.runtime.installation import extra_command
 from mmrl.sims.vector.simulator import EndOfEpisode, Simulator, VectorSim, nearest
 from mmrl.sims.vector.workers import Workers
 
@@ -137,7 +138,7 @@ def _load(name: str) -> Callable[..., Simulator]:
     except ModuleNotFoundError as error:
         if name in SIMULATORS:
             raise UserError(
-                f"simulator {name!r}: {error}; install it with: pip install -e '.[{EXTRAS.get(name, name)}]'"
+                f"simulator {name!r}: {error}; install it with: {extra_command(EXTRAS.get(name, name))}"
             ) from error
         raise UserError(f"simulator {name!r}: {error}; is its folder on PYTHONPATH?") from error
     if attribute not in members:

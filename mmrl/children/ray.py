@@ -20,6 +20,7 @@ from typing import Any
 
 from mmrl.children.processes import LocalProcess, end_with_parent, free_port, tail
 from mmrl.errors import UserError
+from mmrl.runtime.installation import extra_command
 
 NOTICE_S = 10.0  # of waiting for resources, after which the user is warned
 STOP_S = 10.0  # for a host to answer that its process has ended
@@ -43,7 +44,7 @@ class Cluster:
         global _joined
         self.name = f"{key}={address}"
         if importlib.util.find_spec("ray") is None:
-            raise UserError(f"{self.name} needs Ray; install it with: pip install -e '.[ray]'")
+            raise UserError(f"{self.name} needs Ray; install it with: {extra_command('ray')}")
         import ray
 
         if not ray.is_initialized():

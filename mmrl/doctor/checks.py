@@ -15,6 +15,7 @@ from typing import Any, Final
 from mmrl.children.processes import free_port
 from mmrl.doctor.findings import Finding, Status, advice_for
 from mmrl.errors import UserError, describe_error
+from mmrl.runtime.installation import extra_command
 
 STEPS = 3
 GPU_ONLY: Final = "needs a GPU"
@@ -154,7 +155,7 @@ def with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[Finding]:
 def renderers(folder: Path) -> list[Finding]:
     """Checks MuJoCo's images, on the rank's GPU where there is one."""
     if importlib.util.find_spec("mujoco") is None:
-        return [Finding("MuJoCo renders", "not installed", "no MuJoCo here", "pip install -e '.[mujoco]'")]
+        return [Finding("MuJoCo renders", "not installed", "no MuJoCo here", extra_command("mujoco"))]
     from mmrl import sims
 
     if has_gpu():
@@ -178,7 +179,7 @@ def renderers(folder: Path) -> list[Finding]:
 def physics(folder: Path) -> list[Finding]:
     """Checks ManiSkill's simulation, on the GPU where there is one."""
     if importlib.util.find_spec("mani_skill") is None:
-        return [Finding("ManiSkill steps", "not installed", "no ManiSkill here", "pip install -e '.[maniskill]'")]
+        return [Finding("ManiSkill steps", "not installed", "no ManiSkill here", extra_command("maniskill"))]
     from mmrl import sims
     from mmrl.runtime import devices
 
@@ -209,7 +210,7 @@ def images(folder: Path) -> list[Finding]:
 
 def robots(folder: Path) -> list[Finding]:
     if importlib.util.find_spec("mujoco") is None:
-        return [Finding("a robot's policy trains", "not installed", "no MuJoCo here", "pip install -e '.[mujoco]'")]
+        return [Finding("a robot's policy trains", "not installed", "no MuJoCo here", extra_command("mujoco"))]
     return recipe(folder, "a robot's policy trains", ROBOTS)
 
 

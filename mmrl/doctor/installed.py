@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-DISTRIBUTION = "mmrl-train"
+from mmrl.runtime.installation import DISTRIBUTION, extra_command
+
 SET_UP = "bash scripts/setup.sh"
 PIP = f"{sys.executable} -m pip install"  # of this environment, whichever is active
 TORCH = f"{PIP} --force-reinstall --constraint constraints.txt torch torchvision"
@@ -79,7 +80,7 @@ def packages(required: Iterable[Requirement], versions: Mapping[str, str]) -> It
             continue
         checked.add(wanted.name)
         needed = extra is None
-        mend = SET_UP if needed else COMMANDS.get(str(extra), f"{PIP} -e '.[{extra}]'")
+        mend = SET_UP if needed else COMMANDS.get(str(extra), f"{sys.executable} -m {extra_command(str(extra))}")
         if version is None:
             yield InstalledCheck(wanted.name, "not installed" + ("" if needed else f" (extra {extra})"), mend, needed)
         elif not wanted.specifier.contains(version, prereleases=True):

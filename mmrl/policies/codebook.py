@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.runtime.installation import extra_command
 
 NAME = "codebook"
 
@@ -88,7 +89,7 @@ def fit(images: Tensor, count: int, patch: int, first: int, seed: int = 0) -> Co
     try:
         from sklearn.cluster import KMeans
     except ModuleNotFoundError:
-        raise UserError("making a codebook needs scikit-learn: pip install -e '.[codebook]'") from None
+        raise UserError(f"making a codebook needs scikit-learn: {extra_command('codebook')}") from None
 
     cut = rearrange(images, "n k (r h) (c w) -> (n r c) (k h w)", h=patch, w=patch)
     kmeans = KMeans(count, n_init=1, random_state=seed).fit(cut.numpy())

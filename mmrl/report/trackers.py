@@ -15,6 +15,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.report.records import flattened
 from mmrl.report.settings import Log
+from mmrl.runtime.installation import extra_command
 
 
 class Tracker(Protocol):
@@ -177,5 +178,5 @@ def check_trackers(log: Log) -> None:
     for name, (value, without) in wanted.items():
         if value is not None and importlib.util.find_spec(name) is None:
             raise UserError(
-                f"log.{name}={value}: {name} is not installed; pip install -e '.[{name}]', or set log.{name}={without}"
+                f"log.{name}={value}: {name} is not installed; {extra_command(name)}, or set log.{name}={without}"
             )

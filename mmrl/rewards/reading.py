@@ -9,7 +9,9 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-MISSING = "reading text needs the extra `ocr`: pip install -e '.[ocr]'"
+from mmrl.runtime.installation import extra_command
+
+MISSING = f"reading text needs the extra `ocr`: {extra_command('ocr')}"
 
 
 def check_engine() -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt
+from mmrl.runtime.installation import extra_command
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
 from mmrl.sims.turns.tools import fitted
@@ -27,7 +28,7 @@ def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
         try:
             import minigrid  # noqa: F401 - registers the levels
         except ImportError:
-            raise UserError("task.game.type=babyai needs the package minigrid: pip install -e '.[babyai]'") from None
+            raise UserError(f"task.game.type=babyai needs the package minigrid: {extra_command('babyai')}") from None
     mode: dict[str, Any] = {"render_mode": "rgb_array"} if rendered else {}
     try:
         return gymnasium.make(settings.env, **mode, **settings.kwargs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import field_validator, model_validator
 
 from mmrl.rewards.settings import RewardSpec
+from mmrl.runtime.installation import extra_command
 from mmrl.settings import Choice, load_attribute, option
 from mmrl.tasks.settings import TaskSettings
 
@@ -112,7 +113,9 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
         try:
             from mmrl.tasks.manipulation import lerobot
         except ModuleNotFoundError as error:
-            raise UserError(f"task.demonstrations.type=lerobot: {error}; pip install -e '.[mujoco,parquet]'") from error
+            raise UserError(
+                f"task.demonstrations.type=lerobot: {error}; {extra_command('mujoco', 'parquet')}"
+            ) from error
         with task.make_simulator(1) as sim:
             simulator, cameras = sim.simulator, sim.cameras
         return EpisodeDemonstrations(

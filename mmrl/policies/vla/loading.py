@@ -37,6 +37,7 @@ from mmrl.policies.vla.statistics import statistics_of
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
 from mmrl.report.settings import Log
+from mmrl.runtime.installation import extra_command
 from mmrl.schedules.schedule import Schedule, constant
 from mmrl.settings import plain
 from mmrl.sims import VectorSim
@@ -209,7 +210,7 @@ def load_backbone(
         try:
             from mmrl.policies.vla.backbones import openvla
         except ModuleNotFoundError as error:
-            raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
+            raise UserError(f"OpenVLA: {error}; install it with: {extra_command('openvla')}") from error
         _check_no_features(path, action)
         return openvla.load(path, model, action, max_prompt_length, sizes)
     if lerobot_type := checkpoint_config.get("type") if "output_features" in checkpoint_config else None:

@@ -27,6 +27,7 @@ from mmrl.policies.vla.settings import (
 )
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import memory_estimate as vlm
+from mmrl.runtime.installation import extra_command
 from mmrl.settings import plain
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_c
         from mmrl.policies.vla.backbones import oft
         from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction
     except ModuleNotFoundError as error:
-        raise UserError(f"OpenVLA: {error}; install it with: pip install -e '.[openvla]'") from error
+        raise UserError(f"OpenVLA: {error}; install it with: {extra_command('openvla')}") from error
     openvla_config: Any = OpenVLAConfig(**checkpoint_config)
     openvla_config._attn_implementation = "sdpa"
     kind: Any = OpenVLAForActionPrediction

@@ -20,6 +20,7 @@ from torch import nn
 
 from mmrl.rewards.overlap import Box
 from mmrl.rewards.types import device_of, nearest
+from mmrl.runtime.installation import extra_command
 
 COCO = (
     *("person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light"),
@@ -69,7 +70,7 @@ class OnnxDetector:
         try:
             import onnxruntime
         except ImportError as error:
-            raise ValueError(f"a detector of kind onnx needs: pip install -e '.[detector]' ({error})") from error
+            raise ValueError(f"a detector of kind onnx needs: {extra_command('detector')} ({error})") from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -12,6 +12,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.rewards.types import Reward, as_pil, image_of
 from mmrl.rollouts import Sample
+from mmrl.runtime.installation import extra_command
 
 LEAST = 32  # smallest side for BRISQUE's statistics, which it also takes at half the size
 
@@ -81,4 +82,4 @@ def _nsfw_classifier(threads: int) -> Any:
 
 def _check(reward: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{reward} needs the extra `guards`: pip install -e '.[guards]'")
+        raise ValueError(f"{reward} needs the extra `guards`: {extra_command('guards')}")

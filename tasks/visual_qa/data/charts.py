@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from mmrl.rollouts import Prompt
+from mmrl.runtime.installation import extra_command
 from mmrl.tasks.visual_qa.data.kinds import ChartQuestion, ChartShape, ChartTable
 
 SPLITS = ("train", "heldout")
@@ -83,7 +84,7 @@ def check_packages() -> None:
     """Raises ValueError where a package that charts need is not installed."""
     missing = [name for name in ("vega_datasets", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise ValueError(f"charts need {' and '.join(missing)}: pip install -e '.[charts]'")
+        raise ValueError(f"charts need {' and '.join(missing)}: {extra_command('charts')}")
 
 
 @lru_cache(maxsize=1)

