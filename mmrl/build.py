@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,15 +130,18 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
             if isinstance(source, FittedSource):
                 source.fit(policy.misfit)
     if isinstance(policy, Taught):
-        policy.teachers.loader = lambda teacher: load_teacher(config, task, teacher)
+        policy.teachers.loader = partial(load_teacher, config, task)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
         raise UserError(f"model {path}: the weights {bad} are not finite")
     return policy
 
 
-def load_teacher(config: Config, task: Task, path: str) -> Policy:
-    """Loads a teacher of the job's policy. Raises UserError."""
+def load_teacher(config: Config, task: Task, path: str, guidance: float | None) -> Policy:
+    """Loads a teacher of the job's policy. guidance: of its denoising; None: the job's. Raises UserError."""
+    if guidance is not None:
+        denoising = config.section("denoising").model_copy(update={"guidance": guidance})
+        config = config.model_copy(update={"denoising": denoising})
     try:
         return config.model.frozen.load(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:

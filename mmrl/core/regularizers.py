@@ -120,11 +120,11 @@ def sampled_divergence(
         reverse   r d                  r = exp(logp - old_logp), d = logp - teacher detached    gradient r d dlogp
         forward   -w (logp - teacher)  w = exp(teacher - old_logp)                              gradient -w dlogp
 
-    Log-ratios are clamped at +-20.
+    Exponents and the weight d are clamped at +-20.
     """
-    gap = (logp - teacher).clamp(-BOUND, BOUND)
+    gap = logp - teacher
     if direction == "reverse":
-        values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * gap.detach()
-        return values, values.detach()
-    values = -(teacher - old_logp).clamp(-BOUND, BOUND).exp() * gap
+        values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * gap.detach().clamp(-BOUND, BOUND)
+    else:
+        values = -(teacher - old_logp).clamp(-BOUND, BOUND).exp() * gap
     return values, values.detach()

@@ -81,6 +81,7 @@ class PathTeacher(Teacher):
     path: str | None = option(None, "a folder or a hub name")
     recipe: str | None = option(None, "in its place a recipe's name: it is run first, and its final weights teach")
     view: View | None = option(None, "the view of the prompt that the teacher reads; null: what the student reads")
+    guidance: float | None = option(None, "guidance of a teacher that denoises; null: denoising.guidance", ge=0)
 
     @model_validator(mode="after")
     def _one_origin(self) -> PathTeacher:
@@ -101,7 +102,8 @@ class PathTeacher(Teacher):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({Taught} if self.view is None else {Taught, "views"}))
+        offers: set[Offer] = {Taught} if self.view is None else {Taught, "views"}
+        return Needs(offers=frozenset(offers if self.guidance is None else {*offers, "velocity"}))
 
     def check(self, policy: Any, config: JobConfig) -> None:
         policy.teachers.check(self.folder)
@@ -112,7 +114,7 @@ class PathTeacher(Teacher):
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
         from mmrl.protocols.choices import WholeVocabulary, likeliest_choices
 
-        teacher, changed = context.policy.teachers.policy(self.folder), self._viewed(rollouts, context)
+        teacher, changed = context.policy.teachers.policy(self.folder, self.guidance), self._viewed(rollouts, context)
         listed: TeacherChoices
         if count is None:
             listed = WholeVocabulary.of(context.policy.teachers.vocabulary(), rollouts.mask.shape)
@@ -139,7 +141,7 @@ class PathTeacher(Teacher):
         already."""
         import torch
 
-        teacher = context.policy.teachers.policy(self.folder)
+        teacher = context.policy.teachers.policy(self.folder, self.guidance)
         changed = rollouts if viewed else self._viewed(rollouts, context)
         with torch.no_grad():
             parts = [column(teacher.replay(changed.select(rows), teacher.module)) for rows in context.micro_batches]

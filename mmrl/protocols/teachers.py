@@ -18,32 +18,33 @@ if TYPE_CHECKING:
 class Teachers:
     """The teachers of a policy, by the folder or hub name of their weights, which are read at first use.
 
-    loader: set by whoever builds the policy; it returns a policy of the same kind with other weights.
+    loader: set by whoever builds the policy; it takes a path and a guidance, and returns a policy of the same kind.
     """
 
     def __init__(self, student: nn.Module) -> None:
         """student: the network that is taught; teachers compute on its device."""
         self.student = student
-        self.loader: Callable[[str], Policy] | None = None
-        self._loaded: dict[str, Policy] = {}
+        self.loader: Callable[[str, float | None], Policy] | None = None
+        self._loaded: dict[tuple[str, float | None], Policy] = {}
 
     def check(self, path: str) -> None:  # noqa: B027  (kinds of policy know what they need of a teacher)
         """Raises UserError in one line for a teacher at `path` that can not judge the policy's decisions. Reads no
         weights."""
 
-    def policy(self, path: str) -> Policy:
-        """Returns a frozen teacher. Raises UserError where it can not be loaded."""
-        if path not in self._loaded:
-            self._loaded[path] = self._load(path)
-        return self._loaded[path]
+    def policy(self, path: str, guidance: float | None = None) -> Policy:
+        """Returns a frozen teacher. guidance: of its denoising; None: the student's. Raises UserError where it can not
+        be loaded."""
+        if (path, guidance) not in self._loaded:
+            self._loaded[path, guidance] = self._load(path, guidance)
+        return self._loaded[path, guidance]
 
-    def _load(self, path: str) -> Policy:
+    def _load(self, path: str, guidance: float | None) -> Policy:
         import torch
 
         if self.loader is None:
             raise UserError(f"teacher {path}: a policy that was built outside of a job can not load it")
         with torch.random.fork_rng(devices=[]):  # a run draws the same numbers wherever it loads a teacher
-            teacher = self.loader(path)
+            teacher = self.loader(path, guidance)
         teacher.module.requires_grad_(False).to(next(self.student.parameters()).device)
         return teacher
 
@@ -65,7 +66,7 @@ class TokenTeachers(Teachers):
         raise NotImplementedError
 
 
-@ability("teachers that judge its decisions (model.type=vision_language)")
+@ability("teachers that judge its decisions (model.type=vision_language or diffusion)")
 class Taught(Protocol):
     """A policy that can be compared with teachers, which replay its rollouts."""
 

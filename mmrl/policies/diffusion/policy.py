@@ -29,6 +29,7 @@ from mmrl.policies.diffusion.settings import (
     ImageMatching,
 )
 from mmrl.policies.models import NetworkCall, TrainingEngine
+from mmrl.protocols.teachers import Teachers
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample, require
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import Sampler
@@ -84,6 +85,7 @@ class DiffusionPolicy:
         )
         self.denoiser = Denoiser(self.network, shape, keep_predictions=keep_predictions, steps_at_once=steps_at_once)
         self.decisions = decisions_of(self.denoiser)
+        self.teachers = Teachers(self.module)
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.protocols.abilities import Completing, Latent, Segmented
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
+from mmrl.protocols.teachers import Taught
 from mmrl.samplers.settings import (
     ChainLikelihood,
     Draws,
@@ -264,7 +265,7 @@ class DiffusionModel(ModelSettings):
         likelihood: ImageLikelihood = denoising.likelihood
         return Capabilities(
             f"denoising.likelihood.type={likelihood.type}",
-            likelihood.offers | {"views", "reference_rollouts", "steering"},
+            likelihood.offers | {"views", "reference_rollouts", "steering", Taught},
         )
 
     def check(self, config: JobConfig) -> None:

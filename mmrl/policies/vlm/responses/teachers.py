@@ -33,8 +33,8 @@ class VisionLanguageTeachers(TokenTeachers):
         check_vocabulary(path, processor, self.tokens.processor)
         check_images(path, processor, self.tokens.processor)
 
-    def _load(self, path: str) -> Policy:
-        teacher = super()._load(path)
+    def _load(self, path: str, guidance: float | None) -> Policy:
+        teacher = super()._load(path, guidance)
         suppress(teacher.module, self.tokens)
         return teacher
 

@@ -1,0 +1,36 @@
+"""Faults of distillation: divergences, what a teacher reads, its server, and what is refused before the start."""
+
+from __future__ import annotations
+
+C, D, M = "mmrl/core/regularizers.py", "mmrl/terms/losses/distillation.py", "mmrl/measurements/teachers.py"
+S, V = "mmrl/measurements/teacher_server.py", "mmrl/policies/vlm/responses/teachers.py"
+CORE, TOKENS, STEPS = (
+    ("core/test_distillation.py",),
+    ("whole_runs/test_teachers.py",),
+    ("whole_runs/test_image_teachers.py",),
+)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("teachers: the directions are exchanged", C, '(student, teacher) if direction == "reverse"', '(teacher, student) if direction == "reverse"', CORE),
+    ("teachers: the rest is left out", C, "    if not whole:\n        student, teacher = (torch.cat", "    if whole and False:\n        student, teacher = (torch.cat", CORE),
+    ("teachers: samples without a ratio", C, "values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * gap.detach().clamp(-BOUND, BOUND)",
+     "values = logp * gap.detach().clamp(-BOUND, BOUND)", CORE),
+    ("teachers: a forward sample has the other sign", C, "values = -(teacher - old_logp)", "values = (teacher - old_logp)", CORE),
+    ("teachers: the coefficient is left out", D, "return self.coefficient.value * values, statistics", "return values, statistics", TOKENS),
+    ("teachers: prompts without a teacher are taught", D, "return values.where(known, 0), estimate.where(known, torch.nan)",
+     "return values.where(known, 1), estimate", TOKENS),
+    ("teachers: a view of the prompt is forgotten", M, "policy, changed = context.policy, context.policy.view(rollouts, self.view.changed)",
+     "policy, changed = context.policy, rollouts", TOKENS),
+    ("teachers: by tag, all rows are one teacher's", M, "rows = torch.tensor([str(own) == tag for own in tags])", "rows = torch.tensor([True for own in tags])", TOKENS),
+    ("teachers: micro-batches are not put back in order", M, "whole[rows] = values.float().cpu()", "whole[rows.sort().values] = values.float().cpu()", TOKENS),
+    ("teachers: a teacher may say what the student may not", V, "module.suppressed = torch.tensor(sorted(never)", "module.suppressed = torch.tensor(sorted(never)[:1]", TOKENS),
+    ("teachers: vocabularies are not compared", V, "    if theirs == ours:\n        return\n    token", "    if len(ours):\n        return\n    token", TOKENS),
+    ("server: entries of the prompt are taken for the response's", S, "for at in entries[len(prompt) :]]", "for at in entries[1 : 1 + len(response)]]", TOKENS),
+    ("server: choices are taken in the order in which they come", S, 'row = part[choice["index"]]', "row = part[choices.index(choice)]", TOKENS),
+    ("server: the least likely are listed", S, "key=lambda token, entry=entry: -entry[token])", "key=lambda token, entry=entry: entry[token])", TOKENS),
+    ("server: another tokenizer is not noticed", S, "if tokens != ours:", "if not tokens:", TOKENS),
+    ("teachers of steps: the student's guidance", M, "teacher = context.policy.teachers.policy(self.folder, self.guidance)\n        changed = rollouts if viewed",
+     "teacher = context.policy.teachers.policy(self.folder, None)\n        changed = rollouts if viewed", STEPS),
+    ("teachers of steps: a reference is overwritten", M, "if rollouts.ref_prediction is not None:", "if rollouts.ref_prediction is None and False:", STEPS),
+]
