@@ -188,7 +188,12 @@ class Denoising(Drawing):
 
     steps: int = option(10, "denoising steps of an image in training", unit="steps", ge=1)
     likelihood: ImageLikelihood = option(ImageChain(), "what a decision is")
-    guidance: float = option(1.0, "classifier-free guidance in rollouts and replay; 1: none", ge=0)
+    guidance: float = option(
+        1.0,
+        "classifier-free guidance in rollouts and replay; 1: none. The gradient goes through the half with the prompt "
+        "alone, as flow_grpo's does: it is not that of the guided likelihood",
+        ge=0,
+    )
 
 
 class ImageEngine(Section):

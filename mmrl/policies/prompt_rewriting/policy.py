@@ -19,7 +19,19 @@ from mmrl.policies.networks import Networks, Part, state_of
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import RolloutTokens
-from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, parts_of, text_and_image
+from mmrl.rollouts import (
+    PARTS,
+    REFERENCE_LOG_RATIO,
+    SEGMENTS,
+    DecisionColumn,
+    Prompt,
+    Replay,
+    Rollouts,
+    Sample,
+    old_logp,
+    parts_of,
+    text_and_image,
+)
 
 
 @dataclass(frozen=True)
@@ -109,23 +121,38 @@ class PromptRewritingPolicy:
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
         """Computes the log-likelihoods of all decisions under `model` (`self.module`, or the engine around it), in one
-        forward of each network."""
+        forward of each network. Ratios of steps to the old and the reference policy are in their exact form;
+        `prediction` is of steps alone, [rollout, step, ...]."""
         records: list[PromptRewritingRecord] = rollouts.inputs
         width = self.writer.max_decisions
         text_rollouts = Rollouts(rollouts.samples, [r.text for r in records], rollouts.group, rollouts.mask[:, :width])
         image_rollouts = Rollouts(
-            rollouts.samples, [r.image for r in records], rollouts.group, rollouts.mask[:, width:]
+            rollouts.samples,
+            [r.image for r in records],
+            rollouts.group,
+            rollouts.mask[:, width:],
+            old_prediction=rollouts.old_prediction,
+            ref_prediction=rollouts.ref_prediction,
         )
         text = self.writer.replay(text_rollouts, Part(model, WRITER), reference=reference)
         image = self.generator.replay(image_rollouts, Part(model, GENERATOR), reference=reference)
         weight = None
         if image.weight is not None:
             weight = torch.cat([torch.ones_like(text.logp), image.weight], 1)
-        return Replay(
+        replay = Replay(
             logp=torch.cat([text.logp, image.logp], 1),
             weight=weight,
+            prediction=image.prediction,
             extras={SEGMENTS.name: self.segments(rollouts).to(text.logp.device)},
         )
+        if image.log_ratio is not None:
+            before = old_logp(rollouts, replay)[:, :width]
+            replay.log_ratio = torch.cat([text.logp - before, image.log_ratio], 1)
+        exact = REFERENCE_LOG_RATIO.get(image)
+        if exact is not None and rollouts.ref_logp is not None:
+            apart = text.logp - rollouts.ref_logp[:, :width].to(text.logp.device)
+            replay.extras[REFERENCE_LOG_RATIO.name] = torch.cat([apart, exact], 1)
+        return replay
 
     def segments(self, rollouts: Rollouts) -> Tensor:
         """Returns the part of each decision, text or image, [rollout, decision] int64."""

@@ -112,6 +112,28 @@ def test_likelihoods_are_those_of_the_two_policies(folders):
     torch.testing.assert_close(policy.replay(part, policy.module).logp, replay.logp[[5, 2]], rtol=0, atol=2e-5)
 
 
+def test_ratios_of_steps_are_in_their_exact_form(folders):
+    """After an update of 1e-6 the difference of two log-probabilities is rounding; those of the generator alone are
+    exact, and the ratios of words are differences as ever."""
+    policy, task = made(folders)
+    batch = rolled(policy, task)
+    with torch.no_grad():
+        old = policy.replay(batch, policy.module)
+        batch.old_logp, batch.old_prediction = old.logp, old.prediction
+        batch.ref_logp, batch.ref_prediction = old.logp, old.prediction
+        same = policy.replay(batch, policy.module)
+        for parameter in policy.module.parameters():
+            parameter += 1e-6
+        now = policy.replay(batch, policy.module)
+        steps = Rollouts(batch.samples, [r.image for r in batch.inputs], batch.group, batch.mask[:, WORDS:])
+        steps.old_prediction = old.prediction
+        alone = policy.generator.replay(steps, policy.generator.module)
+    assert not same.log_ratio.any() and not same.extras["reference_log_ratio"].any()
+    assert torch.equal(now.log_ratio[:, WORDS:], alone.log_ratio) and bool(alone.log_ratio.any())
+    assert torch.equal(now.log_ratio[:, :WORDS], now.logp[:, :WORDS] - old.logp[:, :WORDS])
+    assert torch.equal(now.extras["reference_log_ratio"], now.log_ratio)
+
+
 def test_both_networks_get_their_gradient(folders):
     """That of the sum over words falls on the writer alone, that over steps on the generator alone."""
     policy, task = made(folders)
