@@ -48,6 +48,7 @@ class ExtraSource(Choice):
     title: ClassVar[str] = "source"
     kinds: ClassVar[dict[str, str]] = {
         "demonstrations": "mmrl.collection.extra_sources:DemonstrationSource",
+        "expert_labels": "mmrl.collection.expert_labels:ExpertLabels",
         "guided_groups": "mmrl.collection.guided_groups:GuidedGroups",
         "guided_prefixes": "mmrl.collection.guided_groups:GuidedPrefixes",
         "extra_rollouts": "mmrl.collection.resampling:ExtraRollouts",

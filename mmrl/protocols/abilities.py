@@ -133,6 +133,14 @@ class Acting(Protocol):
         then all of the next."""
 
 
+@ability("observations of its own that an expert can label (heads that can be shown what to do)")
+class ExpertLabelling(Protocol):
+    """A policy that can ask an expert what to do where it went."""
+
+    def labelled(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
+        """Plays an episode from each prompt. Returns what it saw as prompts whose answer is the expert's."""
+
+
 @ability("steps of an episode that can be learned from one by one")
 class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""

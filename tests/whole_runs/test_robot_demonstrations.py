@@ -1,12 +1,17 @@
 """Demonstrations beside episodes: what an expert did, scored with the same head as what the policy did."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.rollouts import DEMONSTRATION, FRESH
-from tests.whole_runs.parts import ROBOTS, make, metrics, release, train
+from mmrl.training.metrics import Metrics
+from tests.sims.line_simulator import Line
+from tests.whole_runs.parts import ROBOTS, make, metrics, release, timeless, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 BESIDE = [
@@ -90,3 +95,51 @@ def test_what_can_not_be_is_refused_before_anything_is_loaded(tmp_path, options,
 def test_demonstrations_that_are_not_there_are_named(tmp_path):
     with pytest.raises(UserError, match=r"needs task.demonstrations, such as \{type: expert\}"):
         make(tmp_path, BESIDE[0], *BESIDE[2:], base=ROBOTS)
+
+
+class Moving(Line):
+    """An expert that turns round behind the middle, and says so of a whole chunk."""
+
+    def expert(self, rows, length):
+        places = [self.position[row] for row in rows]
+        return np.array([[[0.5 - place + 0.01 * k] for k in range(length)] for place in places], np.float32)
+
+
+LABELS = [
+    "rollout.extras=[{type: expert_labels, episodes: 2, prompts: 4, keep: 5}]",
+    *BESIDE[2:4],
+    "task.simulator=tests.whole_runs.test_robot_demonstrations:Moving",
+    "engine.micro_batch=20",
+    "task.train_size=60",
+    "steps=4",
+]
+
+
+def test_the_expert_says_what_to_do_where_the_policy_came(tmp_path):
+    """Each of its looks is at a place where an episode of the policy was, and its chunk begins from there."""
+    trainer = make(tmp_path, *LABELS, base=ROBOTS)
+    trainer.train()
+    source, policy = trainer.collector.extras.sources[0], trainer.policy
+    kept = source._kept
+    assert len(kept) == 5
+    places = [float(label.metadata["observation"].state[0, 0]) for label in kept]
+    for place, label in zip(places, kept, strict=True):
+        assert label.metadata["actions"][:, 0].tolist() == pytest.approx([0.5 - place + 0.01 * k for k in range(4)])
+    again = policy.labelled([trainer.task.train[3]], [7])
+    played = policy.rollout([trainer.task.train[3]], 1, [7])
+    assert [float(one.metadata["observation"].state[0, 0]) for one in again] == [
+        float(step.state[0]) for step in played.inputs[0]
+    ]
+    batch = trainer.collector.next(4, Metrics(trainer.engine))
+    taught = batch.origin == DEMONSTRATION
+    assert taught.sum() == 4 and len(batch.group.unique()) == 8
+    release(trainer)
+
+
+def test_labels_go_on_exactly(tmp_path):
+    train(tmp_path / "whole", *LABELS, base=ROBOTS)
+    train(tmp_path / "parts", *LABELS, "steps=2", "checkpoint.every=2", base=ROBOTS)
+    train(tmp_path / "parts", *LABELS, "checkpoint.every=2", resume=True, base=ROBOTS)
+    rows = [[row for row in timeless(metrics(tmp_path / name)) if "loss" in row] for name in ("whole", "parts")]
+    assert json.dumps(rows[0]) == json.dumps(rows[1]) and len(rows[0]) == 4
+    assert rows[0][-1]["likelihood"] > rows[0][0]["likelihood"]

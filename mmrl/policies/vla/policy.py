@@ -131,6 +131,13 @@ class EpisodeRecord:
         self.reasoning: list[int] = []  # number of latents by policy step
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
+        self.labels: list[Prompt] = []  # observations with an expert's actions, by policy step
+
+    def add_label(self, observation: Observation, actions: NDArray[np.float32]) -> None:
+        """Keeps an observation of one row, and what the expert would do there, [chunk, action]."""
+        name = f"{self.prompt.id}-{len(self.labels)}"
+        label = {"observation": observation, "actions": actions}
+        self.labels.append(Prompt(name, self.instruction, metadata=label))
 
     def add_step(self, step: Step, row: int, film: bool) -> None:
         valid = step.valid[row]
@@ -173,12 +180,13 @@ def mean_or_nan(numbers: Sequence[float]) -> float:
 class PlayOptions:
     """Options of playing episodes. training: policy steps are recorded, to be scored. film: the images of the first
     `film` episodes are kept, in evaluation one after every action, in training one after every chunk. step: finished
-    training steps."""
+    training steps. labelled: whether the simulator's expert says at every policy step what it would do there."""
 
     temperature: float
     training: bool
     film: int = 0
     step: int = 0
+    labelled: bool = False
 
 
 class VisionLanguageActionPolicy:
@@ -234,7 +242,7 @@ class VisionLanguageActionPolicy:
         the window of its chains, comes from its first seed and training step `step`."""
         starts = [p for p in prompts for _ in range(group_size)]
         groups = [seed for seed in seeds[::group_size] for _ in range(group_size)]
-        film = len(starts) if self.watched else self._filmed(step, group_size)
+        film = len(starts) if self.watched else filmed(self.action, self.log, step, group_size)
         options = PlayOptions(self.temperature.value, training=True, film=film, step=step)
         records = self._play(starts, seeds, groups, options)
         rollouts = self._rollouts([r.sample for r in records], [r.policy_steps for r in records])
@@ -297,6 +305,12 @@ class VisionLanguageActionPolicy:
             blank = torch.zeros(len(prompts), 1)
             rollouts.extras["steps"] = Steps(blank.bool(), blank, blank.clone(), blank.bool(), blank.clone())
         return rollouts
+
+    def labelled(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
+        """Plays an episode a prompt as a rollout. Returns its observations as prompts for `demonstrate`, with the
+        actions of the simulator's expert, who starts from there. Raises UserError where there is no expert."""
+        options = PlayOptions(self.temperature.value, training=False, labelled=True)
+        return [label for record in self._play(prompts, seeds, seeds, options) for label in record.labels]
 
     def _warn_of_ranges(self, actions: NDArray[np.float32]) -> None:
         """Warns once of demonstrated actions [action, number] that the policy's statistics do not span."""
@@ -404,13 +418,6 @@ class VisionLanguageActionPolicy:
             records += self._play_at_once(starts[part], seeds[part], groups[part], part_options)
         return records
 
-    def _filmed(self, step: int, group_size: int) -> int:
-        """Returns the number of rollouts to film in step `step`, for the table that is due when it has finished; 0: no
-        table."""
-        if not self.action.film or not self.log.samples_every or (step + 1) % self.log.samples_every:
-            return 0
-        return -(-self.log.samples // group_size) * group_size
-
     def _play_at_once(
         self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
@@ -434,6 +441,10 @@ class VisionLanguageActionPolicy:
                 for row in rows
             ]
             step_counts.update(rows.tolist())
+            if options.labelled:
+                expert = sim.expert(np.isin(np.arange(len(sim)), rows), length=self.action.chunk)
+                for i, row in enumerate(rows):
+                    records[row].add_label(shown.select(np.array([i])), expert[row])
             group_seeds = [groups[row] for row in rows]
             sampling = ActionSampling(step_seeds, options.temperature, options.training, group_seeds, options.step)
             inputs = self._collate(prepared)
@@ -543,6 +554,14 @@ class VisionLanguageActionPolicy:
         return Rollouts(
             samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
         )
+
+
+def filmed(action: Actions, log: Log, step: int, group_size: int) -> int:
+    """Returns the number of rollouts to film in step `step`, for the table that is due when it has finished; 0: no
+    table."""
+    if not action.film or not log.samples_every or (step + 1) % log.samples_every:
+        return 0
+    return -(-log.samples // group_size) * group_size
 
 
 def steps_of(records: Sequence[EpisodeRecord]) -> Steps:

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Acting, Stepwise
+from mmrl.protocols.abilities import Acting, ExpertLabelling, Stepwise
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
@@ -75,7 +75,7 @@ class ActionHead(Choice):
 
     @property
     def demonstrable(self) -> bool:
-        """Whether demonstrated chunks can be scored beside those of rollouts."""
+        """True where demonstrated chunks can be scored beside those of rollouts."""
         return self.teachable
 
     @property
@@ -558,7 +558,8 @@ class VisionLanguageActionModel(ModelSettings):
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
         added: frozenset[Offer] = frozenset({"critic", Stepwise})
-        offers = action.head.offers | added | ({"demonstrations"} if action.head.demonstrable else set())
+        shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
+        offers = action.head.offers | added | shown
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 

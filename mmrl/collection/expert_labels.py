@@ -1,0 +1,115 @@
+"""Observations of the policy's own episodes with an expert's actions."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import PrivateAttr
+
+from mmrl.collection.extra_sources import ExtraSource, SourceContext
+from mmrl.errors import UserError
+from mmrl.prompts.sampler import Permutation
+from mmrl.protocols.abilities import ExpertLabelling
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.rollouts import Prompt, Rollouts
+
+BELOW = -(1 << 50)  # group ids of labels, below those of demonstrations and of imitated rollouts
+
+
+class ExpertLabels(ExtraSource):
+    """Observations that the policy comes to, with the actions of the simulator's expert there, for the loss term
+    `likelihood`. A rank keeps those of its earlier steps too, and draws from all."""
+
+    equation: ClassVar[str] = "rollouts of origin 1, without rewards, drawn at random from the last `keep` observations"
+    source: ClassVar[str] = "DAgger, arXiv 1011.0686, where beta is 0 from the first step on"
+    test: ClassVar[str] = "tests/whole_runs/test_robot_demonstrations.py"
+
+    type: str = "expert_labels"
+    episodes: int = option(16, "episodes that are played for them each step, over all ranks", ge=1)
+    prompts: int = option(description="observations that a step learns from, over all ranks", ge=1)
+    keep: int = option(4096, "observations that a rank keeps; the oldest leave first", ge=1)
+    _order: Permutation = PrivateAttr()
+    _context: SourceContext = PrivateAttr()
+    _kept: list[Prompt] = PrivateAttr(default_factory=list)  # oldest first
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"demonstrations", ExpertLabelling}))
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts
+
+    def start(self, context: SourceContext) -> None:
+        self._context, self._kept, self._order = context, [], Permutation()
+        self._order.start(len(context.prompts), context.seed + 2)
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        import torch
+
+        from mmrl.rollouts import DEMONSTRATION
+
+        rank, world = self._context.share
+        step = self._order.state()["drawn"] // self.episodes
+        self._play()
+        if not self._kept:
+            raise UserError("rollout.extras (expert_labels): the simulator lost all episodes that were to be labelled")
+        count = self.prompts // world
+        positions = torch.arange(step * self.prompts, (step + 1) * self.prompts)[rank * count : (rank + 1) * count]
+        drawn = random.Random(f"{self._context.seed} {rank} {step}").choices(self._kept, k=count)
+        labels: Rollouts = self._context.policy.demonstrate(drawn, positions.tolist())
+        labels.group = BELOW - positions
+        labels.origin = torch.full((count,), DEMONSTRATION)
+        return labels
+
+    def _play(self) -> None:
+        """Adds the observations of this rank's share of the episodes."""
+        (rank, world), first = self._context.share, self._order.state()["drawn"]
+        count = self.episodes // world
+        share = slice(rank * count, (rank + 1) * count)
+        starts = [self._context.prompts[i] for i in self._order.draw(self.episodes)[share]]
+        seeds = list(range(first, first + self.episodes))[share]
+        self._kept = [*self._kept, *self._context.policy.labelled(starts, seeds)][-self.keep :]
+
+    def state(self) -> dict[str, Any]:
+        return self._order.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._order.load(state)
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"kept": [packed(prompt) for prompt in self._kept]}
+
+    def load_rank(self, state: dict[str, Any]) -> None:
+        self._kept = [unpacked(one) for one in state["kept"]]
+
+
+def packed(prompt: Prompt) -> dict[str, Any]:
+    """Returns a labelled observation as tensors and texts."""
+    import torch
+
+    observation = prompt.metadata["observation"]
+    return {
+        "id": prompt.id,
+        "text": prompt.text,
+        "images": torch.from_numpy(observation.images.copy()),
+        "state": torch.from_numpy(observation.state.copy()),
+        "cameras": list(observation.cameras),
+        "actions": torch.from_numpy(prompt.metadata["actions"].copy()),
+    }
+
+
+def unpacked(label: dict[str, Any]) -> Prompt:
+    """Computes the inverse of `packed`."""
+    from mmrl.rollouts import Prompt
+    from mmrl.sims import Observation
+
+    images, state = label["images"].numpy(), label["state"].numpy()
+    observation = Observation(images, state, [label["text"]], tuple(label["cameras"]))
+    return Prompt(
+        label["id"], label["text"], metadata={"observation": observation, "actions": label["actions"].numpy()}
+    )
