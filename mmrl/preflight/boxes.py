@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.preflight.alarms import Alarm, some
+from mmrl.rewards.parsing.boxes import gold_boxes, gold_points
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rollouts import Prompt
 
@@ -64,11 +65,5 @@ def _beyond(prompt: Prompt, numbers: Sequence[float]) -> bool:
 
 
 def _numbers(gold: Any) -> list[float]:
-    """Returns x, y, x, y, ... of a gold, whatever lists and mappings hold them."""
-    if isinstance(gold, bool) or gold is None or isinstance(gold, str):
-        return []
-    if isinstance(gold, int | float):
-        return [float(gold)]
-    if isinstance(gold, Mapping):
-        return [n for name in ("bbox_2d", "bbox", "box") if name in gold for n in _numbers(gold[name])]
-    return [n for one in gold for n in _numbers(one)] if isinstance(gold, list | tuple) else []
+    """Returns x, y, x, y, ... of the boxes or points of a gold, read as rewards read it."""
+    return [number for shape in gold_boxes(gold) or gold_points(gold) or [] for number in shape]

@@ -16,7 +16,7 @@ from mmrl.preflight.page import Row
 from mmrl.preflight.prompts import spread
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading, probe_system
 from mmrl.rollouts import Prompt
-from mmrl.tasks.visual_qa.settings import VisualQASettings
+from mmrl.tasks.visual_qa.settings import RowReading, VisualQASettings
 from mmrl.tasks.visual_qa.task import VisualQA
 
 TRIED = 24  # rows whose golds are tried
@@ -49,7 +49,8 @@ def probe_questions(
         if processor is None:
             findings.unread.append(("template", "prompts are not rendered: the model's processor is not at hand"))
         else:
-            probe_template(prompts, processor, lengths.max_prompt_length, limit, findings)
+            allowed = settings.data.max_bad_share if isinstance(settings.data, RowReading) else 0.0
+            probe_template(prompts, processor, lengths.max_prompt_length, limit, findings, allowed)
     return [
         Row(
             prompt,
@@ -73,14 +74,20 @@ def _golds(task: VisualQA, prompts: Sequence[Prompt], limit: int, findings: Find
 
 
 def probe_template(
-    prompts: Sequence[Prompt], processor: Processor, max_prompt: int, max_response: int, findings: Findings
+    prompts: Sequence[Prompt],
+    processor: Processor,
+    max_prompt: int,
+    max_response: int,
+    findings: Findings,
+    allowed: float = 0.0,
 ) -> None:
+    """Adds what is wrong with rendered prompts. allowed: share of rows that training leaves out and names."""
     tokenizer = processor.tokenizer
     special = [str(token) for token in tokenizer.special_tokens_map.values() if len(str(token)) > 2]
     special += [token for token in tokenizer.get_vocab() if token.startswith("<|") and token.endswith("|>")]
     findings.add(probe_placeholders(prompts, list(dict.fromkeys(special))))
     findings.add(probe_system(prompts, lambda prompt: system_is_moved(processor, chat(prompt))))
-    findings.add(probe_reading(prompts, lambda prompt: encode(processor, [prompt], max_prompt)))
+    findings.add(probe_reading(prompts, lambda prompt: encode(processor, [prompt], max_prompt), allowed))
     findings.add(
         probe_lengths(prompts, lambda text: len(tokenizer(text, add_special_tokens=False).input_ids), max_response)
     )

@@ -14,8 +14,9 @@ from mmrl.rollouts import Prompt
 Read = Callable[[Prompt], Any]
 
 
-def probe_reading(prompts: Sequence[Prompt], read: Read) -> Iterator[Alarm]:
-    """Finds prompts that the model's reader refuses, with the reason; read raises for them."""
+def probe_reading(prompts: Sequence[Prompt], read: Read, allowed: float = 0.0) -> Iterator[Alarm]:
+    """Finds prompts that the model's reader refuses, with the reason; read raises for them. allowed: share of rows that
+    training leaves out and names."""
     lines: dict[str, list[str]] = {}
     for prompt in prompts:
         try:
@@ -24,9 +25,11 @@ def probe_reading(prompts: Sequence[Prompt], read: Read) -> Iterator[Alarm]:
             lines.setdefault(one_line(str(error)).replace(prompt.id, "PROMPT"), []).append(prompt.id)
         except Exception as error:  # of libraries, about a prompt that they do not take
             lines.setdefault(one_line(f"PROMPT: {type(error).__name__}: {error}"), []).append(prompt.id)
+    within = sum(map(len, lines.values())) <= allowed * len(prompts)
     for text, rows in lines.items():
         more = f" ({len(rows)} of {len(prompts)} rows: {some(rows)})" if len(rows) > 1 else ""
-        yield Alarm("template", "refused", text.replace("PROMPT", rows[0]) + more)
+        more += "; left out within task.data.max_bad_share" if within else ""
+        yield Alarm("template", "warned" if within else "refused", text.replace("PROMPT", rows[0]) + more)
 
 
 def probe_system(prompts: Sequence[Prompt], moved: Callable[[Prompt], str | None]) -> Iterator[Alarm]:

@@ -3,7 +3,7 @@ a file, a text that it holds once, what takes its place, and the tests that shou
 
 from __future__ import annotations
 
-SHOWN, FILES, GOLDS = "mmrl/runtime/images.py", "tasks/visual_qa/data/images.py", "mmrl/preflight/golds.py"
+SHOWN, FILES, GOLDS = "mmrl/runtime/images.py", "tasks/data/image_files.py", "mmrl/preflight/golds.py"
 ROWS, BOXES, READERS = "mmrl/preflight/prompts.py", "mmrl/preflight/boxes.py", "mmrl/preflight/readers.py"
 SPACES, WORLD, CODEC = "sims/spaces.py", "sims/gymnasium.py", "mmrl/policies/vla/heads/codec.py"
 SEEN, CHECKED, MOVED = ("runtime/test_images.py",), ("checks/test_check.py",), ("sims/test_spaces.py",)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from mmrl.runtime.jsonl import LONGEST_LINE, RowError, parsed
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*DELIMITERS, ".json")
+UNPACKED = 2 << 30  # bytes that a file may unpack to
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,42 @@ class Table:
     entries: tuple[TableEntry, ...]
 
 
+def kind_of(path: Path) -> str:
+    """Returns the suffix of a file, without .gz."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def stem_of(path: Path) -> str:
+    """Returns the name of a file without its kind."""
+    return Path(path.stem).stem if path.suffix == ".gz" else path.stem
+
+
+def contents(path: Path) -> bytes:
+    """Returns all bytes of a file, unpacked where its name ends in .gz. Raises ValueError for one that is no gzip file,
+    or unpacks to more than UNPACKED."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        with gzip.open(path) as file:
+            data = file.read(UNPACKED + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: no gzip file: {error}") from None
+    if len(data) > UNPACKED:
+        raise ValueError(f"{path}: it unpacks to more than {UNPACKED >> 30} GiB; unpack it, and name the file itself")
+    return data
+
+
 def read_table(path: Path) -> Table:
-    """Reads a .csv, .tsv or .json file. A row that cannot be used has a RowError as its value.
+    """Reads a .csv, .tsv or .json file, also packed with .gz behind. A row that cannot be used has a RowError as its
+    value.
 
     A .json file holds a list of objects, or one object on each line. Raises ValueError for a file that cannot be read
     as a whole.
     """
-    if path.suffix in DELIMITERS:
-        return Table("line", tuple(_delimited(path, DELIMITERS[path.suffix])))
-    data = path.read_bytes()
-    if not data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+    if (kind := kind_of(path)) in DELIMITERS:
+        return Table("line", tuple(_delimited(path, DELIMITERS[kind])))
+    data = contents(path)
+    if not data.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
         return Table("line", tuple(_lines(path, data)))
     try:
         rows = json.loads(data.decode("utf-8-sig"))
@@ -51,7 +81,7 @@ def read_table(path: Path) -> Table:
 
 
 def _lines(path: Path, data: bytes) -> Iterator[TableEntry]:
-    lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(data.removeprefix(BOM_UTF8).splitlines(), 1) if line.strip()]
     if not lines or not _is_row(lines[0][1]):
         raise ValueError(
             f"{path}: a .json file of rows is a list of objects, [...], or one object on each line; write the list "
@@ -73,7 +103,7 @@ def _is_row(line: bytes) -> bool:
 
 def _delimited(path: Path, delimiter: str) -> Iterator[TableEntry]:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = contents(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error}; save it as UTF-8") from None
     csv.field_size_limit(LONGEST_LINE)  # images as text are longer than the 128 KiB that are usual

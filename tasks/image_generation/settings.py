@@ -179,6 +179,7 @@ class PromptsData(Prompts):
     eval: Path | None = option(None, "held-out prompts")
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
     format: Literal["plain", "geneval", "ocr"] = option("plain", "of the files")
+    prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     @model_validator(mode="after")
@@ -192,7 +193,11 @@ class PromptsData(Prompts):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data import prompts
 
-        rows: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
+        rows: dict[str, Any] = {
+            "format": self.format,
+            "max_bad_share": self.max_bad_share,
+            "field": self.prompt_field,
+        }
         train = None if self.train is None else prompts.load(self.train, **rows)
         if self.eval is None:
             assert train is not None and self.heldout is not None
@@ -204,23 +209,25 @@ class PromptsData(Prompts):
 
 
 class PairsData(Prompts):
-    """Pairs of the user's: a `.jsonl` file with `prompt`, `chosen` and `rejected`, the latter paths of images of one
-    size below the file's folder; for algorithm.type=offline_preference."""
+    """Pairs of the user's: rows of `prompt`, `chosen` and `rejected`, the latter paths of images of one size below the
+    file's folder; for algorithm.type=offline_preference."""
 
     test: ClassVar[str] = "tests/tasks/test_image_pairs.py"
     type: str = "pairs"
     train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
-    eval: Path = option(description="held-out prompts, a .txt or .jsonl file")
+    eval: Path = option(description="held-out prompts")
+    prompt_field: str = option("prompt", "column of the prompt")
     grey: bool = option(False, "images have one channel")
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.data.pairs import Pairs
         from mmrl.tasks.image_generation.data import prompts
-        from mmrl.tasks.image_generation.data.pairs import PairSource
+        from mmrl.tasks.image_generation.data.pairs import ImagePairs
 
-        bad = self.max_bad_share
-        train = None if self.train is None else PairSource(self.train, grey=self.grey, max_bad_share=bad)
-        return train, prompts.load(self.eval, max_bad_share=bad)
+        rows: dict[str, Any] = {"max_bad_share": self.max_bad_share, "field": self.prompt_field}
+        train: Pairs | None = None if self.train is None else ImagePairs(self.train, grey=self.grey, **rows)
+        return train, prompts.load(self.eval, **rows)
 
 
 class ImageGenerationSettings(TaskSettings):

@@ -1,26 +1,8 @@
-"""The user's video prompts: text files with one prompt a line."""
+"""The user's video prompts, of which a share is held out."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mmrl.rollouts import Prompt
-
-
-def load(path: Path) -> list[Prompt]:
-    """Reads the prompts of a UTF-8 file, empty lines left out; ids are line numbers. Raises ValueError naming file and
-    line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path} can not be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path} line {line} is not UTF-8") from None
-    prompts = [Prompt(f"{path.name}:{n}", line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -27,6 +27,7 @@ class VideoPrompts(Choice):
     kinds: ClassVar[dict[str, str]] = {
         "moving_shapes": f"{_PACKAGE}.settings:MovingShapesData",
         "prompts": f"{_PACKAGE}.settings:VideoPromptsData",
+        "pairs": f"{_PACKAGE}.settings:VideoPairsData",
     }
     rewards: ClassVar[list[RewardSpec]] = []
     accuracy: ClassVar[RewardSpec | None] = None
@@ -64,13 +65,15 @@ class MovingShapesData(VideoPrompts):
 
 
 class VideoPromptsData(VideoPrompts):
-    """The user's prompt files, one prompt a line. Held-out prompts come from `eval`, or are a share of `train`."""
+    """The user's prompt files. Held-out prompts come from `eval`, or are a share of `train`."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     type: str = "prompts"
     train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
     eval: Path | None = option(None, "held-out prompts")
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
+    prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -81,13 +84,37 @@ class VideoPromptsData(VideoPrompts):
         return self
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.data.prompt_files import load_prompts
         from mmrl.tasks.video_generation import prompts
 
-        train = None if self.train is None else prompts.load(self.train)
+        rows: dict[str, Any] = {"field": self.prompt_field, "max_bad_share": self.max_bad_share}
+        train = None if self.train is None else load_prompts(self.train, **rows)
         if self.eval is not None:
-            return train, prompts.load(self.eval)
+            return train, load_prompts(self.eval, **rows)
         assert train is not None and self.heldout is not None
         return prompts.hold_out(train, self.heldout)
+
+
+class VideoPairsData(VideoPrompts):
+    """Pairs of the user's: rows of `prompt`, `chosen` and `rejected`, the latter paths of videos of one size below the
+    file's folder; for algorithm.type=offline_preference."""
+
+    test: ClassVar[str] = "tests/tasks/test_video_pairs.py"
+    type: str = "pairs"
+    train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
+    eval: Path = option(description="held-out prompts")
+    prompt_field: str = option("prompt", "column of the prompt")
+    frames: int = option(16, "of a video that are kept, evenly spaced: as many as the model draws", ge=1)
+    grey: bool = option(False, "videos have one channel")
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+
+    def sources(self, seed: int) -> tuple[Source | None, Source]:
+        from mmrl.tasks.data.prompt_files import load_prompts
+        from mmrl.tasks.video_generation.pairs import VideoPairs
+
+        rows: dict[str, Any] = {"field": self.prompt_field, "max_bad_share": self.max_bad_share}
+        train = None if self.train is None else VideoPairs(self.train, grey=self.grey, frames=self.frames, **rows)
+        return train, load_prompts(self.eval, **rows)
 
 
 class VideoGenerationSettings(TaskSettings):

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.data.bounds import GIBIBYTE, MAX_GROUP, MAX_GROUP_ROWS, MAX_ROWS
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_GROUP, MAX_GROUP_ROWS, MAX_ROWS
 
 PART = GIBIBYTE // 4  # bytes that rows may unpack to before they are counted
 LEAST_AT_ONCE, MOST_AT_ONCE = 64, 65536  # rows

@@ -11,8 +11,8 @@ from pydantic import model_validator
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, load_attribute, option
 from mmrl.sims.turns.settings import EnvironmentSettings, RecordedSettings
+from mmrl.tasks.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 from mmrl.tasks.settings import TaskSettings
-from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
 from mmrl.tasks.visual_qa.data.kinds import (
     CHART_QUESTIONS,
     EVERY,
@@ -280,7 +280,7 @@ class RowsData(RowReading):
 
 
 class FilesData(RowsData):
-    """The user's own .jsonl or .parquet files."""
+    """The user's own files: .jsonl, .json, .csv, .tsv or .parquet."""
 
     type: str = "files"
     train: Path | None = option(None, "questions to train on; without it the task can only be evaluated")
@@ -305,12 +305,19 @@ class HuggingFaceData(RowsData):
     train_split: str | None = option("train", "questions to train on; null: the task can only be evaluated")
     eval_split: str = option("test", "held-out questions")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
+    stream: int | None = option(
+        None,
+        "first rows of each split that are read as a stream and held in memory, images included, instead of a download "
+        "of the whole; null: download",
+        unit="rows",
+        ge=1,
+    )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 
         def split(name: str) -> Source:
-            return HuggingFaceSource(self.name, name, options=self.options, **self._reading)
+            return HuggingFaceSource(self.name, name, options=self.options, stream=self.stream, **self._reading)
 
         return None if self.train_split is None else split(self.train_split), split(self.eval_split)
 
@@ -334,8 +341,8 @@ class ConversationRows(RowReading):
     image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
     def _fields(self, root: Path | None) -> ConversationFields:
+        from mmrl.tasks.data.image_files import ImageFiles
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
-        from mmrl.tasks.visual_qa.data.images import ImageFiles
 
         return ConversationFields(
             messages=self.messages_field,
@@ -384,6 +391,13 @@ class HuggingFaceConversationsData(ConversationRows):
     train_split: str | None = option("train", "conversations to train on; null: the task can only be evaluated")
     eval_split: str = option("test", "held-out conversations")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
+    stream: int | None = option(
+        None,
+        "first rows of each split that are read as a stream and held in memory, images included, instead of a download "
+        "of the whole; null: download",
+        unit="rows",
+        ge=1,
+    )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.huggingface import split_rows
@@ -391,7 +405,7 @@ class HuggingFaceConversationsData(ConversationRows):
 
         def read(split: str) -> Source:
             return RowSource(
-                split_rows(self.name, split, self.options),
+                split_rows(self.name, split, self.options, self.stream),
                 self._fields(None),
                 name=f"{self.name} ({split})",
                 prefix=self.name,

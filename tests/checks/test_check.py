@@ -225,6 +225,17 @@ def test_readers_by_hand():
         raise UserError(f"prompt {prompt.id} is too long") if prompt.id == "rows:2" else StopIteration
 
     assert texts(probe_reading(rows, read)) == ["rows:1: StopIteration:", "prompt rows:2 is too long"]
+    many = [Prompt(f"rows:{n}", "q") for n in range(2, 12)]  # of which one is too long
+
+    def at_times(prompt):
+        if prompt.id == "rows:2":
+            raise UserError("prompt rows:2 is too long")
+
+    severities = {share: [a.severity for a in probe_reading(many, at_times, share)] for share in (0.05, 0.1)}
+    assert severities == {0.05: ["refused"], 0.1: ["warned"]}
+    assert texts(probe_reading(many, at_times, 0.1)) == [
+        "prompt rows:2 is too long; left out within task.data.max_bad_share"
+    ]
 
 
 def test_rows_of_a_large_source_are_spread_evenly():

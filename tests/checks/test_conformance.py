@@ -7,11 +7,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mmrl.cli.main import main
-from mmrl.preflight import conformance
-from mmrl.preflight.conformance import ModelCheck, table
+from mmrl.preflight import model_trials
+from mmrl.preflight.conformance import ModelCheck, Trial, table
 from tests.helpers.tiny_models import CHECKED, FAMILIES, PAD, build
 
-BESIDE = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]  # with tests of their own
+# With tests of their own, or like another one
+BESIDE = [pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, "llava_next")]
+QUICK = [family for family in CHECKED if family != "llava_next"]
 LINES = [
     *("configuration", "processor", "template", "placeholders", "weights", "end tokens", "policy"),
     *("images", "sampling", "padding", "positions", "gradient", "save and load", "LoRA"),
@@ -33,7 +35,7 @@ def changed(folder, name, **keys):
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-@pytest.mark.parametrize("family", [*CHECKED, *BESIDE])
+@pytest.mark.parametrize("family", [*QUICK, *BESIDE])
 def test_a_family_passes(family, tmp_path):
     trials = ModelCheck(str(build(family, tmp_path))).run()
     assert [trial.name for trial in trials] == LINES
@@ -55,6 +57,21 @@ def test_random_weights_where_there_are_none(tmp_path):
     (folder / "model.safetensors").unlink()
     assert "safetensors" in failed(folder)["weights"]
     assert failed(folder, random=True) == {}
+
+
+def test_families_that_are_not_there_are_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_vl"}))
+    reason = failed(tmp_path)["configuration"]
+    assert "`kimi_vl`" in reason and "does not recognize" in reason and "\n" not in reason
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    folder = build("idefics3", tmp_path / "smolvlm")
+    changed(folder, "processor_config.json", processor_class="SmolVLMProcessor")
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps({"video_processor_type": "SmolVLMVideoProcessor"})
+    )
+    assert "num2words" in failed(folder)["processor"]
 
 
 # --- planted faults ---
@@ -92,14 +109,14 @@ def test_an_end_that_the_template_does_not_write(llava):
 
 def planted(monkeypatch, change):
     """Changes each policy that a check makes."""
-    make = conformance.policy_of
+    make = model_trials.policy_of
 
     def policy_of(model, processor):
         policy = make(model, processor)
         change(policy)
         return policy
 
-    monkeypatch.setattr(conformance, "policy_of", policy_of)
+    monkeypatch.setattr(model_trials, "policy_of", policy_of)
 
 
 def after_projector(policy, change):
@@ -192,9 +209,9 @@ def test_the_command_refuses_what_does_not_go_together(arguments, line, capsys):
 
 def test_a_table_says_what_was_not_tried():
     trials = [
-        conformance.Trial("a", True, "x"),
-        conformance.Trial("long", None, "y"),
-        conformance.Trial("b", False, "z"),
+        Trial("a", True, "x"),
+        Trial("long", None, "y"),
+        Trial("b", False, "z"),
     ]
     assert table(trials) == [
         "passed     a     x",

@@ -17,6 +17,12 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
     GenerationConfig,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
@@ -36,6 +42,10 @@ from transformers import (
     InternVLVideoProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
@@ -396,9 +406,75 @@ MAKERS: dict[str, Callable[[], Built]] = {
     maker.__name__: maker for maker in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe, idefics3, llava_onevision, internvl)
 }
 FAMILIES = tuple(MAKERS)
+
+
 # Further ones, which pass `mmrl check --model` and have no test of their own beside.
+def llava_next() -> Built:
+    """CLIP and Llama; a base view of 16 tokens and up to two tiles, whose rows end in a newline token."""
+    grid = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE]]
+    tok = tokenizer(["<image>"])
+    cfg = LlavaNextConfig(
+        text_config=text_config(tok, model_type="llama"),
+        vision_config=vision_config(
+            model_type="clip_vision_model", num_hidden_layers=3, num_attention_heads=2, image_size=TILE
+        ),
+        image_grid_pinpoints=grid,
+        image_seq_length=16,
+        tie_word_embeddings=False,
+        **ids(tok, image_token_index="<image>"),
+    )
+    size = {"height": TILE, "width": TILE}
+    pixels = LlavaNextImageProcessor(size={"shortest_edge": TILE}, crop_size=size, image_grid_pinpoints=grid)
+    strategy: dict[str, Any] = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaNextProcessor(pixels, tok, patch_size=8, chat_template=template("<image>"), **strategy)
+    return LlavaNextForConditionalGeneration(cfg), processor
+
+
+def gemma4() -> Built:
+    """Images of their own sides, up to 70 tokens of 2 x 2 patches each; layers with embeddings of their own."""
+    named = {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    }
+    tok = tokenizer([*named.values(), "<|video|>"], **named)
+    tok.add_special_tokens({"extra_special_tokens": ["<|video|>"]}, replace_extra_special_tokens=False)
+    cfg = Gemma4Config(
+        text_config=text_config(
+            tok,
+            head_dim=16,
+            global_head_dim=32,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+            vocab_size_per_layer_input=len(tok),
+            hidden_size_per_layer_input=8,
+        ),
+        vision_config=vision_config(
+            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, pooling_kernel_size=2
+        )
+        | {"patch_size": 8, "position_embedding_size": 256},
+        initializer_range=INIT,
+        **ids(tok, boi_token_id="<|image>", eoi_token_id="<image|>", image_token_id="<|image|>"),
+        **ids(tok, video_token_id="<|video|>", audio_token_id="<|audio|>", boa_token_id="<|audio>"),
+        **ids(tok, eoa_token_index="<audio|>"),
+    )
+    sizes = {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    processor = Gemma4Processor(
+        Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessor(**sizes),
+        tok,
+        Gemma4VideoProcessor(**sizes),
+        chat_template=template("<|image|>"),
+        image_seq_length=70,
+    )
+    return Gemma4ForConditionalGeneration(cfg), processor
+
+
 CHECKED: dict[str, Callable[[], Built]] = {
-    maker.__name__: maker for maker in (gemma3, llava, qwen3_5, glm4v, glm46v, mistral3)
+    maker.__name__: maker for maker in (gemma3, gemma4, llava, llava_next, qwen3_5, glm4v, glm46v, mistral3)
 }
 
 

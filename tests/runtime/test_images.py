@@ -11,9 +11,9 @@ from transformers.image_utils import load_image
 from mmrl.runtime.images import as_shown, check_mode, embedded, local_path
 from mmrl.runtime.jsonl import RowError
 from mmrl.sims.turns.chat import read_image
+from mmrl.tasks.data.image_files import ImageFiles
+from mmrl.tasks.data.video_files import VideoFiles
 from mmrl.tasks.visual_qa.data.conversations import ConversationFields
-from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.video_files import VideoFiles
 from mmrl.tasks.visual_qa.reading.fields import Fields
 
 A, B, C, D = (250, 10, 20), (30, 240, 40), (50, 60, 230), (0, 0, 0)

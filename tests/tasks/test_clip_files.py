@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.data.image_files import ImageFiles
+from mmrl.tasks.data.video_files import VideoFiles, evenly
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.video_files import VideoFiles, evenly
 
 SHADES = list(range(10, 250, 30))  # of eight frames
 

@@ -58,7 +58,7 @@ def test_bad_images_are_named(folder):
     with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is no image"):
         pairs(folder, ROW | {"rejected": "broken.png"})[0]
     (folder / "eval2.txt").write_text("x\n")
-    with pytest.raises(ValueError, match="pairs are a .jsonl file"):
+    with pytest.raises(ValueError, match="row eval2:1: key 'chosen' must be the path of an image"):
         PairsData(train=folder / "eval2.txt", eval=folder / "eval.txt").sources(0)
 
 

@@ -1,10 +1,12 @@
 """Rows in the shapes of other libraries, and in files of every kind: contents by value."""
 
 import csv
+import gzip
 import json
 import logging
 import re
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +18,7 @@ from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 from mmrl.tasks.visual_qa.reading.fields import value_of
 from mmrl.tasks.visual_qa.reading.messages import ReadQuestion, read_messages
+from mmrl.tasks.visual_qa.settings import HuggingFaceData
 from tests.tasks.test_sources import png, red
 
 
@@ -356,3 +359,37 @@ def test_a_shape_trains(name, suffix, steps, tmp_path):
         job.train()
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line["step"] for line in logged) == steps
+
+
+# --- streams, packed files, marks of bytes ---
+
+
+def test_the_first_rows_of_a_stream_are_held_without_a_download(tmp_path):
+    rows = [{"problem": f"{n}?", "answer": str(n), "image": {"bytes": png(n), "path": None}} for n in range(6)]
+    features = datasets.Features(
+        {"problem": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()}
+    )
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
+    files = {"data_files": {"train": str(tmp_path / "rows.parquet"), "test": str(tmp_path / "rows.parquet")}}
+    data = HuggingFaceData(name="parquet", options=files, stream=4, image_field="image")
+    train, held_out = data.sources(0)
+    assert (len(train), len(held_out)) == (4, 4)
+    prompts = [train[row] for row in (3, 0)]
+    assert [(p.id, p.text, p.answer) for p in prompts] == [("parquet:3", "3?", "3"), ("parquet:0", "0?", "0")]
+    assert [p.images[0].getpixel((0, 0))[0] for p in prompts] == [3, 0]
+    assert len(HuggingFaceData(name="parquet", options=files, stream=40, image_field="image").sources(0)[0]) == 6
+    with pytest.raises(ValueError, match="streaming=true in task.data.options has no rows by number"):
+        HuggingFaceData(name="parquet", options=files | {"streaming": True}).sources(0)
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\n\n"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [".jsonl", ".json"])
+def test_marks_of_bytes_and_line_ends_and_gzip_change_nothing(tmp_path, end, packed, kind):
+    lines = [json.dumps({"problem": f"{n}?", "answer": str(n)}).encode() for n in range(3)]
+    data = b"\xef\xbb\xbf" + end.join(lines) + end
+    path = tmp_path / f"rows{kind}{'.gz' if packed else ''}"
+    path.write_bytes(gzip.compress(data) if packed else data)
+    source = FileSource(path)
+    step = end.count(b"\n")
+    assert [(source[n].id, source[n].text) for n in range(3)] == [(f"rows:{1 + step * n}", f"{n}?") for n in range(3)]

@@ -21,6 +21,7 @@ from mmrl.tasks.data.moving_shapes import (
     starts,
     words,
 )
+from mmrl.tasks.data.prompt_files import load_prompts
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.video_generation import prompts
 from mmrl.tasks.video_generation.tracking import MotionChecked, Track, marks, slope, steady, track
@@ -193,15 +194,13 @@ class TestTask:
             data={"type": "prompts", "train": str(file), "heldout": 0.25}, rewards=[checked], accuracy=checked
         )
         assert [p.text for p in task.evaluation] == ["a fish swims"]
-        assert [p.id for p in task.train] == ["clips.txt:1", "clips.txt:3", "clips.txt:4"]
+        assert [p.id for p in task.train] == ["clips:1", "clips:3", "clips:4"]
 
     def test_bad_files(self, tmp_path):
         (tmp_path / "latin.txt").write_bytes("a\na café".encode("latin-1"))
         (tmp_path / "empty.txt").write_text("\n")
-        for name, message in (("latin", "latin.txt line 2 is not UTF-8"), ("empty", "empty.txt holds no prompt")):
+        for name, message in (("latin", "latin.txt, line 2: not UTF-8"), ("empty", "empty.txt: no prompt in it")):
             with pytest.raises(ValueError, match=message):
-                prompts.load(tmp_path / f"{name}.txt")
-        with pytest.raises(ValueError, match="none.txt can not be read"):
-            prompts.load(tmp_path / "none.txt")
+                load_prompts(tmp_path / f"{name}.txt")
         with pytest.raises(ValueError, match="1 prompts are too few"):
             prompts.hold_out([Prompt("a", "a")], 0.5)

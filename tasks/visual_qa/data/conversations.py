@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmrl.rollouts import Message, Prompt
 from mmrl.runtime.jsonl import RowError, check_value
-from mmrl.tasks.visual_qa.data.images import ImageFiles
+from mmrl.tasks.data.image_files import ImageFiles
 from mmrl.tasks.visual_qa.reading.messages import MARKER, VIDEO_MARKER
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import io
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mmrl.errors import UserError
 from mmrl.runtime.installation import extra_command
 from mmrl.runtime.jsonl import LONGEST_LINE, RowError, line_spans, parsed
-from mmrl.tasks.data.tables import SUFFIXES, read_table
+from mmrl.tasks.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
+from mmrl.tasks.data.image_files import ImageFiles
+from mmrl.tasks.data.tables import SUFFIXES, contents, kind_of, read_table, stem_of
 from mmrl.tasks.visual_qa import verdicts
-from mmrl.tasks.visual_qa.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
-from mmrl.tasks.visual_qa.data.images import ImageFiles
 from mmrl.tasks.visual_qa.data.rows import Rows, RowSource
 from mmrl.tasks.visual_qa.reading.fields import Fields
 from mmrl.tasks.visual_qa.reading.shapes import shaped
 
 
 class FileSource(RowSource):
-    """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file, of the columns problem, answer and images
-    (see `Fields`) or in a shape of another library (see `shaped`).
+    """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` (all four also packed, .gz) or `.parquet` file, of the columns
+    problem, answer and images (see `Fields`) or in a shape of another library (see `shaped`).
 
     Construction reads every row once, with the headers of its images, and holds none of them: only the position of each
     good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
@@ -57,7 +59,7 @@ class FileSource(RowSource):
             rows,
             shaped(fields, rows, str(path)),
             name=str(path),
-            prefix=path.stem,
+            prefix=stem_of(path),
             max_bad_share=max_bad_share,
             validate=validate,
         )
@@ -68,11 +70,11 @@ def file_rows(path: Path, parquet_gib: float) -> Rows:
     and UserError for a Parquet file if pyarrow is not installed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
-    if path.suffix == ".jsonl":
+    if (kind := kind_of(path)) == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".parquet":
         return parquet_rows(path, int(parquet_gib * GIBIBYTE))
-    if path.suffix in SUFFIXES:
+    if kind in SUFFIXES:
         return _TableRows(path)
     raise ValueError(f"{path}: a file of questions ends in .jsonl, .parquet, {', '.join(SUFFIXES)}")
 
@@ -92,7 +94,8 @@ class _JsonLines:
 
     def __init__(self, path: Path):
         self._path = path
-        with path.open("rb") as file:
+        self._unpacked = contents(path) if path.suffix == ".gz" else None
+        with self._opened() as file:
             self._lines = list(line_spans(file))
 
     def __len__(self) -> int:
@@ -109,9 +112,14 @@ class _JsonLines:
 
     def __getitem__(self, row: int) -> object:
         line = self._lines[row]
-        with self._path.open("rb") as file:  # opened anew: a source may be read from several processes
+        with self._opened() as file:
             file.seek(line.offset)
-            return parsed(file.read(min(line.size, LONGEST_LINE + 1)))
+            text = file.read(min(line.size, LONGEST_LINE + 1))
+        return parsed(text if line.offset else text.removeprefix(BOM_UTF8))
+
+    def _opened(self) -> BinaryIO:
+        """Opens the file anew: a source may be read from several processes."""
+        return self._path.open("rb") if self._unpacked is None else io.BytesIO(self._unpacked)
 
 
 class _TableRows:

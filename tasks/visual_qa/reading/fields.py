@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError, check_finite, check_value
-from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
+from mmrl.tasks.data.bounds import MAX_FRAMES
+from mmrl.tasks.data.image_files import ImageFiles
+from mmrl.tasks.data.video_files import VideoFiles
 from mmrl.tasks.visual_qa.data.columns import Columns
-from mmrl.tasks.visual_qa.data.images import ImageFiles
-from mmrl.tasks.visual_qa.data.video_files import VideoFiles
 from mmrl.tasks.visual_qa.reading.messages import MARKER, VIDEO_MARKER, ReadQuestion, filled, is_messages, read_messages
 
 IMAGES = "images"  # the field of the images, unless another is named

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmrl.runtime.images import as_shown, check_mode, embedded, local_path
 from mmrl.runtime.jsonl import RowError
-from mmrl.tasks.visual_qa.data.bounds import MAX_PIXELS, MAX_RATIO
+from mmrl.tasks.data.bounds import MAX_PIXELS, MAX_RATIO
 
 KEYS = ("bytes", "url", "image_url", "path", "image", "video")  # of a mapping, in the order in which they count
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//|image/)")

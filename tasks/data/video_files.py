@@ -10,8 +10,8 @@ from PIL import Image
 from mmrl.rollouts import Video
 from mmrl.runtime.images import as_shown
 from mmrl.runtime.jsonl import RowError
-from mmrl.tasks.visual_qa.data.bounds import MAX_FRAMES
-from mmrl.tasks.visual_qa.data.images import ImageFiles
+from mmrl.tasks.data.bounds import MAX_FRAMES
+from mmrl.tasks.data.image_files import ImageFiles
 
 ANIMATED = ("GIF", "WEBP", "PNG")
 GIF_FPS = 10.0  # of a file that does not say how long it shows a frame

@@ -1,0 +1,38 @@
+"""Pairs of videos from the user's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.data.image_files import ImageFiles
+from mmrl.tasks.data.pairs import Pairs
+from mmrl.tasks.data.video_files import VideoFiles
+
+
+class VideoPairs(Pairs):
+    """Pairs of videos, [frame, channel, height, width] each: GIF, WebP, PNG, MP4, MOV or WebM."""
+
+    kind = "a video"
+
+    def __init__(self, path: Path, *, grey: bool, frames: int, max_bad_share: float, field: str = "prompt") -> None:
+        """grey: frames become one channel; else three. frames: of a video that are kept, evenly spaced."""
+        self.mode, self.frames = "L" if grey else "RGB", frames
+        super().__init__(path, max_bad_share=max_bad_share, field=field)
+
+    def read(self, path: Path, row: str) -> Tensor:
+        try:
+            video = VideoFiles(ImageFiles(self.root), self.frames).decoded(str(path))
+        except RowError as error:
+            raise UserError(f"{row}: {error}") from None
+        if len(video.frames) < self.frames:
+            raise UserError(f"{row}: {path} has {len(video.frames)} frames, fewer than task.data.frames={self.frames}")
+        pixels = np.stack([np.asarray(frame.convert(self.mode), dtype=np.float32) / 255 for frame in video.frames])
+        frames = torch.from_numpy(pixels)
+        return frames[:, None] if self.mode == "L" else rearrange(frames, "f h w c -> f c h w").contiguous()
