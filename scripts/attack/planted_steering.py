@@ -1,0 +1,27 @@
+"""Faults of robots that learn beside their episodes: a frozen flow that is steered by its noise, demonstrations, and an
+expert's labels. A name, a file, a text that it holds once, what takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+H, S, F, V = (
+    f"mmrl/policies/vla/{name}.py" for name in ("heads/steered", "heads/steered_settings", "heads/flow", "policy")
+)
+L = "mmrl/collection/expert_labels.py"
+STEERED, BESIDE = ("policies/vla/test_steered.py",), ("whole_runs/test_robot_demonstrations.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("steered: the flow learns", H, "base.requires_grad_(False)", "base", STEERED),
+    ("steered: the backbone learns", S, "backbone.requires_grad_(False)", "backbone.requires_grad_(True)", STEERED),
+    ("steered: noise of actions that were cut off does not count", H, 'repeat(valid.any(1), "n -> n c", c=self.noise.shape[0])',
+     "valid", STEERED),
+    ("steered: the spread does not move the displacement", H, " + (self.noise.spread().exp() - 1).square()", "", STEERED),
+    ("steered: the first noise stands for all behind", H, "noise[:, -1:].expand", "noise[:, :1].expand", STEERED),
+    ("steered: the flow runs backwards", F, "x = x + (after - now) *", "x = x - (after - now) *", STEERED),
+    ("steered: any number of noises will do for what was trained", S, '"layers", "noises")', '"layers")', STEERED),
+    ("labels: the expert says one action", V, "rows), length=self.action.chunk)", "rows))", BESIDE),
+    ("labels: the newest leave first", L, "][-self.keep :]", "][: self.keep]", BESIDE),
+    ("labels: none is kept at a checkpoint", L, '{"kept": [packed(prompt) for prompt in self._kept]}', '{"kept": []}', BESIDE),
+    ("demonstrations: a critic learns from them", V, "blank = torch.zeros(len(prompts), 1)", "blank = torch.ones(len(prompts), 1)",
+     BESIDE),
+]
