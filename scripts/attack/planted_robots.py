@@ -32,7 +32,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("judged success: the verdict at one half", J, "least = 0.5 if self.threshold is None else self.threshold",
      "least = 0.5", JUDGED),
     ("judged success: no images in training", "mmrl/policies/vla/policy.py",
-     "len(starts) if self.watched else self", "self", PLAYED),
+     "len(starts) if self.watched else filmed", "filmed", PLAYED),
     ("judged success: no images in evaluation", "mmrl/policies/vla/policy.py", "self.action.film or self.watched",
      "self.action.film", PLAYED),
     ("judged success: the loader does not tell", "mmrl/policies/vla/loading.py", "watched=task.watched",
