@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmrl.config import Config
-from mmrl.engine.memory import GIB, MemoryModel, peak, standing
+from mmrl.engine.memory import GIB, MemoryModel, peak, standing, sums_in_fp32
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.measurements.teachers import PathTeacher
@@ -129,10 +129,11 @@ def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks
     both["teachers"] = teachers(config) * width
     both["simulators"] = simulators(config)
     both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
+    on_gpu = engine.zero_stage and engine.offload == "none"
     training = {
         **both,
         "gradients": states["gradients"],
-        "fp32 gradients of a step": 8 * sharded if engine.zero_stage and engine.offload == "none" else 0.0,
+        "fp32 gradients of a step": flat_gradients(engine.zero_stage, dtype) * sharded if on_gpu else 0.0,
         "activations": peaks.of(config, memory, trains=True),
         "logits chunk": memory.logits,
         **memory.training_parts,
@@ -159,6 +160,12 @@ def weights_of(config: Config, path: str) -> int:
     if memory is None:
         raise UserError(f"teacher {path} is a small network of our own; its memory is not estimated")
     return sum(p.numel() for p in memory.module.parameters())
+
+
+def flat_gradients(zero_stage: int, dtype: str) -> int:
+    """Returns the bytes a trained parameter of DeepSpeed's flat fp32 gradient, with the flat one in bf16 that it is
+    copied from where gradients are not summed in fp32."""
+    return 6 if dtype == "bfloat16" and not sums_in_fp32(zero_stage, dtype) else 4
 
 
 def simulators(config: Config) -> float:
@@ -209,10 +216,10 @@ def moves(config: Config, ranks: int) -> list[str]:
         overrides.append("engine.zero_stage=3")
     if engine["zero_stage"] == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
         overrides.append("rollout.generator={type: transformers, gather: false}")
-    if engine["offload"] == "none" and engine["zero_stage"] > 0:
-        overrides.append("engine.offload=optimizer")
     if "lora" in model and model["lora"] is None:
         overrides.append("model.lora={rank: 32, alpha: 64}")
+    if engine["offload"] == "none" and engine["zero_stage"] > 0:
+        overrides.append("engine.offload=optimizer")
     return overrides
 
 
@@ -251,6 +258,18 @@ def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> 
     return plan(config, memory, ranks, gpu, peaks)
 
 
+def spare(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> str:
+    """Returns advice on what spare memory could save in time; empty where there is none. A backward pass that computes
+    activations again takes a forward pass more: three become four."""
+    if plain(make([]).model).get("activation_checkpointing") is not True:
+        return ""
+    override = "model.activation_checkpointing=false"
+    larger = described(make([override]), path, ranks, gpu, peaks)
+    if not larger.fits(gpu):
+        return ""
+    return f"; {override} fits too ({larger.most / GIB:.1f} GiB) and saves up to a quarter of an update"
+
+
 def memory_lines(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
     """Returns the lines of a dry run on memory. Raises UserError where the model's size is unknown."""
     config = make([])
@@ -268,7 +287,8 @@ def memory_lines(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
         )
         room = ROOM * gpu.size / GIB
         if gpu_plan.fits(gpu):
-            lines.append(f"{gpu.name}: fits ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)")
+            fits = f"{gpu.name}: fits ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
+            lines.append(fits + spare(make, path, ranks, gpu, peaks))
             continue
         chosen, best = fitted(make, path, ranks, gpu, peaks)
         short = f"{gpu.name}: does not fit ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"

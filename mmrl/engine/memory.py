@@ -39,6 +39,11 @@ class MemoryModel:
     notes: list[str] = field(default_factory=list)
 
 
+def sums_in_fp32(zero_stage: int, dtype: str) -> bool:
+    """Returns whether gradients of bf16 weights are summed over micro-batches in fp32."""
+    return dtype == "bfloat16" and zero_stage == 2
+
+
 def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
     """Bytes that a rank holds all the time, by part: weights, gradients and optimizer, which keeps so many moments.
 
@@ -50,7 +55,7 @@ def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments
     share = {stage: world if zero_stage >= stage else 1 for stage in (1, 2, 3)}
     return {
         "weights": every * width / share[3],
-        "gradients": trained * width / share[2],
+        "gradients": trained * (4 if sums_in_fp32(zero_stage, dtype) else width) / share[2],
         "optimizer": trained * (4 * moments + (4 if width == 2 else 0)) / share[1],  # in fp32, and copies of bf16
     }
 

@@ -168,10 +168,10 @@ class UnevenEngine(Section):
 
     balance: Literal["lengths", "none"] = option(
         "lengths",
-        "how several ranks share an update's work. lengths: they exchange groups until each has about as many tokens "
-        "(robots: policy steps) in every minibatch, and replay rollouts of similar lengths together; results agree to "
-        "rounding, but for masks that are drawn at random. none: a rank learns from what it sampled, as it does with "
-        "algorithm.shuffle=steps",
+        "how an update's work is laid out. lengths: groups of similar lengths are replayed together, the longest "
+        "first, and several ranks exchange groups until each has about as many tokens (robots: policy steps) in every "
+        "minibatch; results agree to rounding, but for masks that are drawn at random. none: a rank learns from what "
+        "it sampled, in the order drawn, as it does with algorithm.shuffle=steps",
     )
 
 

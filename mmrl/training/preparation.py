@@ -110,8 +110,13 @@ class Preparation:
     @property
     def balances(self) -> bool:
         """Returns whether ranks exchange rollouts."""
+        return self.engine.world > 1 and self.sorts
+
+    @property
+    def sorts(self) -> bool:
+        """Returns whether rollouts of similar lengths are replayed together."""
         engine = self.config.engine
-        return self.engine.world > 1 and isinstance(engine, UnevenEngine) and engine.balance == "lengths"
+        return isinstance(engine, UnevenEngine) and engine.balance == "lengths"
 
     def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
         """Exchanges rollouts between ranks to balance the cost of updates. Rows in `parts` may hold other rollouts
@@ -127,7 +132,7 @@ class Preparation:
         """Regroups the micro-batches of each minibatch by length, and splits those above `engine.micro_tokens`, where
         either is configured. All ranks have as many, for every backward pass is a collective."""
         tokens = self.config.engine.token_limit
-        if not self.balances and tokens is None:
+        if not self.sorts and tokens is None:
             return parts
         lengths = able(self.policy, Uneven).lengths(rollouts)
         parts = [longest_first(part, rollouts.group, lengths) for part in parts]

@@ -85,7 +85,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("micro_tokens: the longest of the one before", PARTITION, "            longest = int(length[row])\n", "", CUTS),
     ("micro_tokens: the one with most rollouts falls apart", PARTITION, "len(part) * int(length[part].max()) if",
      "len(part) if", CUTS),
-    ("micro_tokens: only where ranks balance", P, "if not self.balances and tokens is None:", "if not self.balances:",
+    ("micro_tokens: only where ranks balance", P, "if not self.sorts and tokens is None:", "if not self.sorts:",
      JOINTS),
     ("micro_tokens: cuts groups that are needed whole", "mmrl/collection/checks.py",
      "if config.needs.whole_groups and config.engine.token_limit is not None:", "if False:", JOINTS),

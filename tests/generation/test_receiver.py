@@ -49,8 +49,8 @@ def test_zeros_count_too():
 
 
 def test_a_checksum_is_a_known_number():
-    """That of another version could not be compared with."""
-    assert checksum(torch.arange(5.0)).value == 11698680841047531451
+    """That of another version could not be compared with. By hand: in integers without a bound, modulo 2^64."""
+    assert checksum(torch.arange(5.0)).value == 4924024510225912999
     assert checksum(torch.tensor(1.5)) == checksum(torch.tensor([1.5]))
 
 

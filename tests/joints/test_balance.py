@@ -132,9 +132,14 @@ def test_groups_that_a_table_shows_stay(given):
     assert one.batch.rollouts.inputs == [6, 7, 2, 3]
 
 
-def test_nothing_moves_with_one_rank(given):
-    made = given(Table(**TABLE), "rollout.prompts=4", "engine.micro_batch=3")
+def test_one_rank_replays_similar_lengths_together_too(given):
+    made = given(Table(**TABLE), "rollout.prompts=4", "engine.micro_batch=2")
     made.prepare()
-    other = given(Table(**TABLE), "rollout.prompts=4", "engine.micro_batch=3", "engine.balance=none")
-    other.prepare()
-    assert rows(made) == rows(other) and "balance/heaviest_rank" not in made.metrics.result()
+    assert rows(made) == [[[0, 1], [2, 3], [7, 6], [4, 5]]]
+    assert made.batch.rollouts.inputs == list(range(8)) and "balance/heaviest_rank" not in made.metrics.result()
+    drawn = given(Table(**TABLE), "rollout.prompts=4", "engine.micro_batch=2", "engine.balance=none")
+    drawn.prepare()
+    assert rows(drawn) != rows(made) and sorted(sum(rows(drawn)[0], [])) == list(range(8))
+    made.learn()
+    drawn.learn()
+    close(made.gradient(), drawn.gradient())

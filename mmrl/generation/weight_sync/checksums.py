@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # elements that are summed together
+CACHED = 1 << 18  # the same on a CPU, whose cache holds them
+BLOCK = 1 << 14  # elements whose weights are computed once for all blocks
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRAP = 1 << 64
 HELD = "held"  # read from the memory that the engine computes with
@@ -40,11 +42,41 @@ class Checksum:
 
 
 def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, state: str = HELD) -> Checksum:
-    """The checksum of a tensor, or of a part. view: the part's first element and strides in the flattened whole."""
+    """The checksum of a tensor, or of a part, computed on its device. view: the part's first element and strides in the
+    flattened whole."""
     first, strides = view or (0, row_strides(values.shape))
-    if values.ndim == 0:
-        values, strides = values[None], (1,)
-    total, rows = 0, max(1, CHUNK // max(1, values[:1].numel()))
+    if values.numel() == 0:
+        return Checksum(0, 0, state)
+    if tuple(strides) == row_strides(values.shape) or values.numel() == 1:
+        total = _run(values.contiguous().flatten(), first)
+    else:
+        total = _strided(values, first, strides)
+    return Checksum(int(total) % WRAP, values.numel(), state)
+
+
+def _run(values: Tensor, first: int) -> Tensor:
+    """Sums elements that follow one another in the whole, whole blocks at once: a product and a sum for each."""
+    bits, total = values.view(BITS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
+    within = _weight(torch.arange(BLOCK, device=values.device))
+    head = min(len(bits), -first % BLOCK)
+    blocks = (len(bits) - head) // BLOCK
+    for start, stop in ((0, head), (head + blocks * BLOCK, len(bits))):
+        if start < stop:
+            block, offset = divmod(first + start, BLOCK)
+            sum_of_block = ((bits[start:stop].long() + 1) * within[offset : offset + stop - start]).sum()
+            total = total + sum_of_block * _weight(torch.tensor(block, device=values.device))
+    whole = bits[head : head + blocks * BLOCK].view(blocks, BLOCK)
+    rows = (CHUNK if values.is_cuda else CACHED) // BLOCK
+    for start in range(0, blocks, rows):
+        part = whole[start : start + rows]
+        of_blocks = _weight(torch.arange(len(part), device=values.device) + (first + head) // BLOCK + start)
+        total = total + (((part.long() + 1) * within).sum(1) * of_blocks).sum()
+    return total
+
+
+def _strided(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
+    """Sums elements that lie apart in the whole."""
+    total, rows = torch.zeros((), dtype=torch.int64, device=values.device), max(1, CHUNK // max(1, values[:1].numel()))
     for start in range(0, len(values), rows):
         part = values[start : start + rows]
         positions = torch.full((), first + start * strides[0], device=values.device)
@@ -52,13 +84,15 @@ def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, stat
             steps = stride * torch.arange(size, device=values.device)
             positions = positions + steps.view(-1, *[1] * (values.ndim - 1 - dimension))
         bits = part.contiguous().view(BITS[values.element_size()]).long()
-        total += int(((bits + 1) * _weight(positions)).sum())
-    return Checksum(total % WRAP, values.numel(), state)
+        weights = _weight(positions % BLOCK) * _weight(positions // BLOCK)
+        total = total + ((bits + 1) * weights).sum()
+    return total
 
 
-def _weight(positions: Tensor) -> Tensor:
-    """An odd number for each position; products wrap."""
-    mixed = (positions + 1) * 0x9E3779B97F4A7C1
+def _weight(numbers: Tensor) -> Tensor:
+    """An odd number for each number; products wrap. The weight of a position is that of its block times that of its
+    place in the block."""
+    mixed = (numbers + 1) * 0x9E3779B97F4A7C1
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) | 1
 

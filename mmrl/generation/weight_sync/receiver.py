@@ -125,7 +125,7 @@ class CopyWatch(TorchDispatchMode):
             target.shape,
             _view(target),
             StorageWeakRef(target.untyped_storage()),
-            checksum(source, view),
+            checksum(source.to(target.device), view),  # on a GPU in no time, where files were read on the CPU
             checksum(target, view),
         )
         self.parts.append(part)
