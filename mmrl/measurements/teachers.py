@@ -106,6 +106,10 @@ class PathTeacher(Teacher):
         return Needs(offers=frozenset(offers if self.guidance is None else {*offers, "velocity"}))
 
     def check(self, policy: Any, config: JobConfig) -> None:
+        from pathlib import Path
+
+        if self.recipe is not None and not Path(self.folder).is_dir():
+            raise UserError(f"recipe={self.recipe} has not been run; run it first: mmrl train {self.recipe}")
         policy.teachers.check(self.folder)
 
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:

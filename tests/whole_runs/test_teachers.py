@@ -5,11 +5,13 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from mmrl import job
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
@@ -336,6 +338,20 @@ def test_a_server_of_another_vocabulary_is_refused(tmp_path, address, monkeypatc
 def test_a_teacher_that_the_job_does_not_have_is_refused(tmp_path, algorithm, message):
     with pytest.raises(UserError, match=message):
         load(TINY, [f"run_dir={tmp_path}", f"algorithm={algorithm}"])
+
+
+def test_a_recipe_runs_first_and_its_final_weights_teach(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(job, "finish_run", lambda key, path: asked.append((key, path)))
+    config = job.warm_started(load("digits_distilled", [f"run_dir={tmp_path}"]))
+    assert [(key, Path(path).stem) for key, path in asked] == [
+        ("model.warm_start", "digits_student_warm_start"),
+        ("algorithm.teacher.recipe", "digits_teacher"),
+    ]
+    assert config.algorithm.teacher.folder == "runs/warm_starts/vlm/digits_teacher/final"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="algorithm.teacher: recipe=digits_teacher has not been run"):
+        make(tmp_path, "algorithm={type: distillation, teacher: {recipe: digits_teacher}}")
 
 
 # --- whole runs ---
