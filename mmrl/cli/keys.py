@@ -30,7 +30,7 @@ MODELS: list[dict[str, Any]] = [
 ]
 ALGORITHMS = (
     *("grpo", "ppo", "supervised", "contrast", "matching", "offline_preference", "reward_gradient"),
-    *("distribution_matching", "tilt_matching"),
+    *("distribution_matching", "tilt_matching", "distillation"),
 )
 
 
