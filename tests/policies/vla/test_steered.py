@@ -119,6 +119,12 @@ class TestByHand:
         known = kl_divergence(Normal(1.1 + 0.1, 1.6), Normal(1.1, 0.8)).item()
         assert found["divergence"][0].tolist() == pytest.approx([known, known], rel=1e-4)
 
+    def test_two_noises_of_three_are_the_first_and_both_behind(self, make):
+        head = make({"type": "steered", "base": FROZEN_FLOW, "noises": 2}, sim=quiet(), chunk=3).module.head
+        head.base.velocity = lambda reading, state, x, sigma, rows: x + 0.3
+        found = head.denoised(*asked(), torch.tensor([[[1.0], [2.0]]]))
+        torch.testing.assert_close(found.flatten(), flowed(torch.tensor([1.0, 2.0, 2.0])))
+
     def test_the_last_noise_stands_for_all_behind_it(self, by_hand):
         head = by_hand(noises=1)
         assert head.decisions == 1
