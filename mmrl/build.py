@@ -64,7 +64,7 @@ def check_turns(config: Config, task: Task) -> None:
     if unpaid is not None:
         raise ValueError(
             f"algorithm.shaping ({unpaid}) credits rewards of turns, and task.environment gives none, so nothing would "
-            "be learned: give a tool a reward (task.environment.tools.0.reward), or turn_returns a reward of the task "
+            "be learned: give a tool a reward (in task.environment.tools), or turn_returns a reward of the task "
             "as its answer"
         )
 

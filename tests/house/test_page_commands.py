@@ -15,9 +15,8 @@ RUN = {
     "bash scripts/quickstart.sh": "runs/visual_qa_digits_seed0/final",
     "mmrl control configs/vlm/visual_qa_digits.yaml": "runs/vlm/visual_qa_digits_control/final",
     "mmrl train configs/digits/image_digits_flow.yaml": "runs/digits/image_digits_flow/final",
-    "mmrl train configs/vla/manipulation_tabletop.yaml": "runs/vla/manipulation_tabletop/final",
+    "mmrl train manipulation_tabletop": "runs/vla/manipulation_tabletop/final",
     f"mmrl eval {ARM}": "runs/vla/manipulation_tabletop/evaluation.json",
-    f"mmrl sample {ARM}": "runs/vla/manipulation_tabletop/samples.html",
     f"mmrl report {ARM}": "runs/vla/manipulation_tabletop/report.html",
     "mmrl doctor": "",
     "mmrl new algorithm MyAlgorithm": "my_algorithm.py",
@@ -28,9 +27,8 @@ RUN = {
 }
 # What a command needs to have been run before it: any of them may be the only one that is chosen.
 AFTER = {
-    f"mmrl eval {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
-    f"mmrl sample {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
-    f"mmrl report {ARM}": "mmrl train configs/vla/manipulation_tabletop.yaml",
+    f"mmrl eval {ARM}": "mmrl train manipulation_tabletop",
+    f"mmrl report {ARM}": "mmrl train manipulation_tabletop",
     "mmrl train my_algorithm.yaml": "mmrl new algorithm MyAlgorithm",
     "python -m pytest test_my_algorithm.py": "mmrl new algorithm MyAlgorithm",
     "mmrl train my_reward.yaml": "mmrl new reward MyReward",

@@ -98,10 +98,12 @@ def test_what_could_not_be_compared_is_not_flat(given, rewards):
 
 
 def test_an_unscored_group_says_nothing_of_its_category(given_job):
-    """A lone score has no gap; 0.3 x 0.5 of the other group is what is remembered."""
-    made = given_job(rounds([0.0, 1.0, NAN, 1.0]), "rollout.sampler={type: category_bandit, by: level, rate: 1}")
+    """A lone score has no gap: every category is still worth what it was."""
+    made = given_job(rounds([NAN, 0.0, NAN, 1.0]), "rollout.sampler={type: category_bandit, by: level, rate: 1}")
+    known = sampler(made).state()
+    sampler(made).load({**known, "values": dict.fromkeys(known["values"], 0.4)})
     made.next()
-    assert sorted(sampler(made).state()["values"].values())[-1] == 0.5
+    assert set(sampler(made).state()["values"].values()) == {0.4} and sum(sampler(made).state()["drawn"].values()) == 2
 
 
 def test_two_ranks_hear_of_the_groups_of_both(given):
@@ -189,9 +191,10 @@ def test_a_success_of_an_earlier_step_rescues(given):
 
 
 def test_rounds_with_and_without_replays_are_one_batch(given):
-    """The first group is kept as it is; the second brings a replay and its likelihood."""
+    """The first round has a mixed group and one that is all right; the second a failed one, with a replay and its
+    likelihood."""
     made = given(
-        rounds([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]),
+        rounds([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]),
         *("rollout.prompts=2", "rollout.extras=[{type: success_replay, groups: failed}]", DYNAMIC),
     )
     made.prepare(made.next())
@@ -199,7 +202,7 @@ def test_rounds_with_and_without_replays_are_one_batch(given):
     known = int(made.batch.rollouts.prompt[0])
     sampler(made).__dict__["draw"] = lambda count: [known] * count
     rollouts = made.next(1)
-    assert rollouts.inputs[:4] == [4, 5, 6, 7] and rollouts.origin.tolist() == [0, 0, 0, 0, 2]
+    assert rollouts.inputs[:4] == [4, 5, 8, 9] and rollouts.origin.tolist() == [0, 0, 0, 0, 2]
     assert rollouts.group[4] == rollouts.group[3] and rollouts.old_logp.isnan().sum() == 4
 
 
