@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
 SEGMENT_IDS = SegmentIds()
+IDLE, ACTS = "at one update a step", "it acts from the second on: set algorithm.minibatches or algorithm.epochs above 1"
 ReduceMode = Literal["token_mean", "segment_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
@@ -130,11 +131,14 @@ class Algorithm(Choice):
         if self.reduce_mode == "segment_mean":
             yield "algorithm.reduce=segment_mean", Needs(measurements=(SEGMENT_IDS,))
 
-    def remarks(self) -> Iterable[str]:
+    def remarks(self, config: JobConfig) -> Iterable[str]:
         """Yields what a user should know of the settings of its parts, with their keys."""
+        still = has_ratios_of_one(self, config)
         for i, term in enumerate(self.terms):
             if term.remark:
                 yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
+            if still and term.at_rest:
+                yield f"algorithm.terms.{i} ({term.type}) {IDLE}: {term.at_rest}; {ACTS}"
 
     @property
     def needs(self) -> Needs:
@@ -240,6 +244,11 @@ class Algorithm(Choice):
     def counted(self, name: str, micro: Rollouts) -> Tensor:
         """Returns the entries over which the statistic `name` is averaged: bool, of the statistic's shape."""
         return micro.mask
+
+
+def has_ratios_of_one(algorithm: Algorithm, config: JobConfig) -> bool:
+    """Returns whether a step has one update, of rollouts whose likelihoods are those of the trained weights."""
+    return algorithm.updates == 1 and algorithm.slow_sampling is None and not config.rollout.extra_sources
 
 
 class RewardedAlgorithm(Algorithm):

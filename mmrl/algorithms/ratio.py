@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from mmrl.algorithms.algorithm import ReduceMode, Reduction, RewardedAlgorithm
+from mmrl.algorithms.algorithm import ACTS, IDLE, ReduceMode, Reduction, RewardedAlgorithm, has_ratios_of_one
 from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
 from mmrl.protocols.abilities import Segmented
 from mmrl.protocols.requirements import Needs
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Replay, Rollouts
 
 
@@ -36,6 +38,15 @@ class RatioAlgorithm(RewardedAlgorithm):
         "r - 1 - log r, was on average more than this; null: it has all its updates",
         gt=0,
     )
+
+    def remarks(self, config: JobConfig) -> Iterable[str]:
+        yield from super().remarks(config)
+        if not has_ratios_of_one(self, config):
+            return
+        if "surrogate" in self.model_fields_set and self.surrogate.at_rest:
+            yield f"algorithm.surrogate={self.surrogate.type} {IDLE}: {self.surrogate.at_rest}; {ACTS}"
+        if self.target_kl is not None:
+            yield f"algorithm.target_kl {IDLE}: there is no update that it could leave out; {ACTS}"
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -188,9 +188,9 @@ def describe_method(base: type[Choice], name: str, kind: type[Choice]) -> list[s
     lines = [f"{name} ({base.title}, {kind.__module__}:{kind.__name__})", f"  {' '.join((kind.__doc__ or '').split())}"]
     if when := RECOMMENDED.get((base.title, name)):
         lines.append(f"  recommended: {when}")
-    for attribute in ("equation", "source", "test"):
+    for attribute in ("equation", "at_one_update", "source", "test"):
         if value := vars_of(kind, attribute):
-            lines.append(f"  {attribute}: {value}")
+            lines.append(f"  {attribute.replace('_', ' ')}: {value}")
     if (needs := needs_of(kind)) is not None:
         lines += [f"  decisions: {', '.join(decisions_of(needs)) or 'none'}", f"  cost: {cost_of(needs)}"]
     for key, field in kind.model_fields.items():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmrl.algorithms.ppo import PPO
+from mmrl.algorithms.trace_decay import LengthDecay
 from mmrl.config import Config
 from mmrl.policies.diffusion.policy import DiffusionPolicy
+from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vlm.settings import TokenLimits
 from mmrl.preflight.alarms import Alarm
 from mmrl.preflight.generation import probe_guidance
@@ -20,7 +23,8 @@ ROWS = 8
 
 def probe_quickly(config: Config, task: Task) -> Iterator[Alarm]:
     """Tries golds before the first step; yields what is wrong with them, and remarks on the algorithm's settings."""
-    yield from (Alarm("algorithm", "warned", remark) for remark in config.algorithm.remarks())
+    yield from (Alarm("algorithm", "warned", remark) for remark in config.algorithm.remarks(config))
+    yield from probe_decay(config)
     if not isinstance(task, VisualQA) or task.environment is not None or task.train is None:
         return
     lengths = config.section("rollout")
@@ -31,6 +35,32 @@ def probe_quickly(config: Config, task: Task) -> Iterator[Alarm]:
     for key, rewards in ((REWARDS, task.rewards), (ACCURACY, task.verifier)):
         alarms, _ = probe_rewards(rows, rewards, key, limit, custom=False)
         yield from alarms
+
+
+def probe_decay(config: Config) -> Iterator[Alarm]:
+    """Finds a lambda by length that is 0 for the longest rollout, and so for all."""
+    if not isinstance(config.algorithm, PPO) or not isinstance(decay := config.algorithm.lam, LengthDecay):
+        return
+    limit = longest_rollout(config)
+    if limit is not None and limit[1] * decay.scale <= 1:
+        key, steps = limit
+        yield Alarm(
+            "algorithm",
+            "warned",
+            f"algorithm.lam=by_length is 0 for all rollouts, the longest of which has {steps} steps ({key}): "
+            "nothing is credited beyond a step's successor; set algorithm.lam.scale above "
+            f"{1 / steps:.3g}, or lam to a number",
+        )
+
+
+def longest_rollout(config: Config) -> tuple[str, int] | None:
+    """Returns the most steps that a critic may see in a rollout, and the key that sets it; None where it is not set."""
+    lengths = config.rollout
+    if isinstance(lengths, TokenLimits):
+        return "rollout.max_response_length", int(lengths.max_response_length.extremes[1])
+    if "action" in type(config).model_fields and isinstance(action := config.section("action"), Actions):
+        return "action.horizon", -(-action.horizon // action.chunk)
+    return None
 
 
 def probe_policy(policy: Policy) -> Iterator[Alarm]:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class Term(Choice):
-    """A loss term: values that are added to the algorithm's and reduced together with them."""
+    """A loss term: values that are added to the algorithm's and reduced together with them.
+
+    at_one_update: what becomes of it where all ratios are 1, as in a job of one update a step; empty: it acts there as
+    anywhere.
+    """
 
     title: ClassVar[str] = "loss term"
     kinds: ClassVar[dict[str, str]] = {
@@ -32,10 +36,16 @@ class Term(Choice):
         "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
+    at_one_update: ClassVar[str] = ""
 
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    @property
+    def at_rest(self) -> str:
+        """Returns `at_one_update` with these settings."""
+        return self.at_one_update
 
     @property
     def remark(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 C, A = "mmrl/collection/", "mmrl/algorithms/"
 ORDER, PPO, BASELINES = ("joints/test_step_order.py",), ("joints/test_ppo.py",), ("joints/test_baselines.py",)
 COMPONENTS, FACTS = ("joints/test_components.py",), ("joints/test_facts.py",)
+STILL = ("joints/test_one_update.py",)
 TURNS, CORRECTIONS = ("joints/test_turn_credit.py",), ("joints/test_corrections.py",)
 
 # fmt: off
@@ -70,5 +71,20 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("turns: a tool pays nothing", "sims/turns/tools.py", "reward=paid, tool=tool.name", "tool=tool.name", TURNS),
     ("turns: the answer pays every turn", "mmrl/terms/shapers/turns.py", "earned.where(last, 0.0)", "earned", TURNS),
     ("turns: an answer without a score earns 0", "mmrl/terms/shapers/turns.py", "counted & ~earned.isnan()", "counted", TURNS),
+    ("still: the default clip is told of every job", A + "ratio.py", 'if "surrogate" in self.model_fields_set and self', "if self", STILL),
+    ("still: several updates are told too", A + "algorithm.py", "algorithm.updates == 1 and", "True and", STILL),
+    ("still: an average that samples is overlooked", A + "algorithm.py", "algorithm.slow_sampling is None and", "", STILL),
+    ("still: replays are overlooked", A + "algorithm.py", " and not config.rollout.extra_sources", "", STILL),
+    ("still: terms are not told", A + "algorithm.py", "if still and term.at_rest:", "if False:", STILL),
+    ("still: a bound on the divergence is not told", A + "ratio.py", "if self.target_kl is not None:\n            yield", "if False:\n            yield", STILL),
+    ("still: group weights are said to be 1", A + "surrogates/trust.py", 'one_weight: ClassVar[bool] = True\n    type: str = "group_expectation"',
+     'one_weight: ClassVar[bool] = True\n    at_one_update: ClassVar[str] = AS_REINFORCE\n    type: str = "group_expectation"', STILL),
+    ("still: a part of by_part is not heard", A + "surrogates/by_part.py", 'for name, chosen in parts if chosen.at_rest)', "for name, chosen in parts[1:] if chosen.at_rest)", STILL),
+    ("still: QUATRO's price is differentiated as it stands", A + "surrogates/trust.py",
+     "return weighted(moved.exp() * (advantages - price * moved), log_ratio), stats", "return -log_ratio.exp() * (advantages - price * log_ratio), stats", STILL),
+    ("still: the variance of the ratio is of first order", A + "surrogates/trust.py", "variance = (ratio - 1).square()", "variance = (ratio - 1).relu()", STILL),
+    ("still: methods do not tell it", "mmrl/cli/methods.py", '("equation", "at_one_update", "source", "test")', '("equation", "source", "test")', STILL),
+    ("still: a lambda that is 0 at the limit is not told", "mmrl/preflight/quick.py", "limit[1] * decay.scale <= 1", "limit[1] * decay.scale < 1", STILL),
+    ("still: a robot's steps are its actions", "mmrl/preflight/quick.py", "-(-action.horizon // action.chunk)", "action.horizon", STILL),
     ("turns: unpaid credit is taken", "mmrl/build.py", "if unpaid is not None:", "if False:", TURNS),
 ]

@@ -153,7 +153,6 @@ K1 = "estimator=k1 has an expected gradient of 0 in a loss"
         ("{type: kl, estimator: k1}", True),
         ("{type: kl, estimator: k1, against: ema}", True),
         ("{type: of_part, part: text, term: {type: kl, estimator: k1}}", True),
-        ("{type: kl, estimator: k1, against: old}", False),
         ("{type: kl, estimator: k1, weighting: difficulty}", False),
         ("kl", False),
         ("{type: kl, estimator: k2}", False),

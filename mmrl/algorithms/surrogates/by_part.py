@@ -31,6 +31,7 @@ class ByPart(Surrogate):
         "objective"
     )
     test: ClassVar[str] = "tests/joints/test_parts.py"
+    at_one_update: ClassVar[str] = "each part has what its own surrogate has there; with clip the gradient of reinforce"
     type: str = "by_part"
     text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHERS)
     image: Surrogate = option(Clip(), "objective of the image's tokens or steps", kinds=OTHERS)
@@ -45,6 +46,12 @@ class ByPart(Surrogate):
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"parts"})) | self.text.needs | self.image.needs
+
+    @property
+    def at_rest(self) -> str:
+        """Returns what becomes of the parts that do not act."""
+        parts = (("text", self.text), ("image", self.image))
+        return "; ".join(f"{name}: {chosen.at_rest}" for name, chosen in parts if chosen.at_rest)
 
     def prepare(self, batch: Batch) -> None:
         self.text.prepare(batch)

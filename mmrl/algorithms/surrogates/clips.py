@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.surrogates.surrogate import Clipped, Result, Surrogate
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Clipped, Result, Surrogate
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -31,6 +31,7 @@ class Geometric(Surrogate):
     source: ClassVar[str] = "GMPO, arXiv 2507.20673"
     test: ClassVar[str] = TEST
     one_weight: ClassVar[bool] = True
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
     type: str = "geometric"
     low: Schedule = number(0.4, "smallest log-ratio is -low", ge=0)
     high: Schedule = number(0.4, "largest log-ratio is high", ge=0)
@@ -54,6 +55,7 @@ class LogClip(Clipped):
     equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
     source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term kl against old"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
     type: str = "log_clip"
     low: Schedule = number(0.2, "l gains nothing below log(1 - low)", ge=0, lt=1)
 
@@ -75,6 +77,7 @@ class SqrtClip(Surrogate):
     )
     source: ClassVar[str] = "RIPO: ripo_clip and its loss in Aiolus-X/RIPO at 6482fd6, verl/trainer/ppo/core_algos.py"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no bound binds"
     type: str = "sqrt_clip"
     low: Schedule = number(0.05, "the ratio gains nothing below 1 - sqrt(low / p_old)", ge=0)
     high: Schedule = number(0.05, "the ratio gains nothing above 1 + sqrt(high / p_old)", ge=0)
@@ -113,6 +116,7 @@ class BoundaryChance(Clipped):
     )
     source: ClassVar[str] = "reconstructed from what NSR, arXiv 2605.22703, says of its stochastic boundary"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is past a bound"
     type: str = "boundary_chance"
     band: float = option(0.1, "width of what is just past the bound", gt=0)
     keep: float = option(0.5, "chance of such a decision", ge=0, le=1)

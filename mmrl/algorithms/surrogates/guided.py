@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.surrogates.surrogate import Clipped, Result
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Clipped, Result
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 
@@ -23,6 +23,7 @@ class Guided(Clipped):
     )
     source: ClassVar[str] = "policy shaping of LUFFY, arXiv 2504.14945"
     test: ClassVar[str] = "tests/joints/test_guidance.py"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE} for the policy's own rollouts: low and high bind nothing"
     type: str = "guided"
     gamma: Schedule = number(0.1, "probability of a demonstrated token that has half of the objective", gt=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.surrogates.surrogate import Result, Surrogate
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Result, Surrogate
 from mmrl.schedules.schedule import Schedule, number
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class MirrorDescent(Surrogate):
     equation: ClassVar[str] = "-A l + tau / 2 l^2 = tau / 2 (A / tau - l)^2 but for a constant, l = log r"
     source: ClassVar[str] = "Kimi k1.5, arXiv 2501.12599, equation 3"
     test: ClassVar[str] = "tests/joints/test_clips.py"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}, whatever tau"
     type: str = "mirror_descent"
     tau: Schedule = number(0.1, "price of the squared log-ratio", gt=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.surrogates.surrogate import Clipped, Result
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Clipped, Result
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 
@@ -22,6 +22,7 @@ class SelfNormalised(Clipped):
     equation: ClassVar[str] = "gradient -(w / mean w of the group) A dlogp, w = clamp(r, 1 - low, 1 + high)"
     source: ClassVar[str] = "reconstructed from StableDRL's abstract: unconditional clipping and self-normalisation"
     test: ClassVar[str] = "tests/joints/test_self_normalised.py"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: all weights are 1"
     type: str = "self_normalised"
     low: Schedule = number(0.2, "smallest weight is 1 - low before they are normalised", ge=0, lt=1)
     high: Schedule = number(0.2, "largest weight is 1 + high before they are normalised", ge=0)

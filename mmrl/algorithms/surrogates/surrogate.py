@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Replay, Rollouts
 
 Result = tuple["Tensor", dict[str, "Tensor"]]
+AS_REINFORCE = "the ratio is 1 and the gradient that of reinforce"
 
 
 class Surrogate(Choice):
     """An element-wise objective of the ratio r = pi / pi_old and the advantage A.
 
     one_weight: whether all decisions of a rollout have the same weight, so that rollouts count alike by default.
+    at_one_update: what becomes of it where all ratios are 1, as in a job of one update a step; empty: it acts there as
+    anywhere.
     """
 
     title: ClassVar[str] = "surrogate"
@@ -51,10 +54,16 @@ class Surrogate(Choice):
     }
     test: ClassVar[str] = "tests/core/test_surrogates.py"
     one_weight: ClassVar[bool] = False
+    at_one_update: ClassVar[str] = ""
 
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    @property
+    def at_rest(self) -> str:
+        """Returns `at_one_update` with these settings."""
+        return self.at_one_update
 
     def prepare(self, batch: Batch) -> None:
         """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
@@ -92,6 +101,7 @@ class Clip(Clipped):
 
     equation: ClassVar[str] = "-min(r A, clamp(r, 1 - low, 1 + high) A)"
     source: ClassVar[str] = "PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
     type: str = "clip"
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
@@ -125,6 +135,7 @@ class DualClip(Clipped):
 
     equation: ClassVar[str] = "clip's, at most cap |A| where A < 0"
     source: ClassVar[str] = "arXiv 1912.09729"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low, high and cap bind nothing"
     type: str = "dual_clip"
     cap: float = option(3.0, "largest loss of a negative advantage, in |A|", gt=1)
 
@@ -140,6 +151,7 @@ class CISPO(Clipped):
 
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
     type: str = "cispo"
     low: Schedule = number(0.2, "smallest weight is 1 - low; 1: there is none", ge=0, le=1)
     high: Schedule = number(0.28, "largest weight is 1 + high, TRL's epsilon_high", ge=0)
@@ -155,6 +167,7 @@ class Soft(Surrogate):
 
     equation: ClassVar[str] = "-A sigmoid(tau (r - 1)) 4 / tau"
     source: ClassVar[str] = "SAPO, arXiv 2511.20347"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}, whatever tau"
     type: str = "soft"
     tau_positive: float = option(1.0, "tau where A > 0", gt=0)
     tau_negative: float = option(1.05, "tau where A <= 0", gt=0)
@@ -171,6 +184,7 @@ class DivergenceMask(Surrogate):
 
     equation: ClassVar[str] = "-r A, or 0 where divergence > bound and the step moves further away"
     source: ClassVar[str] = "DPPO, arXiv 2602.04879; of denoising steps: Flow-DPPO"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no divergence is above bound"
     type: str = "divergence_mask"
     bound: float = option(description="largest divergence", gt=0)
     estimate: Literal["tv", "kl"] = option(
@@ -193,6 +207,7 @@ class GaussianWeight(Surrogate):
 
     equation: ClassVar[str] = "-w r A, w = exp(-log(r)^2 / (2 sigma^2)) detached"
     source: ClassVar[str] = "arXiv 2603.03955"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: all weights are 1"
     type: str = "gaussian_weight"
     sigma: float = option(0.2, "width in log-ratios", gt=0)
 
@@ -208,6 +223,7 @@ class Unclipped(Surrogate):
 
     equation: ClassVar[str] = "-r A"
     source: ClassVar[str] = "the surrogate of KL-Cov, arXiv 2505.22617; conservative policy iteration, Kakade 2002"
+    at_one_update: ClassVar[str] = AS_REINFORCE
     type: str = "unclipped"
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:

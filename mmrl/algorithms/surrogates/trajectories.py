@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from mmrl.algorithms.surrogates.surrogate import Result, Surrogate
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Result, Surrogate
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -39,6 +39,7 @@ class TrajectoryTrustRegion(Surrogate):
         "diffusion trajectory; that both a price and a bound enforce it is ours"
     )
     test: ClassVar[str] = "tests/joints/test_trajectories.py"
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: divergence and price are 0"
     type: str = "trajectory_trust_region"
     price: Schedule = number(
         1.0,

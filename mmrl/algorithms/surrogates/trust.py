@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.algorithms.surrogates.surrogate import Clipped, Result, Surrogate
+from mmrl.algorithms.surrogates.surrogate import AS_REINFORCE, Clipped, Result, Surrogate
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -25,6 +25,7 @@ class RatioVariance(Surrogate):
     equation: ClassVar[str] = "-r A + price (r - 1)^2"
     source: ClassVar[str] = "reconstructed from what R^2VPO, arXiv 2601.03320, says: a primal-dual bound on Var(r)"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: the variance and its gradient are 0"
     type: str = "ratio_variance"
     price: Schedule = number(1.0, "of the variance", ge=0)
 
@@ -46,6 +47,7 @@ class QueryTrustRegion(Surrogate):
     )
     source: ClassVar[str] = "reconstructed from what QUATRO, arXiv 2602.04620, says: an exact trust region a query"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no price acts"
     type: str = "query_trust_region"
     bound: float = option(0.1, "on the divergence of a prompt's policy from its old one", unit="nats", gt=0)
     least: float = option(0.01, "smallest price", gt=0)
@@ -86,6 +88,7 @@ class SequenceMask(Surrogate):
     equation: ClassVar[str] = "-r A, or 0 for all decisions of a rollout with max_t divergence_t > bound"
     source: ClassVar[str] = "reconstructed from trust region masking, arXiv 2512.23075"
     test: ClassVar[str] = TEST
+    at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is dropped but what another engine sampled"
     type: str = "sequence_mask"
     bound: float = option(description="largest divergence of a decision", gt=0)
     estimate: Literal["k3", "tv", "kl"] = option(

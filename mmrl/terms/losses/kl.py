@@ -39,6 +39,7 @@ class OtherPolicy(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
     metric: ClassVar[str]  # the name of the divergence among the metrics
+    at_one_update: ClassVar[str] = ""  # as that of a term
     estimators: ClassVar[tuple[str, ...]] = OF_SAMPLES
 
     @property
@@ -132,6 +133,7 @@ class OldPolicy(OtherPolicy):
         "2505.12504, is the forward one"
     )
     metric: ClassVar[str] = "old_kl"
+    at_one_update: ClassVar[str] = "the ratio is 1: the divergence is 0, and so is its gradient (that of k1 on average)"
     type: str = "old"
     direction: Literal["forward", "reverse", "unweighted"] = option(
         "forward",
@@ -293,6 +295,10 @@ class KL(Term):
     def needs(self) -> Needs:
         needs = self.against.needs_of(self.estimator)
         return needs if self.weighting is None else needs | self.weighting.needs
+
+    @property
+    def at_rest(self) -> str:
+        return self.against.at_one_update
 
     @property
     def remark(self) -> str:

@@ -93,6 +93,7 @@ class LikelihoodDrop(Term):
     )
     source: ClassVar[str] = "reconstructed from the regulariser against lazy likelihood displacement, arXiv 2512.04220"
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
+    at_one_update: ClassVar[str] = "nothing has moved, so that the penalty and its gradient are 0"
     type: str = "likelihood_drop"
     coefficient: Schedule = number(0.1, "weight of the penalty", ge=0)
     of: Literal["not_negative", "all"] = option(

@@ -38,6 +38,10 @@ class OfPart(Term):
         self.term.prepare(batch)
 
     @property
+    def at_rest(self) -> str:
+        return self.term.at_rest
+
+    @property
     def remark(self) -> str:
         return self.term.remark
 
