@@ -47,7 +47,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
             return values
         chosen, key = values["baseline"], ("algorithm", "baseline")
         kind = type(chosen) if isinstance(chosen, Baseline) else kind_of(Baseline, chosen, key)
-        return {**values, "scale": kind_of(Scale, kind.usual_scale)()}
+        return {**values, "scale": kind_of(Scale, kind.usual_scale).model_validate({"type": kind.usual_scale})}
 
     def parts(self) -> Iterable[tuple[str, Needs]]:
         yield from super().parts()

@@ -20,6 +20,7 @@ Settings = dict[str, Any]  # by dotted keys
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?::-([^}]*))?\}?")
 _ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|\S*)\s*(?:#.*)?$", re.MULTILINE)
 _OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w.]*)=(.*)$", re.DOTALL)
+NUMERIC: dict[str, Callable[..., Any]] = {"int": int, "float": float, "max": max, "min": min, "round": round}
 _WHOLE = re.compile(r"^\$\{([\w.]+)\}$")
 
 
@@ -272,8 +273,8 @@ def _called(name: str, node: ast.Call, values: Settings) -> Any:
     if name == "os.getcwd":
         return ""
     arguments = [_worked_out(argument, values) for argument in node.args]
-    if name in ("int", "float", "max", "min", "round"):
-        return {"int": int, "float": float, "max": max, "min": min, "round": round}[name](*arguments)
+    if name in NUMERIC:
+        return NUMERIC[name](*arguments)
     if name == "os.path.join":
         return "/".join(str(part).strip("/") for part in arguments if part)
     raise KeyError(name)

@@ -34,6 +34,7 @@ class Tokenizer(Protocol):
     """A tokenizer: text to token ids and back."""
 
     pad_token_id: int | None
+    mask_token: str | None
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -76,6 +77,8 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def convert_tokens_to_ids(self, tokens: str, /) -> int: ...
+
+    def convert_ids_to_tokens(self, ids: int, /) -> str | None: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, return_dict: bool

@@ -159,8 +159,9 @@ def _or(values: Tensor | None, otherwise: float, rollouts: Rollouts) -> Tensor:
 def _turns(rollouts: Rollouts, counts: Callable[[Turn], bool]) -> Tensor:
     """Counts turns of each conversation, [rollout] float32; NaN for what is none, or was lost."""
     talks = [sample.conversation for sample in rollouts.samples]
-    lost = [talk is None or talk.end == "lost" for talk in talks]
-    numbers = [torch.nan if gone else sum(map(counts, talk.turns)) for talk, gone in zip(talks, lost, strict=True)]
+    numbers = [
+        torch.nan if talk is None or talk.end == "lost" else float(sum(map(counts, talk.turns))) for talk in talks
+    ]
     return torch.tensor(numbers, dtype=torch.float32)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mmrl.errors import UserError
 from mmrl.protocols.abilities import ability
@@ -66,6 +66,7 @@ class TokenTeachers(Teachers):
         raise NotImplementedError
 
 
+@runtime_checkable
 @ability("teachers that judge its decisions (model.type=vision_language or diffusion)")
 class Taught(Protocol):
     """A policy that can be compared with teachers, which replay its rollouts."""

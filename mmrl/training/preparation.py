@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.core.filters import whole_groups
 from mmrl.core.partition import halved, longest_first, partition, within_tokens
-from mmrl.engine import EMA, Ranks, applied
+from mmrl.engine import EMA, Engine, Ranks, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
 from mmrl.protocols.abilities import Recording, Stepwise, Uneven, able
@@ -41,7 +41,7 @@ class Preparation:
         config: JobConfig,
         policy: Policy,
         task: Task,
-        engine: Ranks,
+        engine: Engine,
         sampling_policy: EMA | None,
         reference: Snapshot | AdaptersOff | None,
     ) -> None:

@@ -121,5 +121,6 @@ class InstructedRows(InstructedSource):
 
 def instructed(source: Source, instruction: str | None, system: str | None, readers: int = 0) -> InstructedSource:
     """Returns a source whose problems have an instruction and a system message, where given."""
-    kind = InstructedRows if isinstance(source, RowSource) else InstructedSource
-    return kind(source, instruction, system, readers)
+    if isinstance(source, RowSource):
+        return InstructedRows(source, instruction, system, readers)
+    return InstructedSource(source, instruction, system, readers)
