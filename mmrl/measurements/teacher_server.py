@@ -72,7 +72,7 @@ class TeacherServer:
         logp = torch.full((*rollouts.mask.shape, count), torch.nan)
         for row, entries in self._entries(rows, tokens, count):
             for position, entry in enumerate(entries):
-                best = sorted(sampled & entry.keys(), key=lambda token, entry=entry: -entry[token])[:count]
+                best = sorted(sampled & entry.keys(), key=entry.__getitem__, reverse=True)[:count]
                 ids[row, position, : len(best)] = torch.tensor(best, dtype=torch.int64)
                 logp[row, position, : len(best)] = torch.tensor([entry[token] for token in best])
         return TeacherChoices(ids, logp)
@@ -84,7 +84,8 @@ class TeacherServer:
             choices = self._choices([[*tokens[row][0], *tokens[row][1]] for row in part], count)
             for choice in choices:
                 row = part[choice["index"]]
-                yield row, self._parsed(choice.get("prompt_logprobs"), *tokens[row], count)
+                prompt, response = tokens[row]
+                yield row, self._parsed(choice.get("prompt_logprobs"), prompt, response, count)
 
     def _choices(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
         """Returns the choices of the answer, one a prompt. Raises UserError for an answer without them."""

@@ -37,7 +37,7 @@ class HeadBackbone(Protocol):
     def requires_grad_(self, requires_grad: bool = True, /) -> object: ...
 
     def flow_head(
-        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
+        self, settings: FlowActions | TaughtFlow | FrozenFlow, action: Actions, action_dim: int, state_dim: int
     ) -> nn.Module: ...
 
     def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> nn.Module: ...
@@ -242,6 +242,25 @@ class TaughtFlow(ActionFlow):
     @property
     def offers(self) -> frozenset[Offer]:
         return frozenset({"matching"})
+
+
+class FrozenFlow(ActionFlow):
+    """An expert that denoises a chunk from the noise that it is given."""
+
+    evaluation_steps: int = option(
+        10, "denoising steps of a chunk, in rollouts and evaluation alike", unit="steps", ge=1
+    )
+
+    @property
+    def likelihood(self) -> ActionMatching:
+        return ActionMatching()
+
+    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
+        return backbone.flow_head(self, action, action_dim, state_dim)
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        return frozenset()
 
 
 class LaplaceActions(ActionHead):

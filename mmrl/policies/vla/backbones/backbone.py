@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmrl.policies.vla.heads.codec import Units
 from mmrl.policies.vla.heads.flow import ExpertHead, FlowHead
 from mmrl.policies.vla.heads.head import Head, Reading
-from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, L1Actions, TaughtFlow
+from mmrl.policies.vla.settings import PROMPT, Actions, FlowActions, FrozenFlow, L1Actions, TaughtFlow
 
 
 class CachedReading:
@@ -88,7 +88,7 @@ class Backbone(nn.Module):
         return CachedReading(inputs["hidden"], inputs["mask"])
 
     def flow_head(
-        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
+        self, settings: FlowActions | TaughtFlow | FrozenFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
         """Builds a flow head. Raises UserError for an impossible window, and where the backbone's own expert does not
         fit."""

@@ -50,7 +50,7 @@ from mmrl.policies.vla.backbones.processor_files import (
 )
 from mmrl.policies.vla.heads.flow import FlowHead
 from mmrl.policies.vla.heads.head import Reading
-from mmrl.policies.vla.settings import Actions, FlowActions, TaughtFlow, VisionLanguageActionModel
+from mmrl.policies.vla.settings import Actions, FlowActions, FrozenFlow, TaughtFlow, VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.sims.vector.simulator import nearest
 
@@ -188,7 +188,7 @@ class LeRobotBackbone(Backbone):
         return cast(Reading, ExpertPrefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
 
     def flow_head(
-        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int
+        self, settings: FlowActions | TaughtFlow | FrozenFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
         config = self.core.config
         for name, policy_size, robot_size in (
@@ -327,7 +327,7 @@ class LeRobotHead(FlowHead):
 
     def __init__(
         self,
-        settings: FlowActions | TaughtFlow,
+        settings: FlowActions | TaughtFlow | FrozenFlow,
         action: Actions,
         action_dim: int,
         state_dim: int,

@@ -21,6 +21,7 @@ from mmrl.policies.vla.settings import (
     ActionMatching,
     Actions,
     FlowActions,
+    FrozenFlow,
     LearnedNoise,
     TaughtFlow,
 )
@@ -47,7 +48,7 @@ class FlowHead(Head):
 
     def __init__(
         self,
-        settings: FlowActions | TaughtFlow,
+        settings: FlowActions | TaughtFlow | FrozenFlow,
         action: Actions,
         action_dim: int,
         state_dim: int,
@@ -252,7 +253,12 @@ class ExpertHead(FlowHead):
     new_parts = ("expert.spread.",)  # absent in flows that learned from demonstrations
 
     def __init__(
-        self, settings: FlowActions | TaughtFlow, action: Actions, action_dim: int, state_dim: int, width: int
+        self,
+        settings: FlowActions | TaughtFlow | FrozenFlow,
+        action: Actions,
+        action_dim: int,
+        state_dim: int,
+        width: int,
     ) -> None:
         """width: of the backbone."""
         super().__init__(settings, action, action_dim, state_dim)

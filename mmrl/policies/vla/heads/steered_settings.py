@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.policies.vla.settings import ActionFlow, ActionHead, ActionMatching, Actions, GaussianActions, HeadBackbone
+from mmrl.policies.vla.settings import ActionHead, Actions, FrozenFlow, GaussianActions, HeadBackbone
 from mmrl.protocols.offers import Offer
 from mmrl.settings import load_attribute, option
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class FrozenFlow(ActionFlow):
-    """An expert that denoises a chunk from the noise that it is given."""
-
-    evaluation_steps: int = option(
-        10, "denoising steps of a chunk, in rollouts and evaluation alike", unit="steps", ge=1
-    )
-
-    @property
-    def likelihood(self) -> ActionMatching:
-        return ActionMatching()
-
-    def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        return backbone.flow_head(self, action, action_dim, state_dim)
-
-    @property
-    def offers(self) -> frozenset[Offer]:
-        return frozenset()
 
 
 class SteeredActions(GaussianActions):
@@ -55,7 +36,7 @@ class SteeredActions(GaussianActions):
     base: ActionHead = option(
         FrozenFlow(),
         "the flow that training starts from",
-        kinds={"flow": "mmrl.policies.vla.heads.steered_settings:FrozenFlow"},
+        kinds={"flow": "mmrl.policies.vla.settings:FrozenFlow"},
     )
     noises: int | None = option(
         None,
