@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import typing
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from mmrl.config import job
 from mmrl.errors import UserError
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
-from mmrl.settings import Choice, kind_of, locate, make
+from mmrl.settings import Choice, Section, kind_of, locate, make
 from mmrl.terms.losses.kl import KLWeighting, OtherPolicy
 from mmrl.terms.term import Mask, Shaper, Term
 
@@ -204,8 +205,24 @@ def needs_of(kind: type[Choice]) -> Needs | None:
     """Returns what a method needs with its default options; None for choices that are no part of an algorithm."""
     if not issubclass(kind, (Algorithm, *NEEDY)):
         return None
-    method: Any = kind.model_construct(type="")
+    method: Any = _sketch(kind)
     return method.base_needs if isinstance(method, Algorithm) else method.needs
+
+
+def _sketch(kind: type[Section]) -> Section:
+    """Returns settings with their defaults, and something empty for each option that must be given."""
+    given = {key: _empty(field.annotation) for key, field in kind.model_fields.items() if field.is_required()}
+    return kind.model_construct(**given, **({"type": ""} if issubclass(kind, Choice) else {}))
+
+
+def _empty(annotation: Any) -> Any:
+    """Returns an empty value of an option's type; of a choice its first kind."""
+    if isinstance(annotation, type) and issubclass(annotation, Choice):
+        annotation = kind_of(annotation, {"type": next(iter(annotation.kinds))})
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return _sketch(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    return typing.get_args(annotation)[0] if kind is typing.Literal else kind()
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.algorithms.surrogates.surrogate import Clip
 from mmrl.cli.keys import all_keys, describe_keys
-from mmrl.cli.methods import RECOMMENDED, describe_methods, first_sentence, methods, rewards, vars_of
+from mmrl.cli.methods import RECOMMENDED, describe_method, describe_methods, first_sentence, methods, rewards, vars_of
 from mmrl.config import Config
 from mmrl.errors import UserError
 from mmrl.settings import option
@@ -45,6 +45,14 @@ class Half(Clip):
     """Half of the clipped objective. A class of a user's own."""
 
     share: float = option(0.5, "what the objective is multiplied by", gt=0)
+
+
+def test_every_method_is_described():
+    """Also those with options that must be given, on which their needs depend."""
+    described = {method[1]: describe_method(*method) for method in methods()}
+    assert all(lines[0].startswith(f"{name} (") for name, lines in described.items())
+    assert "  cost: no pass of its own" in described["stratified"]
+    assert "  decisions: text token" in described["distillation"]  # the algorithm
 
 
 def test_a_class_of_ones_own_is_described():
