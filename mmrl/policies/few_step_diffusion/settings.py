@@ -12,6 +12,7 @@ from mmrl.policies.diffusion.settings import (
     refuse_estimate,
 )
 from mmrl.protocols.requirements import Capabilities
+from mmrl.protocols.teachers import Taught
 from mmrl.settings import Section, load_attribute, option
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class FewStepModel(DiffusionModel):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         diffusion = super().capabilities(config)
-        return Capabilities(f"model.type={self.type}", (diffusion.offers - {"views", "steering"}) | {"distillation"})
+        lost = {"views", "steering", Taught}  # what the copy would have to take part in
+        return Capabilities(f"model.type={self.type}", (diffusion.offers - lost) | {"distillation"})
 
     def check(self, config: JobConfig) -> None:
         super().check(config)
