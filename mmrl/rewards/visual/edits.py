@@ -105,8 +105,8 @@ def _psnr(image: Tensor, source: Tensor, weight: Tensor) -> Tensor:
 
 def _ssim(image: Tensor, source: Tensor, weight: Tensor) -> Tensor:
     image, source = image.double(), source.double()  # differences of squares are small
-    place = torch.arange(11).double() - 5
-    line = (-(place**2) / (2 * 1.5**2)).exp()
+    offset = torch.arange(11).double() - 5
+    line = (-(offset**2) / (2 * 1.5**2)).exp()
     window = (line[:, None] * line / line.sum() ** 2)[None, None]
 
     def blurred(values: Tensor) -> Tensor:
