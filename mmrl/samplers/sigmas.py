@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Grid:
-    """The noise levels of a chain: `sigmas` [steps + 1] fp32, strictly falling to 0; `times` [steps] fp32, the
-    network's time input at each step (sigma times a constant for flow models, the training timestep for
+    """The noise levels of a chain: `sigmas` [steps + 1] fp32, strictly falling, as a rule to 0; `times` [steps] fp32,
+    the network's time input at each step (sigma times a constant for flow models, the training timestep for
     noise-predicting ones).
 
     DDIM grids hold float64 sigmas: near 1 an fp32 sigma loses the digits of the signal.

@@ -9,6 +9,9 @@ SCORE = ("samplers/test_score.py",)
 G, CLIP = "mmrl/rewards/visual/preprocessing.py", ("rewards/test_clip.py",)
 E, EDITS = "mmrl/rewards/visual/edits.py", ("rewards/test_edits.py",)
 
+D = "mmrl/policies/diffusion/families/pipeline.py"
+DDIM = ("policies/diffusion/test_schedules.py", "policies/diffusion/test_pipelines.py")
+
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("llada: gate and up are exchanged", C, '"ff_proj": "mlp.gate_proj"', '"ff_proj": "mlp.up_proj"', CONVERSION),
@@ -29,4 +32,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("clip gradient: resizing without antialiasing", G, "antialias=True", "antialias=False", CLIP),
     ("source_similarity: inside the mask", E, "return 1 - inside.float()", "return inside.float()", EDITS),
     ("source_similarity: a mean over all pixels", E, "(values * weight).sum() / weight.sum().clamp(min=1e-9)", "(values * weight).mean()", EDITS),
+    ("ddim: the last level is always the data", D, 'config.get("set_alpha_to_one", True)', "True", DDIM),
+    ("ddim: no key is set_alpha_to_one=false", D, 'config.get("set_alpha_to_one", True)', 'config.get("set_alpha_to_one", False)', DDIM),
+    ("ddim: a last step that leads nowhere", D, "if self._ddim.timesteps[-1] > 0 else 1.0", "", DDIM),
 ]

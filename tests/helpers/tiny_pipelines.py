@@ -290,5 +290,5 @@ def write(maker: Callable[[], DiffusionPipeline], path: Path, *, seed: int = 0) 
 
 
 def ddim(pipe: DiffusionPipeline) -> DDIMScheduler:
-    """The scheduler whose steps the policy takes with a noise-predicting pipeline: the last one ends at the data."""
-    return DDIMScheduler.from_config(pipe.scheduler.config, set_alpha_to_one=True, clip_sample=False)
+    """The scheduler whose steps the policy takes with a noise-predicting pipeline."""
+    return DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)

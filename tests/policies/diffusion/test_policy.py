@@ -643,7 +643,7 @@ class TestBadInput:
                 {"window": {"last": 9}},
                 "denoising.likelihood: window.last=9, but the chain has only 4 steps",
             ),
-            ("sd15", {"window": {"last": 4}}, "denoising.likelihood: the window reaches step 3, which has std 0"),
+            ("sdxl", {"window": {"last": 4}}, "denoising.likelihood: the window reaches step 3, which has std 0"),
             (
                 "mlp",
                 {"transition": {"type": "flow_sde", "noise": 0.0}},

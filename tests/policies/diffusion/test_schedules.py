@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 
 import diffusers
 import pytest
@@ -16,6 +17,7 @@ from mmrl.policies.diffusion.families.images import AuraFlow, Flux, StableDiffus
 from mmrl.policies.diffusion.families.videos import HunyuanVideo, Wan
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.samplers.guidance import guided, with_norm
+from mmrl.samplers.transitions import coefficients, gaussian_step
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 FAMILIES = sorted(set(pipelines.CLASSES.values()), key=lambda family: family.__name__)
@@ -165,3 +167,25 @@ def test_norms_of_patches_by_hand():
     nothing = torch.zeros(1, 1, 2, 2)
     assert torch.equal(with_norm(nothing, nothing, 2), nothing)
     assert torch.equal(guided(conditional, lambda: unconditional, torch.tensor([1.0]), 2), conditional)
+
+
+@pytest.mark.parametrize(
+    ("spacing", "to_one", "last"), [("leading", True, 0), ("leading", False, 0.00085**0.5), ("linspace", False, 0)]
+)
+def test_the_last_step_of_ddim_is_the_schedulers(spacing, to_one, last, folder_of, tmp_path):
+    """With spacing linspace diffusers' last step leads from the first training step to itself, ours to the data."""
+    shutil.copytree(folder_of("sd15"), tmp_path / "sd15")
+    file = tmp_path / "sd15" / "scheduler" / "scheduler_config.json"
+    changed = {"set_alpha_to_one": to_one, "timestep_spacing": spacing}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    family = pipelines.load(str(tmp_path / "sd15"), DiffusionModel())
+    now, after = family.grid(4, family.latent_shape(16)).sigmas[-2:]
+    assert float(after) == pytest.approx(last, rel=1e-4)
+    if spacing == "leading":
+        scheduler = DDIMScheduler.from_config(family.pipe.scheduler.config, clip_sample=False)
+        scheduler.set_timesteps(4)
+        x, e, z = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+        theirs = scheduler.step(e, 1, x, eta=1.0, variance_noise=z).prev_sample
+        ours = gaussian_step(x, e, coefficients("ddim", now, after, noise=1.0), noise=z)[0]
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert (theirs - x).abs().max() > 0.02

@@ -299,12 +299,18 @@ class NoisePipeline(Pipeline):
         super().__init__(pipe, base, **options)
         # By value: diffusers' from_config would take DDIM's defaults for what a file leaves to those of its own class.
         config = pipe.scheduler.config
-        self._ddim: Any = DDIMScheduler(**{key: config[key] for key in (*SCHEDULE, *SPACING)})
+        to_one = config.get("set_alpha_to_one", True)  # false for Stable Diffusion 1.5; without the key DDIM ends at 0
+        read = {key: config[key] for key in (*SCHEDULE, *SPACING)}
+        self._ddim: Any = DDIMScheduler(**read, set_alpha_to_one=to_one)
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """Returns the timesteps of diffusers' DDIM with this pipeline's spacing and offset, then the data."""
+        """Returns the timesteps of diffusers' DDIM with this pipeline's spacing and offset, then the data, or where its
+        scheduler has set_alpha_to_one=false the level of the first training step, as DDPO's chains do (arXiv
+        2305.13301). The data too where the last timestep is that first step, from which DDIM's last step leads nowhere.
+        """
         self._ddim.set_timesteps(steps)
-        return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps)
+        last = float(self._ddim.final_alpha_cumprod) if self._ddim.timesteps[-1] > 0 else 1.0
+        return ddim_grid(self._ddim.alphas_cumprod, self._ddim.timesteps, last)
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
         alphas = self._ddim.alphas_cumprod.to(uniform.device)
