@@ -26,6 +26,11 @@ class TaskSettings(Choice):
     }
     type: str = "visual_qa"
 
+    @property
+    def shows_held_out(self) -> bool:
+        """Returns whether a base is trained on what RL holds out from it later, as a key of the data says."""
+        return False
+
     @abstractmethod
     def build(self, seed: int) -> Task:
         """Builds the task; seed: of the prompts to train on. Raises ValueError, OSError or ImportError in one line, and

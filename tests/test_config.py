@@ -334,3 +334,10 @@ def test_a_generator_that_fits_is_taken(config):
     made = config(*SERVER, *PARTIAL, "rollout.generator.async_steps=1", "rollout.generator.partial.max_staleness=2")
     assert made.generator.steps_ahead == 1 and made.generator.unfinished.oversample == 4
     assert made.correction.weight.cap == 2 and config().generator.unfinished is None
+
+
+def test_the_script_of_another_library_is_no_configuration(refusal):
+    script = "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_epochs=15\n"
+    told = refusal(text=script, name="run.sh")
+    assert "run.sh: expected a mapping at the top level, not a text; mmrl convert reads scripts" in told
+    assert "total_epochs" not in told

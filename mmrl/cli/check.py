@@ -80,7 +80,7 @@ class JobCheck:
         held_out = sampled(task.evaluation)
         sizes = f"{len(task.train or ())} prompts to train on, {len(task.evaluation)} held out"
         self.findings.facts.append(("data", f"{sizes}; read: {len(train)} and {len(held_out)}"))
-        if not isinstance(config.task, ManipulationSettings):
+        if not isinstance(config.task, ManipulationSettings) and not config.task.shows_held_out:
             self.findings.add(probe_overlap(train, held_out, "task.data.eval"))
         self.findings.add(probe_images(train))
         self.findings.add(probe_pairs(train))

@@ -14,6 +14,8 @@ from mmrl.tasks.settings import TaskSettings
 
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Source, Task
+    from mmrl.rollouts import Prompt
+    from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
 
 _PACKAGE = "mmrl.tasks.image_generation"
 Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
@@ -36,6 +38,11 @@ class Prompts(Choice):
     edits: ClassVar[bool] = False
     accuracy: ClassVar[RewardSpec | None] = None
     second_scorer: ClassVar[RewardSpec | None] = None
+
+    @property
+    def shows_held_out(self) -> bool:
+        """Returns whether prompts to train on may be held-out ones too, as those of a base."""
+        return False
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -108,6 +115,10 @@ class ShapesData(GeneratedPrompts):
         "then trains without is held out from RL, not from the base",
     )
 
+    @property
+    def shows_held_out(self) -> bool:
+        return self.combinations == "all"
+
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data.shapes import ShapesSource
 
@@ -135,6 +146,10 @@ class EditsData(GeneratedPrompts):
     edits: ClassVar[bool] = True
     type: str = "edits"
     all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
+
+    @property
+    def shows_held_out(self) -> bool:
+        return self.all_edits
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data.edits import EditedShapes
@@ -180,6 +195,10 @@ class PromptsData(Prompts):
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
     format: Literal["plain", "geneval", "ocr"] = option("plain", "of the files")
     prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
+    image_field: str | None = option(
+        None,
+        "column of the image to edit, for a pipeline that edits: a path below the file's folder, or a list of them",
+    )
     max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
 
     @model_validator(mode="after")
@@ -193,19 +212,33 @@ class PromptsData(Prompts):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data import prompts
 
-        rows: dict[str, Any] = {
-            "format": self.format,
-            "max_bad_share": self.max_bad_share,
-            "field": self.prompt_field,
-        }
-        train = None if self.train is None else prompts.load(self.train, **rows)
+        train = None if self.train is None else self._read(self.train)
         if self.eval is None:
-            assert train is not None and self.heldout is not None
-            return prompts.hold_out(train, self.heldout)
-        evaluation = prompts.load(self.eval, **rows)
+            assert self.train is not None and train is not None and self.heldout is not None
+            training, held_out = prompts.hold_out(train, self.heldout)
+            return self._source(training, self.train), self._source(held_out, self.train)
+        evaluation = self._read(self.eval)
         if train is not None:
-            prompts.warn_of_overlap(train, evaluation)
-        return train, evaluation
+            prompts.warn_of_overlap(train, evaluation, self.image_field)
+        training = None if train is None or self.train is None else self._source(train, self.train)
+        return training, self._source(evaluation, self.eval)
+
+    def _read(self, path: Path) -> list[Prompt]:
+        from mmrl.tasks.image_generation.data import prompts
+
+        more: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
+        return prompts.load(path, field=self.prompt_field, images=self._images(path), **more)
+
+    def _images(self, path: Path) -> ImagesToEdit | None:
+        from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
+
+        return None if self.image_field is None else ImagesToEdit(path.parent, self.image_field)
+
+    def _source(self, prompts: list[Prompt], path: Path) -> Source:
+        from mmrl.tasks.image_generation.data.sources_to_edit import PromptsToEdit
+
+        images = self._images(path)
+        return prompts if images is None else PromptsToEdit(prompts, images)
 
 
 class PairsData(Prompts):
@@ -250,6 +283,10 @@ class ImageGenerationSettings(TaskSettings):
         if self.accuracy is None and self.data.accuracy is None:
             raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
         return self
+
+    @property
+    def shows_held_out(self) -> bool:
+        return self.data.shows_held_out
 
     def build(self, seed: int) -> Task:
         return load_attribute("mmrl.tasks.image_generation.task:ImageGeneration").of(self, seed)

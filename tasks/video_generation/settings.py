@@ -32,6 +32,11 @@ class VideoPrompts(Choice):
     rewards: ClassVar[list[RewardSpec]] = []
     accuracy: ClassVar[RewardSpec | None] = None
 
+    @property
+    def shows_held_out(self) -> bool:
+        """Returns whether prompts to train on may be held-out ones too, as those of a base."""
+        return False
+
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         """Returns prompts to train on (None: the task can only be evaluated), and held-out ones."""
@@ -54,6 +59,10 @@ class MovingShapesData(VideoPrompts):
     all_motions: bool = option(
         False, "train on all motions, also those that evaluation asks for, as a base has seen them"
     )
+
+    @property
+    def shows_held_out(self) -> bool:
+        return self.all_motions
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.data.moving_shapes import MovingShapes
@@ -133,6 +142,10 @@ class VideoGenerationSettings(TaskSettings):
         if self.accuracy is None and self.data.accuracy is None:
             raise ValueError("accuracy: name the reward that evaluation reports, such as {name: clip_similarity}")
         return self
+
+    @property
+    def shows_held_out(self) -> bool:
+        return self.data.shows_held_out
 
     def build(self, seed: int) -> VideoGeneration:
         from mmrl.rewards import RewardSet

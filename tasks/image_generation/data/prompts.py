@@ -12,21 +12,35 @@ from mmrl.rewards.parsing.quotes import quoted_in
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.prompt_files import Check, load_prompts, text_of, value_of
+from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
 
 Format = Literal["plain", "geneval", "ocr"]
 log = logging.getLogger(__name__)
 
 
 def load(
-    path: str | Path, *, format: Format = "plain", max_bad_share: float = 0.0, field: str = "prompt"
+    path: str | Path,
+    *,
+    format: Format = "plain",
+    max_bad_share: float = 0.0,
+    field: str = "prompt",
+    images: ImagesToEdit | None = None,
 ) -> list[Prompt]:
-    """Reads the prompts of a file or folder as `load_prompts` does.
+    """Reads the prompts of a file or folder as `load_prompts` does. images: those to edit, which each row must name.
 
     `format` says what else a row must hold: geneval a `tag` and `include` (a list of {class, count}, each with `color`
     or `position`, [relation, index of another], where the prompt has them); ocr a text in double quotes in the prompt,
     or under the key `text`.
     """
-    return load_prompts(path, field=field, check=CHECKS[format], max_bad_share=max_bad_share)
+    of_format = CHECKS[format]
+
+    def check(row: Mapping[str, Any], prompt: str) -> None:
+        if of_format is not None:
+            of_format(row, prompt)
+        if images is not None:
+            images.check(row)
+
+    return load_prompts(path, field=field, check=check, max_bad_share=max_bad_share)
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -47,10 +61,15 @@ def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Pr
     return sides
 
 
-def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt]) -> None:
-    """Logs how many held-out prompts are trained on too, if any."""
-    train_texts = {prompt.text for prompt in train}
-    shared = sum(prompt.text in train_texts for prompt in evaluation)
+def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: str | None = None) -> None:
+    """Logs how many held-out prompts are trained on too, if any. image_field: of the image to edit; the same text for
+    another image is another prompt."""
+
+    def content(prompt: Prompt) -> tuple[str, str]:
+        return prompt.text, "" if image_field is None else str(prompt.metadata[image_field])
+
+    known = {content(prompt) for prompt in train}
+    shared = sum(content(prompt) in known for prompt in evaluation)
     if shared:
         log.warning("%d of %d held-out prompts are among those to train on", shared, len(evaluation))
 

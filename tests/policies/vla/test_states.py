@@ -115,7 +115,7 @@ def test_a_blind_network_acts_on_its_state(make, blind):
 
 
 def test_a_network_that_sees_needs_images(make):
-    with pytest.raises(UserError, match="shows no images"):
+    with pytest.raises(UserError, match="shows no images.*model.build=.*:build_blind"):
         make("regression", "small", sim=dark(2)).rollout(starts(0, 30), 1, [1, 2])
 
 

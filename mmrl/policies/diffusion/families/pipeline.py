@@ -223,7 +223,10 @@ class Pipeline(ABC):
         height, width = self._pixels(shape)
         size = (width, height)  # as PIL has it
         if len(inputs.images) != 1:
-            raise UserError(f"prompt {inputs.text!r} has {len(inputs.images)} images; an edit needs one to start from")
+            raise UserError(
+                f"prompt {inputs.text!r} has {len(inputs.images)} images; an edit needs one to start from: name its "
+                "column in task.data.image_field"
+            )
         (image,) = inputs.images
         if image.size != size:
             raise UserError(

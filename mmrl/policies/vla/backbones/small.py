@@ -104,7 +104,10 @@ class SmallBackbone(Backbone):
                     f"simulator shows {largest}, as if it were drawn"
                 )
         if self.config.channels and not self.config.codes and not board.size:
-            raise UserError("the simulator shows no images, but this small network reads them; make a blind one")
+            raise UserError(
+                "the simulator shows no images, but this small network reads them; build one without, "
+                "model.build=mmrl.tasks.manipulation.tiny_model:build_blind for words alone, :build_states for states"
+            )
         pixels = torch.from_numpy(rearrange(board, "n h w c -> n c h w").copy())
         return [SmallObservation(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
 
