@@ -120,6 +120,20 @@ class Episode:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Values of parts of a response, as a reward returns them in the place of a number.
+
+    values: (begin, end, value) in order and apart, end excluded. of: what begin and end count: characters of
+    `Sample.response`, turns of the conversation, or decisions, such as denoising steps. total: of the rollout; None: as
+    the reward's option `total` makes it of the values.
+    """
+
+    values: Sequence[tuple[int, int, float]]
+    total: float | None = None
+    of: str = "characters"
+
+
+@dataclass(frozen=True)
 class Sample:
     """The input of a reward function: a prompt with its response, image, video or episode. In a conversation `response`
     is the last one, and `response_length` counts the tokens of all."""
@@ -135,6 +149,8 @@ class Sample:
     conversation: Conversation | None = None
     opened_thoughts: bool | None = None  # whether the rendered prompt ended in <think>; None: unknown
     forwards: int = 0  # model calls that generated it, where they may be fewer than its tokens
+    # Filled in by rewards that return spans, by their column; a changed copy of the sample has none.
+    spans: dict[str, Spans] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout

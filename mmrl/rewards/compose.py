@@ -14,6 +14,7 @@ from mmrl.rewards.guarded import GuardedReward
 from mmrl.rewards.registry import LOWEST, build, is_custom
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import IsolatedReward
+from mmrl.rewards.services.spans import entered
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score
@@ -110,7 +111,8 @@ class RewardSet:
                 reward.failures.begin()
                 try:
                     for index in _calls(reward, spec.batch_size, rows, group):
-                        scores[index, column] = _column(reward.score([samples[row] for row in index]))
+                        part = [samples[row] for row in index]
+                        scores[index, column] = _column(entered(reward.score(part), part, name, spec.total))
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
                 unscored = next((samples[row] for row in rows if scores[row, column].isnan()), None)

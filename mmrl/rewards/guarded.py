@@ -14,8 +14,9 @@ import torch
 
 from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
-from mmrl.rewards.types import BatchReward, Reward, Score, numbers
-from mmrl.rollouts import Sample
+from mmrl.rewards.services.spans import checked
+from mmrl.rewards.types import BatchReward, Reward, Score
+from mmrl.rollouts import Sample, Spans
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")
@@ -41,19 +42,21 @@ class GuardedReward:
         self.scope: Literal["sample", "group", "batch"] = reward.scope if isinstance(reward, BatchReward) else "sample"
         self._calls = TimedCalls("isolated: true")
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
         if isinstance(self.reward, BatchReward):
             return self._batch(self.reward.score, list(samples))
         return [self._one(self.reward, sample) for sample in samples]
 
-    def _one(self, reward: Reward, sample: Sample) -> Score:
+    def _one(self, reward: Reward, sample: Sample) -> Score | Spans:
         value = self._attempt(reward, sample)
-        return self.failures.lost(sample, value) if isinstance(value, Failure) else numbers([value], 1)[0]
+        if isinstance(value, Failure):
+            return self.failures.lost(sample, value)
+        return checked([value], [sample], self.failures)[0]
 
-    def _batch(self, score: Callable[[list[Sample]], Any], samples: list[Sample]) -> list[Score]:
+    def _batch(self, score: Callable[[list[Sample]], Any], samples: list[Sample]) -> list[Score | Spans]:
         values = self._attempt(lambda part: _listed(score(part)), samples)
         if not isinstance(values, Failure):
-            return numbers(values, len(samples))
+            return checked(values, samples, self.failures)
         if values.cause in ("deadline", "not tried") or self.scope != "sample" or len(samples) == 1:
             return [self.failures.lost(sample, values) for sample in samples]
         half = len(samples) // 2

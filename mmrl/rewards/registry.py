@@ -11,7 +11,7 @@ from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
-from mmrl.rewards.judges import text, visual
+from mmrl.rewards.judges import process, text, visual
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
@@ -40,6 +40,7 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "tool_calls": credit.tool_calls,
     "boxes_in_reasoning": credit.boxes_in_reasoning,
     "sections": credit.sections,
+    "process": process.process,
     "findings_named": findings.findings_named,
     "overlong_penalty": verifiers.overlong_penalty,
     "tokens_per_forward": verifiers.tokens_per_forward,

@@ -23,6 +23,9 @@ class RewardSpec(Section):
         "easyr1: compute_score(reward_inputs)",
     )
     label: str | None = option(None, "name of its column, where one reward is used twice; default: its name")
+    total: Literal["sum", "mean", "min"] = option(
+        "mean", "of the values of spans, where the reward returns spans without a total: the rollout's number"
+    )
     where: dict[str, Any] = option(
         {},
         "prompts it is for: keys of their metadata and the values these have; others get `elsewhere`",

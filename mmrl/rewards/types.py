@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.errors import UserError, describe_error
-from mmrl.rollouts import Prompt, Sample
+from mmrl.rollouts import Prompt, Sample, Spans
 from mmrl.runtime.devices import named
 
 Score = float | None  # None: could not be scored
-Reward = Callable[[Sample], Score]
+Reward = Callable[[Sample], Score | Spans]
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class BatchReward(Protocol):
     @property
     def scope(self) -> Literal["sample", "group", "batch"]: ...
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[Score]: ...
+    def score(self, samples: Sequence[Sample]) -> Sequence[Score | Spans]: ...
 
 
 @runtime_checkable
@@ -94,6 +94,8 @@ def numbers(values: Any, count: int) -> list[Score]:
 def _finite(value: Any) -> Score:
     if isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{value!r:.40} is a text")
+    if isinstance(value, Spans):
+        raise ValueError("values of spans have no place here")
     if isinstance(value, np.ndarray):
         value = value.item()
     try:

@@ -87,6 +87,10 @@ class Shaper(Choice):
         "kl_returns": "mmrl.terms.shapers.returns:KLReturns",
         "signal_correction": "mmrl.terms.shapers.groups:SignalCorrection",
         "whitening": "mmrl.terms.shapers.returns:Whitening",
+        "span_returns": "mmrl.terms.shapers.spans:SpanReturns",
+        "span_minimum": "mmrl.terms.shapers.spans:SpanMinimum",
+        "span_signs": "mmrl.terms.shapers.spans:SpanSigns",
+        "span_progress": "mmrl.terms.shapers.spans:SpanProgress",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's

@@ -26,6 +26,7 @@ from mmrl.protocols.abilities import (
     Numbered,
     Recombining,
     Segmented,
+    Spelling,
     Storing,
 )
 from mmrl.protocols.batch import Batch
@@ -62,6 +63,7 @@ class Table:
         accuracy=None,
         metadata=None,
         responses=None,
+        pieces=None,
         **columns,
     ):
         self.mask = torch.tensor([[t < len(row) for t in range(max(map(len, logp)))] for row in logp])
@@ -72,6 +74,7 @@ class Table:
         self.truncated = truncated or [False] * len(logp)
         self.metadata = metadata or [{}] * len(logp)
         self.responses = responses or [str(row) for row in range(len(logp))]  # by which the task finds a row again
+        self.pieces = pieces  # of text, by decision
         self.columns = {name: self.padded(values) for name, values in {"logp": logp, **columns}.items()}
 
     def padded(self, values):
@@ -126,7 +129,7 @@ class GivenModel(ModelSettings):
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Segmented, Storing}
+        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Segmented, Spelling, Storing}
         offers = frozenset({*OFFERS, *abilities} - {"nodes"})
         return Capabilities("model.type=given", offers, groups=("critic",))
 
@@ -292,6 +295,10 @@ class GivenPolicy:
     def segments(self, rollouts):
         return self.table.columns["segments"][torch.tensor(rollouts.inputs)].long()
 
+    def pieces(self, rollouts):
+        """What the table has as `pieces`, a text a decision."""
+        return [self.table.pieces[row] for row in rollouts.inputs]
+
     def numbers(self, rollouts):
         return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()
 
@@ -335,7 +342,7 @@ class GivenTask:
         self.train = self.evaluation = Prompts(8)
 
     def _rows(self, samples):
-        return [int(sample.response) for sample in samples]
+        return [self.table.responses.index(sample.response) for sample in samples]
 
     def score(self, samples, group=None):
         return self.table.rewards[self._rows(samples)] if self.real is None else self.real.score(samples, group)

@@ -3,7 +3,9 @@
 The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON the image of a sample is a PNG in
 base64; in npz the JSON text is the array "request" (uint8, UTF-8) and the image of sample i the array "image_i"
 [channel, height, width]. The images of a prompt are PNGs in base64 in both. The answer is always the JSON object
-{"scores": [number or null, ...]}, one a sample, null where it could not be scored.
+{"scores": [number or null, ...]}, one a sample, null where it could not be scored. It may hold "spans" beside them, one
+a sample, null or {"of": "characters", "values": [[begin, end, value], ...]} (see `mmrl.rollouts.Spans`): a process
+reward, whose total is the score.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.rewards.guarded import CallingThread, TimeLimit
 from mmrl.rewards.types import Score, as_pil
-from mmrl.rollouts import Prompt, Sample, Video
+from mmrl.rollouts import Prompt, Sample, Spans, Video
 
 JSON, NPZ = "application/json", "application/x-npz"
 BACKOFF_S = (0.5, 8.0)  # the first pause, doubled each time, and the longest
@@ -64,14 +66,28 @@ class HttpReward:
         self.url, self.deadline_s, self.retries = url, deadline_s, retries
         self.format, self.pixels, self.scope = format, pixels, scope
 
-    def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+    def score(self, samples: Sequence[Sample]) -> Sequence[Score | Spans]:
         body = encode(samples, [0] * len(samples) if self.scope == "group" else None, self.format, self.pixels)
         kind = JSON if self.format == "json" else NPZ
         answer = post(self.url, body, {"Content-Type": kind}, deadline_s=self.deadline_s, retries=self.retries)
         scores = answer.get("scores")
         if not isinstance(scores, list):
             raise UserError(f"reward server {self.url} answered without a list of scores: {str(answer)[:200]}")
-        return scores
+        spans = answer.get("spans")
+        if spans is None:
+            return scores
+        if not isinstance(spans, list) or len(spans) != len(scores):
+            raise UserError(f"reward server {self.url} answered with spans that are no list, one a score")
+        return [_marked(self.url, score, each) for score, each in zip(scores, spans, strict=True)]
+
+
+def _marked(url: str, score: Score, spans: Any) -> Score | Spans:
+    """Returns the spans of one sample with the score as their total; the score where there are none."""
+    if score is None or spans is None:
+        return score
+    if not isinstance(spans, dict) or not isinstance(spans.get("values"), list):
+        raise UserError(f"reward server {url}: spans are null or an object with a list of values, not {spans!r:.100}")
+    return Spans(spans["values"], score, spans.get("of", "characters"))
 
 
 def check_address(url: str, deadline_s: float, retries: int) -> None:

@@ -13,8 +13,9 @@ from mmrl.children.forked import ForkedService
 from mmrl.children.limits import Limits, end_descendants
 from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
+from mmrl.rewards.services.spans import checked, plain
 from mmrl.rewards.types import Reward, Score, load_object, numbers
-from mmrl.rollouts import Sample
+from mmrl.rollouts import Sample, Spans
 
 WORKERS = 2
 SCORER = "mmrl.rewards.services.isolated:scorer"
@@ -52,7 +53,7 @@ class IsolatedReward:
         self._fork_server = ForkServer(SCORER, (name, dict(options)), self.limits)
         self._room = threading.Semaphore(workers)
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
         self.failures.begin()
         with ThreadPoolExecutor(self.workers, "isolated-reward") as pool:
             return list(pool.map(self._score, samples))
@@ -61,15 +62,17 @@ class IsolatedReward:
         """Ends all workers and their fork server; a later call starts others."""
         self._fork_server.close()
 
-    def _score(self, sample: Sample) -> Score:
+    def _score(self, sample: Sample) -> Score | Spans:
         if (skipped := self.failures.skips()) is not None:
             return self.failures.lost(sample, skipped)
         stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=()))
         with self._room:
             answer = self._answer(stripped)
-        return self.failures.lost(sample, answer) if isinstance(answer, Failure) else answer
+        if isinstance(answer, Failure):
+            return self.failures.lost(sample, answer)
+        return checked([answer], [sample], self.failures)[0]
 
-    def _answer(self, sample: Sample) -> Score | Failure:
+    def _answer(self, sample: Sample) -> Score | Spans | Failure:
         try:
             worker = self._fork_server.hire()
             answer = worker.call(sample, self.deadline_s)
@@ -81,12 +84,14 @@ class IsolatedReward:
         return _read(answer)
 
 
-def _read(answer: dict[str, Any]) -> Score | Failure:
+def _read(answer: dict[str, Any]) -> Score | Spans | Failure:
     """Reads a worker's answer. Raises UserError for a value that is no number, and where the reward raised one."""
     if "refused" in answer:
         raise UserError(str(answer["refused"]))
     if "raised" in answer:
         return Failure("error", str(answer["raised"]))
+    if "spans" in answer:
+        return Spans(answer["spans"], answer.get("total"), answer.get("of", ""))
     return numbers([answer.get("value")], 1)[0]
 
 
@@ -110,7 +115,11 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
 
 def _scored(reward: Reward, sample: Sample) -> dict[str, Any]:
     try:
-        return {"value": numbers([reward(sample)], 1)[0]}
+        value = reward(sample)
+        if isinstance(value, Spans):
+            spans = plain(value)
+            return {"spans": [list(span) for span in spans.values], "total": spans.total, "of": spans.of}
+        return {"value": numbers([value], 1)[0]}
     except UserError as error:
         return {"refused": str(error)}
     except BaseException as error:  # any fault of a verifier costs this sample only
