@@ -133,6 +133,7 @@ class Mask(Choice):
         "covariance_clip": "mmrl.terms.masks.decisions:CovarianceClip",
         "token_budget": "mmrl.terms.masks.decisions:TokenBudget",
         "best_of_group": "mmrl.terms.masks.rollouts:BestOfGroup",
+        "process_agreement": "mmrl.terms.masks.rollouts:ProcessAgreement",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
 

@@ -191,6 +191,28 @@ def test_what_differs_between_spans():
     close(torch.cat(compared(credits, group, "none", "none")), [1.0, 2.0, 3.0, 7.0])
 
 
+# --- the agreement of process and outcome ---
+
+# Rewards by rollout: process, outcome; of four, two are right, one of them by a low process, and one is unknown.
+AGREEMENT = [[-1.0, 1.0], [0.5, 1.0], [-1.0, 0.0], [0.5, 0.0], [math.nan, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("drop", "kept"), [("right", [0, 1, 1, 1, 1]), ("both", [0, 1, 1, 0, 1]), ("none", [1, 1, 1, 1, 1])]
+)
+def test_a_right_answer_by_a_wrong_way_teaches_nothing(given, drop, kept):
+    rows = Table([[-1.0]] * 5, rewards=AGREEMENT, accuracy=[row[1] for row in AGREEMENT])
+    mask = f"algorithm.masks=[{{type: process_agreement, reward: process, drop: {drop}}}]"
+    task = ["task.names=[process, outcome]", "task.weights=[0, 1]", "rollout.prompts=1", "rollout.group_size=5"]
+    made = given(rows, mask, *task, "algorithm.scale=none")
+    rollouts = made.prepare()
+    mean = sum(row[1] * keep for row, keep in zip(AGREEMENT, kept, strict=True)) / sum(kept)
+    expected = [(row[1] - mean) * keep for row, keep in zip(AGREEMENT, kept, strict=True)]
+    close(rollouts.advantages[:, 0], expected)
+    shares = {name: value for name, value in made.batch.reports.items() if name.startswith("agreement/")}
+    assert shares == {"agreement/right_by_low_process": 0.5, "agreement/wrong_by_high_process": 0.5}
+
+
 # --- other units, and what does not fit ---
 
 

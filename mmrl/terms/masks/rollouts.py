@@ -111,3 +111,38 @@ class BestOfGroup(Mask):
             rows = (group == g).nonzero().flatten()
             best[rows[order[rows].argsort(stable=True)[: self.count]]] = True
         return batch.local(best)
+
+
+class ProcessAgreement(Mask):
+    """Rollouts whose outcome and process disagree leave the loss and their group's statistics: right ones whose process
+    reward is low, a right answer by a wrong way, and with `both` also wrong ones whose process reward is not. The
+    shares are reported, for guards; with drop=none nothing else is done."""
+
+    equation: ClassVar[str] = (
+        "drop where accuracy >= 1/2 and process < low (both: or accuracy < 1/2 and process >= low); "
+        "agreement/right_by_low_process is the share of the former in right rollouts, agreement/wrong_by_high_process "
+        "that of the latter in wrong ones; what has no accuracy or no process reward stays"
+    )
+    source: ClassVar[str] = "reconstructed from PROF's abstract, arXiv 2509.03403: consistency of process and outcome"
+    of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
+    test: ClassVar[str] = "tests/joints/test_span_credit.py"
+    type: str = "process_agreement"
+    reward: str = option("process", "column of the process reward, such as process with total=min")
+    low: float = option(0.0, "process rewards below it are low")
+    drop: Literal["right", "both", "none"] = option("right", "which of the rollouts that disagree leave")
+
+    @property
+    def needs(self) -> Needs:
+        return reads(f"reward/{self.reward}") | reads("accuracy")
+
+    def keep(self, batch: Batch) -> Tensor:
+        process, accuracy = batch.fact(f"reward/{self.reward}"), batch.fact("accuracy")
+        known = ~(process.isnan() | accuracy.isnan())
+        right, low = known & (accuracy >= 0.5), process < self.low
+        wrong = known & ~right
+        counts = {"right_by_low_process": (right & low, right), "wrong_by_high_process": (wrong & ~low, wrong)}
+        batch.report(
+            {f"agreement/{name}": float(a.sum() / b.sum()) for name, (a, b) in counts.items() if bool(b.any())}
+        )
+        dropped = {"right": right & low, "both": (right & low) | (wrong & ~low), "none": known & False}[self.drop]
+        return batch.local(~dropped)

@@ -1,0 +1,40 @@
+"""Faults of rewards that return spans and of credit by them. A name, a file, a text that it holds once, what takes its
+place, and the tests that could notice."""
+
+from __future__ import annotations
+
+CREDIT, DOOR = ("joints/test_span_credit.py",), ("rewards/test_spans.py",)
+TURNS, SHAPERS = "mmrl/core/turns.py", "mmrl/terms/shapers/spans.py"
+MEASURED, SERVICES = "mmrl/measurements/spans.py", "mmrl/rewards/services/"
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("spans: a letter's first tokens are in none", TURNS, "last = max(end, begin + 1)", "last = end", CREDIT),
+    ("spans: a token counts in full in each of its spans", TURNS, "(decision, span, letters / whole)",
+     "(decision, span, 1.0)", CREDIT),
+    ("spans: a token is of the first span alone", TURNS, "range(first, after)", "range(first, min(after, first + 1))", CREDIT),
+    ("spans: the minimum is a maximum", TURNS, "(-values / temperature)", "(values / temperature)", CREDIT),
+    ("spans: the strict minimum is everywhere", TURNS, "torch.zeros_like(values).index_copy_",
+     "torch.full_like(values, float(values.min())).index_copy_", CREDIT),
+    ("spans: what is missing is not shared", TURNS, "/ max(1, len(parts))", "/ 1", CREDIT),
+    ("spans: the others are all", TURNS, '"leave_one_out" if against == "others"', '"leave_one_out" if against == "other"', CREDIT),
+    ("spans: signs follow the advantage", SHAPERS, "(signs * advantages < 0)", "(signs * advantages > 0)", CREDIT),
+    ("spans: the outcome is left out", SHAPERS, "self.outcome * advantages + self.weight * spread", "self.weight * spread", CREDIT),
+    ("spans: the weight is left out", SHAPERS, "self.weight * spread", "spread", CREDIT),
+    ("spans: returns of the minimum without its weights", SHAPERS, "minimum_weighted(values, self.temperature)[None]", "values[None]", CREDIT),
+    ("spans: progress forgets the spans' words", SHAPERS, "word_counts(text, PROMPT_WIDTH)", "word_counts('', PROMPT_WIDTH)", CREDIT),
+    ("spans: progress learns nothing", SHAPERS, "            network.update(loss)\n", "", CREDIT),
+    ("spans: the unscored have credit", SHAPERS, "(batch.rollout_mask & scored)", "batch.rollout_mask", CREDIT),
+    ("spans: decisions are counted with the others", MEASURED, "{other}; set of={other}", "something else", CREDIT),
+    ("spans: numbers alone pass in silence", MEASURED, "            if scored:\n", "            if not scored:\n", CREDIT),
+    ("door: spans may overlap", SERVICES + "spans.py", "if begin < before:", "if begin < 0:", DOOR),
+    ("door: spans may end anywhere", SERVICES + "spans.py", "if end > length:", "if False:", DOOR),
+    ("door: values may be infinite", SERVICES + "spans.py", "if not math.isfinite(value):", "if False:", DOOR),
+    ("door: the sum is the mean", SERVICES + "spans.py", '(len(values) if total == "mean" else 1)', "len(values)", CREDIT),
+    ("door: spans of before stay", SERVICES + "spans.py", "        sample.spans.pop(name, None)\n", "", DOOR),
+    ("door: a server's score is not the total", SERVICES + "http.py", 'Spans(spans["values"], score,', 'Spans(spans["values"], None,', DOOR),
+    ("door: a server keeps its spans", SERVICES + "server.py", "if any(each is not None for each in spans):", "if False:", DOOR),
+    ("steps: blank ones count", "mmrl/rewards/judges/process.py", " if text[begin:end].strip()]", "]", DOOR),
+    ("agreement: wrong ones are dropped in the place of right", "mmrl/terms/masks/rollouts.py", '{"right": right & low,', '{"right": wrong & ~low,', CREDIT),
+    ("agreement: the unknown are wrong", "mmrl/terms/masks/rollouts.py", "wrong = known & ~right", "wrong = ~right", CREDIT),
+]
