@@ -192,6 +192,8 @@ def describe_method(base: type[Choice], name: str, kind: type[Choice]) -> list[s
     for attribute in ("equation", "at_one_update", "source", "test"):
         if value := vars_of(kind, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
+    if changes := vars_of(kind, "changes"):
+        lines.append(f"  changes: {', '.join(sorted(changes))}")
     if (needs := needs_of(kind)) is not None:
         lines += [f"  decisions: {', '.join(decisions_of(needs)) or 'none'}", f"  cost: {cost_of(needs)}"]
     for key, field in kind.model_fields.items():

@@ -46,6 +46,7 @@ class ExtraSource(Choice):
     """
 
     title: ClassVar[str] = "source"
+    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "demonstrations": "mmrl.collection.extra_sources:DemonstrationSource",
         "expert_labels": "mmrl.collection.expert_labels:ExpertLabels",

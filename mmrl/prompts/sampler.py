@@ -32,6 +32,7 @@ class PromptSampler(Choice):
     """
 
     title: ClassVar[str] = "prompt sampler"
+    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "permutation": "mmrl.prompts.sampler:Permutation",
         "success_weighted": "mmrl.prompts.curriculum:SuccessWeighted",

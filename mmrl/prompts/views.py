@@ -21,6 +21,7 @@ class View(Choice):
     alone, so that all rollouts of a group see the same."""
 
     title: ClassVar[str] = "view"
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "masked_patches": "mmrl.prompts.views:MaskedPatches",
         "no_text": "mmrl.prompts.views:NoText",

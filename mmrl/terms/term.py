@@ -24,6 +24,7 @@ class Term(Choice):
     """
 
     title: ClassVar[str] = "loss term"
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "kl": "mmrl.terms.losses.kl:KL",
         "entropy": "mmrl.terms.losses.entropy:Entropy",
@@ -65,6 +66,7 @@ class Shaper(Choice):
     """A change of the advantages, made once a step before the first update."""
 
     title: ClassVar[str] = "advantage shaper"
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "entropy": "mmrl.terms.shapers.entropy:EntropyShaping",
         "advantage_momentum": "mmrl.terms.shapers.groups:AdvantageMomentum",
@@ -125,6 +127,7 @@ class Mask(Choice):
 
     title: ClassVar[str] = "mask"
     of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "decisions"
+    changes: ClassVar[frozenset[str]] = frozenset({"mask"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.masks.rollouts:Truncated",
         "over_turn": "mmrl.terms.masks.rollouts:OverTurn",

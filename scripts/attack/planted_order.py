@@ -38,7 +38,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("order: flat groups of momentum are dropped", "mmrl/collection/collector.py", "if any(shaper.of_flat_groups for shaper in algorithm.shapers):",
      "if False:", ORDER),
     ("order: a filter that drops nothing is taken", A + "algorithm.py", "filters.low is filters.high is None", "False", ORDER),
-    ("scales: batch_std of every baseline", A + "grouped.py", "kind_of(Scale, kind.usual_scale)()", 'kind_of(Scale, "batch_std")()',
+    ("scales: batch_std of every baseline", A + "grouped.py", "kind_of(Scale, kind.usual_scale).model_validate({\"type\": kind.usual_scale})", "kind_of(Scale, \"batch_std\")()",
      BASELINES),
     ("scales: a scale that is given is overlooked", A + "grouped.py", 'or "scale" in values or', "or", BASELINES),
     ("scales: a group of one is divided by its deviation", A + "grouped.py", "if self.scale.of_group and config.group_size < 2:",

@@ -28,7 +28,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("teachers: vocabularies are not compared", V, "    if theirs == ours:\n        return\n    token", "    if len(ours):\n        return\n    token", TOKENS),
     ("server: entries of the prompt are taken for the response's", S, "for at in entries[len(prompt) :]]", "for at in entries[1 : 1 + len(response)]]", TOKENS),
     ("server: choices are taken in the order in which they come", S, 'row = part[choice["index"]]', "row = part[choices.index(choice)]", TOKENS),
-    ("server: the least likely are listed", S, "key=lambda token, entry=entry: -entry[token])", "key=lambda token, entry=entry: entry[token])", TOKENS),
+    ("server: the least likely are listed", S, "key=entry.__getitem__, reverse=True)[:count]", "key=entry.__getitem__)[:count]", TOKENS),
     ("server: another tokenizer is not noticed", S, "if tokens != ours:", "if not tokens:", TOKENS),
     ("teachers of steps: the student's guidance", M, "teacher = context.policy.teachers.policy(self.folder, self.guidance)\n        changed = rollouts if viewed",
      "teacher = context.policy.teachers.policy(self.folder, None)\n        changed = rollouts if viewed", STEPS),

@@ -29,6 +29,7 @@ class Baseline(Choice):
     """
 
     title: ClassVar[str] = "baseline"
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "mean": "mmrl.algorithms.baselines.baseline:Mean",
         "leave_one_out": "mmrl.algorithms.baselines.baseline:LeaveOneOut",

@@ -21,6 +21,7 @@ class Transform(Choice):
     """
 
     title: ClassVar[str] = "transform of rewards"
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "rank": "mmrl.algorithms.reward_transforms.ranking:Rank",
         "best_only": "mmrl.algorithms.reward_transforms.best_of:BestOnly",

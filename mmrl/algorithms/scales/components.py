@@ -19,6 +19,7 @@ class Components(Choice):
     weights: [component], in the order of `names`."""
 
     title: ClassVar[str] = "components"
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "sum": "mmrl.algorithms.scales.components:SumOfComponents",
         "normalise_each": "mmrl.algorithms.scales.components:NormaliseEach",

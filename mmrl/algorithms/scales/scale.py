@@ -18,6 +18,7 @@ class Scale(Choice):
     or something else (`divide`). Users' classes override one of the two."""
 
     title: ClassVar[str] = "scale of advantages"
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "group_std": "mmrl.algorithms.scales.scale:GroupStd",
         "batch_std": "mmrl.algorithms.scales.scale:BatchStd",

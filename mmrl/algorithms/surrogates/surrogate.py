@@ -29,6 +29,7 @@ class Surrogate(Choice):
     """
 
     title: ClassVar[str] = "surrogate"
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
         "clip": "mmrl.algorithms.surrogates.surrogate:Clip",
         "dual_clip": "mmrl.algorithms.surrogates.surrogate:DualClip",

@@ -1,0 +1,408 @@
+"""What each part of a method changes is what it declares, alone and in company: on a real tiny model with a real
+verifier, from the configuration to the gradient.
+
+A step is observed at four places, in the order in which they come about: which rollouts there are, which decisions
+count, what they are worth, and the gradient. A part leaves everything alone that comes before what it declares,
+changes that, and nothing beside: with its rollouts, masks and advantages the same gradient is had without it.
+"""
+
+import copy
+import json
+import random
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl import build
+from mmrl.algorithms.baselines.baseline import Baseline
+from mmrl.algorithms.reward_transforms.transform import Transform
+from mmrl.algorithms.scales.components import Components
+from mmrl.algorithms.scales.scale import Scale
+from mmrl.algorithms.surrogates.surrogate import Surrogate
+from mmrl.collection.extra_sources import ExtraSource
+from mmrl.config import load
+from mmrl.engine import Ranks
+from mmrl.errors import UserError
+from mmrl.preflight.quick import probe_quickly
+from mmrl.prompts.sampler import PromptSampler
+from mmrl.prompts.views import View
+from mmrl.rollouts import OBJECTIVE, DecisionColumn, Message
+from mmrl.settings import kind_of, plain
+from mmrl.sims.turns.environment import Environment, Reply
+from mmrl.sims.turns.settings import EnvironmentSettings
+from mmrl.terms.term import Mask, Shaper, Term
+from mmrl.trainer import Trainer
+from mmrl.training.metrics import Metrics
+from tests.company.test_composition import OPTIONS
+from tests.whole_runs.parts import TINY, gradient
+
+HERE = "tests.company.test_declared"
+PLACES = ("prompts", "mask", "advantages", "gradient")
+KEYS = {
+    Surrogate: "algorithm.surrogate={}",
+    Baseline: "algorithm.baseline={}",
+    Transform: "algorithm.transforms=[{}]",
+    Scale: "algorithm.scale={}",
+    Components: "algorithm.components={}",
+    Term: "algorithm.terms=[{}]",
+    Shaper: "algorithm.shaping=[{}]",
+    Mask: "algorithm.masks=[{}]",
+    View: "algorithm.terms=[{{type: kl, against: {{type: view, view: {}}}}}]",
+    PromptSampler: "rollout.sampler={}",
+    ExtraSource: "rollout.extras=[{}]",
+}
+USUAL = {"reinforce", "mean", "none", "sum", "permutation"}  # what the others are compared with
+OWN = {
+    "gated": "gates: [right]",
+    "constrained": "prices: {brief: 0.3}",
+    "projected": "auxiliary: brief",
+    "bucket_std": "by: kind",
+    "stratified": "by: length",
+    "band": "fact: reward/right, low: 0.4",
+    "category_bandit": "by: kind",
+    "task_quotas": "by: kind",
+    "demonstrations": "prompts: 1",
+    "self_imitation": "count: 2",
+    "shuffled_patches": "patch: 8",
+    "expert_labels": "prompts: 1",
+    "likelihood": "of: own_positive",
+    "segment_values": "every: 2",
+    "long_wrong": "base: 2",
+    "view_contrast": "view: {type: masked_patches}",
+    "of_part": "part: text",
+    "divergence_mask": "bound: 0.01",
+    "sequence_mask": "bound: 0.001",
+    "token_budget": "budget: 20",
+    "covariance_clip": "share: 0.2, low: -5",
+}
+# What a part needs beside it, which its surroundings then have too.
+AROUND = {"pass_at_k": "none", "pass_at_k_analytic": "none", "best_only": "none", "modes": "mean", "win_rate": "none"}
+FACTORS = {
+    "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
+    "several minibatches": ("algorithm.minibatches=2",),
+    "two epochs": ("algorithm.epochs=2",),
+    "unscored rollouts": (),
+    "turns": (f"task.environment={{type: '{HERE}:EchoSettings'}}",),
+    "LoRA": ("model.lora={rank: 4, alpha: 8}",),
+    "resume": (),
+}
+JUDGED = ("refused", "told", "declared")
+SHORT = {
+    "shuffled_frames": "a prompt without a video is refused in one line, but at the first step",
+    "self_corrections": "adds nothing here, for a reason that is not known yet",
+    "hidden_regions": "a prompt without boxes is refused in one line, but at the first step",
+}
+STEPS = 3  # as many prompts are drawn as there are twice, so that some come again
+
+
+# --- named by the configuration ---
+
+
+def right(sample):
+    """Full marks by chance for two prompts in three, and never for the third: groups fail, succeed and differ."""
+    return float(sum(map(ord, sample.response)) % 3 == 0) * solvable(sample)
+
+
+def brief(sample):
+    return solvable(sample) / (1 + len(sample.response))
+
+
+def solvable(sample):
+    return sum(sample.prompt.metadata["digits"]) % 3 > 0
+
+
+def right_or_none(sample):
+    """As `right`, but a judge fails for one response in five."""
+    return None if sum(map(ord, sample.response)) % 5 == 0 else right(sample)
+
+
+class Idle(Term):
+    """Declares a gradient that it has not."""
+
+    def values(self, micro, replay):
+        return replay.logp * 0, {}
+
+
+class Sly(Shaper):
+    """Declares advantages, and masks decisions."""
+
+    def shape(self, advantages, batch):
+        batch.rollouts.mask[:, 1] = False
+        return advantages * 2
+
+
+class Echo(Environment):
+    def start(self, prompt):
+        self.turns = 0
+        return prompt.messages
+
+    def step(self, response):
+        self.turns += 1
+        reward = len(response) / 10
+        return Reply(end=True, reward=reward) if self.turns == 2 else Reply([Message("user", ("Why?",))], reward=reward)
+
+
+class EchoSettings(EnvironmentSettings):
+    type: str = f"{HERE}:EchoSettings"
+
+    @property
+    def pays_turns(self):
+        return True
+
+    def make(self):
+        return Echo()
+
+
+# --- what is tried ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    base: type
+    name: str
+
+    @property
+    def kind(self):
+        return kind_of(self.base, {"type": self.name})
+
+    @property
+    def written(self):
+        options = OWN.get(self.name, OPTIONS.get(self.name, ""))
+        return KEYS[self.base].format(f"{{type: {self.name}{', ' + options if options else ''}}}")
+
+    @property
+    def around(self):
+        return [f"algorithm.baseline={AROUND[self.name]}"] if self.name in AROUND else []
+
+
+ENTRIES = [Entry(base, name) for base in KEYS for name in base.kinds if name not in USUAL]
+
+
+def rows():
+    """Two rows of the 8 x 7 orthogonal array for each entry, complements of one another: an entry meets each factor on
+    and off, and over all entries each pair of factors meets in all four ways."""
+    simplex = [[(bin(r & c).count("1") % 2) for c in range(1, 8)] for r in range(8)]
+    for place, entry in enumerate(ENTRIES):
+        row = simplex[place % 8]
+        for chosen in (row, [1 - bit for bit in row]):
+            yield entry, tuple(name for name, bit in zip(FACTORS, chosen, strict=True) if bit)
+
+
+CELLS = [(entry, ()) for entry in ENTRIES] + [cell for cell in rows() if cell[1]]
+PARTS, SEEN = {}, {}
+
+
+class Alone(Ranks):
+    """One process without DeepSpeed, whose losses autograd may differentiate."""
+
+    zero_stage, updates, lr, lr_factor = 0, 0, 0.0, 1.0
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __call__(self, *arguments, **named):
+        return self.module(*arguments, **named)
+
+
+def settings(entry, factors, *, without):
+    score = "right_or_none" if "unscored rollouts" in factors else "right"
+    rewards = f"task.rewards=[{{name: '{HERE}:{score}', label: right}}, {{name: '{HERE}:brief', label: brief}}]"
+    options = [
+        rewards,
+        f"task.accuracy={{name: '{HERE}:right'}}",
+        "task.data.train_size=6",
+        "rollout.max_response_length=6",
+        "engine.micro_batch=64",
+    ]
+    options += ["algorithm.surrogate=reinforce", "algorithm.scale=none", f"run_dir={Path(tempfile.gettempdir(), 'no')}"]
+    options += entry.around + [option for factor in factors for option in FACTORS[factor]]
+    if "turns" in factors:
+        options += ["rollout.max_response_length=24", "task.environment.limits={max_turns: 2, turn_tokens: 6}"]
+    return load(TINY, options if without else [*options, entry.written])
+
+
+def made(config, factors):
+    """A trainer of a policy that all configurations of these factors share, and that has moved since the trainer took
+    it for its reference."""
+    key = tuple(factor for factor in ("turns", "LoRA") if factor in factors), config.needs.critic is not None
+    task = build.build_task(config)
+    if key not in PARTS:
+        torch.manual_seed(0)
+        policy = build.build_policy(config, task)
+        PARTS[key] = policy, [p.detach().clone() for p in trained(policy)]
+    policy, start = PARTS[key]
+    move(policy, start, 0.0)
+    run = SimpleNamespace(folder=Path(config.run_dir), line=lambda text: None, writes=False)
+    trainer = Trainer(config, policy, task, Alone(policy.module), run)
+    move(policy, start, 0.02)
+    return trainer
+
+
+def trained(policy):
+    return [p for p in policy.module.parameters() if p.requires_grad]
+
+
+def move(policy, start, size):
+    """Sets the weights to `start` and noise of that size, the same each time."""
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for values, before in zip(trained(policy), start, strict=True):
+            values.copy_(before + size * torch.randn(before.shape, generator=noise))
+
+
+@dataclass
+class Observed:
+    prompts: list
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    gradient: torch.Tensor
+    minibatches: list
+
+
+def observed(trainer, step):
+    trainer.step = step
+    rollouts = trainer.collector.next(step, metrics := Metrics(trainer.engine))
+    shuffle = torch.Generator().manual_seed(step)
+    minibatches, batch = trainer.preparation.minibatches(rollouts, step, shuffle, metrics)
+    trainer.collector.observe(batch)
+    rollouts = batch.rollouts
+    mask = rollouts.mask
+    if OBJECTIVE in rollouts.extras:
+        mask = mask & rollouts.extra(OBJECTIVE, DecisionColumn).values.bool()
+    prompts = [
+        (s.prompt.id, s.response, bool(kept)) for s, kept in zip(rollouts.samples, kept_of(rollouts), strict=True)
+    ]
+    return Observed(prompts, mask, rollouts.advantages.where(mask, 0), moved(trainer, minibatches), minibatches)
+
+
+def kept_of(rollouts):
+    return [True] * len(rollouts) if rollouts.filler is None else (~rollouts.filler).tolist()
+
+
+def moved(trainer, minibatches):
+    """The gradients of a step's minibatches, at weights that move on with each of its updates."""
+    start, found = [p.detach().clone() for p in trained(trainer.policy)], []
+    for update, minibatch in enumerate(minibatches * trainer.algorithm.epochs):
+        move(trainer.policy, start, 0.01 * update)
+        found += [gradient(trainer, micro) for micro in minibatch]
+    move(trainer.policy, start, 0.0)
+    return torch.stack(found)
+
+
+def alike(one, other):
+    if isinstance(one, list):
+        return one == other
+    return one.shape == other.shape and torch.allclose(one, other, atol=1e-7, rtol=1e-4)
+
+
+# --- the judgement ---
+
+
+def judged(entry, factors):
+    """refused, told, declared, or what is wrong."""
+    around = settings(entry, factors, without=True)
+    try:
+        config = settings(entry, factors, without=False)
+        with_it = made(config, factors)
+    except UserError as error:
+        return "refused" if "\n" not in str(error) else f"refused in several lines: {error}"
+    without = surroundings(around, factors)
+    return compared(entry, with_it, *without) or (
+        resumed(config, factors, with_it) if "resume" in factors else "declared"
+    )
+
+
+def surroundings(config, factors):
+    """The trainer without the part, and its steps; the same for all parts with equal surroundings."""
+    key = repr(plain(config))
+    if key not in SEEN:
+        trainer = made(config, factors)
+        SEEN[key] = trainer, [observed(trainer, step) for step in range(STEPS)]
+    return SEEN[key]
+
+
+def compared(entry, with_it, without, steps):
+    """What is wrong with the first steps of two trainers; told: that it does nothing was said; empty: nothing."""
+    declared, changed = entry.kind.changes, set()
+    first = min(map(PLACES.index, declared - {"metric"}), default=len(PLACES))
+    for step, other in enumerate(steps):
+        one = observed(with_it, step)
+        differ = {place for place in PLACES if not alike(getattr(one, place), getattr(other, place))}
+        changed |= differ
+        if early := [place for place in PLACES[:first] if place in differ]:
+            return f"changes {', '.join(early)} and declares {', '.join(sorted(declared))}"
+        if "gradient" not in declared and not alike(one.gradient, moved(without, one.minibatches)):
+            return "has a gradient of its own that it does not declare"
+        if "prompts" in differ and "prompts" not in declared:
+            break  # from here on they are different runs
+    if missing := (declared & set(PLACES)) - changed:
+        said = [alarm.text for alarm in probe_quickly(with_it.config, with_it.task)]
+        return (
+            "told"
+            if any(" at one update a step: " in text for text in said)
+            else f"does not change {', '.join(missing)}"
+        )
+    return ""
+
+
+def resumed(config, factors, trainer):
+    """Goes on with the state of a trainer that has made its steps; both make the same step."""
+    shared, of_rank = trainer.collector.state()
+    other = made(config, factors)
+    other.collector.load(json.loads(json.dumps(shared)), copy.deepcopy(of_rank))
+    other.preparation.memory = json.loads(json.dumps(trainer.preparation.memory))
+    other.preparation.modules.load(trainer.preparation.modules.state())
+    one, two = observed(trainer, STEPS), observed(other, STEPS)
+    differ = [place for place in PLACES if not alike(getattr(one, place), getattr(two, place))]
+    return f"does not resume: {', '.join(differ)}" if differ else "declared"
+
+
+# --- the tests ---
+
+
+def drawn(count):
+    """Cells of this commit: others in the next."""
+    counted = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=TINY.parent, capture_output=True, text=True)
+    return random.Random(int(counted.stdout or 0)).sample(CELLS, count)
+
+
+def marked(cells):
+    for entry, factors in cells:
+        name = f"{entry.base.__name__}-{entry.name}-{'+'.join(factors) or 'alone'}"
+        marks = [pytest.mark.xfail(reason=SHORT[entry.name])] if entry.name in SHORT else []
+        yield pytest.param(entry, factors, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("entry", "factors"), marked(drawn(2)))
+def test_a_drawn_part_changes_what_it_declares(entry, factors):
+    assert judged(entry, factors) in JUDGED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "factors"), marked(CELLS))
+def test_a_part_changes_what_it_declares(entry, factors):
+    assert judged(entry, factors) in JUDGED
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "verdict"),
+    [(Term, "Idle", "does not change gradient"), (Shaper, "Sly", "changes mask and declares advantages")],
+)
+def test_a_part_that_declares_something_else_is_found_out(base, name, verdict):
+    assert judged(Entry(base, f"{HERE}:{name}"), ()) == verdict
+
+
+def test_every_part_meets_every_factor_and_factors_meet_in_all_ways():
+    company = CELLS[len(ENTRIES) :]
+    for entry in ENTRIES:
+        met = [set(factors) for other, factors in CELLS if other == entry]
+        assert all({factor in factors for factors in met} == {True, False} for factor in FACTORS)
+    for one, other in combinations(FACTORS, 2):
+        assert {(one in factors, other in factors) for _, factors in company} == set(product((True, False), repeat=2))
