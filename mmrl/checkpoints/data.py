@@ -28,7 +28,10 @@ Facts = dict[str, Any]
 
 def data_files(config: dict[str, Any]) -> dict[str, Path]:
     """Returns the files and folders that the task's data is read from, by their keys. config: as a tree."""
-    named = {key: value for key, value in leaves(config["task"]) if key.startswith(SECTIONS)}
+    task = config["task"]
+    if not isinstance(task, dict):  # a task without options is its kind alone
+        return {}
+    named = {key: value for key, value in leaves(task) if key.startswith(SECTIONS)}
     named = {key: value for key, value in named.items() if key.rpartition(".")[2] in NAMING}
     paths = {f"task.{key}": Path(value) for key, value in named.items() if isinstance(value, str) and value}
     return {key: path for key, path in paths.items() if path.exists()}

@@ -35,6 +35,13 @@ def test_files_of_the_task_are_known_by_their_keys(folder):
     }
 
 
+def test_a_task_that_is_its_kind_alone_has_no_files(tmp_path):
+    config = {"task": "package.module:Mine", "checkpoint": {"changed_data": "refuse"}}
+    record(tmp_path, config)
+    check_data(tmp_path, config)
+    assert data_files(config) == {}
+
+
 def test_a_file_that_lost_a_row_is_named(folder):
     check_data(folder, tree(folder))
     (folder / "train.jsonl").write_text("one\n")

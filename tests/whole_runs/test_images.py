@@ -2,12 +2,15 @@
 
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.config import load
 from mmrl.errors import UserError
+from mmrl.measurements.segments import SegmentIds
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.runtime.seeds import rollout_seeds
 from tests.whole_runs import parts, workers
@@ -146,7 +149,9 @@ def gradient(trainer, batch, *overrides):
     config = load(IMAGES, ["run_dir=r", *overrides])
     probe = under(trainer, config)
     probe.policy = DiffusionPolicy(trainer.policy.family, config.section("denoising"))
-    return parts.gradient(probe, batch)
+    context = SimpleNamespace(policy=probe.policy)
+    measured = {one.name: one.measure(batch, context) for one in config.needs.prepared if isinstance(one, SegmentIds)}
+    return parts.gradient(probe, replace(batch, extras={**batch.extras, **measured}))
 
 
 def apart(a, b):

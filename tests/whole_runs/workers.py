@@ -15,10 +15,12 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 
 from mmrl import kernels
+from mmrl.algorithms.algorithm import SEGMENT_IDS
 from mmrl.collection.collector import Collector
 from mmrl.core.reduce import MODES
 from mmrl.engine import EMA, Engine
 from mmrl.kernels import ops
+from mmrl.rollouts import DecisionColumn
 from mmrl.trainer import Trainer
 from mmrl.training.metrics import Metrics
 from tests.whole_runs.parts import IMAGES, ROBOTS, distance, make, ratio_gaps, release, train
@@ -41,6 +43,8 @@ def splits(folder: Path) -> None:
         batch.mask[row, row % 5 % 4 :] = False
     drawn = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
     batch.advantages = drawn[:, None].expand(batch.mask.shape)
+    segments = (torch.arange(batch.mask.shape[1]) // 2).expand(batch.mask.shape)  # of unequal lengths: two and one
+    batch.extras[SEGMENT_IDS.name] = DecisionColumn(segments)
     mine = batch.select(torch.arange(ROWS).tensor_split(engine.world)[engine.rank])
     for mode in MODES:
         trainer.algorithm = trainer.algorithm.model_copy(update={"reduce": mode})
