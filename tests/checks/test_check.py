@@ -316,13 +316,3 @@ def test_a_gold_that_is_tried_in_training_calls_no_reward_of_the_user(tmp_path, 
 def test_rewards_that_come_with_the_data_are_built():
     """Shipped recipes of drawn images name no rewards."""
     assert build_task(load("image_digits_base")).reward_names == ("classifier_logp",)
-
-
-@pytest.mark.parametrize("recipe", ["image_edit_shapes_base", "video_moving_shapes_base", "image_shapes_base"])
-def test_a_base_that_shows_all_is_no_alarm_and_what_learns_from_it_holds_out(recipe):
-    config = load(recipe)
-    check = JobCheck(recipe)
-    assert config.task.shows_held_out
-    check._prompts(config, build_task(config))
-    assert not check.findings.alarms
-    assert not load(recipe.removesuffix("_base")).task.shows_held_out

@@ -16,6 +16,7 @@ from mmrl.config import load, to_yaml
 from mmrl.errors import UserError
 from mmrl.report.run import Run
 from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.data.image_files import ImageFiles
 from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 from mmrl.tasks.visual_qa.tiny.zoom import build
 from mmrl.trainer import Trainer
@@ -270,3 +271,23 @@ def test_one_call_a_message_in_python(folder):
     assert ConversationFields().check({**row, "images": [{"bytes": png(0)}] * 3}) is None
     with pytest.raises(RowError, match="several tool_calls"):
         ConversationFields(calls="python").check({**row, "images": [{"bytes": png(0)}] * 3})
+
+
+def test_conversations_of_llava_and_sharegpt_are_read(folder):
+    senders = {"system": "system", "user": "human", "assistant": "gpt"}
+    row = {"conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "7"}]}
+    row["conversations"] += [{"from": "human", "value": "Red?"}, {"from": "gpt", "value": "no"}]
+    fields = ConversationFields("conversations", "image", image_files=ImageFiles(folder))
+    prompt = fields.prompt(row | {"image": "1.png"}, "x")
+    assert (prompt.messages[0].images[0].getpixel((0, 0)), prompt.answer) == ((10, 0, 0), "no")
+    assert prompt.metadata["demonstration"] == ["7", "no"]
+    usual = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    theirs = [{"from": senders[m["role"]], "value": m["content"]} for m in usual]
+    one, other = (ConversationFields().prompt({"messages": messages}, "x") for messages in (usual, theirs))
+    assert one == other and [m.role for m in one.messages] == ["system", "user"]
+    with pytest.raises(RowError, match="message 0: role must be one of .*, not 'function_call'"):
+        fields.check({"conversations": [{"from": "function_call", "value": "a"}, *row["conversations"]]})

@@ -193,6 +193,14 @@ def test_the_image_column_is_named_where_it_is_missing(images):
     assert "field 'images' has 0 images (fields: problem, answer, photo_file); task.data.image_field names" in line
 
 
+def test_rows_of_several_replies_or_none_say_so_and_not_that_a_column_is_missing(images):
+    turns = [{"from": sender, "value": "x"} for sender in ("human", "gpt", "human", "gpt")]
+    with pytest.raises(ValueError, match="row 1: field 'conversations': .*task.data.type=conversations reads whole"):
+        FileSource(write(images, [{"conversations": turns}], ".json"))
+    with pytest.raises(ValueError, match="line 1: field 'answer' is missing.*task.data.answer_field"):
+        FileSource(write(images, [{"messages": user("<image>Which?"), "images": ["1.png"]}], ".jsonl"))
+
+
 # --- messages by hand ---
 
 

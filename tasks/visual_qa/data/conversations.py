@@ -16,21 +16,30 @@ from mmrl.tasks.data.image_files import ImageFiles
 from mmrl.tasks.visual_qa.reading.messages import MARKER, VIDEO_MARKER
 
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # its names for roles
 Part = str | Image.Image
 _URL = re.compile(r"(https?|data|file|s3|gs):")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def _with_role(message: object) -> object:
+    """Returns a message with `role` and `content`, also for one with `from` and `value`."""
+    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
+        return message
+    return {"role": SHAREGPT.get(message["from"], message["from"]), "content": message.get("value")}
 
 
 @dataclass(frozen=True)
 class ConversationFields:
     """The fields of a row that is a whole conversation.
 
-    `messages`: objects with `role` and `content`, which is text, or a list of {"type": "text", "text": ...} and
-    {"type": "image"}. An image stands in its part (`image`, or `image_url` with a `url`), or in the field `images`,
-    which fills the parts without one, and `<image>` in text, in order. What an assistant calls stands in `tool_calls`,
-    as {"function": {"name", "arguments"}} or {"name", "arguments"}, arguments as an object or as its JSON; it becomes
-    text of the response as `calls` says. `tools`: JSON schemas for the chat template, as a list or as its JSON. Columns
-    of tables fill what a row lacks with nulls, so that a null counts as absent.
+    `messages`: objects with `role` and `content`, or with `from` and `value` as LLaVA's; the content is text, or a
+    list of {"type": "text", "text": ...} and {"type": "image"}. An image stands in its part (`image`, or
+    `image_url` with a `url`), or in the field `images`, which fills the parts without one, and `<image>` in text,
+    in order. What an assistant calls stands in `tool_calls`, as {"function": {"name", "arguments"}} or {"name",
+    "arguments"}, arguments as an object or as its JSON; it becomes text of the response as `calls` says. `tools`:
+    JSON schemas for the chat template, as a list or as its JSON. Columns of tables fill what a row lacks with
+    nulls, so that a null counts as absent.
 
     answers: the field that a verifier compares with; without it, the text of the last message.
     """
@@ -100,7 +109,7 @@ class ConversationFields:
         self._schemas(row)
         images = row.get(self.images)
         shown = enumerate([] if images is None else images if isinstance(images, list | tuple) else [images])
-        parsed = []
+        parsed, messages = [], [_with_role(message) for message in messages]
         for index, message in enumerate(messages):
             try:
                 parsed.append(self._message(message, shown, open_image))

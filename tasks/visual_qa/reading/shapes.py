@@ -65,7 +65,7 @@ def shaped(fields: Fields, rows: Rows, name: str) -> Fields:
             return fields
         first += [row] if isinstance(row, Mapping) else []
     # A question that ends in a reply has its answer there only where no column holds one.
-    shapes = _fitting(SHAPES, first) or _fitting(REPLIES, first)
+    shapes = _fitting(SHAPES, first) or _fitting(REPLIES, first) or _resembling(first)
     if not shapes:
         return fields
     if len(shapes) > 1:
@@ -81,6 +81,11 @@ def shaped(fields: Fields, rows: Rows, name: str) -> Fields:
 
 def _fitting(shapes: Iterable[RowShape], rows: list[Mapping[str, Any]]) -> list[RowShape]:
     return [shape for shape in shapes if any(shape.fits(row) for row in rows)]
+
+
+def _resembling(rows: list[Mapping[str, Any]]) -> list[RowShape]:
+    """Returns the shape whose messages rows hold without being questions of one reply, so that each says why not."""
+    return [shape for shape in REPLIES if any(is_messages(value_of(row, shape.problem)) for row in rows)][:1]
 
 
 def _images(fields: Fields, rows: list[Mapping[str, Any]]) -> str:
