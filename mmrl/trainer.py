@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ class Trainer:
             with metrics.phase("update"):
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
-                for minibatch in self.epochs(minibatches, shuffle):
+                for minibatch in self.preparation.epochs(minibatches, shuffle):
                     if self.algorithm.enough(self.update(minibatch, metrics)):
                         break
             self.collector.observe(batch)
@@ -111,13 +110,6 @@ class Trainer:
             self.save_weights("final")
 
     # --- updates ---
-
-    def epochs(self, minibatches: list[Minibatch], shuffle: torch.Generator) -> Iterator[Minibatch]:
-        """Yields the minibatches in order, and in each further epoch in a shuffled one."""
-        yield from minibatches
-        for _ in range(1, self.algorithm.epochs):
-            for index in torch.randperm(len(minibatches), generator=shuffle).tolist():
-                yield minibatches[index]
 
     def update(self, minibatch: Minibatch, metrics: Metrics) -> dict[str, float]:
         """Performs one optimizer step. Returns means of the statistics that the algorithm watches. A loss or gradient

@@ -46,6 +46,7 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
 
     view: View
     cost: ClassVar[str] = "a forward pass under every view"
+    scores: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -315,6 +315,7 @@ class TeacherLikelihoods(PreparedMeasurement["DecisionColumn"]):
 
     teacher: Teacher = field(hash=False)
     cost: ClassVar[str] = "a forward pass of the teacher"
+    scores: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -339,6 +340,7 @@ class TeacherDistributions(PreparedMeasurement["TeacherChoices"]):
     count: int | None
     requires: ClassVar[type] = TaughtTokens
     cost: ClassVar[str] = "a forward pass of the teacher, and k numbers a decision"
+    scores: ClassVar[bool] = True
     name: ClassVar[str] = ALTERNATIVES
 
     @property

@@ -171,3 +171,12 @@ class Recording(Protocol):
     def recorded(self, rollouts: Rollouts) -> Replay | None:
         """Returns the replay under the weights that sampled, equal to rounding, without a forward pass; None, on all
         ranks alike, where it was not kept."""
+
+
+@runtime_checkable
+class Redrawing(Protocol):
+    """A policy whose likelihoods are estimates from states that are drawn at random, and may be drawn anew."""
+
+    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Returns the rollouts with states that an epoch of updates scores them in, 1 for the second; those of `keep`
+        [rollout] stay in theirs. None, on all ranks alike, where every epoch has the same states."""

@@ -116,7 +116,9 @@ class CollectedMeasurement(Measurement[R_co]):
 
 class PreparedMeasurement(Measurement[R_co]):
     """A measurement in `Rollouts.extras` that is computed before the updates of a step, in the micro-batches of the
-    updates."""
+    updates. scores: whether it holds likelihoods of decisions, which estimates from other states would not have."""
+
+    scores: ClassVar[bool] = False
 
     @abstractmethod
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> R_co: ...

@@ -3,8 +3,10 @@ masks of decisions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from mmrl.core.partition import halved, longest_first, partition, within_tokens
 from mmrl.engine import EMA, Engine, Ranks, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
-from mmrl.protocols.abilities import Recording, Stepwise, Uneven, able
+from mmrl.protocols.abilities import Recording, Redrawing, Stepwise, Uneven, able
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.checks import check_mask, check_values
@@ -28,6 +30,7 @@ from mmrl.training.metrics import Metrics
 
 Minibatch = list[Rollouts]  # its micro-batches
 OF_OLD = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # columns under the policy that sampled
+OF_OTHERS = (*OF_OLD, "ref_logp", "ref_prediction")  # and under the reference
 
 
 class Preparation:
@@ -52,6 +55,7 @@ class Preparation:
         # State of parts of the algorithm across steps, equal on all ranks
         self.memory: dict[str, Any] = {}
         self.modules = AuxiliaryModules()
+        self.further: list[list[Minibatch]] = []  # of the second and later epochs, where they differ from the first's
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
@@ -82,7 +86,9 @@ class Preparation:
             self.set_advantages(batch)
             rollouts = able(self.policy, Stepwise).by_step(rollouts)
             parts = self.cut(rollouts, shuffle)
+        brought = rollouts.old_logp
         complete = self.compute_logprobs(rollouts, parts)
+        redrawn = self.redraw(rollouts, brought, parts)
         self.measure(rollouts, parts, step)
         if not self.algorithm.by_step:
             self.set_advantages(batch)
@@ -91,10 +97,20 @@ class Preparation:
         if not complete:
             unknown: dict[str, Any] = dict.fromkeys(OF_OLD)
             minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
-        for minibatch in minibatches:
+        copies = (replace(rollouts, **columns) for columns in redrawn)
+        self.further = [[[copy.select(rows) for rows in part] for part in parts] for copy in copies]
+        for minibatch in chain(minibatches, *self.further):
             self.algorithm.of_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
+
+    def epochs(self, minibatches: list[Minibatch], shuffle: torch.Generator) -> Iterator[Minibatch]:
+        """Yields the minibatches that `minibatches` returned in order, and in each further epoch in a shuffled one."""
+        yield from minibatches
+        for epoch in range(1, self.algorithm.epochs):
+            again = self.further[epoch - 1] if self.further else minibatches
+            for index in torch.randperm(len(again), generator=shuffle).tolist():
+                yield again[index]
 
     def cut(self, rollouts: Rollouts, shuffle: torch.Generator) -> list[list[Tensor]]:
         """Returns the rows of the micro-batches of each minibatch, in the order of the updates."""
@@ -172,6 +188,23 @@ class Preparation:
                 reference = ReplayColumns(self.policy, self.engine, rollouts).replay(every, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
         return complete
+
+    def redraw(self, rollouts: Rollouts, brought: Tensor | None, parts: list[list[Tensor]]) -> list[dict[str, Any]]:
+        """Returns the inputs of further epochs and their columns under other policies, by epoch, where likelihoods are
+        estimated from states that every epoch draws anew; else nothing. brought: log-probabilities that rollouts
+        already had. Such rollouts stay in their states, for the policy that made them is gone."""
+        if not isinstance(self.policy, Redrawing):
+            return []
+        keep = torch.zeros(len(rollouts), dtype=torch.bool) if brought is None else ~brought.isnan().any(1)
+        unknown: dict[str, Any] = {**dict.fromkeys(OF_OTHERS), "old_logp": brought}
+        further = []
+        for epoch in range(1, self.algorithm.epochs):
+            redrawn = self.policy.redrawn(replace(rollouts, **unknown), epoch, keep)
+            if redrawn is None:
+                return []
+            self.compute_logprobs(redrawn, parts)
+            further.append({name: vars(redrawn)[name] for name in ("inputs", *OF_OTHERS)})
+        return further
 
     def _compute_old(self, rollouts: Rollouts, old: ReplayColumns, parts: list[Tensor]) -> Tensor:
         """Fills in the columns under the policy that sampled; returns its log-probabilities."""

@@ -368,7 +368,7 @@ FAULTS = [
     Fault("samplers hear of unweighted rewards", B, "total = combined_reward(rewards, torch.tensor(self.task.reward_weights))",
           "total = rewards[:, 0]", COLLECTION),
     # --- steps ---
-    Fault("epochs are one", T, "for _ in range(1, self.algorithm.epochs):", "for _ in range(0):", STEPS),
+    Fault("epochs are one", P, "for epoch in range(1, self.algorithm.epochs):\n            again", "for epoch in range(0):\n            again", STEPS),
     Fault("the loss that is reported is a sum over updates", T, "loss[None] / self.algorithm.updates", "loss[None]",
           STEPS),
     Fault("denominator of the first micro-batch", T, "torch.stack([part[name] for part in denominators]).sum()", "denominators[0][name]",

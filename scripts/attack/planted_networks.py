@@ -41,7 +41,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      ("policies/diffusion/test_two_networks.py",)),
     ("particles: flows of actions are steered", "mmrl/evaluation/search.py", '"steering" not in', '"velocity" not in',
      ("evaluation/test_search.py",)),
-    ("few steps: its chains are steered", "mmrl/policies/few_step_diffusion/settings.py", '{"views", "steering"}', '{"views"}', ("evaluation/test_search.py",)),
+    ("few steps: its chains are steered", "mmrl/policies/few_step_diffusion/settings.py", '{"views", "steering", Taught}', '{"views", Taught}', ("evaluation/test_search.py",)),
+    ("few steps: a teacher is offered", "mmrl/policies/few_step_diffusion/settings.py", '{"views", "steering", Taught}', '{"views", "steering"}',
+     ("policies/diffusion/test_two_networks.py",)),
     ("embed: encoders visit for every prompt", E, "for key, condition in zip(some, family.encode("
      "[distinct[key][0] for key in some], shape), strict=True):",
      "for key, condition in ((key, family.encode([distinct[key][0]], shape)[0]) for key in some):", EMBEDDED),

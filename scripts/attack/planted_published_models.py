@@ -11,6 +11,8 @@ E, EDITS = "mmrl/rewards/visual/edits.py", ("rewards/test_edits.py",)
 
 D = "mmrl/policies/diffusion/families/pipeline.py"
 DDIM = ("policies/diffusion/test_schedules.py", "policies/diffusion/test_pipelines.py")
+P, M = "mmrl/training/preparation.py", "mmrl/policies/discrete_diffusion/"
+REDRAWN = ("policies/discrete_diffusion/test_redraw.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -34,5 +36,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("source_similarity: a mean over all pixels", E, "(values * weight).sum() / weight.sum().clamp(min=1e-9)", "(values * weight).mean()", EDITS),
     ("ddim: the last level is always the data", D, 'config.get("set_alpha_to_one", True)', "True", DDIM),
     ("ddim: no key is set_alpha_to_one=false", D, 'config.get("set_alpha_to_one", True)', 'config.get("set_alpha_to_one", False)', DDIM),
+    ("redraw: every further epoch is the second", M + "policy.py", "mixed(record.seed, epoch)", "mixed(record.seed, 1)", REDRAWN),
+    ("redraw: the old policy scores the first epoch's states", P, '("inputs", *OF_OTHERS)}', '("inputs",)}', REDRAWN),
+    ("redraw: the reference scores the first epoch's states", P, '("inputs", *OF_OTHERS)}', '("inputs", *OF_OLD)}', REDRAWN),
+    ("redraw: likelihoods that were brought are taken elsewhere", M + "policy.py", "record if stays else", "record if False else", REDRAWN),
+    ("redraw: epochs are one behind", P, "self.further[epoch - 1]", "self.further[epoch - 2]", REDRAWN),
+    ("redraw: false is not read", M + "policy.py", "isinstance(self.likelihood, RandomStates) and self.likelihood.redraw", "isinstance(self.likelihood, RandomStates)", REDRAWN),
+    ("redraw: views are measured in other states", M + "settings.py", "if measurement.scores]", "if False]", REDRAWN),
     ("ddim: a last step that leads nowhere", D, "if self._ddim.timesteps[-1] > 0 else 1.0", "", DDIM),
 ]

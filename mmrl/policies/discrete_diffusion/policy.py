@@ -20,11 +20,12 @@ from mmrl.policies.discrete_diffusion.likelihoods import States, moments
 from mmrl.policies.discrete_diffusion.responses import MaskedRecord, ResponseLayout
 from mmrl.policies.discrete_diffusion.schedule import in_parts
 from mmrl.policies.discrete_diffusion.scorer import MaskScorer
-from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, Unmasking
+from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, RandomStates, Unmasking
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_and_image
 from mmrl.runtime.files import share
+from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
 
 
@@ -168,6 +169,10 @@ class DiscreteDiffusionPolicy(ABC):
             ids, mask, options["positions"] = self.collator.in_blocks(records, states, blocks, self._response_in_state)
         return ids, mask, first + self.layout.length, options  # behind the response
 
+    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `Redrawing`: every epoch has the same states."""
+        return None
+
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Returns the same responses to changed prompts."""
         inputs = [
@@ -268,6 +273,16 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         return self.likelihood.states_in_blocks(
             record.seed, len(record.prompt), record.steps, len(self.steps), self.blocks
         )
+
+    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `Redrawing`, where the likelihood has `redraw`: seeds depend on the rollout's and on the epoch."""
+        if not (isinstance(self.likelihood, RandomStates) and self.likelihood.redraw):
+            return None
+        inputs = [
+            record if stays else replace(record, seed=mixed(record.seed, epoch))
+            for record, stays in zip(rollouts.inputs, keep.tolist(), strict=True)
+        ]
+        return replace(rollouts, inputs=inputs)
 
     def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         return record.response.masked_fill(states.empty[state], self.layout.vocabulary.mask)

@@ -91,8 +91,8 @@ class LeftToRight(Order):
 class MaskedLikelihood(Choice):
     """The estimate of a response's likelihood: the states in which the model scores it, and the weights of the scores.
 
-    The states follow from a rollout's seed (and from its trace), so that the old, the present and the reference policy
-    score it in the same ones.
+    The states follow from a rollout's seed (and from its trace, or the epoch of updates), so that the old, the present
+    and the reference policy score it in the same ones.
     """
 
     title: ClassVar[str] = "likelihood of a masked response"
@@ -120,7 +120,17 @@ class MaskedLikelihood(Choice):
         return self.states(seed, prompt, steps, last)
 
 
-class OneStep(MaskedLikelihood):
+class RandomStates(MaskedLikelihood):
+    """An estimate from states that are drawn at random."""
+
+    redraw: bool = option(
+        True,
+        "states are drawn anew for every epoch of updates, in which the old policy and the reference score them too "
+        "(d1, DiffuCoder); false: all epochs have the first one's, which costs no further passes",
+    )
+
+
+class OneStep(RandomStates):
     """Scores all positions at once, with the whole response masked and some tokens of the prompt masked."""
 
     equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all positions empty)"
@@ -134,7 +144,7 @@ class OneStep(MaskedLikelihood):
         return one_step(seed, prompt, len(steps), self.prompt_mask)
 
 
-class Coupled(MaskedLikelihood):
+class Coupled(RandomStates):
     """Scores complementary pairs of masks, so that each position is scored once a pair, and the fully masked
     response."""
 
@@ -162,7 +172,7 @@ class Coupled(MaskedLikelihood):
         return coupled(seed, len(steps), self.pairs, self.levels)
 
 
-class ELBO(MaskedLikelihood):
+class ELBO(RandomStates):
     """The evidence lower bound, from stratified numbers of masked positions; which positions are masked is random."""
 
     equation: ClassVar[str] = "E_l (L / l) sum over l empty positions log p(x_k | the others), l from 1 to L"
@@ -185,7 +195,7 @@ class ELBO(MaskedLikelihood):
         return elbo(seed, len(steps), self.draws, self.antithetic)
 
 
-class Spread(MaskedLikelihood):
+class Spread(RandomStates):
     """Scores tokens where they are masked, with masks of all densities: mask ratios are spread evenly from a random
     start. The prompt is not masked. All states of a response are scored in every update; UniGRPO scores one an update,
     and spreads its mask ratios over the updates of a step."""
@@ -256,7 +266,7 @@ class AnyOrder(MaskedLikelihood):
         return any_order(steps)
 
 
-class StaircaseBound(MaskedLikelihood):
+class StaircaseBound(RandomStates):
     """The bound of `elbo` block by block, for models that are read by blocks (`unmasking.causal_blocks`): all blocks
     are scored at once, each with masked positions of its own, and sees the finished blocks before it. Response and
     noised copy stand in one row, and the attention mask is a staircase."""
@@ -414,6 +424,7 @@ class MaskedModel(TokenDiffusionModel):
             )
         in_parts(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking.likelihood)
+        _check_redraw(config, unmasking.likelihood)
         check_shift(unmasking, shifted=self.shifted is True)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
@@ -467,4 +478,14 @@ def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifte
         raise ValueError(
             "unmasking.causal_blocks=true scores a position in its own block, and with model.shifted=true the model "
             "predicts it at the position before; set one of them to false"
+        )
+
+
+def _check_redraw(config: JobConfig, likelihood: MaskedLikelihood) -> None:
+    """Raises ValueError for measured likelihoods that would be of the first epoch's states alone."""
+    redraws = isinstance(likelihood, RandomStates) and likelihood.redraw and config.algorithm.epochs > 1
+    if redraws and (measured := [measurement for measurement in config.needs.prepared if measurement.scores]):
+        raise ValueError(
+            f"algorithm.epochs={config.algorithm.epochs} with unmasking.likelihood.redraw=true scores every epoch in "
+            f"states of its own, and {measured[0].name} is measured in the first one's; set redraw: false, or epochs=1"
         )
