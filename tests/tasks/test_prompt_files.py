@@ -133,3 +133,9 @@ def test_a_packed_file_that_unpacks_too_far_is_refused(tmp_path, monkeypatch):
     parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="2 rows; prompts are held in memory, of 1 rows at most"):
         load_prompts(tmp_path / "rows.parquet")
+
+
+def test_a_text_file_has_no_columns_whatever_the_prompts_column_is_called(tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\n")
+    (prompt,) = load_prompts(tmp_path / "a.txt", field="caption")
+    assert (prompt.text, prompt.metadata) == ("a cat", {})
