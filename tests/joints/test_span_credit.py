@@ -255,6 +255,37 @@ def test_a_rollout_without_a_score_has_no_part(given, monkeypatch):
     close(advantages, torch.zeros(2, 4))
 
 
+def test_what_joined_a_group_has_no_spans_and_keeps_its_outcome(given):
+    """Where all are wrong a right answer is shown, the table's last row; the others are compared without it."""
+    responses, pieces = ["x\ny", "z\ny", RIGHT], [["x\n", "y"], ["z\n", "y"], ["ab\ncd"]]
+    rows = Table(
+        [[-1.0] * 2] * 2 + [[-1.0]], group=[0, 0, 1], responses=responses, pieces=pieces, accuracy=[0.0, 0.0, 1.0]
+    )
+    options = ["rollout.extras=[{type: guided_groups}]", "algorithm.shaping=[{type: span_returns, gamma: 0}]"]
+    rewards = REWARDS.replace(":valued", ":lines")
+    made = given(rows, "rollout.prompts=1", "algorithm.scale=none", rewards, *options)
+    made.prepare(rollouts := made.next())
+    assert rollouts.origin.tolist() == [0, 0, 1]
+    assert [len(values) for values in rollouts.extras["spans process"].values] == [2, 2, 0]
+    third = 1 / 3
+    close(rollouts.advantages, [[-1 - third, -third], [1 - third, -third], [2 * third, 2 * third]])
+
+
+def lines(sample):
+    """The first line of `z` is worth more by 1 than that of `x`, and all second lines are worth the same."""
+    return Spans([(0, 2, float(sample.response[0] == "z")), (2, 3, 0.5)])
+
+
+def test_spans_of_a_rollout_whose_outcome_is_unknown_have_no_part(given):
+    """Nothing is left to compare the first response with."""
+    advantages, _ = shaped(given, "{type: span_returns}", rewards=REWARDS.replace(":right", ":right_or_unknown"))
+    close(advantages, torch.zeros(2, 4))
+
+
+def right_or_unknown(sample):
+    return 1.0 if sample.response == RIGHT else None
+
+
 # --- a real model ---
 
 

@@ -113,7 +113,16 @@ def test_a_scorer_is_a_function_or_a_class():
     assert one.spans["process"] == Spans(((0, 4, -3.0), (4, 6, -1.0)))
     broken = RewardSet([RewardSpec(name="process", options={"scorer": f"{HERE}:too_few"})])
     assert broken.score(samples).isnan().all() and "gave 1 values for 2 steps" in broken.reasons["process"]
-    assert "process" not in one.spans  # those of an earlier score are gone
+
+
+def test_the_accuracy_does_not_take_the_place_of_a_reward_of_its_name():
+    reward, accuracy = (
+        RewardSet([RewardSpec(name="process", options={"scorer": f"{HERE}:{scorer}"}, total="sum")])
+        for scorer in ("line_lengths", "Vowels")
+    )
+    (one,) = samples = [sample("ab")]
+    assert (reward.score(samples).item(), accuracy.score(samples).item()) == (2.0, 1.0)
+    assert one.spans["process"] == Spans(((0, 2, 2.0),))
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,13 @@ def checked(values: Any, samples: Sequence[Sample], failures: Failures) -> list[
 
 
 def entered(values: Iterable[Score | Spans], samples: Sequence[Sample], name: str, total: Total) -> list[Score]:
-    """Keeps spans in `Sample.spans` under the column `name`. Returns the number of each sample."""
+    """Keeps spans in `Sample.spans` under the column `name`, if there are none. Returns the number of each sample."""
     scores: list[Score] = []
     for value, sample in zip(values, samples, strict=True):
-        sample.spans.pop(name, None)
         if isinstance(value, Spans):
-            sample.spans[name] = value
+            sample.spans.setdefault(
+                name, value
+            )  # rewards come before the accuracy, whose column may be of the same name
         scores.append(total_of(value, total) if isinstance(value, Spans) else value)
     return scores
 
