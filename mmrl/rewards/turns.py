@@ -9,7 +9,7 @@ import torch
 
 from mmrl.rewards.overlap import iou
 from mmrl.rewards.types import Reward
-from mmrl.rollouts import Conversation, Sample
+from mmrl.rollouts import Conversation, Sample, Spans
 
 RIGHT = 0.5  # least intersection over union of a zoom with the target box
 
@@ -42,7 +42,9 @@ def tool_bonus(*, success: Reward | None = None) -> Reward:
         if sample.conversation is None:
             return None
         value = right(sample)
-        return None if value is None else float(used_tool(sample.conversation) and value >= 1)
+        if value is None or isinstance(value, Spans):
+            return None
+        return float(used_tool(sample.conversation) and value >= 1)
 
     return score
 

@@ -61,7 +61,8 @@ def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
         raise ValueError(f"scorer {name!r} is no function and no class")
     if not inspect.isclass(target):
         return lambda sample, texts: target(sample, texts, **options)
-    instance: StepScorer = target(**options)
+    instance: Any = target(**options)
     if not callable(instance):
         raise ValueError(f"scorer {name!r} makes an object that can not be called with a sample and its steps")
-    return instance
+    scorer: StepScorer = instance
+    return scorer

@@ -41,7 +41,7 @@ def jpeg_compressibility(*, quality: int = 95) -> Reward:
 
     def reward(sample: Sample) -> float | None:
         size = kilobytes(sample)
-        return None if size is None else -size
+        return -size if isinstance(size, float) else None
 
     return reward
 
