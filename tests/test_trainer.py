@@ -116,7 +116,7 @@ def test_terms_add_up(trainer, batch):
 def test_every_surrogate_has_a_gradient_of_its_own_off_policy(trainer, batch):
     options = {"divergence_mask": "{type: divergence_mask, bound: 0.05}", "dual_clip": "{type: dual_clip, cap: 1.05}"}
     kinds = [k for k, place in Surrogate.kinds.items() if place.startswith("mmrl.algorithms.surrogates.surrogate:")]
-    assert len(kinds) == 7
+    assert len(kinds) == 8
     found = {k: gradient(trainer, batch, f"algorithm.surrogate={options.get(k, k)}") for k in kinds}
     for i, a in enumerate(kinds):
         for b in kinds[:i]:
@@ -199,7 +199,9 @@ def test_an_update_moves_towards_rewarded_responses(tmp_path):
     assert moved[good > 0].mean() > 0 > moved[good < 0].mean()
 
 
-def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch):
+def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch, monkeypatch):
+    unsorted = trainer.config.engine.model_copy(update={"balance": "none"})
+    monkeypatch.setattr(trainer.preparation, "config", trainer.config.model_copy(update={"engine": unsorted}))
     kept = batch.select(torch.arange(8).repeat(3))
     kept.group = torch.arange(6).repeat_interleave(4) + 40
     kept.rewards, kept.accuracy = torch.rand(24, 1), torch.arange(24.0)  # a name for each

@@ -214,7 +214,8 @@ def needs_of(kind: type[Choice]) -> Needs | None:
 def _sketch(kind: type[Section]) -> Section:
     """Returns settings with their defaults, and something empty for each option that must be given."""
     required = {key: _empty(field.annotation) for key, field in kind.model_fields.items() if field.is_required()}
-    return kind.model_construct(**required, **({"type": ""} if issubclass(kind, Choice) else {}))
+    values: dict[str, Any] = required | ({"type": ""} if issubclass(kind, Choice) else {})
+    return kind.model_construct(**values)
 
 
 def _empty(annotation: Any) -> Any:

@@ -220,8 +220,8 @@ class PromptsData(Prompts):
         evaluation = self._read(self.eval)
         if train is not None:
             prompts.warn_of_overlap(train, evaluation, self.image_field)
-        training = None if train is None or self.train is None else self._source(train, self.train)
-        return training, self._source(evaluation, self.eval)
+        learned = None if train is None or self.train is None else self._source(train, self.train)
+        return learned, self._source(evaluation, self.eval)
 
     def _read(self, path: Path) -> list[Prompt]:
         from mmrl.tasks.image_generation.data import prompts
