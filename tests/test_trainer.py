@@ -114,7 +114,7 @@ def test_terms_add_up(trainer, batch):
 
 
 def test_every_surrogate_has_a_gradient_of_its_own_off_policy(trainer, batch):
-    options = {"divergence_mask": "{type: divergence_mask, bound: 0.05}", "dual_clip": "{type: dual_clip, cap: 1.05}"}
+    options = {"divergence_mask": "{type: divergence_mask, bound: 0.005}", "dual_clip": "{type: dual_clip, cap: 1.05}"}
     kinds = [k for k, place in Surrogate.kinds.items() if place.startswith("mmrl.algorithms.surrogates.surrogate:")]
     assert len(kinds) == 8
     found = {k: gradient(trainer, batch, f"algorithm.surrogate={options.get(k, k)}") for k in kinds}

@@ -32,9 +32,8 @@ def entered(values: Iterable[Score | Spans], samples: Sequence[Sample], name: st
     scores: list[Score] = []
     for value, sample in zip(values, samples, strict=True):
         if isinstance(value, Spans):
-            sample.spans.setdefault(
-                name, value
-            )  # rewards come before the accuracy, whose column may be of the same name
+            # Rewards come before the accuracy, whose column may be of the same name.
+            sample.spans.setdefault(name, value)
         scores.append(total_of(value, total) if isinstance(value, Spans) else value)
     return scores
 
