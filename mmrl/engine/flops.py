@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+STAGE_3_LINEAR = "deepspeed.runtime.zero.linear"
 ADDING = (aten.addmm, aten.baddbmm)  # products whose first argument is a sum to add to
 OF_PAIRS = (aten.bmm, aten.baddbmm)  # products of two activations, as in attention
 FUSED = (  # attention that torch's formulas leave out: softmax(q k') v
@@ -50,7 +53,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights, self.pairs = Flops(), Flops()
+        self.weights, self.pairs, self.with_gradient = Flops(), Flops(), torch.is_grad_enabled()
 
     @property
     def total(self) -> Flops:
@@ -67,9 +70,9 @@ class FlopCounter(TorchDispatchMode):
         forward = attention_flops(*args[:3]) if packet in FUSED else flop_registry[packet](*args, **kwargs, out_val=out)
         fused = "attention" in str(packet)
         first = 1 if packet in ADDING else 0
-        factors = [t.requires_grad for t in args[first : first + (3 if fused else 2)]]
+        factors = [needs_gradient(t) for t in args[first : first + (3 if fused else 2)]]
         times = (2 if any(factors) else 0) if fused else sum(factors)  # fused kernels compute one product anew
-        flops = Flops(float(forward), float(forward * times) if torch.is_grad_enabled() else 0.0)
+        flops = Flops(float(forward), float(forward * times) if self.with_gradient and recorded() else 0.0)
         if fused or packet in OF_PAIRS:
             self.pairs += flops
         else:
@@ -80,6 +83,24 @@ class FlopCounter(TorchDispatchMode):
 def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
     """Counts the two products of attention. query, key, value: [..., head, token, width]."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def needs_gradient(factor: Tensor) -> bool:
+    """Returns whether a factor of a product, or the tensor that it is a view of, requires a gradient."""
+    return factor.requires_grad or (factor._base is not None and factor._base.requires_grad)
+
+
+def recorded() -> bool:
+    """Returns whether what is computed has a backward pass. ZeRO-3's linear layer, which DeepSpeed puts in the place of
+    torch's for the rest of the process, computes without recording and brings a backward pass of its own."""
+    if torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == STAGE_3_LINEAR:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_backward() -> bool:

@@ -456,7 +456,7 @@ ROBOTS: Cases = [
         "expert",
     ),
     ("demonstrations that do not belong here", "task.demonstrations={type: expert, episodes: 0}", "episodes"),
-    ("demonstrations for GRPO", "task.demonstrations={type: expert, episodes: 2}", "expert"),
+    ("demonstrations for GRPO", "task.demonstrations={type: expert, episodes: 2}", "task.demonstrations"),
     ("questions for robots", "task={type: visual_qa}", "model.type=vision_language_action"),
     ("statistics that are not there", "action.statistics=/nope.json", "/nope.json"),
     ("gamma of 2", "algorithm={type: ppo, gamma: 2}", "algorithm.gamma"),

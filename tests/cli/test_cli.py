@@ -150,7 +150,7 @@ def test_print_config_is_complete_and_stops(tmp_path):
     assert printed["optim"]["lr"] == 3e-5 and printed["algorithm"]["epochs"] == 1
     assert (
         printed["task"]["rewards"]
-        == [{"name": "exact_match", "weight": 1.0, "signature": "mmrl", "on_timeout": "unscored"}]
+        == [{"name": "exact_match", "weight": 1.0, "signature": "mmrl", "total": "mean", "on_timeout": "unscored"}]
         and "surrogate" not in result.out
     )
     assert not (tmp_path / "run").exists()

@@ -342,7 +342,11 @@ def test_ranks_share_the_prompts_and_leave_none_in_the_making_at_the_end():
         TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4", "rollout.generator.partial.oversample=2", "steps=50"]
     )
     task = SimpleNamespace(
-        train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
+        train=range(64),
+        score=lambda samples, group: torch.zeros(len(group), 1),
+        accuracy=lambda samples: None,
+        reward_weights=(1.0,),
+        reward_names=("zero",),
     )
     ranks = [Collector(config, Lengths(), task, SimpleNamespace(rank=rank, world=2, max=int), None) for rank in (0, 1)]
     trained: Counter = Counter()
@@ -359,9 +363,16 @@ def test_what_a_pool_has_in_the_making_is_not_given_up():
     """It has begun, and grows the same drafts as what would be made in its place."""
     config = load(TINY, ["run_dir=r", *PARTIAL, *SERVER, "steps=50"])
     task = SimpleNamespace(
-        train=range(64), score=lambda samples, group: torch.zeros(len(group), 1), accuracy=lambda samples: None
+        train=range(64),
+        score=lambda samples, group: torch.zeros(len(group), 1),
+        accuracy=lambda samples: torch.zeros(len(samples)),
+        reward_weights=(1.0,),
+        reward_names=("zero",),
     )
-    ranks, generator = SimpleNamespace(rank=0, world=1, max=int), SimpleNamespace(synchronise=dict)
+    ranks, generator = (
+        SimpleNamespace(rank=0, world=1, max=int, gather=lambda rows: [rows]),
+        SimpleNamespace(synchronise=dict),
+    )
     collector = Collector(config, Lengths(), task, ranks, generator)
     collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words: None))
     (pending,) = collector.pending.batches

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmrl.engine.device_peaks import PEAKS, peak_of
-from mmrl.engine.flops import CallMeter, FlopCounter, Flops, SequenceFlops, Tally
+from mmrl.engine.flops import CallMeter, FlopCounter, Flops, SequenceFlops, Tally, count
 from tests.helpers.tiny_models import build
 from tests.helpers.tiny_pipelines import sd3, unet
 
@@ -125,3 +126,14 @@ def test_peaks_are_found_by_the_names_of_drivers():
     assert {name: peak_of(name) for name in names} == {name: PEAKS[short] for name, short in names.items()}
     assert peak_of("NVIDIA H100 PCIe") is None and peak_of("GeForce GTX 480") is None
     assert [PEAKS["h100"].flops(dtype) for dtype in ("bfloat16", "float32")] == pytest.approx([989.4e12, 66.9e12])
+
+
+def test_the_linear_layer_of_stage_3_counts_as_torch_s(monkeypatch):
+    """DeepSpeed puts it in the place of torch's for the rest of a process; it computes without recording."""
+    network = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    rows = torch.randn(3, 5, 8)
+    plain = count(lambda: network(rows))
+    monkeypatch.setattr(nn.functional, "linear", zero3_linear_wrap)
+    assert count(lambda: network(rows)) == plain == Flops(2 * 15 * (128 + 64), 2 * 15 * (128 + 2 * 64))
+    with torch.no_grad():
+        assert count(lambda: network(rows)) == Flops(plain.forward, 0.0)

@@ -127,7 +127,6 @@ ANCHORED: dict[str, str] = {  # to one place of the text
     "rewards.parsing.choices:_LEAD_IN": "match",
     "rewards.parsing.responses:_WRAPPER": "match",
     "tasks.manipulation.selection:SPLIT": "fullmatch",
-    "tasks.visual_qa.data.images:_URL": "match",
     "rewards.verifiers:_FORMAT": "fullmatch",  # after each of its tags was counted: there is one
 }
 

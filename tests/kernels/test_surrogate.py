@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from mmrl.core.reduce import MODES, denominator, reduce
+from mmrl.core.reduce import denominator, reduce
 from mmrl.core.surrogates import surrogate
 from mmrl.kernels import clipped_surrogate, use
+from mmrl.kernels.operators import MODES
 
 NAN = math.nan
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}

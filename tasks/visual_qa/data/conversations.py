@@ -18,7 +18,6 @@ from mmrl.tasks.visual_qa.reading.messages import MARKER, VIDEO_MARKER
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # its names for roles
 Part = str | Image.Image
-_URL = re.compile(r"(https?|data|file|s3|gs):")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
