@@ -84,8 +84,8 @@ class MessageWriter:
             kind = "array" if isinstance(value, np.ndarray) else "scalar"
             return {kind: [value.dtype.str, list(value.shape), *self.put(value.tobytes())]}
         if is_dataclass(value) and not isinstance(value, type):
-            given = [field.name for field in fields(value) if field.init]  # a record is built anew from these
-            record, values = type(value), {name: self.tree(vars(value)[name]) for name in given}
+            initial = [field.name for field in fields(value) if field.init]  # a record is built anew from these
+            record, values = type(value), {name: self.tree(vars(value)[name]) for name in initial}
             return {"record": [record.__module__, record.__qualname__, values]}
         return self.of_library(value)
 

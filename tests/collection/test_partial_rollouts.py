@@ -318,7 +318,7 @@ class Lengths:
 
     def complete(self, drafts, group_size):
         assert all(draft.finished(()) for draft in drafts)
-        return SimpleNamespace(samples=drafts)
+        return SimpleNamespace(samples=drafts, origin=None)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -374,7 +374,7 @@ def test_what_a_pool_has_in_the_making_is_not_given_up():
         SimpleNamespace(synchronise=dict),
     )
     collector = Collector(config, Lengths(), task, ranks, generator)
-    collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words: None))
+    collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words, **options: None))
     (pending,) = collector.pending.batches
     collector.give_up()
     assert list(collector.pending.batches) == [pending] and len(pending.rollouts.result(10).group) == 6

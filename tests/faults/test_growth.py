@@ -127,6 +127,7 @@ ANCHORED: dict[str, str] = {  # to one place of the text
     "rewards.parsing.choices:_LEAD_IN": "match",
     "rewards.parsing.responses:_WRAPPER": "match",
     "tasks.manipulation.selection:SPLIT": "fullmatch",
+    "tasks.data.image_files:_URL": "match",
     "rewards.verifiers:_FORMAT": "fullmatch",  # after each of its tags was counted: there is one
 }
 
