@@ -5,7 +5,8 @@ owns it is never forked itself: it holds threads and perhaps a CUDA context. Req
 may trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is
 trusted. `mmrl.children.forked` is the other side.
 
-It is a net, no prison: a worker has the user's name, files and network.
+It is a net, no prison: a worker has the user's name, files and network, unless its service takes them away
+(`mmrl.children.confinement`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
 from mmrl.rewards.judges import process, text, visual
+from mmrl.rewards.programs import charts, solids, unit_tests
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import WORKERS, IsolatedReward
@@ -72,6 +73,10 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "twin_margin": twins.TwinMargin,
     "framewise": framewise.Framewise,
     "source_similarity": edits.source_similarity,
+    "unit_tests": unit_tests.UnitTests,
+    "chart_code": charts.ChartCode,
+    "svg_code": charts.SvgCode,
+    "solid_code": solids.SolidCode,
 }
 ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
 DEADLINE_S = 5.0  # of a sample in an isolated reward

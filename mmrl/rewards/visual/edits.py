@@ -31,10 +31,7 @@ def source_similarity(*, measure: Measure = "l1") -> Reward:
     prompt.metadata["box"], [left, top, right, bottom] in pixels of the source. Without either all pixels count. None
     for an image that holds NaN or inf, and where nothing is left to compare.
     """
-    compute = {"l1": _l1, "psnr": _psnr, "ssim": _ssim}.get(measure)
-    if compute is None:
-        raise ValueError(f"measure must be l1, psnr or ssim, not {measure!r}")
-    compare: Callable[[Tensor, Tensor, Tensor], Tensor] = compute
+    similarity = compare(measure)
 
     def reward(sample: Sample) -> float | None:
         image = image_of(sample).float().cpu()
@@ -42,9 +39,17 @@ def source_similarity(*, measure: Measure = "l1") -> Reward:
             return None
         source = source_of(sample, image.shape)
         weight = weight_of(sample, image.shape[1:])
-        return float(compare(image.clamp(0, 1), source, weight)) if weight.any() else None
+        return float(similarity(image.clamp(0, 1), source, weight)) if weight.any() else None
 
     return reward
+
+
+def compare(measure: Measure) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns the function of two images [channel, height, width] of 0 to 1, and weights [height, width] of pixels,
+    that measures their likeness. Raises ValueError for an unknown measure."""
+    if measure not in _MEASURES:
+        raise ValueError(f"measure must be l1, psnr or ssim, not {measure!r}")
+    return _MEASURES[measure]
 
 
 def source_of(sample: Sample, shape: Sequence[int]) -> Tensor:
@@ -118,3 +123,6 @@ def _ssim(image: Tensor, source: Tensor, weight: Tensor) -> Tensor:
     one, two = 0.01**2, 0.03**2
     similarity = (2 * a * b + one) * (2 * together + two) / ((a**2 + b**2 + one) * (spread_a + spread_b + two))
     return _mean(similarity, weight)
+
+
+_MEASURES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"l1": _l1, "psnr": _psnr, "ssim": _ssim}

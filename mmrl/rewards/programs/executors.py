@@ -1,0 +1,256 @@
+"""Execution of untrusted programs, one a process: what `mmrl.rewards.programs.runner` forks.
+
+A request is a mapping with the program's "source", and "scratch", the folder that it may write to; the answer holds
+what it computed or drew, or {"failed": the reason}. Nothing here knows a gold answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import site
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.children.confinement import confine
+from mmrl.children.forked import ForkedService
+from mmrl.errors import describe_error
+from mmrl.runtime.installation import extra_command
+
+Request = Mapping[str, Any]
+MAX_OUTPUT = 1 << 16  # characters of one test's output
+MAX_FILE = 1 << 26  # bytes
+MAX_SIDE = 2048  # pixels of an image
+MAX_CORNERS = 1 << 20  # of a solid's triangles
+TEXTS, MARKS, COLOURS, VALUES = "texts", "marks", "colours", "values"  # kinds of elements of a chart
+_MODULES = {"charts": ("matplotlib", "charts"), "vectors": ("resvg_py", "svg"), "solids": ("trimesh", "solids")}
+_SHARED = ("/usr", "/lib", "/lib64", "/etc/fonts", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+
+
+def executor(kind: str, confined: bool) -> ForkedService:
+    """Builds the service of one kind of program: "tested", "charts", "vectors" or "solids". Raises
+    ValueError where a package that it needs is missing."""
+    module, extra = _MODULES.get(kind, (None, None))
+    if module is not None and extra is not None and importlib.util.find_spec(module) is None:
+        raise ValueError(f"needs the package {module}: {extra_command(extra)}")
+    execute = {"tested": tested, "charts": chart, "vectors": vector, "solids": solid}[kind]
+    _PREPARE.get(kind, lambda: None)()
+
+    def serve(request: Request) -> dict[str, Any]:
+        try:
+            _withdraw(Path(request["scratch"]), confined)
+            return execute(request)
+        except BaseException as error:  # any fault of a program is an answer, also SystemExit
+            return {"failed": describe_error(error)}
+
+    return serve
+
+
+def _withdraw(scratch: Path, confined: bool) -> None:
+    """Leaves this process nothing but libraries and its folder. It serves one request."""
+    os.chdir(scratch)
+    os.environ.update(HOME=str(scratch), TMPDIR=str(scratch), MPLBACKEND="Agg")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
+    if confined:
+        confine(map(Path, (*_SHARED, sys.base_prefix, sys.prefix, *site.getsitepackages())), scratch)
+
+
+def _ran(source: str, name: str = "__main__") -> dict[str, Any]:
+    """Returns the global names of a program after its end. Its exit with the code 0 is an ordinary end."""
+    names: dict[str, Any] = {"__name__": name}
+    try:
+        exec(compile(source, "response.py", "exec"), names)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ValueError(f"it ended with the exit code {end.code}") from None
+    return names
+
+
+def tested(request: Request) -> dict[str, Any]:
+    """Returns the "outputs" of a program's tests, which are "calls" or "inputs"."""
+    return functions(request) if "calls" in request else scripts(request)
+
+
+def functions(request: Request) -> dict[str, Any]:
+    """Calls a function, or expressions, of the program: "calls" holds (name, arguments) or the text of an expression.
+    The answer's "outputs" are JSON texts, None where a call failed."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        names = _ran(request["source"], "response")
+        return {"outputs": [_outcome(names, call) for call in request["calls"]]}
+
+
+def _outcome(names: dict[str, Any], call: str | tuple[str, list[Any]]) -> str | None:
+    try:
+        if isinstance(call, str):
+            value = eval(compile(call, "test", "eval"), names)
+        else:
+            value = _function(names, call[0])(*call[1])
+        text = json.dumps(value, default=_listed)
+    except Exception:  # whatever it is, this test is not passed
+        return None
+    return text if len(text) <= MAX_OUTPUT else None
+
+
+def _listed(value: object) -> list[Any]:
+    """Returns what JSON lacks as a list: a set in order, an array."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, np.ndarray | np.generic):
+        listed: list[Any] = value.tolist()
+        return listed
+    raise TypeError(f"a test gave {type(value).__name__}")
+
+
+def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
+    """Returns a function of the program, or a method of its class Solution."""
+    if name in names:
+        function: Callable[..., Any] = names[name]
+        return function
+    solution = names["Solution"]()
+    method: Callable[..., Any] = vars(type(solution))[name].__get__(solution)
+    return method
+
+
+def scripts(request: Request) -> dict[str, Any]:
+    """Runs the program once for each text of "inputs", which it reads from its standard input. The answer's "outputs"
+    are what it printed, None where it failed."""
+    return {"outputs": [_printed(request["source"], text) for text in request["inputs"]]}
+
+
+def _printed(source: str, text: str) -> str | None:
+    out = io.StringIO()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")  # programs read sys.stdin.buffer, too
+    try:
+        with contextlib.redirect_stdout(out):
+            _ran(source)
+    except Exception:
+        return None
+    return out.getvalue()[:MAX_OUTPUT]
+
+
+def chart(request: Request) -> dict[str, Any]:
+    """Draws the last figure of a Matplotlib program: "image", uint8 [height, width, 3], and its "elements", lists of
+    texts by kind."""
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    Figure.savefig = lambda *_, **__: None  # type: ignore[method-assign]  # what it saves is not what is compared
+    plt.close = lambda *_, **__: None  # programs close what they have saved
+    with contextlib.redirect_stdout(io.StringIO()):
+        _ran(request["source"])
+    figures = plt.get_fignums()
+    if not figures:
+        return {"failed": "it drew no figure"}
+    figure = plt.figure(figures[-1])
+    width, height = (round(side) for side in figure.get_size_inches() * figure.dpi)
+    if max(width, height) > MAX_SIDE:
+        figure.set_dpi(figure.dpi * MAX_SIDE / max(width, height))
+    figure.canvas.draw()
+    shown = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]  # of Agg
+    return {"image": np.ascontiguousarray(shown), "elements": elements(figure)}
+
+
+def elements(figure: Any) -> dict[str, list[str]]:
+    """Returns what a figure shows: texts that are not empty, kinds of marks, their colours, and their values, rounded
+    to four digits."""
+    from matplotlib.collections import Collection
+    from matplotlib.colors import to_hex, to_rgba
+    from matplotlib.container import BarContainer
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Wedge
+
+    texts, marks, colours, values = list[str](), list[str](), list[str](), list[str]()
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        named = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *(legend.get_texts() if legend else [])]
+        texts += [text.get_text() for text in named if text.get_text().strip()]
+        texts += [tick.get_text() for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_ticklabels()]
+        bars = [bar for container in axes.containers if isinstance(container, BarContainer) for bar in container]
+        for bar in bars:
+            marks.append("bar")
+            colours.append(to_hex(bar.get_facecolor()))
+            values.append(f"{bar.get_x():.4g} {bar.get_y():.4g} {bar.get_width():.4g} {bar.get_height():.4g}")
+        for line in axes.lines:
+            if isinstance(line, Line2D):
+                marks.append("line")
+                colours.append(to_hex(to_rgba(line.get_color())))
+                values += [f"{x:.4g} {y:.4g}" for x, y in np.asarray(line.get_xydata(), float)]
+        for wedge in (patch for patch in axes.patches if isinstance(patch, Wedge)):
+            marks.append("wedge")
+            colours.append(to_hex(wedge.get_facecolor()))
+            values.append(f"{wedge.theta1:.4g} {wedge.theta2:.4g}")
+        for points in axes.collections:
+            if isinstance(points, Collection):
+                marks.append("points")
+                colours += [to_hex(colour) for colour in np.asarray(points.get_facecolor())[:1].tolist()]
+                values += [f"{x:.4g} {y:.4g}" for x, y in np.asarray(points.get_offsets(), float)]
+        marks += ["image"] * len(axes.images)
+    return {TEXTS: [text for text in texts if text.strip()], MARKS: marks, COLOURS: colours, VALUES: values}
+
+
+def vector(request: Request) -> dict[str, Any]:
+    """Draws an SVG on white at "size", (width, height): "image", uint8 [height, width, 3]. What it links to is not
+    read."""
+    import resvg_py
+    from PIL import Image
+
+    width, height = request["size"]
+    png = bytes(resvg_py.svg_to_bytes(svg_string=request["source"], width=width, height=height, background="white"))
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    return {"image": np.asarray(image)}
+
+
+def solid(request: Request) -> dict[str, Any]:
+    """Builds the solid that the program calls "result": its "corners", fp64 [corner, 3], and "triangles", int64
+    [triangle, 3]. `result` is a mesh of trimesh, or an object of CadQuery."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        names = _ran(request["source"])
+    if "result" not in names:
+        return {"failed": "it defines no `result`"}
+    corners, triangles = _mesh(names["result"])
+    if max(len(corners), len(triangles)) > MAX_CORNERS:
+        return {"failed": f"its mesh has {len(triangles)} triangles, more than {MAX_CORNERS}"}
+    return {"corners": corners, "triangles": triangles}
+
+
+def _mesh(result: Any) -> tuple[np.ndarray, np.ndarray]:
+    import trimesh
+
+    if isinstance(result, trimesh.Scene):
+        result = result.to_mesh()
+    if isinstance(result, trimesh.Trimesh):
+        return np.asarray(result.vertices, np.float64), np.asarray(result.faces, np.int64)
+    points, triangles = result.val().tessellate(1e-2)  # of CadQuery
+    return np.array([point.toTuple() for point in points], np.float64), np.array(triangles, np.int64)
+
+
+def _prepare_charts() -> None:
+    """Imports what every program would, and reads the fonts, before the first fork."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure()
+    figure.text(0, 0, "a")
+    figure.canvas.draw()
+    plt.close(figure)
+
+
+def _prepare_solids() -> None:
+    import trimesh
+
+    trimesh.creation.box()
+
+
+_PREPARE: dict[str, Callable[[], None]] = {"charts": _prepare_charts, "solids": _prepare_solids}

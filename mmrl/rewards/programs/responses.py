@@ -1,0 +1,42 @@
+"""The program of a response."""
+
+from __future__ import annotations
+
+import re
+
+from mmrl.rewards.parsing.responses import full_response, last_tagged, stated
+from mmrl.rollouts import Sample
+
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[A-Za-z0-9_+#-]*+[ \t]*+\r?\n")
+
+_SVG = re.compile(r"<svg(?=[\s/>])[^<>]*+>|</svg\s*+>")
+
+
+def program(sample: Sample) -> str:
+    """Returns the last fenced block of what a response states after its thoughts, of its <answer> where there is one;
+    without a fence all of it. A block that was begun and not closed counts to its end."""
+    text = stated(full_response(sample))
+    tagged = last_tagged(text)
+    text = text if tagged is None else tagged
+    parts = text.split(_FENCE)
+    if len(parts) == 1:
+        return text.strip()
+    block = parts[-2] if len(parts) % 2 else parts[-1]
+    language = _LANGUAGE.match(block)
+    return block[language.end() if language else 0 :].rstrip()
+
+
+def drawing(sample: Sample) -> str:
+    """Returns the last outermost <svg> element of a response; "" where there is none."""
+    text, depth, begin, last = stated(full_response(sample)), 0, 0, ""
+    for tag in _SVG.finditer(text):
+        if tag[0].startswith("</"):
+            depth = max(0, depth - 1)
+        else:
+            begin = begin if depth else tag.start()
+            depth += not tag[0].endswith("/>")
+        if depth == 0:
+            last = text[begin : tag.end()]
+            begin = tag.end()
+    return last

@@ -1,0 +1,97 @@
+"""Processes for programs of responses: each runs one, within a deadline and limits, and is gone."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from mmrl.children.confinement import confinable
+from mmrl.children.fork_server import ForkServer
+from mmrl.children.limits import Limits
+
+EXECUTOR = "mmrl.rewards.programs.executors:executor"
+MAX_ANSWER = 1 << 26  # bytes
+DEADLINE_S = 10.0
+
+
+class ProgramRunner:
+    """Runs programs of one kind of `mmrl.rewards.programs.executors`, `workers` at a time.
+
+    A program reads libraries and writes to a folder of its own; it opens no TCP connection and reaches no other process
+    (`confined`). It may take `deadline_s` seconds and `memory_gib`. Raises ValueError for numbers that are not
+    positive, and where the kernel cannot confine it.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        deadline_s: float = DEADLINE_S,
+        workers: int = 2,
+        memory_gib: float = 1.0,
+        confined: bool = True,
+    ) -> None:
+        if not (deadline_s > 0 and workers > 0 and memory_gib > 0):
+            raise ValueError("deadline_s, workers and memory_gib must be positive")
+        if confined and not confinable():
+            raise ValueError(
+                "programs of responses are confined by Landlock (Linux 5.13), which this kernel does not offer; "
+                "confined: false runs them with limits alone"
+            )
+        self.deadline_s, self.workers = deadline_s, workers
+        limits = Limits(memory_gib=memory_gib, processes=32, cpu_s=2 * deadline_s + 2)  # half of it is enough for one
+        self._fork_server = ForkServer(EXECUTOR, (kind, confined), limits)
+        self._folder = tempfile.TemporaryDirectory(prefix="mmrl-programs-")
+        self._numbers, self._numbering = count(), threading.Lock()
+
+    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns an answer a request, {"failed": why} for a program that raised, hung or ended its process. Raises
+        UserError where no process can be started."""
+        with ThreadPoolExecutor(self.workers, "program") as pool:
+            return list(pool.map(self._run, requests))
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._fork_server.close()
+        self._folder.cleanup()
+
+    def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        with self._numbering:
+            scratch = Path(self._folder.name) / str(next(self._numbers))
+        scratch.mkdir()
+        try:
+            worker = self._fork_server.hire()
+            answer = worker.call({**request, "scratch": str(scratch)}, self.deadline_s, MAX_ANSWER)
+        except TimeoutError:
+            return {"failed": f"it took more than {self.deadline_s:g} s"}
+        except ConnectionError as error:
+            return {"failed": f"it ended its process: {error}"}
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        worker.fork_server.dismiss(worker)  # nothing that a program changed meets the next one
+        return answer
+
+
+class ProgramReward:
+    """A reward that runs programs of one `kind`, with the options of `ProgramRunner`."""
+
+    kind: ClassVar[str]
+    scope: Literal["sample"] = "sample"
+
+    def __init__(
+        self,
+        *,
+        deadline_s: float = DEADLINE_S,
+        workers: int = 2,
+        memory_gib: float = 1.0,
+        confined: bool = True,
+    ) -> None:
+        self.runner = ProgramRunner(
+            self.kind, deadline_s=deadline_s, workers=workers, memory_gib=memory_gib, confined=confined
+        )
