@@ -4,6 +4,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,10 @@ def pytest_addoption(parser):
     parser.addoption("--record-times", action="store_true", help=f"write what each file took into {TIMES.name}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
+    for name, cases in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        leave_to_slow(name, list(cases))
     items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if place(item).startswith(name)), len(LONG)))
     for item in items:
         quick = item.get_closest_marker("slow") is None
@@ -103,6 +107,18 @@ def pytest_collection_modifyitems(config, items):
         chosen = slices({item.nodeid: place(item) for item in items if item.get_closest_marker("slow")}, count)[number]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def leave_to_slow(name, items):
+    """Marks the cases of a test as slow whose parameters are none of those that its mark `quick` names."""
+    mark = items[0].get_closest_marker("quick")
+    if mark is None:
+        return
+    others = [item for item in items if item.callspec.id not in mark.args]
+    if len(items) > 1 and len(others) == len(items):
+        raise pytest.UsageError(f"{name}: none of its cases is one that `quick` names")
+    for item in others:
+        item.add_marker(pytest.mark.slow)
 
 
 def place(item):

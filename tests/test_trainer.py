@@ -216,6 +216,7 @@ def test_rollouts_of_a_prompt_stay_together_in_a_random_order(trainer, batch, mo
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.quick("0", "2")
 def test_the_norm_is_reported_and_what_the_optimizer_gets_is_clipped(tmp_path, stage):
     """AdamW's first moment after one step is (1 - beta1) x the clipped gradient."""
     moments = {}
@@ -349,6 +350,7 @@ def test_too_much_of_an_evaluation_that_is_not_scored_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.quick("1")
 def test_offload_changes_nothing(tmp_path, stage):
     for kind in ["none", "optimizer", *(["all"] if stage == 3 else [])]:
         train(

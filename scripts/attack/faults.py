@@ -64,10 +64,11 @@ def copied(folder: Path) -> Path:
     """A copy of the tree from which `mmrl` can be imported with what lies beside it."""
     folder.mkdir()
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name in ("tasks", "sims", "configs"):
-        (folder / "mmrl" / name).symlink_to(folder / name)
+        if not (folder / "mmrl" / name).is_symlink():  # a checkout may have them
+            (folder / "mmrl" / name).symlink_to(folder / name)
     return folder
 
 

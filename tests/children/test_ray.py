@@ -378,6 +378,7 @@ WHOLE = [[i, 2 * i + k] for i in range(40) for k in range(2)]
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_when_a_host_is_lost_the_engine_comes_up_on_another_one_and_every_rank_finds_it(nodes, stand_ins, count):
     (first, second), ranks = stand_ins(count)
     before = [server.address for server in first.servers]

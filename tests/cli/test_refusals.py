@@ -57,6 +57,14 @@ def test_has_knows_what_a_job_has():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+@pytest.mark.quick(
+    "visual_qa_digits",
+    "image_digits_flow",
+    "manipulation_tabletop",
+    "text_sums_masked",
+    "video_moving_shapes",
+    "visual_games",
+)
 def test_a_key_that_the_job_does_not_have_is_refused_in_one_line(path, known):
     layers = [tree for _, tree in read_yaml(path)]
     config = validate(laid_over({"run_dir": "x"}, *layers), path.name)

@@ -231,6 +231,7 @@ def test_a_run_is_the_same_with_and_without_processes(runs, path):
     assert timeless(metrics(one)) == timeless(metrics(other))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_exactly_and_leaves_no_process(runs, path):
     folder = runs / "killed"
     processes = start(killed, folder, path, log=runs / "killed log")

@@ -43,6 +43,7 @@ def trained(p, reference, beta, scale):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize(("scale", "beta"), [("group_std", 2.0), ("none", 0.7)])
+@pytest.mark.quick("group_std-2.0-0.5")
 def test_one_step_of_the_recurrence(p, scale, beta):
     gained = 1 / math.sqrt(p * (1 - p)) if scale == "group_std" else 1.0
     found = trained(p, reference=0.3, beta=beta, scale=scale)

@@ -85,6 +85,7 @@ def test_state_round_trip_goes_on_with_the_same_decay():
     assert not torch.equal(one.average[0], state["0"])
 
 
+@pytest.mark.slow
 def test_averages_under_zero_3_are_what_a_forward_pass_computes_with(tmp_path):
     """DeepSpeed keeps small parameters whole on every rank between steps, beside the slices that averages are of."""
     call(workers.averages, tmp_path, log=tmp_path / "log", ranks=2)

@@ -45,6 +45,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_phase(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named(tmp_path, rank):
     run, log = tmp_path / "run", tmp_path / "run.log"
     processes = launch(run)
@@ -67,6 +68,7 @@ def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
     assert f"rank 1 (process {processes[1].pid} on" in line and "has ended" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_long_but_not_too_long_goes_on(tmp_path):
     run, log = tmp_path / "run", tmp_path / "run.log"
     processes = launch(run)

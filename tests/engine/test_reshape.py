@@ -27,6 +27,7 @@ SGD = [("optim={type: sgd, lr: 1, momentum: 0.5}",), ("optim={type: sgd, lr: 1}"
 
 
 @pytest.mark.parametrize("optimizer", [(), *(pytest.param(sgd, marks=pytest.mark.slow) for sgd in SGD)])
+@pytest.mark.slow
 def test_two_ranks_then_one_then_two_and_all_zero_stages(tmp_path, optimizer):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     go(whole, 1, "steps=8", *optimizer)
@@ -92,6 +93,7 @@ CHANGES = [(before, now) for before in range(4) for now in range(4) if before !=
 
 
 @pytest.mark.parametrize(("before", "now"), CHANGES)
+@pytest.mark.quick("0-3", "3-2", "2-0")
 def test_parameter_groups_go_on_under_another_stage(alone, tmp_path, before, now):
     whole, begun = weights(trained(tmp_path / "whole", 0, 0, 4)), Net().state_dict()
     half = weights(trained(tmp_path, before, 0, 2))
@@ -101,6 +103,7 @@ def test_parameter_groups_go_on_under_another_stage(alone, tmp_path, before, now
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 0), (3, 0), (0, 1), (0, 3)])
+@pytest.mark.quick("0-1", "3-0")
 def test_weights_in_bfloat16_go_on_under_stage_0_and_from_it(alone, tmp_path, before, now):
     """DeepSpeed keeps fp32 weights beside them there too, and would step from those of the start."""
     whole = weights(trained(tmp_path / "whole", before, 0, 5, dtype=torch.bfloat16))
@@ -119,6 +122,7 @@ def on_a_rank(folder, *section):
     engine.close()
 
 
+@pytest.mark.slow
 def test_other_ranks_get_their_slices_of_parameters_that_can_not_be_shared_evenly(alone, tmp_path):
     whole = weights(trained(tmp_path / "whole", 0, 0, 6))
     sections = [(2, 3), (1, 0), (2, 2), (1, 3), (2, 1), (2, 3)]  # ranks and stages of a step each

@@ -171,6 +171,7 @@ OLD = {"weight_info": {"weight_version": "run-1"}}
         ("update_weight_version", "name its weights"),
     ],
 )
+@pytest.mark.quick("load_lora_adapter-take the LoRA")
 def test_a_wait_names_the_server_and_what_it_was_to_do(weights, path, doing, monkeypatch):
     monkeypatch.setattr(client, "PAUSE", 0.1)
     lost = Told(**OLD | {path: requests.ConnectionError("gone")})

@@ -92,6 +92,7 @@ class Recorded(Copy):
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapter"])
+@pytest.mark.quick("adapter")
 def test_memory_is_free_before_the_engine_takes_it_and_weights_come_before_the_cache(monkeypatch, adapters):
     options = {"lora": LORA, "freeze": ["vision", "connector"]} if adapters else {}
     policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, **options)

@@ -164,6 +164,7 @@ def test_a_crash_costs_its_sample(reward, how):
     assert reward.failures.causes == {"crash": 1}
 
 
+@pytest.mark.slow
 def test_a_timeout_may_count_as_the_lowest_score():
     rewards = RewardSet([RewardSpec(name=f"{__name__}:obey", isolated=True, deadline_s=0.5, on_timeout="lowest")])
     scores = rewards.score([sample("hang"), sample("raise"), sample("images")])[:, 0].tolist()
@@ -174,6 +175,7 @@ def test_a_timeout_may_count_as_the_lowest_score():
 
 
 @pytest.mark.parametrize(("option", "late"), [("lowest", 0.0), pytest.param("unscored", None, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_batch_that_hangs_costs_a_few_deadlines(option, late, caplog):
     """256 answers that hang, two workers, half a second each: 64 s if every one is tried, 2 s if seven are."""
     own = {"name": f"{__name__}:obey", "label": "own", "isolated": True, "deadline_s": 0.5}
@@ -199,6 +201,7 @@ def test_how_many_may_hang_by_default():
     assert build_reward(RewardSpec(name="math", max_timeouts=5)).failures.most_late == 5
 
 
+@pytest.mark.slow
 def test_workers_score_at_once():
     reward = obeying(workers=3)
     ask(reward, "pid")

@@ -44,6 +44,7 @@ def in_process(code, *words, **environment):
         pytest.param("image_digits_perceptron_base", SMALL[:1], PERCEPTRON, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("image_digits_base-overrides0-absent0")
 def test_a_training_step_does_without(recipe, overrides, absent):
     """To the end of a step, its update and an evaluation."""
     words = ["train", recipe, "--dry-run", "threads=1", *overrides]

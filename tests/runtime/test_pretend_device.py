@@ -96,6 +96,7 @@ def trainer(folder, base, *overrides):
 
 
 @pytest.mark.parametrize("job", JOBS)
+@pytest.mark.quick("vlm, lora", "images, chain", "robots, autoregressive, parts of looks", "robots, flow")
 def test_a_step_mixes_no_devices_and_stays_within_its_budget(job, tmp_path, monkeypatch):
     shuffle = torch.Generator().manual_seed(0)
     with pretending(monkeypatch) as ledger:

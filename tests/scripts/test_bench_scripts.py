@@ -155,6 +155,7 @@ def test_methods_are_compared_with_plain_grpo_of_their_setting(composed, table, 
     assert len(composed.configs) == 2 * len(rows)  # but for what is another run now
 
 
+@pytest.mark.slow
 def test_a_run_of_its_own_process_says_what_it_took_or_that_it_failed(capfd):
     assert methods.forked(["config", "rollout.temperature"]) > 0
     with pytest.raises(RuntimeError, match=r"mmrl config nosuch ended with 2"):

@@ -31,6 +31,7 @@ PICK, PUSH = "PickCube-v1", "PushCube-v1"
     ("task", "control_mode"),
     [(PUSH, "pd_joint_delta_pos"), (PICK, "pd_ee_delta_pose"), (PICK, "pd_joint_target_delta_pos")],
 )
+@pytest.mark.quick("PickCube-v1-pd_ee_delta_pose")
 def test_rows_move_bit_for_bit_as_maniskill_moves_them(task, control_mode):
     own = REGISTERED_ENVS[task].make(
         num_envs=1,

@@ -125,6 +125,7 @@ def test_a_stopped_process_is_found_before_its_deadline(behind, monkeypatch):
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow
 def test_a_slow_chunk_is_not_taken_for_a_stopped_process(behind, monkeypatch):
     monkeypatch.setattr(mmrl.sims.vector.workers, "SILENT_S", 4)
     sim = behind(TROUBLE, 1, 1, deadline_s=6)

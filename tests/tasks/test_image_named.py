@@ -113,6 +113,7 @@ def judges():
     return {judge: Recognised(judge=judge) for judge in named_images.JUDGES}
 
 
+@pytest.mark.slow
 def test_scorers_know_images_in_the_style_that_is_drawn(judges):
     real = real_images(240)
     assert np.mean(judges["second"].score(real)) > 0.98

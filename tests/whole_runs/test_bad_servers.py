@@ -57,6 +57,7 @@ def test_an_unknown_vocabulary_still_has_no_negative_tokens(answer):
 
 
 @pytest.mark.parametrize("kind", ["status 500", "HTML", "closed connections", "half an answer"])
+@pytest.mark.quick("HTML")
 def test_a_server_that_fails_is_asked_three_times_a_prompt_and_named(kind):
     found = tried(kind)
     assert found.how == "named" and f"was sent {ATTEMPTS} times" in found.words and "127.0.0.1" in found.words
@@ -64,6 +65,7 @@ def test_a_server_that_fails_is_asked_three_times_a_prompt_and_named(kind):
 
 
 @pytest.mark.parametrize("kind", ["hangs", "a byte now and then"])
+@pytest.mark.quick("a byte now and then")
 def test_a_server_that_is_too_slow_is_named(kind):
     found = tried(kind, timeout=0.5)
     assert found.how == "named" and found.asked <= ATTEMPTS * PROMPTS and found.seconds < 20

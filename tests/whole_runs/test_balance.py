@@ -41,6 +41,7 @@ def steps(run):
 
 @pytest.mark.parametrize("kind", ["lengths", "tokens"])
 @pytest.mark.parametrize(("ranks", "stage"), RUNS)
+@pytest.mark.slow
 def test_weights_and_metrics_are_those_of_ranks_that_exchange_nothing(trained, ranks, stage, kind):
     folder = trained(ranks, stage)
     alone, balanced = folder / f"none-{stage}", folder / f"{kind}-{stage}"

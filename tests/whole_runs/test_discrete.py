@@ -232,6 +232,7 @@ def goes_on_exactly(runs, name):
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.slow
 def test_two_ranks_under_zero_3_train_as_one_without(runs, name):
     trains_as_one(runs, name)
 

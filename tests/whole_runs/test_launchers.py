@@ -51,6 +51,7 @@ def test_a_launcher_starts_two_ranks(tmp_path, launcher):
     assert len(list((tmp_path / "checkpoints" / "step-000001").glob("rank-*.pt"))) == 2
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on(tmp_path):
     """Nobody changes the command line: the ranks that are started again find a checkpoint, and go on from it."""
     command, dies = [*TORCHRUN, "--max-restarts", "1"], "task.type=tests.whole_runs.parts:DiesOnce"

@@ -35,6 +35,7 @@ def test_a_policy_trains_in_maniskill(tmp_path):
     assert all(row["surrogate/ratio_gap_max"] == 0 and row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_recipe_from_random_weights_trains(tmp_path):
     size = ["rollout.prompts=4", "evaluation.prompts=2", "task.options.max_steps=4", "task.rows=4", "steps=2"]
     once = ["algorithm.epochs=1", "algorithm.minibatches=1", "threads=1", "action.standardise=true"]

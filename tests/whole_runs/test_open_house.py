@@ -140,6 +140,7 @@ def trained(folder):
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
+@pytest.mark.slow
 def test_they_train_on_two_ranks_and_go_on_exactly(folder, trained, stage):
     whole, cut = trained(stage), folder / f"cut-{stage}"
     cut.mkdir()

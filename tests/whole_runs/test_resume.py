@@ -149,6 +149,7 @@ def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, mome
     assert checkpoints.finished(folder)[-1].name == f"step-{steps:06d}"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on(tmp_path):
     run = tmp_path / "run"
     log = run.with_suffix(".log")

@@ -287,6 +287,7 @@ def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
     assert result.code == 2 and "model.safetensors has" in result.err and "warm start is run again" in result.err
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_the_warm_start_that_another_one_makes(recipes):
     """The lock of its run directory is held, then the final weights are there: nothing is trained twice."""
     (recipes / "base").mkdir()

@@ -91,6 +91,7 @@ def adapters(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_an_adapter_arrives_after_every_step(adapters):
     steps = [row for row in metrics(adapters / "run") if "loss" in row]
     assert len(steps) == 4 and steps[0]["correction/logp_gap_max"] < 1e-3

@@ -37,6 +37,7 @@ def found(folder):
 
 @vllm_workers.needs_vllm
 @pytest.mark.timeout(300)  # the first one waits for all of the fixture
+@pytest.mark.slow
 def test_the_next_batch_is_made_while_this_one_is_trained(folder):
     steps = [row for row in metrics(folder / "run") if "loss" in row]
     assert [row["generation/staleness"] for row in steps] == [0, 1, 1]
@@ -47,6 +48,7 @@ def test_the_next_batch_is_made_while_this_one_is_trained(folder):
 
 
 @vllm_workers.needs_vllm
+@pytest.mark.slow
 def test_a_batch_that_was_not_trained_yet_comes_again_after_a_resume(folder, found):
     """At the checkpoint after two steps a third batch was in the making."""
     saved = json.loads((folder / "run/checkpoints/step-000002/trainer.json").read_text())
@@ -54,11 +56,13 @@ def test_a_batch_that_was_not_trained_yet_comes_again_after_a_resume(folder, fou
 
 
 @vllm_workers.needs_vllm
+@pytest.mark.slow
 def test_the_seeds_alone_decide(found):
     assert found["first"] == found["again"] and found["gap"] < 1e-3
 
 
 @vllm_workers.needs_vllm
+@pytest.mark.slow
 def test_nobody_is_answered_without_the_key_and_no_weights_are_left(found):
     assert set(found["strangers"]) == {401} and found["left"] == []
 

@@ -81,6 +81,7 @@ AHEAD = [(IMAGES, ["algorithm.minibatches=2", "denoising.guidance=1.5"]), (ROBOT
 
 
 @pytest.mark.parametrize("base, options", AHEAD, ids=["images", "robots"])
+@pytest.mark.quick("images")
 def test_a_batch_ahead_is_of_weights_one_step_old(tmp_path, threads, base, options):
     """The second batch is that of a run in which the first step changed nothing; the third is not."""
     ahead = run(tmp_path / "ahead", *options, "rollout.workers.async_steps=1", base=base)

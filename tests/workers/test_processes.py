@@ -18,6 +18,7 @@ from tests.workers.runs import COOLING, GUIDED, ONE, PPO, alike, run
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+@pytest.mark.slow
 def test_images_of_a_process_are_those_of_the_trainer(tmp_path):
     """Sampled predictions, guidance, groups that are replaced, and an average that is evaluated: all to the bit."""
     plain = run(tmp_path / "plain", *GUIDED, base=IMAGES)

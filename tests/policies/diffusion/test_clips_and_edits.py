@@ -169,6 +169,7 @@ def task_of(name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.quick("wan", "flux2")
 def test_lora_is_trained_on_policy_and_loads_in_the_pipeline(name, folders, tmp_path):
     """The ratio of the first update is exactly 1; what is saved changes the output of diffusers' own pipeline."""
     size = [f"denoising.resolution={SIDE.get(name, 16)}"] + (["denoising.frames=5"] if name in CLIPS else [])

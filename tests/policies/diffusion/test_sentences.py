@@ -59,6 +59,7 @@ def test_files_give_the_same_weights_back(denoiser, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in denoiser.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_process_that_loads_pipelines_has_imported_it():
     """Or diffusers, which imports no module that a folder names, does not load it."""
     told = "import sys, mmrl.policies.diffusion.pipelines; print('mmrl.policies.diffusion.sentences' in sys.modules)"

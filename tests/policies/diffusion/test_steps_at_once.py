@@ -27,6 +27,7 @@ def weighted(replay):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("a chain", "matching")
 def test_parts_change_memory_only(load_family, case):
     name, likelihood, options = CASES[case]
     policy = policy_of(load_family(name), likelihood, **options)
@@ -88,6 +89,7 @@ def test_the_key_of_a_configuration_says_how_many_steps_are_replayed_at_once(tmp
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.quick("0", "3")
 def test_training_by_parts_is_training(tmp_path, stage):
     """Three steps of two updates each, under every stage of ZeRO, against all at once."""
     trained = {}

@@ -115,6 +115,7 @@ def test_levels_are_drawn_alike_and_one_in_each_part():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[:3])
+@pytest.mark.quick("order1")
 def test_a_trace_is_exact_for_its_order(made, order):
     """Of every response, so that they are a distribution; and those of all orders together are the likelihood."""
     policy = made("trace", length=3)

@@ -80,6 +80,7 @@ def test_two_looks_of_an_episode_have_noise_of_their_own(make):
 class TestTemperature:
     @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
     @pytest.mark.parametrize("kind", ["regression", "bridge"])
+    @pytest.mark.quick("bridge-0.5", "regression-2.0")
     def test_laplace_is_scored_as_it_is_sampled(self, make, kind, temperature):
         """By torch.distributions; and the score of the scale has mean 0 over what was drawn."""
         policy = stir(make(kind, rows=64, temperature=temperature, scale=0.2))

@@ -134,6 +134,7 @@ def test_garbage_after_the_end_changes_nothing(played, kind, level):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("autoregressive", "flow", "latent")
 def test_micro_batches_add_up(played, kind):
     policy, rollouts = played(kind)
     whole, gradient = loss_and_gradient(policy, rollouts)
@@ -285,6 +286,7 @@ def test_a_frozen_backbone_is_read_once(make, played, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("autoregressive", "flow")
 def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
     """Not on the rows of the simulator, nor on what is played beside it."""
     policy, rollouts = played(kind)
@@ -378,6 +380,7 @@ def test_a_lost_episode_does_not_count(make):
 
 @pytest.mark.parametrize("kind", [*TOKENS, "flow", "bridge"])
 @pytest.mark.parametrize("backbone", ["small", "qwen"])
+@pytest.mark.quick("small-autoregressive", "small-flow")
 def test_saved_and_loaded_alike(make, played, tmp_path, kind, backbone):
     policy, rollouts = played(kind, backbone)
     policy.save(tmp_path / "final", policy.module.state_dict())
@@ -390,6 +393,7 @@ def test_saved_and_loaded_alike(make, played, tmp_path, kind, backbone):
     assert make(kind, str(tmp_path / "final"), critic=True).module.critic is not None
 
 
+@pytest.mark.slow
 def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
     """A few steps of supervised learning raise the likelihood of what was shown, and greedy decoding then shows it."""
     from mmrl.sims import Observation
@@ -505,6 +509,7 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("flow", "autoregressive", "regression")
 def test_looks_in_parts_change_memory_only(played, kind):
     policy, rollouts = played(kind, critic=True)
     torch.manual_seed(0)
