@@ -540,5 +540,5 @@ def test_closing_gives_back_threads_files_and_memory():
     for _ in range(6):
         once()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files + 1 and threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= files + 1 and threading.active_count() <= threads
     assert memory() - before < 16 << 20
