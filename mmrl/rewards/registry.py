@@ -12,6 +12,7 @@ from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
 from mmrl.rewards.judges import process, text, visual
+from mmrl.rewards.models import image_reward, vlm_reward
 from mmrl.rewards.programs import charts, solids, unit_tests
 from mmrl.rewards.services import http
 from mmrl.rewards.services.failures import Failures
@@ -73,6 +74,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "twin_margin": twins.TwinMargin,
     "framewise": framewise.Framewise,
     "source_similarity": edits.source_similarity,
+    "image_reward": image_reward.ImageReward,
+    "vlm_reward": vlm_reward.VlmReward,
     "unit_tests": unit_tests.UnitTests,
     "chart_code": charts.ChartCode,
     "svg_code": charts.SvgCode,

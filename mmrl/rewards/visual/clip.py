@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from mmrl.rewards.models.weights import linear_chain, read_weights
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
 from mmrl.rewards.visual.preprocessing import of_open_clip, of_transformers
 from mmrl.rollouts import Prompt, Sample
@@ -182,7 +181,7 @@ class Aesthetic:
         pretrained: str | None = None,
         device: str | None = None,
     ):
-        self.head, self.encoder, self.device = _linear_layers(head), encoder(model, pretrained), device
+        self.head, self.encoder, self.device = _head(head), encoder(model, pretrained), device
         probe = self.encoder.images([Image.new("RGB", (8, 8))], torch.device("cpu"))
         if probe.shape[1] != self.head[0].in_features:
             raise ValueError(
@@ -206,24 +205,13 @@ class Aesthetic:
         return self.head.to(device)(embeddings).squeeze(-1).tolist()
 
 
-def _linear_layers(path: str) -> nn.Sequential:
-    """The linear layers of a file in the order of the numbers in their names."""
-    from safetensors.torch import load_file
-
-    if not Path(path).is_file():
-        raise ValueError(f"head: there is no file {path}")
-    state = load_file(path) if path.endswith(".safetensors") else torch.load(path, "cpu", weights_only=True)
-    names = [name.removesuffix("weight") for name in state if name.endswith("weight")]
-    names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-    if missing := [name for name in names if name + "bias" not in state]:
-        raise ValueError(f"head {path} has no bias for {', '.join(name + 'weight' for name in missing)}")
-    layers = nn.Sequential()
-    for name in names:
-        layer = nn.utils.skip_init(nn.Linear, *state[name + "weight"].shape[::-1])
-        layer.load_state_dict({"weight": state[name + "weight"], "bias": state[name + "bias"]})
-        layers.append(layer)
-    widths = [(layer.in_features, layer.out_features) for layer in layers]
-    fits = all(first[1] == second[0] for first, second in zip(widths, widths[1:], strict=False))
-    if not widths or not fits or widths[-1][1] != 1:
-        raise ValueError(f"head {path} holds linear layers of {widths}, not a chain that ends in one output")
-    return layers.eval().requires_grad_(False)
+def _head(path: str) -> nn.Sequential:
+    """Returns the linear layers of a file. Raises ValueError where they have no bias, or more than one output."""
+    state = read_weights(path)
+    names = [name for name in state if name.endswith("weight")]
+    if missing := [name for name in names if name.removesuffix("weight") + "bias" not in state]:
+        raise ValueError(f"head {path} has no bias for {', '.join(missing)}")
+    layers = linear_chain(state, None, f"head {path}")
+    if (outputs := layers[-1].out_features) != 1:
+        raise ValueError(f"head {path} has {outputs} outputs, not one")
+    return layers

@@ -10,10 +10,10 @@ from PIL import Image
 from mmrl.children.confinement import confinable
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.programs.charts import common, pixels
+from mmrl.rewards.programs.charts import common, pixels, shares
 from mmrl.rewards.programs.responses import drawing, program
 from mmrl.rewards.programs.runner import ProgramRunner
-from mmrl.rewards.programs.solids import mesh_of
+from mmrl.rewards.programs.solids import mesh_of, surface_f1
 from mmrl.rewards.programs.unit_tests import read_tests
 from mmrl.rollouts import Prompt, Sample
 
@@ -147,6 +147,19 @@ def test_settings_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.setattr("mmrl.rewards.programs.runner.confinable", lambda: False)
     with pytest.raises(ValueError, match="confined: false"):
         build("unit_tests")
+
+
+def test_weights_are_shares():
+    assert shares({"image": 1, "elements": 3}, ("runs", "image", "elements")) == {"image": 0.25, "elements": 0.75}
+
+
+def test_a_surface_is_covered_and_covers():
+    """Half of the gold lies on a box, all of the box on the gold: precision 1, recall a half."""
+    trimesh = pytest.importorskip("trimesh")
+    one = trimesh.creation.box()
+    two = trimesh.util.concatenate([one, trimesh.creation.box(transform=[[1, 0, 0, 9], *np.eye(4)[1:].tolist()])])
+    assert surface_f1(one, two, 2000, 0.01) == pytest.approx(2 * 0.5 / 1.5, abs=0.03)
+    assert surface_f1(two, one, 2000, 0.06) == pytest.approx(2 * 0.5 / 1.5, abs=0.03)
 
 
 def test_what_no_program_of_ours_answers_is_no_image_and_no_solid():

@@ -1,0 +1,208 @@
+"""Reward models that are a vision-language model with a head on the hidden states of special tokens: HPSv3, VideoAlign,
+EditReward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmrl.errors import UserError
+from mmrl.rewards.models.weights import below, linear_chain, read_weights
+from mmrl.rewards.types import Score, as_pil, device_of, image_of, video_of
+from mmrl.rollouts import Sample
+
+PLACEHOLDER = "{text_prompt}"  # of the prompt in an instruction
+MOST = 8  # samples that are scored at once
+Normal = tuple[float, float]
+
+
+class VlmReward:
+    """The sum over `tokens` of weight x (head(hidden state of the token) - mean) / std, of an image or a video under an
+    instruction that holds the prompt and the tokens. Models of this kind:
+
+    HPSv3 (arXiv:2508.03789)        Qwen2-VL, one token <|Reward|>, whose head gives a mean and a spread
+    VideoAlign (arXiv:2501.13918)   Qwen2-VL, tokens <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|>, each with `normal`
+    EditReward (arXiv:2509.26346)   Qwen2.5-VL, source and result, one head an instruction
+
+    model        the folder of the model that it was made from: configuration, processor, and weights
+    weights      the published file: the head, `rm_head.*` or `rm_heads.NAME.*`, and the trained model; without model
+                 weights in it those of `model` are used
+    instruction  the file of its text, with {text_prompt} and the tokens; of several heads a file a head, by name: the
+                 score is their mean
+    tokens       weights by token, in the published order, in which they are added to the vocabulary where it lacks
+                 them. Where the head gives as many numbers as there are tokens, the i-th belongs to token i; else the
+                 first one counts
+    normal       mean and std by token
+    source       the prompt's first image comes before the result
+    min_pixels, max_pixels   bounds of an image's size for the processor
+
+    None for an image or a video that holds NaN or inf. Raises ValueError where model and weights do not fit.
+    """
+
+    scope: Literal["sample"] = "sample"
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        weights: str,
+        instruction: str | Mapping[str, str],
+        tokens: Mapping[str, float],
+        normal: Mapping[str, Normal] | None = None,
+        source: bool = False,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | None = None,
+    ) -> None:
+        self.tokens, self.normal = _checked_tokens(tokens, normal or {}), dict(normal or {})
+        self.source, self.device = source, device
+        state = read_weights(weights)
+        named = {"": instruction} if isinstance(instruction, str) else dict(instruction)
+        self.instructions = {name: _instruction(path, self.tokens) for name, path in named.items()}
+        self.heads = {name: _head(state, name, weights) for name in named}
+        self.processor = _processor(model, self.tokens, min_pixels, max_pixels)
+        self.token_ids = [self.processor.tokenizer.convert_tokens_to_ids(token) for token in self.tokens]
+        self.model = _model(model, state, len(self.processor.tokenizer), dtype)
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Scores samples; raises UserError for one without an image or a video, or without the source."""
+        scores: list[Score] = [None] * len(samples)
+        finite = [row for row, sample in enumerate(samples) if bool(_shown(sample).isfinite().all())]
+        for first in range(0, len(finite), MOST):
+            rows = finite[first : first + MOST]
+            for row, value in zip(rows, self._score([samples[row] for row in rows]), strict=True):
+                scores[row] = value
+        return scores
+
+    def _score(self, samples: list[Sample]) -> list[float]:
+        values = [self._by(name, samples) for name in self.instructions]
+        mean: list[float] = torch.stack(values).mean(0).tolist()
+        return mean
+
+    @torch.no_grad()
+    def _by(self, name: str, samples: list[Sample]) -> Tensor:
+        """Computes scores [rollout] fp32 of one instruction and its head."""
+        device = device_of(self.device)
+        inputs = self._inputs(self.instructions[name], samples).to(device)
+        hidden = self.model.to(device).model(**inputs).last_hidden_state
+        scores = torch.zeros(len(samples))
+        for number, (token, weight) in enumerate(self.tokens.items()):
+            at = inputs["input_ids"] == self.token_ids[number]
+            if not bool((at.sum(1) == 1).all()):
+                raise UserError(f"the instruction holds the token {token} other than once, or a prompt holds it too")
+            outputs = self.heads[name].to(device)(hidden[at].float())
+            value = outputs[:, number if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
+            mean, std = self.normal.get(token, (0.0, 1.0))
+            scores += weight * (value - mean) / std
+        return scores
+
+    def _inputs(self, instruction: str, samples: list[Sample]) -> Any:
+        images: list[Image.Image] = []
+        videos: list[list[Image.Image]] = []
+        texts = []
+        for sample in samples:
+            kinds = []
+            if self.source:
+                if not sample.prompt.images:
+                    raise UserError(
+                        f"prompt {sample.prompt.id!r} has no image that was edited, which source: true needs"
+                    )
+                images.append(sample.prompt.images[0].convert("RGB"))
+                kinds.append("image")
+            if sample.frames is None:
+                images.append(as_pil(image_of(sample)))
+                kinds.append("image")
+            else:
+                videos.append([as_pil(frame) for frame in video_of(sample)])
+                kinds.append("video")
+            text = {"type": "text", "text": instruction.replace(PLACEHOLDER, sample.prompt.text)}
+            turn = {"role": "user", "content": [*({"type": kind} for kind in kinds), text]}
+            texts.append(self.processor.apply_chat_template([turn], tokenize=False, add_generation_prompt=True))
+        return self.processor(
+            text=texts,
+            images=images or None,
+            videos=videos or None,
+            padding=True,
+            return_tensors="pt",
+            do_sample_frames=False,
+        )
+
+
+def _shown(sample: Sample) -> Tensor:
+    return image_of(sample) if sample.frames is None else video_of(sample)
+
+
+def _checked_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -> dict[str, float]:
+    if not tokens or not all(isinstance(weight, int | float) for weight in tokens.values()):
+        raise ValueError(f"tokens are weights by special token, not {dict(tokens)!r}")
+    unknown = next((token for token in normal if token not in tokens), None)
+    if unknown is not None:
+        raise ValueError(f"normal: {unknown!r} is no token of {', '.join(tokens)}")
+    if any(len(pair) != 2 or not pair[1] > 0 for pair in normal.values()):
+        raise ValueError("normal is a mean and a positive std by token")
+    return {token: float(weight) for token, weight in tokens.items()}
+
+
+def _instruction(path: str, tokens: Mapping[str, float]) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"instruction: there is no file {path}")
+    text = Path(path).read_text()
+    missing = [part for part in (PLACEHOLDER, *tokens) if part not in text]
+    if missing:
+        raise ValueError(f"instruction {path} lacks {', '.join(missing)}")
+    return text
+
+
+def _head(state: Mapping[str, Tensor], name: str, path: str) -> nn.Sequential:
+    """Returns a head: one linear layer, or several with a ReLU between two."""
+    prefix = f"rm_heads.{name}." if name else "rm_head."
+    return linear_chain(below(state, prefix), nn.ReLU, f"{path}: {prefix}*")
+
+
+def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, max_pixels: int | None) -> Any:
+    from transformers import AutoProcessor
+
+    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    try:
+        processor = AutoProcessor.from_pretrained(path, **{key: n for key, n in bounds.items() if n is not None})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
+    processor.tokenizer.padding_side = "right"
+    known = processor.tokenizer.get_vocab()
+    processor.tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)
+    return processor
+
+
+def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) -> Any:
+    """Returns the image-text model of a folder, with the trained weights of `state` where it holds any. Raises
+    ValueError where they are not all of its weights."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    chosen: torch.dtype = vars(torch)[dtype]
+    trained = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "rm_heads."))}
+    try:
+        if not trained:
+            model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=chosen)
+            if model.get_input_embeddings().num_embeddings < vocabulary:
+                raise ValueError("weights hold the head alone, and the model has no row for its tokens")
+            return model.eval().requires_grad_(False)
+        config = AutoConfig.from_pretrained(path)
+        rows = next(value.shape[0] for name, value in trained.items() if name.endswith("embed_tokens.weight"))
+        config.get_text_config().vocab_size = rows
+        kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=trained, dtype=chosen, output_loading_info=True
+        )
+    except (KeyError, OSError, RuntimeError, StopIteration) as error:
+        raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
+    missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})
+    wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(one) for one in report["mismatched_keys"])]
+    if wrong:
+        raise ValueError(f"weights do not fit the model of {path}: {len(wrong)} names differ, first {wrong[0]}")
+    return model.eval().requires_grad_(False)

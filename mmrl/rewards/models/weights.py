@@ -1,0 +1,52 @@
+"""Files of weights, and heads of linear layers that are read from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Returns the tensors of a file (.safetensors, .pt, .pth), also of one that holds them under "model". No pickle of
+    it runs. Raises ValueError where there is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    state = torch.load(path, "cpu", weights_only=True)
+    tensors: dict[str, Tensor] = state.get("model", state)
+    return tensors
+
+
+def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def linear_chain(state: Mapping[str, Tensor], between: type[nn.Module] | None, what: str) -> nn.Sequential:
+    """Returns the linear layers of `state`, with or without biases, in the order of the numbers in their names, fp32.
+    between: a module between two of them, such as nn.ReLU. what: their name in a message. Raises ValueError where they
+    are no chain."""
+    names = [name.removesuffix("weight") for name in state if name.endswith("weight")]
+    names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    weights = [state[name + "weight"] for name in names]
+    fits = all(first.shape[0] == second.shape[1] for first, second in zip(weights, weights[1:], strict=False))
+    if not weights or any(weight.dim() != 2 for weight in weights) or not fits:
+        raise ValueError(
+            f"{what} holds weights of {[tuple(weight.shape) for weight in weights]}, no chain of linear layers"
+        )
+    layers = nn.Sequential()
+    for number, (name, weight) in enumerate(zip(names, weights, strict=True)):
+        if number and between is not None:
+            layers.append(between())
+        bias = state.get(name + "bias")
+        layer = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=bias is not None)
+        layer.load_state_dict({"weight": weight.float()} | ({} if bias is None else {"bias": bias.float()}))
+        layers.append(layer)
+    return layers.eval().requires_grad_(False)
