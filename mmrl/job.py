@@ -175,6 +175,13 @@ class Job:
             run.close()
         return read_run(folder)
 
+    def stop(self) -> None:
+        """Ends the training after this step, for `each_step` to call, on any rank: it saves a checkpoint, and `train`
+        returns. A job with the same run directory goes on from there. Raises UserError where nothing trains."""
+        if self._trainer is None:
+            raise UserError("stop() is for a job that trains; call it in each_step")
+        self._trainer.ends = True
+
     @property
     def step(self) -> int:
         """The number of finished steps."""
@@ -334,6 +341,8 @@ def recorded_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
     if training.stopping:
         name = signal.Signals(training.stopping).name
         run.end("stopped", f"{name} stopped it at {at()}; it has saved, and the same command goes on.")
+    elif training.ends and training.step < training.config.steps:
+        run.end("stopped", f"The program stopped it at {at()}; it has saved, and the same program goes on.")
     else:
         run.end("finished", f"It reached its end, step {training.step}.")
 

@@ -23,7 +23,7 @@ from mmrl.generation.correction import corrected
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
 from mmrl.protocols.measurement import ReplayedContext
-from mmrl.protocols.parts import ExplainingTask, Policy, SyncedGenerator, Task
+from mmrl.protocols.parts import ExplainingTask, Policy, RewardingTask, SyncedGenerator, Task
 from mmrl.report.run import Run
 from mmrl.rollouts import Rollouts
 from mmrl.runtime.progress import Interval, Work, display
@@ -58,6 +58,7 @@ class Trainer:
             self.reference = start_of(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
+        self._reward_states()  # one that no checkpoint can hold is named now
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
@@ -68,6 +69,7 @@ class Trainer:
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
         self.stopping = 0  # the number of the signal that any rank got; all ranks learn it at the same step
+        self.ends = False  # whether a program asked for the end, see `Job.stop`
         self.work: Work | None = None  # the progress of the training
         self.line_interval = Interval(config.log.lines_every, at_once=True)  # between printed step lines
 
@@ -84,7 +86,7 @@ class Trainer:
         """Runs the steps: rollouts, advantages, epochs of minibatches, log, evaluate, save."""
         if self.step == 0 and self.config.evaluation.before:
             self.evaluate()
-        while self.step < self.config.steps and not self.stopping:
+        while self.step < self.config.steps and not (self.stopping or self.ends):
             metrics = Metrics(self.engine, Workload.of(self.policy, self.algorithm.epochs, self.config.model.dtype))
             with metrics.phase("rollout"), applied(self.sampling_policy):
                 rollouts = self.collector.next(self.step, metrics)
@@ -102,8 +104,9 @@ class Trainer:
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
             self.stopping = self.engine.max(self.interruption.signum)
+            self.ends = bool(self.engine.max(int(self.ends)))
             self.saver.poll()
-            if self.stopping or (self.guards.within and due(self.step, self.config.checkpoint.every)):
+            if self.stopping or self.ends or (self.guards.within and due(self.step, self.config.checkpoint.every)):
                 self.save()
         self.saver.finish()
         if self.step >= self.config.steps:
@@ -297,9 +300,17 @@ class Trainer:
             "config": plain(self.config),
         }
         averages = {name: copy.state() for name, copy in self._copies().items()}
-        rank_state = {"averages": averages, "pending": pending, "modules": self.preparation.modules.state()}
+        rank_state = {
+            "averages": averages,
+            "pending": pending,
+            "modules": self.preparation.modules.state(),
+            "rewards": self._reward_states(),
+        }
         self.run.sync()
         self.saver.save(self.step, state, rank_state)
+
+    def _reward_states(self) -> dict[str, Any]:
+        return self.task.rewards.state() if isinstance(self.task, RewardingTask) else {}
 
     def save_weights(self, name: str) -> None:
         """Writes the weights that evaluation measures (the EMA, if any) to the folder `name` of the run directory, in
@@ -326,6 +337,8 @@ class Trainer:
             return
         state, rank_state = restored
         for name, copy in self._copies().items():
+            if name not in rank_state["averages"]:
+                raise UserError(f"the checkpoint holds no weights of {name}, which a changed key asks for; restore it")
             copy.load(rank_state["averages"][name])
         self.collector.load(state["batches"], rank_state["pending"])
         self.controls.load(state["controls"])
@@ -333,6 +346,8 @@ class Trainer:
         self.engine.lr_factor = state["guards"]["lr_factor"]
         self.preparation.memory = state["memory"]
         self.preparation.modules.load(rank_state["modules"])
+        if isinstance(self.task, RewardingTask):
+            self.task.rewards.load(rank_state["rewards"])
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
         self.run.forget_after(self.step)

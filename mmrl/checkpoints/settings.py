@@ -34,6 +34,12 @@ class Checkpoint(Section):
         "the run is complete, so that one command line serves a requeue; true: a checkpoint is required; false: "
         "run_dir has to be new",
     )
+    may_change: list[str] = option(
+        [],
+        "keys of numbers that may differ from those of the checkpoint when a run resumes, such as "
+        "algorithm.surrogate.high or algorithm.terms; what stands in a list is named by the list. The run goes on with "
+        "the new ones and says so",
+    )
     changed_data: Literal["refuse", "accept"] = option(
         "refuse",
         "what becomes of a run that resumes where a file of task.data or task.demonstrations is not what it was when "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.checkpoints import files
-from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest
+from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest, why_fixed
 from mmrl.checkpoints.writing import Writing, one_line
 from mmrl.engine import EMA, Engine, weights_only
 from mmrl.engine.snapshot import Snapshot
@@ -218,14 +218,26 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
         rank = torch.load(path / f"rank-{engine.rank % ranks}.pt")
         torch.set_rng_state(rank["random"])
         if (before, ranks) == (engine.zero_stage, engine.world):
-            return rank["own"]
+            return {"rewards": {}} | rank["own"]  # older checkpoints know no states of rewards
         rank_states = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
     averages = {name: [state["averages"][name] for state in rank_states] for name in rank["own"]["averages"]}
     return {
         "averages": {name: engine.reshaped(states, before) for name, states in averages.items()},
         "pending": redealt([state["pending"] for state in rank_states], engine, path),
         "modules": rank["own"]["modules"],
+        "rewards": shared_rewards([state.get("rewards", {}) for state in rank_states], engine, path),
     }
+
+
+def shared_rewards(states: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
+    """Returns this rank's states of rewards from those of all ranks of a checkpoint. Raises UserError where there are
+    some, and another number of ranks."""
+    if any(states) and len(states) != engine.world:
+        name = next(name for state in states for name in state)
+        raise UserError(
+            f"reward {name!r} keeps what each rank saw, and {path} was made by {len(states)} ranks, not {engine.world}"
+        )
+    return states[engine.rank % len(states)]
 
 
 def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[str, Any]:
@@ -258,8 +270,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """Raises UserError naming the first key that differs and may not change within a run."""
+    named = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
+        fixed = why_fixed(key, before, after)
+        if fixed is None and key in named:
+            continue
+        hint = "" if fixed is None or key not in named else f" (checkpoint.may_change: {fixed})"
+        instead = ", name it in checkpoint.may_change," if fixed is None else ""
         raise UserError(
             f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; "
-            "restore it or start a new run_dir"
+            f"restore it{instead} or start a new run_dir{hint}"
         )

@@ -32,6 +32,9 @@ NEUTRAL_KEYS = {
 }
 # Keys that may change when a run resumes: after it diverged, or to train longer.
 MAY_CHANGE = NEUTRAL_KEYS | {"steps", "optim.lr"}
+# Sections of which numbers may change where checkpoint.may_change names them, and what in them decides shapes.
+NUMBERS = {"algorithm", "optim", "guards", "rollout", "task.rewards", "correction", "denoising"}
+SHAPES = {"rollout.prompts", "rollout.group_size", "denoising.resolution", "optim.ema"}
 BEFORE = {"optim.type": "adamw"}  # values in runs that are older than the key
 WORTH_SAYING = {"optim.lr", "engine.zero_stage", "engine.offload", "engine.micro_batch"}
 
@@ -47,6 +50,28 @@ def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any,
     old, new = BEFORE | dict(leaves(before)), BEFORE | dict(leaves(now))
     keys = [key for key in sorted({*old, *new}) if not _under(key, free)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def why_fixed(key: str, before: object, after: object) -> str | None:
+    """Returns why a key that differs can not change within a run, None where it can: of those that may be named in
+    checkpoint.may_change, numbers alone may differ."""
+    if _under(key, SHAPES) or not _under(key, NUMBERS):
+        return f"{key} decides what a checkpoint holds"
+    if not _alike(before, after):
+        return f"more than numbers of {key} would change"
+    return None
+
+
+def _alike(before: object, after: object) -> bool:
+    """Returns whether two values differ in numbers alone."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_alike(before[key], after[key]) for key in before)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_alike, before, after))
+    if isinstance(before, str | bool) or isinstance(after, str | bool):
+        return before == after and type(before) is type(after)
+    numbers = (int, float, type(None))
+    return isinstance(before, numbers) and isinstance(after, numbers)
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -192,6 +192,20 @@ class ExplainingTask(Protocol):
         """The reasons by reward."""
 
 
+class RewardStates(Protocol):
+    def state(self) -> dict[str, Any]:
+        """Returns what rewards have learned or counted on this rank, by name; empty where none has a state."""
+
+    def load(self, states: Mapping[str, Any], /) -> None: ...
+
+
+@runtime_checkable
+class RewardingTask(Protocol):
+    """A task whose rewards may have a state, which checkpoints keep."""
+
+    rewards: RewardStates
+
+
 @runtime_checkable
 class ResizedTask(Protocol):
     """A task whose rewards may speak of what the model's image processor makes of an image."""

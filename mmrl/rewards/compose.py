@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mmrl.rewards.services.isolated import IsolatedReward
 from mmrl.rewards.services.spans import entered
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
-from mmrl.rewards.types import BatchReward, Reward, Score
+from mmrl.rewards.types import BatchReward, Reward, Score, StatefulReward
 from mmrl.rollouts import Prompt, Sample
 
 SHOWN = 120  # letters of an answer in a message
@@ -125,6 +126,44 @@ class RewardSet:
             )
         return scores
 
+    def replace(self, name: str, reward: Reward | BatchReward) -> None:
+        """Puts another reward, any function of a sample or object that scores batches, in the place of a component,
+        from the next call on. Raises UserError where there is no such component, and where the old one is isolated."""
+        if name not in self.names:
+            raise UserError(f"there is no reward {name!r}; there are {', '.join(self.names)}")
+        column = self.names.index(name)
+        before = self.components[column]
+        if isinstance(before, IsolatedReward):
+            raise UserError(f"reward {name!r} is isolated: an object of this process can not take its place")
+        deadline_s = before.deadline_s or (BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S)
+        changed = GuardedReward(reward, before.failures, deadline_s)
+        self.components = (*self.components[:column], changed, *self.components[column + 1 :])
+
+    def state(self) -> dict[str, Any]:
+        """Returns the states of the rewards that have one, by name. Raises UserError for one that a checkpoint can not
+        hold."""
+        states = {name: dict(reward.state()) for name, reward in self._stateful()}
+        for name, state in states.items():
+            check_plain(f"reward {name!r}: its state", state)
+        return states
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Gives rewards the states that `state` returned. Raises UserError for a reward that had one, and has none
+        now."""
+        stateful = dict(self._stateful())
+        if lost := next((name for name in states if name not in stateful), None):
+            raise UserError(f"reward {lost!r} had a state when the checkpoint was written, and has no load() now")
+        for name, state in states.items():
+            stateful[name].load(state)
+
+    def _stateful(self) -> list[tuple[str, StatefulReward]]:
+        guarded = [
+            (name, part.reward)
+            for name, part in zip(self.names, self.components, strict=True)
+            if isinstance(part, GuardedReward)
+        ]
+        return [(name, reward) for name, reward in guarded if isinstance(reward, StatefulReward)]
+
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
         """Gives rewards of coordinates 'resized' the numbers of the run's own image processor: factor, min_pixels and
         max_pixels, or None where it resizes images in another way.
@@ -137,6 +176,20 @@ class RewardSet:
             for reward, new, old in zip(self.components, specs, self.specs, strict=True)
         )
         self.specs = tuple(specs)
+
+
+def check_plain(what: str, value: object) -> None:
+    """Raises UserError for anything but numbers, texts, None, tensors, and lists, tuples and dicts of them."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_plain(f"{what}[{key!r}]", part)
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            check_plain(f"{what}[{i}]", part)
+    elif not (value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)):
+        raise UserError(
+            f"{what} is {type(value).__name__}; a checkpoint holds numbers, texts, tensors, lists and dicts"
+        )
 
 
 def _reason(sample: Sample) -> str:

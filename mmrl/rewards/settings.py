@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType
 from typing import Any, Literal
+
+from pydantic import field_validator
 
 from mmrl.children.limits import Limits
 from mmrl.settings import Section, option
+
+
+def path_of(target: object) -> str:
+    """Returns 'module:name' of a function or class. Raises ValueError for one that can not be found by it."""
+    if not isinstance(target, type | FunctionType):
+        raise ValueError(
+            f"a {type(target).__name__} has no name; give the function or class that makes it, or put it in the place "
+            "of a reward with job.task.rewards.replace(name, reward)"
+        )
+    name = target.__qualname__
+    if vars(sys.modules[target.__module__]).get(name) is not target:
+        raise ValueError(f"{name} is not at the top of its module, where a run that resumes would find it")
+    return f"{target.__module__}:{name}"
 
 
 class RewardSpec(Section):
@@ -64,6 +81,12 @@ class RewardSpec(Section):
     batch_size: int | None = option(
         None, "samples that a batched reward gets at once; default: all of them", unit="samples", ge=1
     )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """A function or class of a program stands for its name, by which a run that resumes finds it again."""
+        return value if value is None or isinstance(value, str | int | float | list | dict) else path_of(value)
 
     @property
     def column(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -33,6 +33,17 @@ class BatchReward(Protocol):
     def scope(self) -> Literal["sample", "group", "batch"]: ...
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score | Spans]: ...
+
+
+@runtime_checkable
+class StatefulReward(Protocol):
+    """A reward that learns or counts. Checkpoints keep its state on each rank, so that a run that resumes goes on as if
+    it had not stopped."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns numbers, texts, lists, dicts and tensors."""
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 @runtime_checkable

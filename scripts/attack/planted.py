@@ -307,7 +307,7 @@ FAULTS = [
     Fault("groups do not reach visual_qa's rewards", "tasks/visual_qa/task.py",
           "return self.rewards.score(samples, group)", "return self.rewards.score(samples)", ADVANTAGES),
     Fault("groups do not reach manipulation's rewards", "tasks/manipulation/task.py",
-          "return self._rewards.score(samples, group)", "return self._rewards.score(samples)", ADVANTAGES),
+          "return self.rewards.score(samples, group)", "return self.rewards.score(samples)", ADVANTAGES),
     # --- correction ---
     Fault("weight of the generator missing", "mmrl/generation/correction.py",
           "replay.weight = weight if replay.weight is None else replay.weight * weight", "pass", CORRECTION),

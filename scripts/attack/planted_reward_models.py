@@ -14,7 +14,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("image_reward: a ReLU between layers", M + "image_reward.py", '"mlp.layers."), None,', '"mlp.layers."), nn.ReLU,', IMAGE),
     ("image_reward: pixels of ImageNet", M + "image_reward.py", "(0.48145466, 0.4578275, 0.40821073)", "(0.485, 0.456, 0.406)", IMAGE),
     ("vlm_reward: no ReLU between layers", M + "vlm_reward.py", "below(state, prefix), nn.ReLU,", "below(state, prefix), None,", VLM),
-    ("vlm_reward: the first number of each token", M + "vlm_reward.py", "number if given.shape[1] == len(self.tokens) > 1 else 0", "0", VLM),
+    ("vlm_reward: the first number of each token", M + "vlm_reward.py", "number if outputs.shape[1] == len(self.tokens) > 1 else 0", "0", VLM),
     ("vlm_reward: mean is added", M + "vlm_reward.py", "(value - mean) / std", "(value + mean) / std", VLM),
     ("vlm_reward: weights of tokens are left out", M + "vlm_reward.py", "scores += weight * (value", "scores += (value", VLM),
     ("vlm_reward: the base's own weights", M + "vlm_reward.py", "        if not trained:\n", "        if trained:\n", VLM),

@@ -35,7 +35,7 @@ class ImageGeneration:
     ):
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
-        self._rewards, self._accuracy, self._second_scorer = rewards, accuracy, second_scorer
+        self.rewards, self._accuracy, self._second_scorer = rewards, accuracy, second_scorer
         self._edits = edits
 
     @staticmethod
@@ -57,11 +57,11 @@ class ImageGeneration:
 
         group: [rollout] int64, which prompt a rollout answers; without it, those of equal prompt ids are a group.
         """
-        return self._rewards.score(samples, _groups(samples) if group is None else group)
+        return self.rewards.score(samples, _groups(samples) if group is None else group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
         """Why a rollout was not scored, by reward."""
-        return self._rewards.reasons
+        return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""

@@ -33,7 +33,7 @@ class Manipulation:
         self.settings, self.simulator_rows = settings, settings.rows
         rewards = RewardSet(settings.rewards)
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
-        self._rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
+        self.rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
         judges = [
             (n, c.reward)
             for n, c in zip(rewards.names, rewards.components, strict=True)
@@ -81,11 +81,11 @@ class Manipulation:
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
         """Returns unweighted reward components [rollout, component], float32, NaN for episodes that the simulator lost.
         group: [rollout], the start state of an episode, for rewards that compare the rollouts of a group."""
-        return self._rewards.score(samples, group)
+        return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
         """Why a rollout was not scored, by reward."""
-        return self._rewards.reasons
+        return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         """Returns success at any time [rollout], float32, NaN for episodes that the simulator lost."""

@@ -26,16 +26,16 @@ class TextSums:
         largest = settings.largest
         self.train = Sums("train", settings.train_size, seed, largest, settings.careless)
         self.evaluation = Sums("heldout", settings.eval_size, settings.eval_seed, largest)
-        self._rewards, self._accuracy = RewardSet(settings.rewards), RewardSet([RewardSpec(name="exact_match")])
-        self.reward_names, self.reward_weights = self._rewards.names, self._rewards.weights
+        self.rewards, self._accuracy = RewardSet(settings.rewards), RewardSet([RewardSpec(name="exact_match")])
+        self.reward_names, self.reward_weights = self.rewards.names, self.rewards.weights
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
         """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
-        return self._rewards.score(samples, group)
+        return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
         """Why a rollout was not scored, by reward."""
-        return self._rewards.reasons
+        return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Returns 1 for the right number, else 0, [rollout]."""

@@ -20,15 +20,15 @@ class VideoGeneration:
     def __init__(self, train: Source | None, evaluation: Source, rewards: RewardSet, accuracy: RewardSet) -> None:
         self.train, self.evaluation = train, evaluation
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
-        self._rewards, self._accuracy = rewards, accuracy
+        self.rewards, self._accuracy = rewards, accuracy
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
         """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
-        return self._rewards.score(samples, _groups(samples) if group is None else group)
+        return self.rewards.score(samples, _groups(samples) if group is None else group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
         """Why a rollout was not scored, by reward."""
-        return self._rewards.reasons
+        return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
         """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""

@@ -24,14 +24,14 @@ class VisualGames:
         self.train = Games(settings.game, first, min(settings.train_size, FIRST_TRAINING_SEED), settings.careless)
         self.evaluation = Games(settings.game, 0, min(settings.eval_size, FIRST_TRAINING_SEED), 0.0)
         rewards = RewardSet(settings.rewards)
-        self.reward_names, self.reward_weights, self._rewards = rewards.names, rewards.weights, rewards
+        self.reward_names, self.reward_weights, self.rewards = rewards.names, rewards.weights, rewards
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        return self._rewards.score(samples, group)
+        return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
         """Why a rollout was not scored, by reward."""
-        return self._rewards.reasons
+        return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Returns whether the game was won, [rollout]; NaN where its environment failed."""
