@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from mmrl.config import Config
     from mmrl.job import Job
 
-KINDS_OF_NEW = ["task", "reward", "simulator", "environment", "algorithm", "term", "shaper", "mask", "sampler"]
+KINDS_OF_NEW = [
+    *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
+    *("baseline", "transform", "view", "transition", "sampler", "source"),
+]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`mmrl new`: writes skeletons of algorithms, tasks, rewards, simulators and environments, which train at once."""
+"""`mmrl new`: writes skeletons of methods, tasks, rewards, tools, simulators and environments, which train at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ METHODS = {
     "term": ("algorithm", "terms:\n    - {{type: '{module}:{name}', coefficient: 0.01}}"),
     "shaper": ("algorithm", "shaping:\n    - {{type: '{module}:{name}', gamma: 0.99}}"),
     "mask": ("algorithm", "masks:\n    - {{type: '{module}:{name}', first: 32}}"),
+    "surrogate": ("algorithm", "minibatches: 2\n  surrogate: {{type: '{module}:{name}', price: 1.0}}"),
+    "baseline": ("algorithm", "baseline: {{type: '{module}:{name}', share: 0.5}}\n  scale: none"),
+    "transform": ("algorithm", "transforms: [{{type: '{module}:{name}', power: 2.0}}]"),
+    "view": (
+        "algorithm",
+        "terms:\n    - type: kl\n      against: {{type: view, view: {{type: '{module}:{name}', radius: 2.0}}}}",
+    ),
+    "source": ("rollout", "extras: [{{type: '{module}:{name}', least: 0.5}}]"),
     "sampler": ("rollout", "sampler: {{type: '{module}:{name}', floor: 0.1}}"),
 }
-KINDS = (*METHODS, "task", "reward", "simulator", "environment")
+KINDS = (*METHODS, "transition", "tool", "task", "reward", "simulator", "environment")
 
 
 def write(kind: str, name: str, folder: Path) -> list[Path]:
@@ -36,7 +44,7 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
         shared = "method"
     templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{shared}.yaml"}
-    templates[f"test_{module}.py"] = f"{shared}_test.py"
+    templates[f"test_{module}.py"] = "method_test.py" if kind == "transition" else f"{shared}_test.py"
     for file in templates:
         if (folder / file).exists():
             raise UserError(f"{folder / file} exists; choose another name or remove it")

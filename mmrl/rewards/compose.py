@@ -157,12 +157,11 @@ class RewardSet:
             stateful[name].load(state)
 
     def _stateful(self) -> list[tuple[str, StatefulReward]]:
-        guarded = [
-            (name, part.reward)
-            for name, part in zip(self.names, self.components, strict=True)
-            if isinstance(part, GuardedReward)
-        ]
-        return [(name, reward) for name, reward in guarded if isinstance(reward, StatefulReward)]
+        stateful: list[tuple[str, StatefulReward]] = []
+        for name, component in zip(self.names, self.components, strict=True):
+            if isinstance(component, GuardedReward) and isinstance(component.reward, StatefulReward):
+                stateful.append((name, component.reward))
+        return stateful
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
         """Gives rewards of coordinates 'resized' the numbers of the run's own image processor: factor, min_pixels and

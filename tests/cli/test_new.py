@@ -84,6 +84,19 @@ def test_it_trains_in_its_own_test(written, kind):
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("kind", sorted({*new.KINDS} - {*OWN}))
+@pytest.mark.quick("source")
+def test_every_step_of_a_method_has_a_gradient(kind, tmp_path):
+    """From a model of random weights: its recipe pays for something that is earned at once."""
+    new.write(kind, "MyPart", tmp_path)
+    sizes = ["steps=4", "rollout.prompts=8", "evaluation.before=false", "evaluation.every=0", "evaluation.prompts=4"]
+    done = run(tmp_path, "mmrl", "train", "my_part.yaml", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/my_part/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 4 and all(row["grad_norm"] > 0.01 for row in steps)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", OWN)

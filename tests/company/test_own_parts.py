@@ -130,6 +130,7 @@ def test_a_run_that_was_asked_to_end_has_saved(tmp_path):
     with pytest.raises(UserError, match="for a job that trains"):
         Job(configure({"run_dir": "x"})).stop()
     assert trainer.step == 2 and trainer.stopping == 0 and not (tmp_path / "final").exists()
+    assert (tmp_path / "checkpoints/step-000002").is_dir()
     again = train(tmp_path, "steps=4", resume=True)
     assert again.step == 4 and [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
