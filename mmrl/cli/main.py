@@ -113,7 +113,15 @@ def _add_training(commands: Commands) -> None:
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
-    for command in (evaluation, sample):
+    serving = commands.add_parser("serve", help="answer OpenAI's chat protocol with a run's weights, on this machine")
+    serving.add_argument("model", help="a run directory, or a model's folder or hub name")
+    serving.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    serving.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; others than loopback need --key-env"
+    )
+    serving.add_argument("--key-env", metavar="NAME", help="the environment variable with the key that callers send")
+    serving.set_defaults(run=run_serve)
+    for command in (evaluation, sample, serving):
         text = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
         command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=text)
     embed = commands.add_parser(
@@ -449,6 +457,29 @@ def run_sample(options: argparse.Namespace) -> int:
 def output_path(model: str, name: str) -> Path:
     """Returns the path for a result: in the folder `model`, or in the working directory for a model from a hub."""
     return Path(model if Path(model).is_dir() else ".") / name
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    from mmrl.job import Job
+
+    key = None if options.key_env is None else os.environ.get(options.key_env)
+    if options.key_env is not None and not key:
+        raise UserError(f"--key-env={options.key_env}: the environment has no such variable, or it is empty")
+    if key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+        raise UserError(f"--host={options.host} is open to others; name a key with --key-env")
+    with Job.of(options.model, *config_and_overrides(options)) as job:
+        from mmrl.policies.vlm.policy import VisionLanguagePolicy
+        from mmrl.serving.chat import serve
+
+        if not isinstance(job.policy, VisionLanguagePolicy):
+            raise UserError(
+                f"mmrl serve is for models that answer in text; this one has model.type={job.config.model.type}"
+            )
+        job.policy.drafter.conversations = None  # the caller is the environment
+        name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
+        limit = job.policy.tokens.max_response_length
+        serve(job.policy, name, limit, host=options.host, port=options.port, key=key)
+    return 0
 
 
 def run_embed(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ FLOORS = (
     ("terms",),
     ("collection", "policies"),
     ("algorithms", "evaluation", "tasks"),
-    ("config",),
+    ("config", "serving"),
     ("doctor", "preflight", "trainer", "workers"),
     ("build",),
     ("job",),
