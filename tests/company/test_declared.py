@@ -82,7 +82,11 @@ OWN = {
     "covariance_clip": "share: 0.2, low: -5",
 }
 # What a part needs beside it, which its surroundings then have too.
-AROUND = {"pass_at_k": "none", "pass_at_k_analytic": "none", "best_only": "none", "modes": "mean", "win_rate": "none"}
+AROUND = {
+    **dict.fromkeys(("pass_at_k", "pass_at_k_analytic", "best_only", "win_rate"), "algorithm.baseline=none"),
+    "modes": "algorithm.baseline=mean",
+    "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
+}
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
     "several minibatches": ("algorithm.minibatches=2",),
@@ -95,7 +99,7 @@ FACTORS = {
 JUDGED = ("refused", "told", "declared")
 SHORT = {
     "shuffled_frames": "a prompt without a video is refused in one line, but at the first step",
-    "self_corrections": "adds nothing here, for a reason that is not known yet",
+    "self_corrections": "responses of random weights fill the limit, so that no pair of them fits, and a warning says so",
     "hidden_regions": "a prompt without boxes is refused in one line, but at the first step",
 }
 STEPS = 3  # as many prompts are drawn as there are twice, so that some come again
@@ -178,7 +182,7 @@ class Entry:
 
     @property
     def around(self):
-        return [f"algorithm.baseline={AROUND[self.name]}"] if self.name in AROUND else []
+        return [AROUND[self.name]] if self.name in AROUND else []
 
 
 ENTRIES = [Entry(base, name) for base in KEYS for name in base.kinds if name not in USUAL]
@@ -314,7 +318,7 @@ def judged(entry, factors):
     except UserError as error:
         return "refused" if "\n" not in str(error) else f"refused in several lines: {error}"
     without = surroundings(around, factors)
-    return compared(entry, with_it, *without) or (
+    return compared(entry, with_it, *without, picks=picks(entry, factors)) or (
         resumed(config, factors, with_it) if "resume" in factors else "declared"
     )
 
@@ -328,7 +332,13 @@ def surroundings(config, factors):
     return SEEN[key]
 
 
-def compared(entry, with_it, without, steps):
+def picks(entry, factors):
+    """Whether a part decides by what it does which groups dynamic sampling keeps: a way to combine rewards says which
+    of them vary (`Components.varied`)."""
+    return entry.base is Components and "dynamic sampling" in factors
+
+
+def compared(entry, with_it, without, steps, picks=False):
     """What is wrong with the first steps of two trainers; told: that it does nothing was said; empty: nothing."""
     declared, changed = entry.kind.changes, set()
     first = min(map(PLACES.index, declared - {"metric"}), default=len(PLACES))
@@ -336,6 +346,8 @@ def compared(entry, with_it, without, steps):
         one = observed(with_it, step)
         differ = {place for place in PLACES if not alike(getattr(one, place), getattr(other, place))}
         changed |= differ
+        if picks and "prompts" in differ:
+            return ""
         if early := [place for place in PLACES[:first] if place in differ]:
             return f"changes {', '.join(early)} and declares {', '.join(sorted(declared))}"
         if "gradient" not in declared and not alike(one.gradient, moved(without, one.minibatches)):
