@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from mmrl.engine import Interruption
+from mmrl.engine import Interruption, interruption
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -31,3 +33,31 @@ def test_without_a_signal_all_is_as_before(handlers):
     with Interruption() as interruption:
         assert signal.getsignal(signal.SIGUSR1) == interruption._note
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
+
+
+ENDING_IN_C = """
+import ctypes, runpy, sys
+Interruption = runpy.run_path(sys.argv[1])["Interruption"]
+def score():
+    ctypes.CDLL(None).exit(int(sys.argv[3]))
+for _ in range(2):
+    with Interruption():
+        if sys.argv[2] == "in C":
+            score()
+        if sys.argv[2] == "in Python":
+            sys.exit(int(sys.argv[3]))
+if sys.argv[2] == "afterwards":
+    score()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal in real time is Linux's")
+@pytest.mark.parametrize(
+    ("place", "status", "ends"),
+    [("in C", 0, -45), ("in C", 3, -45), ("in Python", 3, 3), ("afterwards", 0, 0), ("afterwards", 4, 4), ("no", 0, 0)],
+)
+def test_an_exit_in_c_does_not_look_like_success_and_is_named(place, status, ends):
+    command = [sys.executable, "-c", ENDING_IN_C, interruption.__file__, place, str(status)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == ends
+    assert ("in score" in ended.stderr) == (place == "in C")

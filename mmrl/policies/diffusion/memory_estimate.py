@@ -113,8 +113,8 @@ def parts(path: str, base: str | None = None) -> tuple[str, dict[str, tuple[str,
         raise UserError(
             f"model.path={path}: no diffusers pipeline there ({str(error).strip().splitlines()[0]})"
         ) from None
-    name = index["_class_name"]
-    if name not in CLASSES:
+    name = index.get("_class_name")
+    if name not in tuple(CLASSES):  # a tuple, for in a damaged file it may be a list, which has no hash
         raise UserError(f"model.path={path} is a {name}; supported are {', '.join(CLASSES)}")
     family = CLASSES[name]
     components = {}

@@ -112,8 +112,8 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
         index = DiffusionPipeline.load_config(base)
     except OSError as error:
         raise UserError(f"{where}: no diffusers pipeline there ({_first_line(error)})") from None
-    name = index["_class_name"]
-    if name not in CLASSES:
+    name = index.get("_class_name")
+    if name not in tuple(CLASSES):  # a tuple, for in a damaged file it may be a list, which has no hash
         raise UserError(f"{where} is a {name}; supported are {', '.join(CLASSES)}")
     family = CLASSES[name]
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}

@@ -1,6 +1,7 @@
 """Every supported class against diffusers' own pipeline, on tiny pipelines in fp32."""
 
 import json
+import re
 import shutil
 from functools import cache
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion import pipelines
+from mmrl.policies.diffusion import memory_estimate, pipelines
 from mmrl.policies.diffusion.families.components import BASE_FILE
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
@@ -336,6 +337,13 @@ class TestBadInput:
     def test_a_class_that_is_not_supported(self, copied):
         path = copied("sd15", _class_name="KandinskyPipeline")
         self.refused("is a KandinskyPipeline; supported are StableDiffusion3Pipeline, FluxPipeline", path)
+
+    @pytest.mark.parametrize("damaged", [["list"], None, {"a": 1}])
+    def test_a_class_that_is_no_name(self, copied, damaged):
+        path = copied("sd15", _class_name=damaged)
+        self.refused(re.escape(f"is a {damaged}; supported are StableDiffusion3Pipeline, FluxPipeline"), path)
+        with pytest.raises(UserError, match=re.escape(f"is a {damaged}; supported are")):
+            memory_estimate.parts(str(path))
 
     @pytest.mark.parametrize("part", ["vae", "text_encoder", "tokenizer", "unet"])
     def test_a_part_that_the_index_does_not_name(self, part, copied):
