@@ -99,7 +99,7 @@ FACTORS = {
 JUDGED = ("refused", "told", "declared")
 SHORT = {
     "shuffled_frames": "a prompt without a video is refused in one line, but at the first step",
-    "self_corrections": "responses of random weights fill the limit, so that no pair of them fits, and a warning says so",
+    "self_corrections": "responses of random weights fill the limit, so that no pair fits, and a warning says so",
     "hidden_regions": "a prompt without boxes is refused in one line, but at the first step",
 }
 STEPS = 3  # as many prompts are drawn as there are twice, so that some come again
