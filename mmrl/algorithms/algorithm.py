@@ -139,6 +139,12 @@ class Algorithm(Choice):
                 yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
             if still and term.at_rest:
                 yield f"algorithm.terms.{i} ({term.type}) {IDLE}: {term.at_rest}; {ACTS}"
+        if config.rollout.filters is None:
+            return
+        for i, shaper in enumerate(self.shapers):
+            if shaper.at_dynamic_sampling:
+                idle = f"does nothing with rollout.dynamic_sampling: {shaper.at_dynamic_sampling}"
+                yield f"algorithm.shaping.{i} ({shaper.type}) {idle}"
 
     @property
     def needs(self) -> Needs:

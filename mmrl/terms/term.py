@@ -97,6 +97,7 @@ class Shaper(Choice):
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's
     of_flat_groups: ClassVar[bool] = False  # whether groups of equal rewards teach something by it
+    at_dynamic_sampling: ClassVar[str] = ""  # what becomes of it where only groups with a signal are left; "": it acts
 
     @property
     def needs_paid_turns(self) -> bool:

@@ -85,6 +85,8 @@ OWN = {
 AROUND = {
     **dict.fromkeys(("pass_at_k", "pass_at_k_analytic", "best_only", "win_rate"), "algorithm.baseline=none"),
     "modes": "algorithm.baseline=mean",
+    "extra_rollouts": "rollout.group_size=2",  # so that all of a group are wrong by chance
+    "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
 }
 FACTORS = {
@@ -149,7 +151,10 @@ class Echo(Environment):
     def step(self, response):
         self.turns += 1
         reward = len(response) / 10
-        return Reply(end=True, reward=reward) if self.turns == 2 else Reply([Message("user", ("Why?",))], reward=reward)
+        if self.turns == 2:
+            return Reply(end=True, reward=reward)
+        tool = "echo" if sum(map(ord, response)) % 4 == 0 else None  # one response in four calls one
+        return Reply([Message("user", ("Why?",))], reward=reward, tool=tool)
 
 
 class EchoSettings(EnvironmentSettings):
@@ -235,7 +240,8 @@ def settings(entry, factors, *, without):
 def made(config, factors):
     """A trainer of a policy that all configurations of these factors share, and that has moved since the trainer took
     it for its reference."""
-    key = tuple(factor for factor in ("turns", "LoRA") if factor in factors), config.needs.critic is not None
+    around = tuple(factor for factor in ("turns", "LoRA") if factor in factors)
+    key = around, config.needs.critic is not None, repr(config.rollout.temperature)
     task = build.build_task(config)
     if key not in PARTS:
         torch.manual_seed(0)
@@ -358,7 +364,7 @@ def compared(entry, with_it, without, steps, picks=False):
         said = [alarm.text for alarm in probe_quickly(with_it.config, with_it.task)]
         return (
             "told"
-            if any(" at one update a step: " in text for text in said)
+            if any(" at one update a step: " in text or " with rollout.dynamic_sampling: " in text for text in said)
             else f"does not change {', '.join(missing)}"
         )
     return ""

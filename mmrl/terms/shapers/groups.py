@@ -144,6 +144,7 @@ class SignalCorrection(Shaper):
     equation: ClassVar[str] = "A <- A n / m, n the scored rollouts of the batch, m those whose group has two rewards"
     source: ClassVar[str] = "alpha of GPG, arXiv 2504.02546, as in AMAP-ML/GPG at e096da8, R1-V's grpo_trainer.py"
     test: ClassVar[str] = "tests/joints/test_returns.py"
+    at_dynamic_sampling: ClassVar[str] = "every group that is left teaches something, so that the factor is 1"
     type: str = "signal_correction"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
