@@ -345,6 +345,15 @@ class TestBadInput:
         with pytest.raises(UserError, match=re.escape(f"is a {damaged}; supported are")):
             memory_estimate.parts(str(path))
 
+    def test_an_index_without_a_class(self, copied):
+        path = copied("sd15")
+        index = json.loads((path / "model_index.json").read_text())
+        del index["_class_name"]
+        (path / "model_index.json").write_text(json.dumps(index))
+        self.refused("is a None; supported are", path)
+        with pytest.raises(UserError, match="is a None; supported are"):
+            memory_estimate.parts(str(path))
+
     @pytest.mark.parametrize("part", ["vae", "text_encoder", "tokenizer", "unet"])
     def test_a_part_that_the_index_does_not_name(self, part, copied):
         self.refused(f"sd15 has no {part}, which StableDiffusionPipeline needs", copied("sd15", **{part: [None, None]}))
