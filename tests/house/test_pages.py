@@ -226,7 +226,7 @@ def test_metrics_on_the_page_about_health_are_logged():
 # --- as a stranger would ---
 
 
-@pytest.mark.slow
+@pytest.mark.quick("README.md")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [p for p in PAGES if files(p)], ids=[named(p) for p in PAGES if files(p)])
 def test_the_files_of_a_page_run(page, tmp_path):
