@@ -109,6 +109,8 @@ class Job:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.engine.deterministic:
+            use_deterministic_kernels()
         torch.manual_seed(config.seed)
         self.task = build_task(config)
         if self._trains and self.task.train is None:
@@ -312,6 +314,13 @@ def after_warm_start(config: Config) -> Config:
     final = Path(load(config.model.warm_start).run_dir) / "final"
     model = config.model.model_copy(update={"path": str(final), "warm_start": None})
     return config.model_copy(update={"model": model})
+
+
+def use_deterministic_kernels() -> None:
+    """Makes every operation of torch give the same bits each time, or raise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS asks for
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def quieten() -> None:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import mmrl
 from mmrl import Job, UserError, configure, load, read_run
+from mmrl.job import use_deterministic_kernels
 from tests.helpers.pages import ROOT, files
 
 PAGE = ROOT / "mmrl" / "library.md"
@@ -133,3 +135,16 @@ def test_weights_without_a_configuration_are_refused(tmp_path):
     with pytest.raises(UserError, match="has not reached its end"):
         Job.of(tmp_path)
     assert read_run(tmp_path).ending.state in ("empty", "unknown")
+
+
+def test_deterministic_kernels_refuse_what_has_none(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    use_deterministic_kernels()
+    try:
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            torch.zeros(3, dtype=torch.long).put_(torch.tensor([0, 0]), torch.tensor([1, 2]), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert configure({"run_dir": "x", "engine": {"deterministic": True}}).engine.deterministic

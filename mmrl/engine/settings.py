@@ -145,6 +145,11 @@ class EngineSettings(Section):
     micro_batch: int = option(8, "rollouts replayed at once on a rank; changes memory, not results", ge=1)
     max_bad_steps: int = option(3, "losses or gradients in a row that are not finite before the run stops", ge=1)
 
+    deterministic: bool = option(
+        False,
+        "use kernels that give the same bits each time (torch.use_deterministic_algorithms); an operation without one "
+        "is refused by name. On a CPU nothing changes; on a GPU it costs time, which was not measured",
+    )
     timeout: float = option(
         1800.0, "the longest that ranks wait for one that is missing before the run ends", unit="s", gt=0
     )
