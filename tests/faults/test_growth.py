@@ -122,7 +122,8 @@ def test_growth_is_seen():
 # --- patterns ---
 
 READ_BY = ("children", "rewards", "sims", "tasks")
-ANCHORED: dict[str, str] = {  # to one place of the text
+ANCHORED: dict[str, str] = {
+    "rewards.programs.responses:_LANGUAGE": "match",  # to one place of the text
     "rewards.parsing.boxes:_WHOLE": "fullmatch",
     "rewards.parsing.choices:_LEAD_IN": "match",
     "rewards.parsing.responses:_WRAPPER": "match",
