@@ -99,6 +99,15 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:
     )
 
 
+# Recipes that are called by their names are the small ones, too.
+LAUNCHER = """import runpy, sys
+import mmrl.configs
+mmrl.configs.__path__ = [{configs!r}]
+sys.argv[0] = "mmrl"
+runpy.run_module("mmrl", run_name="__main__", alter_sys=True)
+"""
+
+
 def workshop(folder: Path) -> dict[str, str]:
     """Recipes that train two steps of a few rollouts, and what the pages take to be there; the environment in which
     their commands run from `folder`."""
@@ -108,9 +117,11 @@ def workshop(folder: Path) -> dict[str, str]:
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "quickstart.sh", folder / "scripts")
     (folder / "scripts" / "setup.sh").write_text("exit 0  # the environment is this one\n")
+    launcher = folder / "launcher.py"
+    launcher.write_text(LAUNCHER.format(configs=str(folder / "configs")))
     tools = folder / ".venv" / "bin"
     tools.mkdir(parents=True)
-    for name, words in (("mmrl", "-m mmrl"), ("python", "")):
+    for name, words in (("mmrl", f'"{launcher}"'), ("python", "")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         (tools / name).chmod(0o755)
     return os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

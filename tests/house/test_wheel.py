@@ -130,7 +130,10 @@ def test_it_works_in_an_environment_of_its_own(wheel, tmp_path):
     (tmp_path / "former.yaml").write_text("extends: visual_qa_digits.yaml\n")
     assert run("convert", "former.yaml") == "extends: visual_qa_digits\n"
     run("report", "runs/my_reward")
-    assert (tmp_path / "runs/my_reward/report.html").stat().st_size > 1_000_000
+    report = (tmp_path / "runs/my_reward/report.html").read_text()
+    assert "<script" in report and "my_reward" in report and len(report) > 20_000  # its styles and script are there
+    assert "prompts to train on" in run("check", "my_reward.yaml", good=(0, 1))
+    assert "files written to" in run("push", "runs/my_reward", "me/digits", "--folder", str(tmp_path / "pushed"))
     assert '"commit"' not in (tmp_path / "runs/my_reward/versions.json").read_text()
     tried = {
         "new",
@@ -145,8 +148,11 @@ def test_it_works_in_an_environment_of_its_own(wheel, tmp_path):
         "watch",
         "convert",
         "report",
+        "check",
+        "push",
     }
-    assert commands - tried == {"embed"}  # for pipelines of diffusers, which need weights
+    # For pipelines of diffusers, which need weights; and a server, which tests/serving starts.
+    assert commands - tried == {"embed", "serve"}
 
 
 def test_kernels_that_come_with_it_are_used_where_there_is_no_compiler(tmp_path):

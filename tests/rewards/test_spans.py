@@ -140,8 +140,10 @@ def test_bad_options_are_refused(options, message):
         build("process", {"scorer": f"{HERE}:line_lengths"} | options)
 
 
-def test_a_worker_answers_with_plain_spans():
-    """What an isolated reward sends and what is read of it, in this process."""
+def test_a_worker_answers_with_plain_spans(monkeypatch):
+    """What an isolated reward sends and what is read of it, in this process. A worker ends its children after each
+    answer; this process must keep its own, such as the fork server of multiprocessing."""
+    monkeypatch.setattr(isolated, "end_descendants", lambda: None)
     score = isolated.scorer("process", {"scorer": f"{HERE}:line_lengths"})
     answer = score(sample("é\nbc"))
     assert answer == {"spans": [[0, 2, 2.0], [2, 4, 2.0]], "total": None, "of": "characters"}
