@@ -62,7 +62,7 @@ ADVICE = (
         "set kernels.backend=torch and report it with this page",
     ),
     (
-        r"EGL|osmesa|GLX|libGL",
+        r"EGL|egl[A-Z]|osmesa|GLX|libGL",
         "bash scripts/system_packages.sh installs what renders; on a GPU libegl1 and the driver's own EGL, and "
         "MUJOCO_EGL_DEVICE_ID must name a GPU that is there",
     ),

@@ -275,8 +275,10 @@ class Engine(Ranks):
             self._engine.enable_backward_allreduce = False
 
     def _deepspeed_config(self, clip_grad_norm: float, offload: str, dtype: str) -> dict[str, Any]:
-        # Sums of gradients over NCCL go on beside the backward pass; gloo would take its processor from it.
-        zero: dict[str, Any] = {"stage": self.zero_stage, "overlap_comm": dist.get_backend() == "nccl"}
+        # Sums of gradients over NCCL go on beside the backward pass; gloo would take its processor from it. DeepSpeed
+        # refuses it below stage 2 where the caller owns the accumulation.
+        overlaps = dist.get_backend() == "nccl" and self.zero_stage >= 2
+        zero: dict[str, Any] = {"stage": self.zero_stage, "overlap_comm": overlaps}
         if offload != "none":
             zero["offload_optimizer"] = {"device": "cpu"}
         if offload == "all":

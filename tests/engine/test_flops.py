@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmrl.engine.device_peaks import PEAKS, peak_of
-from mmrl.engine.flops import CallMeter, FlopCounter, Flops, SequenceFlops, Tally, count
+from mmrl.engine.flops import CallMeter, FlopCounter, Flops, SequenceFlops, Tally, count, packed_attention_flops
 from tests.helpers.tiny_models import build
 from tests.helpers.tiny_pipelines import sd3, unet
 
@@ -40,6 +40,28 @@ def test_attention_is_two_products_forward_and_four_backward():
         nn.functional.scaled_dot_product_attention(query, key, value)
     assert counter.pairs == Flops(2 * 2 * (2 * 3 * 5 * 7 * 8), 4 * 2 * (2 * 3 * 5 * 7 * 8))
     assert counter.weights == Flops()
+
+
+GPU_ATTENTION = {  # what torch computes attention by on a GPU, and further arguments
+    "_scaled_dot_product_flash_attention": (),
+    "_scaled_dot_product_efficient_attention": (None, True),
+}
+
+
+@pytest.mark.parametrize("name", GPU_ATTENTION)
+def test_attention_of_heads_that_share_keys_is_counted_whatever_a_gpu_computes_it_by(name):
+    """torch 2.11's own formula refuses fewer heads of keys than of queries, which stopped the first step on a GPU."""
+    query, key, value = (torch.ones(2, heads, 6, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    with FlopCounter() as counter:
+        vars(torch.ops.aten)[name](query, key, value, *GPU_ATTENTION[name])
+    assert counter.pairs == Flops(2 * 2 * (2 * 4 * 6 * 6 * 8), 4 * 2 * (2 * 4 * 6 * 6 * 8))
+
+
+def test_packed_attention_has_pairs_within_its_sequences():
+    query, key, value = (torch.ones(9, heads, 8) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 2, 9])
+    assert packed_attention_flops(query, key, value, starts, None) == 2 * 2 * 4 * 8 * (2 * 2 + 7 * 7)
+    assert packed_attention_flops(query, key, value, starts, torch.tensor([0, 3, 4])) == 2 * 2 * 4 * 8 * (2 * 3 + 7 * 1)
 
 
 def test_activations_that_are_computed_again_are_no_work():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mmrl.engine import Engine, take_device
+from mmrl.engine import take_device
 from mmrl.errors import UserError
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm.engine import EngineOptions
@@ -133,14 +133,6 @@ def test_a_gpu_that_is_not_shown_is_named(monkeypatch):
     monkeypatch.setenv(devices.VISIBLE, "4,5")
     with pytest.raises(UserError, match="GPU 2 is asked for, and CUDA_VISIBLE_DEVICES=4,5 shows 2"):
         devices.names([1, 2])
-
-
-@pytest.mark.parametrize(("backend", "beside"), [("nccl", True), ("gloo", False)])
-def test_gradients_are_summed_beside_the_backward_pass_on_gpus(monkeypatch, backend, beside):
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    engine = Engine.__new__(Engine)
-    engine.zero_stage = 2
-    assert engine._deepspeed_config(1.0, "none", "float32")["zero_optimization"]["overlap_comm"] is beside
 
 
 def test_torch_is_not_needed_to_know():
