@@ -26,6 +26,7 @@ NEUTRAL_KEYS = {
     "engine.deterministic",
     "engine.micro_tokens",
     "engine.logp_chunk",
+    "engine.packing",
     "engine.max_bad_steps",
     "engine.timeout",
     "rollout.max_idle_steps",

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+PACKED = "mmrl_packed"  # SDPA, of rows one behind the other where they are packed: policies.vlm.responses.packing
 SHARED_HEADS = "mmrl_shared_heads"  # `shared_heads`, among the implementations of attention that transformers knows
 
 
@@ -100,9 +101,9 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 @contextmanager
 def decoding(config: PreTrainedConfig) -> Iterator[None]:
     """Context in which a model with this configuration of its text half computes attention by `shared_heads`, if it
-    does by SDPA."""
+    does by SDPA, packed or not."""
     usual = config._attn_implementation
-    if usual == "sdpa":
+    if usual in ("sdpa", PACKED):
         config._attn_implementation = SHARED_HEADS
     try:
         yield

@@ -71,6 +71,7 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task
         max_prompt_length=rollout.max_prompt_length,
         max_response_length=rollout.max_response_length,
         logp_chunk=engine.logp_chunk,
+        packing=engine.packing,
         evaluation_temperature=config.evaluation.temperature,
         segment=rollout.segment if isinstance(rollout, TokenSampling) else None,
         gathers=not isinstance(config.generator, TransformersGenerator) or config.generator.gather,

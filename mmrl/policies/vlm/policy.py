@@ -57,9 +57,10 @@ class VisionLanguagePolicy:
         evaluation_temperature: float = 0.0,
         segment: int | None = None,
         gathers: bool = True,
+        packing: bool = True,
     ) -> None:
         """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response.
-        gathers: see `ModelRunner.gathered_weights`."""
+        gathers, packing: see `ModelRunner`."""
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
@@ -74,7 +75,7 @@ class VisionLanguagePolicy:
         self.evaluation_temperature = evaluation_temperature
         self.module = TokenScorer(model, drawn, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
-        self.runner = ModelRunner(self.module, tokens, gathers=gathers)
+        self.runner = ModelRunner(self.module, tokens, gathers=gathers, packing=packing)
         self.work = PolicyWork([self.runner.flops.tally], token_units)
         recompute(self.module, True)
         self.drafter = Drafter(self.runner, drawn, self.temperature)

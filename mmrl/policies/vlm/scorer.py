@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.critic import TokenCritic
+from mmrl.policies.vlm.responses.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class TokenScorer(nn.Module):
         self.sampling = sampling
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
+        self.packing: Packing | None = None  # of the decoder, where it can compute without padding
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
@@ -105,6 +108,8 @@ class TokenScorer(nn.Module):
         temperature: float | Tensor,
         others: Tensor | None = None,
         count: int = 0,
+        *,
+        packs: bool = False,
     ) -> tuple[Tensor, ...]:
         """Returns logp, entropy and the sum of squared probabilities, and where there is a critic the value of what
         came before the decision: [decision] fp32. inputs: the model's own, with input_ids [row, length]. row, column,
@@ -113,12 +118,13 @@ class TokenScorer(nn.Module):
         comes last. With a count above 0 it returns only the ids of so many likeliest tokens [decision, count].
 
         With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
-        `chunks` is the number of passes through an output layer that can not be fused, which under ZeRO-3 must be the
-        same on every rank; None: as many as this rank needs.
+        packs: the decoder computes no padding. `chunks` is the number of passes through an output layer that can not be
+        fused, which under ZeRO-3 must be the same on every rank; None: as many as this rank needs.
         """
         core = transformers_model(self.model)
         if continuations is None:
-            states = core.base_model(**inputs, use_cache=False).last_hidden_state
+            with self._packed(inputs["attention_mask"] if packs else None):
+                states = core.base_model(**inputs, use_cache=False).last_hidden_state
         else:
             states = self._continued(core, inputs, continuations)
         hidden = states[row, column]
@@ -128,6 +134,9 @@ class TokenScorer(nn.Module):
         if self.critic is None:
             return scored
         return *scored[:3], self.critic(hidden), *scored[3:]
+
+    def _packed(self, mask: Tensor | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.packing is None else self.packing.of(mask)
 
     @torch.no_grad()
     def _likeliest(

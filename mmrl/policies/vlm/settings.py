@@ -86,6 +86,12 @@ class TokenEngine(UnevenEngine):
         1024, "tokens whose logits over the vocabulary exist at the same time", unit="tokens", ge=1
     )
 
+    packing: bool = option(
+        True,
+        "rows are replayed one behind the other, without padding, where a tenth or more of a micro-batch would be "
+        "padding; for model.attention=sdpa and the families that mmrl models names; equal to rounding",
+    )
+
     def longest_at_once(self, rows: int, length: int) -> int:
         """Returns how many of so many rollouts of this length a micro-batch may hold."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))

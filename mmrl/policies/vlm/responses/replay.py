@@ -43,9 +43,11 @@ class ResponseReplay:
         row, decision, targets, temperature = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
+        packs = continuations is None and routing is None and runner.packs(inputs["attention_mask"].sum(1).tolist())
         others = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
-            scored = model(inputs, continuations, row, column, targets, self._chunks(len(targets)), temperature, others)
+            chunks = self._chunks(len(targets))
+            scored = model(inputs, continuations, row, column, targets, chunks, temperature, others, packs=packs)
         runner.flops.replayed(rows, None if continuations is None else distinct_prompts(rows)[0])
         blank = torch.zeros(rollouts.mask.shape, device=runner.device)
         index, columns = (row, decision), list(scored)

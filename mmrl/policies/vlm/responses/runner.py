@@ -12,16 +12,18 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from mmrl.generation.decoding import PACKED
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
 from mmrl.policies.vlm.prompts import RolloutTokens, collate
 from mmrl.policies.vlm.responses.flops import ResponseFlops
+from mmrl.policies.vlm.responses.packing import Packing, pack_images, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
 from mmrl.rollouts import Prompt
 
-# Families (model_type) whose prompts are read once for all of their responses.
+# Families (model_type) whose prompts are read once for all of their responses, and whose rows can be packed.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
 
 
@@ -41,12 +43,15 @@ class ModelRunner:
     lockstep: under ZeRO-3. routing: where engines record the experts they routed tokens to, and replay repeats them.
     """
 
-    def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool) -> None:
-        """gathers: see `gathered_weights`."""
+    def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool, packing: bool = True) -> None:
+        """gathers: see `gathered_weights`. packing: rows are replayed without padding, where the model can."""
         self.module, self.tokens, self.gathers = module, tokens, gathers
         self.lockstep: Lockstep | None = None
         self.routing: Routing | None = None
         self.flops = ResponseFlops(self.core)
+        if packing and self.can_pack:
+            module.packing = Packing(self.core.get_decoder())
+            pack_images(self.core.config)
 
     @property
     def core(self) -> PreTrainedModel:
@@ -89,14 +94,24 @@ class ModelRunner:
         under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are recomputed,
         which does without a cache.
         """
-        core = self.core
-        layers = DynamicCache(config=core.config.get_text_config()).layers
-        return (
-            core.config.model_type in PREFIX_SHARING
-            and all(type(layer) is DynamicLayer for layer in layers)
-            and self.lockstep is None
-            and not (training and core.is_gradient_checkpointing)
-        )
+        recomputes = training and self.core.is_gradient_checkpointing
+        return self._attends_to_all and self.lockstep is None and not recomputes
+
+    @property
+    def can_pack(self) -> bool:
+        """Returns whether rows can be replayed without padding: in the families whose prompts can be shared, with
+        attention by SDPA."""
+        return self._attends_to_all and self.core.config.get_text_config()._attn_implementation in ("sdpa", PACKED)
+
+    @property
+    def _attends_to_all(self) -> bool:
+        """Returns whether the model is of a tested family and each of its layers attends to all earlier tokens."""
+        layers = DynamicCache(config=self.core.config.get_text_config()).layers
+        return self.core.config.model_type in PREFIX_SHARING and all(type(layer) is DynamicLayer for layer in layers)
+
+    def packs(self, lengths: list[int]) -> bool:
+        """Returns whether rows of these lengths are replayed without padding."""
+        return self.module.packing is not None and worthwhile(lengths)
 
     def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
         """Generates continuations of `rows` by the model, of at most `limit` tokens: [token] int64 each."""

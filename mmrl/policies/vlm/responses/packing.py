@@ -1,0 +1,141 @@
+"""Packing: rows of a batch lie one behind the other in the decoder, so that no padding is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from mmrl.generation.decoding import PACKED
+
+WORTHWHILE = 0.9  # share of real tokens in a padded batch above which padding costs less than it does to pack
+# `packed_attention` of a vision tower. To implementations with flash in their name towers give the ends of all windows at
+# once, in place of a call for each: several hundred a picture in Qwen2.5-VL.
+PACKED_IMAGES = "mmrl_flash_packed"
+WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model types of vision towers that do
+FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
+
+_mask: ContextVar[Tensor | None] = ContextVar("mask of rows that are packed", default=None)
+
+
+def pack_images(config: Any) -> None:
+    """Has the vision tower of a model with this configuration attend to all images and windows in one call, where it
+    can."""
+    vision = config.vision_config
+    if config.model_type in WINDOWED and vision._attn_implementation == "sdpa":
+        vision._attn_implementation = PACKED_IMAGES
+
+
+class Packing:
+    """Removes padding from the inputs of a decoder of transformers and adds it to the last hidden states, within `of`.
+    What is outside the decoder, images and embeddings, sees padded rows.
+
+    decoder: with causal attention to all earlier tokens, by SDPA. Its attention stays `packed_attention`, which is SDPA
+    where rows are padded: layers that are computed again in a backward pass look it up by its name.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        config: Any = decoder.config
+        config._attn_implementation = PACKED
+        decoder.register_forward_pre_hook(_pack, with_kwargs=True, prepend=True)
+        decoder.register_forward_hook(_unpack)
+
+    @contextmanager
+    def of(self, mask: Tensor | None) -> Iterator[None]:
+        """Context in which rows are packed. mask: [row, length], true for tokens; None: they stay padded."""
+        token = _mask.set(None if mask is None else mask.bool())
+        try:
+            yield
+        finally:
+            _mask.reset(token)
+
+
+def worthwhile(lengths: list[int]) -> bool:
+    """Returns whether a tenth or more of rows of these lengths would be padding."""
+    return sum(lengths) < WORTHWHILE * len(lengths) * max(lengths)
+
+
+def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replaces padded inputs of a decoder by packed ones: embeddings [row, length, hidden] by [1, token, hidden]."""
+    mask = _mask.get()
+    if mask is None:
+        return None
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+    elif positions.shape[-2] == 1:  # the same for all rows
+        positions = positions.expand(*positions.shape[:-2], *mask.shape)
+    lengths = mask.sum(1)
+    ends = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    packed = {
+        "inputs_embeds": kwargs["inputs_embeds"][mask][None],
+        "position_ids": positions[..., mask].unsqueeze(-2),
+        "attention_mask": None,
+    }
+    if kwargs.get("visual_pos_masks") is not None:  # where Qwen3-VL adds features of images to deeper layers
+        packed["visual_pos_masks"] = kwargs["visual_pos_masks"][mask][None]
+    longest = mask.shape[1]
+    spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return args, kwargs | packed | spans
+
+
+def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    mask = _mask.get()
+    if mask is not None:
+        states = output.last_hidden_state[0]
+        output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[-1]).index_put((mask,), states)
+    return output
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention within each of the sequences that lie between `cu_seq_lens_q` [sequence + 1], causal unless
+    is_causal is False; without them transformers' attention by SDPA. query: [1, head, token, number], key and value
+    with as many heads or fewer. Returns [1, token, head, number]."""
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    scale, causal = options.get("scaling"), is_causal is not False
+    repeated = query.shape[1] // key.shape[1]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= FLASH_WIDTH:
+        key, value = (t.repeat_interleave(repeated, 1) for t in (key, value))
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        ends, window = cu_seq_lens_q, (-1, 0 if causal else -1)
+        attended = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scale, window_size=window)
+        assert isinstance(attended, Tensor)
+        return attended.unsqueeze(0), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    pieces = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
+    parts = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=repeated > 1)
+        for q, k, v in pieces
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Returns the mask of SDPA, none for packed rows."""
+    return sdpa_mask(*args, **kwargs) if _mask.get() is None else None
+
+
+for _name in (PACKED, PACKED_IMAGES):
+    AttentionInterface.register(_name, packed_attention)
+AttentionMaskInterface.register(PACKED, _mask_of)
