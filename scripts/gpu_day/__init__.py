@@ -1,0 +1,1 @@
+"""The first hour on a GPU; see scripts/gpu_day.sh."""
