@@ -6,11 +6,11 @@ Runs on the GPU if there is one, else on the CPU, once for each number of thread
 time is the best of the rounds, forward and backward together unless the name says forward. Extra memory is the peak
 above what the inputs hold. Bandwidth is the bytes that must be moved (inputs read, results written, once for each
 pass), over the time, as a share of a copy measured in the same run. Eager is `mmrl.kernels.reference`, which reads like
-the equations; of hidden states it makes all logits at once, and over the steps of gae it loops with all rows at once;
-"python loop" goes over episodes and steps with Python's numbers, "loop over rollouts" over rollouts and their groups.
-torch.compile would unroll the loop of gae over its steps and is not run there. Liger's fused linear losses run on a GPU
-where liger-kernel is installed: the GRPO loss returns no entropy and clips in the same pass, cross-entropy likewise
-returns the mean loss alone.
+the equations, entropy and sum of squares too; "logp alone" are forms without these. Of hidden states eager makes all
+logits at once, and over the steps of gae it loops with all rows at once; "python loop" goes over episodes and steps
+with Python's numbers, "loop over rollouts" over rollouts and their groups. torch.compile would unroll the loop of gae
+over its steps and is not run there. Liger's fused linear losses run on a GPU where liger-kernel is installed: the GRPO
+loss returns no entropy and clips in the same pass, cross-entropy likewise returns the mean loss alone.
 """
 
 import argparse
@@ -85,6 +85,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
             lambda z: reference.token_logprob(z, targets, 1.0),
             (logits,),
             4 * rows * vocabulary,
+            others={f"{name}, logp alone": partial(form, logits, targets) for name, form in PLAIN.items()},
         )
     )
     found.append(
@@ -94,6 +95,7 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
             lambda z: back(reference.token_logprob(z, targets, 1.0)[:2], z),
             (leaf,),
             12 * rows * vocabulary,
+            others={f"{name}, logp alone": partial(gradient, form, leaf, targets) for name, form in PLAIN.items()},
         )
     )
     hidden, weight = normal(rows, 512).requires_grad_(), normal(vocabulary, 512).mul_(0.04).requires_grad_()
@@ -151,6 +153,20 @@ def cases(device: str, scale: float = 1.0) -> list[Case]:
     return found
 
 
+def log_softmax_gather(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, targets[:, None])
+
+
+def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
+    """Computes what trainers of language models now have in place of `log_softmax_gather`: the logit less the
+    normaliser, which is taken a row at a time, so that no second matrix of all logits exists in the forward pass."""
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+
+
+PLAIN = {"log_softmax and gather": log_softmax_gather, "selective log-softmax": selective_log_softmax}
+
+
 def looped_group_advantage(rewards: Tensor, group: Tensor) -> Tensor:
     """Advantages as trainers of language models mostly compute them: scores are gathered by id, one after the other,
     and each is centred and scaled by its group's mean and standard deviation."""
@@ -195,6 +211,10 @@ def liger(device: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[
         "Liger GRPO": lambda: back((grpo(hidden.view(16, -1, 512), weight, ids, mask, advantages)[0],), hidden, weight),
         "Liger cross-entropy": lambda: back((entropy(weight, hidden, targets),), hidden, weight),
     }
+
+
+def gradient(form: Callable[[Tensor, Tensor], Tensor], leaf: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return back((form(leaf, targets),), leaf)
 
 
 def back(outputs: Sequence[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
 _mask: ContextVar[Tensor | None] = ContextVar("mask of rows that are packed", default=None)
 
 
-def pack_images(config: Any) -> None:
-    """Has the vision tower of a model with this configuration attend to all images and windows in one call, where it
-    can."""
-    vision = config.vision_config
-    if config.model_type in WINDOWED and vision._attn_implementation == "sdpa":
-        vision._attn_implementation = PACKED_IMAGES
+def pack_images(model: Any) -> None:
+    """Has the vision tower of a model attend to all images and windows in one call, where it can. Its blocks get a
+    configuration of their own: transformers refuses to build another model by one that names this attention."""
+    tower_config = model.config.vision_config
+    if model.config.model_type not in WINDOWED or tower_config._attn_implementation != "sdpa":
+        return
+    own = copy(tower_config)
+    own._attn_implementation = PACKED_IMAGES
+    for block in model.base_model.visual.blocks:
+        block.attn.config = own
 
 
 class Packing:

@@ -51,7 +51,7 @@ class ModelRunner:
         self.flops = ResponseFlops(self.core)
         if packing and self.can_pack:
             module.packing = Packing(self.core.get_decoder())
-            pack_images(self.core.config)
+            pack_images(self.core)
 
     @property
     def core(self) -> PreTrainedModel:

@@ -1,0 +1,109 @@
+"""Replay of responses of unequal lengths, forward and backward: packed, padded with the longest first, padded as drawn.
+
+    .venv/bin/python scripts/bench/packing.py [--rounds 3] [--rows 64] [--micro 8] [--threads 1]
+
+Prompts have 600 tokens, responses log-normally many, 380 on average and at most 1024. All arms replay the same rows of
+one tiny Qwen2.5-VL (text alone; 4 layers, 256 wide) by the policy's own `replay`, `--micro` rows at once, with
+activations recomputed as recipes for GPUs have it. Each arm runs in a process of its own, in turns. Shown are processor
+seconds (the least of the rounds) and growth of the peak of memory over what the process held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ARMS = ("packed", "longest first", "as drawn")
+PROMPT, MEAN, CAP, SPREAD = 600, 380.0, 1024, 0.8  # tokens; the logarithm's standard deviation
+
+
+def lengths(rows: int) -> list[int]:
+    """Returns lengths of responses, log-normal of mean MEAN before those above CAP are cut."""
+    draw = random.Random(0)
+    centre = math.log(MEAN) - SPREAD**2 / 2
+    return [min(CAP, max(1, round(draw.lognormvariate(centre, SPREAD)))) for _ in range(rows)]
+
+
+def measure(arm: str, rows: int, micro: int, threads: int) -> dict[str, float]:
+    """Returns processor seconds and MiB of one pass over all rows."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from mmrl.policies.vlm.loading import recompute_activations
+    from mmrl.policies.vlm.policy import VisionLanguagePolicy
+    from mmrl.policies.vlm.prompts import RolloutTokens
+    from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
+    from mmrl.rollouts import Prompt
+
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write(folder, byte_pairs(["0 1 2 3 4 5 6 7 8 9"] * 10, 300), Sizes(width=256, layers=4), 0)
+        model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    recompute_activations(model)
+    policy = VisionLanguagePolicy(
+        model, processor, max_prompt_length=PROMPT, max_response_length=CAP, packing=arm == "packed"
+    )
+    token = policy.tokens.tokenizer.convert_tokens_to_ids("1")
+    drawn = lengths(rows)
+    order = range(rows) if arm == "as drawn" else sorted(range(rows), key=drawn.__getitem__, reverse=True)
+    parts = []
+    for start in range(0, rows, micro):
+        prompts = [Prompt(str(i), "1") for i in list(order)[start : start + micro]]
+        tokens = [
+            RolloutTokens(torch.full((PROMPT,), token), torch.full((drawn[int(prompt.id)],), token), {}, {})
+            for prompt in prompts
+        ]
+        parts.append(policy.tokens.rollouts(prompts, tokens, 1))
+    policy.replay(parts[-1].select(torch.tensor([0])), policy.module).logp.sum().backward()  # kernels are loaded
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun = time.process_time()
+    total = 0.0
+    for part in parts:
+        logp = policy.replay(part, policy.module).logp.sum()
+        logp.backward()
+        total += float(logp)
+    spent = time.process_time() - begun
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"seconds": spent, "mib": grown / 1024, "logp": total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--arm", choices=ARMS, help="measure this one here, and print it")
+    options = parser.parse_args()
+    if options.arm:
+        print(json.dumps(measure(options.arm, options.rows, options.micro, options.threads)))
+        return
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    sizes = ["--rows", str(options.rows), "--micro", str(options.micro), "--threads", str(options.threads)]
+    for _ in range(options.rounds):
+        for arm in ARMS:
+            command = [sys.executable, str(Path(__file__)), "--arm", arm, *sizes]
+            found[arm].append(json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
+    drawn = lengths(options.rows)
+    print(f"{options.rows} responses of {statistics.mean(drawn):.0f} tokens on average, {options.micro} at once")
+    print("| replay | processor s | of packed | MiB at the peak | of packed | sum of logp |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    least = {arm: min(one["seconds"] for one in rounds) for arm, rounds in found.items()}
+    mib = {arm: statistics.median(one["mib"] for one in rounds) for arm, rounds in found.items()}
+    for arm in ARMS:
+        seconds, memory = least[arm] / least["packed"], mib[arm] / mib["packed"]
+        logp = found[arm][0]["logp"]
+        print(f"| {arm} | {least[arm]:.1f} | {seconds:.2f} | {mib[arm]:.0f} | {memory:.2f} | {logp:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
