@@ -66,6 +66,15 @@ def test_recomputed_layers_are_packed_in_the_backward_pass_too(policy):
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl"], indirect=True)
+def test_two_policies_may_share_a_model(policy):
+    rollouts = mixed(policy)
+    alone, _ = scores(policy, rollouts, True)
+    second = type(policy)(policy.module.model, policy.tokens.processor, max_response_length=7)
+    shared, _ = scores(second, rollouts, True)
+    torch.testing.assert_close(shared.logp, alone.logp)
+
+
+@pytest.mark.parametrize("policy", ["qwen2_5_vl"], indirect=True)
 def test_rows_are_packed_where_a_tenth_would_be_padding(policy, monkeypatch):
     assert packing.worthwhile([10, 7]) and not packing.worthwhile([10, 8]) and not packing.worthwhile([5])
     used = []

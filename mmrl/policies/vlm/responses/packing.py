@@ -72,7 +72,7 @@ def worthwhile(lengths: list[int]) -> bool:
 def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replaces padded inputs of a decoder by packed ones: embeddings [row, length, hidden] by [1, token, hidden]."""
     mask = _mask.get()
-    if mask is None:
+    if mask is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
         return None
     positions = kwargs.get("position_ids")
     if positions is None:
@@ -95,7 +95,7 @@ def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     mask = _mask.get()
-    if mask is not None:
+    if mask is not None and output.last_hidden_state.shape[:2] != mask.shape:
         states = output.last_hidden_state[0]
         output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[-1]).index_put((mask,), states)
     return output
