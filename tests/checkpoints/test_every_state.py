@@ -1,0 +1,223 @@
+"""Whatever a run remembers from step to step goes on as it was: jobs that hold every class with a state, stopped and
+resumed. A class that gets `state()` and is in none of these jobs fails the last test."""
+
+import ast
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, final, make, metrics, release, timeless
+
+pytestmark = pytest.mark.usefixtures("alone")
+ROOT = Path(__file__).parents[2]
+# Classes whose state is no part of a checkpoint, and what it is.
+NOT_SAVED = {
+    "Process": "what a server's process does now",
+    "Draft": "of a response that is being written: saved by Pool",
+    "ConversationDraft": "of a response that is being written: saved by Pool",
+    "RewardStates": "a protocol",
+    "StatefulReward": "a protocol",
+}
+# Bases whose own state is empty: what they remember is their subclasses'.
+BASES = {"ExtraSource", "PromptSampler", "Rounds", "Schedule"}
+# Those whose objects live in servers of vLLM or in recipes of their own, and the tests that resume them.
+ELSEWHERE = {
+    "Pool": "tests/collection/test_partial_rollouts.py",
+    "PooledRounds": "tests/collection/test_partial_rollouts.py",
+    "ExpertLabels": "tests/whole_runs/test_robot_demonstrations.py",
+}
+
+
+class Falling:
+    """A reward with a state: it falls with every response that it has seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, sample):
+        from tests.whole_runs.parts import spread
+
+        self.seen += 1
+        return spread(sample) - self.seen / 1000
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load(self, state):
+        self.seen = state["seen"]
+
+
+def sampler(kind, **options):
+    return f"rollout.sampler={{type: {kind}{''.join(f', {key}: {value}' for key, value in options.items())}}}"
+
+
+def following(kind, metric, target, **options):
+    more = "".join(f", {key}: {value}" for key, value in options.items())
+    return f"{{type: {kind}, start: 0.1, metric: {metric}, target: {target}{more}}}"
+
+
+MULTIPLIER = "{type: multiplier, metric: response/length, target: 2.0, high: 1.0}"
+BAND = "{type: band, start: 0.1, metric: response/length, low: 5, high: 9, factor: 1.5, most: 2.0}"
+JOBS = {
+    "samplers and memories": (
+        TINY,
+        [
+            sampler("volatility"),
+            "rollout.temperature={type: linear, start: 1.0, end: 0.5, steps: 4}",
+            "rollout.max_response_length={type: stages, starts: [0, 1], values: [3, 4]}",
+            "algorithm.baseline={type: running}",
+            "optim.ema=0.9",
+            "guards=[{metric: response/length, low: 3.5, action: {type: lower_lr}}]",
+            f"algorithm.terms=[{{type: kl, coefficient: {following('adaptive', 'response/length', 2.0)}}}]",
+            "task.rewards=[{name: 'tests.checkpoints.test_every_state:Falling'}]",
+        ],
+    ),
+    "replays": (
+        TINY,
+        [
+            sampler("success_window", low=0.0, high=1.0),
+            "rollout.extras=[{type: success_replay, accuracy: 0.1}, {type: self_imitation, count: 2, accuracy: 0.1}]",
+            "task.accuracy={name: 'tests.whole_runs.parts:spread'}",
+            "algorithm.baseline={type: running}",
+            f"algorithm.terms=[{{type: likelihood, coefficient: 0.1, of: replayed}}, {{type: kl, coefficient: {BAND}}}]",
+        ],
+    ),
+    "demonstrations": (
+        TINY,
+        [
+            sampler("task_quotas", by="kind"),
+            "rollout.extras=[{type: demonstrations, prompts: 2}]",
+            f"algorithm.terms=[{{type: likelihood, coefficient: 0.1}}, {{type: kl, coefficient: {MULTIPLIER}}}]",
+            "rollout.temperature={type: staircase, values: [1.0, 0.8, 0.6], metric: response/length, bound: 1.0}",
+        ],
+    ),
+    "passed over": (
+        TINY,
+        [
+            sampler("skip_flat"),
+            "algorithm.terms=[{type: kl, coefficient: 0.1, against: {type: ema, decay: 0.5}}]",
+            "algorithm.transforms=[{type: history}]",
+        ],
+    ),
+    "images": (
+        IMAGES,
+        [
+            "algorithm.shaping=[{type: latent_values, warm_up: 1}]",
+            "denoising.likelihood.transition={type: flow_sde, noise: 0.7}",
+        ],
+    ),
+    "actions": (ROBOTS, [sampler("category_bandit", by="kind"), "optim.ema=0.9", "algorithm.baseline={type: running}"]),
+}
+
+
+def stopped(folder, base, options):
+    """Trains two of four steps and saves."""
+    trainer = make(folder, *options, "checkpoint.every=2", base=base)
+    save = trainer.save
+
+    def save_and_stop():
+        save()
+        trainer.saver.finish()
+        raise KeyboardInterrupt
+
+    trainer.save = save_and_stop
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    release(trainer)
+
+
+def remembered(trainer):
+    """Everything that a checkpoint would hold of a trainer besides weights."""
+    return copy.deepcopy(
+        {
+            "batches": trainer.collector.state(),
+            "controls": trainer.controls.state(),
+            "guards": trainer.guards.state(),
+            "lr": trainer.engine.lr_factor,
+            "memory": trainer.preparation.memory,
+            "modules": trainer.preparation.modules.state(),
+            "averages": {name: one.state() for name, one in trainer._copies().items()},
+            "rewards": trainer._reward_states(),
+        }
+    )
+
+
+def differences(one, other, where=""):
+    """Where two nested states differ, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return [] if isinstance(other, torch.Tensor) and torch.equal(one, other) else [where]
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [where] if one.keys() != other.keys() else [
+            place for key in one for place in differences(one[key], other[key], f"{where}.{key}")
+        ]  # fmt: skip
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [where] if len(one) != len(other) else [
+            place for i, (a, b) in enumerate(zip(one, other, strict=True)) for place in differences(a, b, f"{where}[{i}]")
+        ]  # fmt: skip
+    same = one == other or (one != one and other != other)
+    return [] if same else [f"{where}: {one!r} and {other!r}"]
+
+
+def classes():
+    """The classes of the package with a method `state` of their own, by name: their modules."""
+    found = {}
+    for folder in ("mmrl", "tasks", "sims"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    methods = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
+                    if {"state", "load"} <= methods:
+                        found[node.name] = path
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Classes whose state was restored in a job, and held something."""
+    return set()
+
+
+@pytest.fixture
+def watched(monkeypatch, seen):
+    for name, path in classes().items():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        module = module if module.startswith("mmrl") else f"mmrl.{module}"
+        kind = vars(importlib.import_module(module))[name]
+
+        def load(self, *state, original=vars(kind)["load"], name=name, **options):
+            if any(state):
+                seen.add(name)
+            return original(self, *state, **options)
+
+        monkeypatch.setattr(kind, "load", load)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_goes_on_with_all_that_it_remembers(tmp_path, watched, name):
+    base, options = JOBS[name]
+    whole = make(tmp_path / "whole", *options, base=base)
+    whole.train()
+    expected = remembered(whole)
+    release(whole)
+    stopped(tmp_path / "halves", base, options)
+    torch.rand(5)
+    halves = make(tmp_path / "halves", *options, base=base)
+    fresh = remembered(halves)
+    halves.resume()
+    assert halves.step == 2
+    assert differences(fresh, remembered(halves))  # there was something to restore
+    halves.train()
+    found = remembered(halves)
+    release(halves)
+    assert differences(expected, found) == []
+    assert timeless(metrics(tmp_path / "whole")) == timeless(metrics(tmp_path / "halves"))
+    a, b = final(tmp_path / "whole"), final(tmp_path / "halves")
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_every_class_with_a_state_is_in_a_job(seen):
+    missing = set(classes()) - seen - set(NOT_SAVED) - set(ELSEWHERE) - BASES
+    assert not missing
