@@ -191,7 +191,9 @@ def watched(monkeypatch, seen):
         module = module if module.startswith("mmrl") else f"mmrl.{module}"
         kind = vars(importlib.import_module(module))[name]
 
-        def load(self, *state, original=vars(kind)["load"], name=name, **options):
+        original = vars(kind)["load"]
+
+        def load(self, *state, original=original, name=name, **options):
             if any(state):
                 seen.add(name)
             return original(self, *state, **options)

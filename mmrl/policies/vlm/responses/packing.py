@@ -19,8 +19,8 @@ from transformers.modeling_utils import AttentionInterface
 from mmrl.generation.decoding import PACKED
 
 WORTHWHILE = 0.9  # share of real tokens in a padded batch above which padding costs less than it does to pack
-# `packed_attention` of a vision tower. To implementations with flash in their name towers give the ends of all windows at
-# once, in place of a call for each: several hundred a picture in Qwen2.5-VL.
+# `packed_attention` of a vision tower. To implementations with flash in their name towers give the ends of all windows
+# at once, in place of a call for each: several hundred a picture in Qwen2.5-VL.
 PACKED_IMAGES = "mmrl_flash_packed"
 WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model types of vision towers that do
 FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
