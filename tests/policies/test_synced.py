@@ -4,6 +4,7 @@ itself."""
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.generation.sampling import Sampling
+from mmrl.generation.settings import VLLMColocated
 from mmrl.generation.vllm import engine as vllm
 from mmrl.generation.vllm.sleep import SleepMode
+from mmrl.generation.weight_sync import receiver
 from mmrl.policies.vlm.proof import Gap
 from mmrl.policies.vlm.synced import Synced, weights
 from tests.policies.conftest import PROMPTS, loaded
@@ -181,3 +184,47 @@ def test_an_engine_that_is_not_installed_is_asked_for_in_one_line(monkeypatch):
     monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="^rollout.generator needs vLLM: install"):
         vllm.check_installed()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_without_checksums_the_trainer_sums_nothing_and_the_probe_still_proves(monkeypatch, lora):
+    frozen = [] if lora is None else ["vision", "connector"]  # an adapter of the language model alone
+    policy = loaded(model_folder(), sampling=Sampling(0.7), max_response_length=7, lora=lora, freeze=frozen)
+    adapters = lora is not None
+    engine = Copy(policy, PROMPTS, adapters=adapters)
+    made = Synced(policy, engine, ONE_IMAGE, gather=lambda value: [value], adapters=adapters, checksums=False)
+
+    def refused(*_):
+        raise AssertionError("a checksum was computed")
+
+    monkeypatch.setattr("mmrl.generation.weight_sync.checksums.checksum", refused)
+    monkeypatch.setattr("mmrl.policies.vlm.synced.adapter_checksums", refused)
+    for _ in range(2):
+        disturb(policy)
+        assert made.probe(engine).mean > 1e-2
+        assert made.synchronise()["generation/probe_gap"] < 1e-3
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_engines_watch_their_copies_where_checksums_are_compared(monkeypatch, watches):
+    """The extension of vLLM's workers, on a runner that takes weights as vLLM's does."""
+    entered = []
+    monkeypatch.setattr(receiver.CopyWatch, "__enter__", lambda self: entered.append(self) or self)
+    monkeypatch.setattr(receiver.CopyWatch, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(receiver, "repack_experts", lambda model: None)
+    layer = nn.Linear(2, 2, bias=False)
+
+    class Runner:
+        def get_model(self):
+            return layer
+
+        def reload_weights(self, weights_iterator):
+            for name, value in weights_iterator:
+                layer.get_parameter(name).copy_(value)
+
+    worker = receiver.Arrival()
+    options = vllm.EngineOptions(context=8, settings=VLLMColocated(checksums=watches), dtype="float32", seed=0)
+    worker.model_runner = Runner()
+    worker.vllm_config = SimpleNamespace(additional_config=options.arguments()["additional_config"])
+    worker.receive([("weight", torch.full((2, 2), 3.0))])
+    assert layer.weight.eq(3.0).all() and bool(entered) is watches and (worker.watch is not None) is watches

@@ -69,8 +69,8 @@ BUDGETS = {
 class OneRank(Plain):
     """Steps down the gradient and reads its norm once, as DeepSpeed does."""
 
-    def __call__(self, *given):
-        return self.module(*given)
+    def __call__(self, *given, **options):
+        return self.module(*given, **options)
 
     def backward(self, loss):
         loss.backward()

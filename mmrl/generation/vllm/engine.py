@@ -26,7 +26,7 @@ from mmrl.generation.sampling import Sampling
 from mmrl.generation.settings import VLLMColocated, VLLMGenerator, VLLMServer
 from mmrl.generation.vllm.responses import Answer, BadAnswer, check, recorded
 from mmrl.generation.vllm.sleep import SleepMode
-from mmrl.generation.weight_sync.checksums import Report, report
+from mmrl.generation.weight_sync.checksums import WATCHES, Report, report
 from mmrl.generation.weight_sync.receiver import UNLOADED
 from mmrl.rollouts import Video
 
@@ -162,6 +162,7 @@ class EngineOptions:
             "generation_config": "vllm",  # not the checkpoint's: it would change the sampler
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
             "worker_extension_cls": "mmrl.generation.weight_sync.receiver.Arrival",
+            "additional_config": {WATCHES: settings.checksums},
             "disable_log_stats": True,
             "seed": self.seed,
         }

@@ -20,6 +20,7 @@ BLOCK = 1 << 14  # elements whose weights are computed once for all blocks
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRAP = 1 << 64
 HELD = "held"  # read from the memory that the engine computes with
+WATCHES = "mmrl_checksums"  # key of vLLM's additional configuration: whether engines compute any
 PACKED = "packed"  # read when it came; the engine computes with a copy in a layout of its own
 
 

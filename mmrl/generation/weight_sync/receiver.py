@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmrl.generation.weight_sync.checksums import HELD, PACKED, Checksum, checksum
+from mmrl.generation.weight_sync.checksums import HELD, PACKED, WATCHES, Checksum, checksum
 from mmrl.generation.weight_sync.nccl import BroadcastTimeout, Receiver
 
 if TYPE_CHECKING:
@@ -189,9 +189,14 @@ class Arrival:
     def receive(self, weights: Iterable[tuple[str, Tensor]], filled: bool = True) -> None:
         """Replaces all weights; names and layout are those of the model's checkpoint. filled: the engine was filled
         with `ramp`, or with these weights, when it was made."""
-        watch = CopyWatch(self.watch, filled=filled)
         if not torch.cuda.is_available():
             repack_experts(self.model_runner.get_model())
+        additional: Any = self.vllm_config.additional_config
+        if not additional[WATCHES]:
+            with torch.no_grad():
+                self.model_runner.reload_weights(weights_iterator=weights)
+            return
+        watch = CopyWatch(self.watch, filled=filled)
         with watch, torch.no_grad():
             self.model_runner.reload_weights(weights_iterator=watch.watched(weights))
         watch.finish(self.model_runner.get_model())

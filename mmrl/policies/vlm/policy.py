@@ -25,7 +25,7 @@ from mmrl.policies.vlm.responses.demonstrations import demonstrate
 from mmrl.policies.vlm.responses.drafting import Drafter
 from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.policies.vlm.responses.flops import token_units
-from mmrl.policies.vlm.responses.replay import ResponseReplay
+from mmrl.policies.vlm.responses.replay import ResponseReplay, lengths_of
 from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
 from mmrl.policies.vlm.responses.teachers import VisionLanguageTeachers
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
@@ -206,7 +206,7 @@ class VisionLanguagePolicy:
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """Returns the tokens of prompt and response, [rollout] int64."""
-        return torch.tensor([len(tokens.prompt) + len(tokens.response) for tokens in rollouts.inputs])
+        return torch.tensor(lengths_of(rollouts.inputs))
 
     def numbers(self, rollouts: Rollouts) -> Tensor:
         """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""

@@ -71,13 +71,15 @@ class Synced:
         compute with the policy's weights afterwards."""
         started, model = time.perf_counter(), self.policy.module.model
         if not (self.adapters and self.has_base):
-            tensors = self.base.recorded(weights(model, merged=not self.adapters))
+            sent = weights(model, merged=not self.adapters)
+            tensors = sent if self.arrivals is None else self.base.recorded(sent)
             self.engine.load(tensors)
-            for _ in tensors:  # records also those that no engine took
+            for _ in tensors:  # also those that no engine took: under ZeRO-3 each is gathered from all ranks
                 pass
             self.has_base = True
         if self.adapters:
-            self.adapter.sent = adapter_checksums(model)
+            if self.arrivals is not None:
+                self.adapter.sent = adapter_checksums(model)
             self.engine.adapt(partial(write_adapter, model))
         self.engine.serve()
         loaded = time.perf_counter()

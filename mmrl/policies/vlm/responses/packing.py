@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,30 @@ PACKED_IMAGES = "mmrl_flash_packed"
 WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model types of vision towers that do
 FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
 
-_mask: ContextVar[Tensor | None] = ContextVar("mask of rows that are packed", default=None)
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of padded rows are. index: [token] int64, in the flattened rows; ends: [sequence + 1] int32, of
+    sequences among the tokens; shape: rows and length."""
+
+    index: Tensor
+    ends: Tensor
+    shape: tuple[int, int]
+    mask: Tensor  # [row, length] bool
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Places:
+        """Finds the tokens of a mask [row, length]; the one time that the host waits for a GPU."""
+        mask = mask.bool()
+        ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        return cls(mask.flatten().nonzero().flatten(), ends, (mask.shape[0], mask.shape[1]), mask)
+
+    def packed(self, values: Tensor) -> Tensor:
+        """Takes the tokens out of padded rows: [..., row, length] to [..., token]."""
+        return values.flatten(-2)[..., self.index]
+
+
+_places: ContextVar[Places | None] = ContextVar("places of rows that are packed", default=None)
 
 
 def pack_images(model: Any) -> None:
@@ -57,11 +81,11 @@ class Packing:
     @contextmanager
     def of(self, mask: Tensor | None) -> Iterator[None]:
         """Context in which rows are packed. mask: [row, length], true for tokens; None: they stay padded."""
-        token = _mask.set(None if mask is None else mask.bool())
+        token = _places.set(None if mask is None else Places.of(mask))
         try:
             yield
         finally:
-            _mask.reset(token)
+            _places.reset(token)
 
 
 def worthwhile(lengths: list[int]) -> bool:
@@ -71,33 +95,33 @@ def worthwhile(lengths: list[int]) -> bool:
 
 def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replaces padded inputs of a decoder by packed ones: embeddings [row, length, hidden] by [1, token, hidden]."""
-    mask = _mask.get()
-    if mask is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
+    places = _places.get()
+    if places is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
         return None
     positions = kwargs.get("position_ids")
     if positions is None:
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        positions = (places.mask.cumsum(1) - 1).clamp_min(0)
     elif positions.shape[-2] == 1:  # the same for all rows
-        positions = positions.expand(*positions.shape[:-2], *mask.shape)
-    lengths = mask.sum(1)
-    ends = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        positions = positions.expand(*positions.shape[:-2], *places.shape)
     packed = {
-        "inputs_embeds": kwargs["inputs_embeds"][mask][None],
-        "position_ids": positions[..., mask].unsqueeze(-2),
+        "inputs_embeds": kwargs["inputs_embeds"].flatten(0, 1)[places.index].unsqueeze(0),
+        "position_ids": places.packed(positions).unsqueeze(-2),
         "attention_mask": None,
     }
     if kwargs.get("visual_pos_masks") is not None:  # where Qwen3-VL adds features of images to deeper layers
-        packed["visual_pos_masks"] = kwargs["visual_pos_masks"][mask][None]
-    longest = mask.shape[1]
+        packed["visual_pos_masks"] = places.packed(kwargs["visual_pos_masks"])[None]
+    ends, longest = places.ends, places.shape[1]
     spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return args, kwargs | packed | spans
 
 
 def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    mask = _mask.get()
-    if mask is not None and output.last_hidden_state.shape[:2] != mask.shape:
+    places = _places.get()
+    if places is not None and output.last_hidden_state.shape[:2] != places.shape:
         states = output.last_hidden_state[0]
-        output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[-1]).index_put((mask,), states)
+        rows, length = places.shape
+        padded = states.new_zeros(rows * length, states.shape[-1]).index_copy(0, places.index, states)
+        output.last_hidden_state = padded.view(rows, length, -1)
     return output
 
 
@@ -138,7 +162,7 @@ def packed_attention(
 
 def _mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     """Returns the mask of SDPA, none for packed rows."""
-    return sdpa_mask(*args, **kwargs) if _mask.get() is None else None
+    return sdpa_mask(*args, **kwargs) if _places.get() is None else None
 
 
 for _name in (PACKED, PACKED_IMAGES):

@@ -43,7 +43,7 @@ class ResponseReplay:
         row, decision, targets, temperature = self._decisions(rows)
         routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
-        packs = continuations is None and routing is None and runner.packs(inputs["attention_mask"].sum(1).tolist())
+        packs = continuations is None and routing is None and runner.packs(lengths_of(rows))
         others = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
             chunks = self._chunks(len(targets))
@@ -130,6 +130,11 @@ class ResponseReplay:
         if lockstep is None or module.fused is not None:
             return None
         return lockstep.max(-(-targets // module.chunk))
+
+
+def lengths_of(rows: Sequence[RolloutTokens]) -> list[int]:
+    """Returns the tokens of each row."""
+    return [len(row.prompt) + len(row.response) for row in rows]
 
 
 def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
