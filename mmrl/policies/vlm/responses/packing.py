@@ -28,8 +28,8 @@ FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the tokens of padded rows are. index: [token] int64, in the flattened rows; ends: [sequence + 1] int32, of
+class RowTokens:
+    """The tokens of padded rows. index: [token] int64, in the flattened rows; ends: [sequence + 1] int32, of
     sequences among the tokens; shape: rows and length."""
 
     index: Tensor
@@ -38,7 +38,7 @@ class Places:
     mask: Tensor  # [row, length] bool
 
     @classmethod
-    def of(cls, mask: Tensor) -> Places:
+    def of(cls, mask: Tensor) -> RowTokens:
         """Finds the tokens of a mask [row, length]; the one time that the host waits for a GPU."""
         mask = mask.bool()
         ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
@@ -49,7 +49,7 @@ class Places:
         return values.flatten(-2)[..., self.index]
 
 
-_places: ContextVar[Places | None] = ContextVar("places of rows that are packed", default=None)
+_row_tokens: ContextVar[RowTokens | None] = ContextVar("tokens of packed rows", default=None)
 
 
 def pack_images(model: Any) -> None:
@@ -81,11 +81,11 @@ class Packing:
     @contextmanager
     def of(self, mask: Tensor | None) -> Iterator[None]:
         """Context in which rows are packed. mask: [row, length], true for tokens; None: they stay padded."""
-        token = _places.set(None if mask is None else Places.of(mask))
+        token = _row_tokens.set(None if mask is None else RowTokens.of(mask))
         try:
             yield
         finally:
-            _places.reset(token)
+            _row_tokens.reset(token)
 
 
 def worthwhile(lengths: list[int]) -> bool:
@@ -95,32 +95,32 @@ def worthwhile(lengths: list[int]) -> bool:
 
 def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replaces padded inputs of a decoder by packed ones: embeddings [row, length, hidden] by [1, token, hidden]."""
-    places = _places.get()
-    if places is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
+    tokens = _row_tokens.get()
+    if tokens is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
         return None
     positions = kwargs.get("position_ids")
     if positions is None:
-        positions = (places.mask.cumsum(1) - 1).clamp_min(0)
+        positions = (tokens.mask.cumsum(1) - 1).clamp_min(0)
     elif positions.shape[-2] == 1:  # the same for all rows
-        positions = positions.expand(*positions.shape[:-2], *places.shape)
+        positions = positions.expand(*positions.shape[:-2], *tokens.shape)
     packed = {
-        "inputs_embeds": kwargs["inputs_embeds"].flatten(0, 1)[places.index].unsqueeze(0),
-        "position_ids": places.packed(positions).unsqueeze(-2),
+        "inputs_embeds": kwargs["inputs_embeds"].flatten(0, 1)[tokens.index].unsqueeze(0),
+        "position_ids": tokens.packed(positions).unsqueeze(-2),
         "attention_mask": None,
     }
     if kwargs.get("visual_pos_masks") is not None:  # where Qwen3-VL adds features of images to deeper layers
-        packed["visual_pos_masks"] = places.packed(kwargs["visual_pos_masks"])[None]
-    ends, longest = places.ends, places.shape[1]
+        packed["visual_pos_masks"] = tokens.packed(kwargs["visual_pos_masks"])[None]
+    ends, longest = tokens.ends, tokens.shape[1]
     spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return args, kwargs | packed | spans
 
 
 def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    places = _places.get()
-    if places is not None and output.last_hidden_state.shape[:2] != places.shape:
+    tokens = _row_tokens.get()
+    if tokens is not None and output.last_hidden_state.shape[:2] != tokens.shape:
         states = output.last_hidden_state[0]
-        rows, length = places.shape
-        padded = states.new_zeros(rows * length, states.shape[-1]).index_copy(0, places.index, states)
+        rows, length = tokens.shape
+        padded = states.new_zeros(rows * length, states.shape[-1]).index_copy(0, tokens.index, states)
         output.last_hidden_state = padded.view(rows, length, -1)
     return output
 
@@ -162,7 +162,7 @@ def packed_attention(
 
 def _mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     """Returns the mask of SDPA, none for packed rows."""
-    return sdpa_mask(*args, **kwargs) if _places.get() is None else None
+    return sdpa_mask(*args, **kwargs) if _row_tokens.get() is None else None
 
 
 for _name in (PACKED, PACKED_IMAGES):
