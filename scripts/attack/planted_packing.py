@@ -1,0 +1,47 @@
+"""Faults of rows without padding, of jobs on GPUs and of what they take. A name, a file, a text that it holds once, what
+takes its place, and the tests that could notice."""
+
+from __future__ import annotations
+
+P, F, R = "mmrl/policies/vlm/responses/packing.py", "mmrl/engine/flops.py", "mmrl/policies/vlm/responses/"
+T = "mmrl/doctor/time_estimate.py"
+PACKING, FLOPS, TIME = ("policies/test_packing.py",), ("engine/test_flops.py",), ("doctor/test_time_estimate.py",)
+SUMS, SYNCED, SETUP = ("engine/test_gradient_sums.py",), ("policies/test_synced.py",), ("house/test_setup.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("packing: sequences see later tokens", P, "is_causal=causal, scale=scale, enable", "is_causal=False, scale=scale, enable", PACKING),
+    ("packing: windows are causal", P, "causal = options.get(\"scaling\"), is_causal is not False",
+     "causal = options.get(\"scaling\"), True", PACKING),
+    ("packing: the model's scale is not used", P, "scale=scale, enable_gqa", "scale=None, enable_gqa", PACKING),
+    ("packing: positions go on over rows", P, '"position_ids": tokens.packed(positions).unsqueeze(-2)',
+     '"position_ids": torch.arange(len(tokens.index)).expand(*positions.shape[:-2], 1, -1)', PACKING),
+    ("packing: sequences begin one late", P, "F.pad(mask.sum(1).cumsum(0), (1, 0))", "F.pad(mask.sum(1).cumsum(0), (1, 0)).clamp_min(1)", PACKING),
+    ("packing: features of images stay padded", P, 'packed["visual_pos_masks"] = tokens.packed(kwargs["visual_pos_masks"])[None]',
+     "pass", PACKING),
+    ("packing: never worth it", P, "sum(lengths) < WORTHWHILE", "sum(lengths) < 0 * WORTHWHILE", PACKING),
+    ("packing: always worth it", P, "sum(lengths) < WORTHWHILE", "sum(lengths) <= 2 * WORTHWHILE", PACKING),
+    ("packing: windows one by one", R + "runner.py", "pack_images(self.core)", "pass", PACKING),
+    ("packing: cannot be switched off", R + "runner.py", "if packing and self.can_pack:", "if self.can_pack:", PACKING),
+    ("packing: a shared decoder packs twice", P, 'tokens is None or kwargs.get("cu_seq_lens_q") is not None', "tokens is None", PACKING),
+    ("packing: routed rows too", R + "replay.py", "packs = continuations is None and routing is None and", "packs = continuations is None and",
+     ("policies/test_routing.py",)),
+    ("packing: adapters of sparse models too", R + "runner.py", "return self.module.packing is not None and worthwhile(lengths)",
+     "return worthwhile(lengths)", PACKING),
+    ("work: packed rows as one sequence", F, "pairs = int(starts.diff().long().square().sum())", "pairs = int(starts[-1].long().square())", PACKING),
+    ("work: shared heads by torch's formula", F, "    aten._scaled_dot_product_flash_attention,\n", "", FLOPS),
+    ("work: keys of packed attention are queries", F, "of_keys = starts if key_starts is None else key_starts", "of_keys = starts", FLOPS),
+    ("engine: overlapping sums at every stage", "mmrl/engine/deepspeed.py", '== "nccl" and self.zero_stage >= 2', '== "nccl"', SUMS),
+    ("engine: no overlapping sums", "mmrl/engine/deepspeed.py", '== "nccl" and self.zero_stage >= 2', '== "nccl" and self.zero_stage > 3', SUMS),
+    ("estimate: epochs are one", T, "* config.algorithm.epochs", "", TIME),
+    ("estimate: ranks do not share", T, "* config.algorithm.epochs / ranks", "* config.algorithm.epochs", TIME),
+    ("estimate: recomputation is free", T, "(of_rollout.total + again)", "of_rollout.total", TIME),
+    ("estimate: at the whole peak", T, "REACHED = 0.4", "REACHED = 1.0", TIME),
+    ("checksums: the trainer sums all the same", "mmrl/policies/vlm/synced.py", "sent if self.arrivals is None else self.base.recorded(sent)",
+     "self.base.recorded(sent)", SYNCED),
+    ("checksums: engines watch all the same", "mmrl/generation/vllm/engine.py", "{WATCHES: settings.checksums}", "{WATCHES: True}", SYNCED),
+    ("checksums: engines never watch", "mmrl/generation/weight_sync/receiver.py", "if not additional[WATCHES]:", "if True:", SYNCED),
+    ("setup: vLLM for CPUs on GPUs", "scripts/setup.sh", "! nvidia-smi >/dev/null 2>&1 || vllm=vllm", "true", SETUP),
+    ("setup: the pin stays", "scripts/setup.sh", "grep -v '^apache-tvm-ffi=='", "grep ''", SETUP),
+]
+# fmt: on
