@@ -165,6 +165,14 @@ def test_recorded_experts_are_used_where_they_belong(policy, rollouts, padding_s
     assert (got.extras["routing_differs"][[0, 2, 3]][rollouts.mask[[0, 2, 3]]] > 0).float().mean() > 0.5
 
 
+def test_rows_with_recorded_experts_stay_padded(policy, rollouts, monkeypatch):
+    """Records lie by row and token of padded rows."""
+    recorded = with_records(rollouts, elsewhere)
+    usual = replay(policy, recorded).logp
+    monkeypatch.setattr(policy.runner, "packs", lambda lengths: True)
+    torch.testing.assert_close(replay(policy, recorded).logp, usual)
+
+
 def test_the_metric_counts_experts_that_the_router_would_not_choose(policy, rollouts):
     """One of the two in the first layer is replaced, of the token before the first decision of the first rollout."""
     model, place = policy.module.model, len(rollouts.inputs[0].prompt) - 1
