@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement  # workers of simulators run where it is not installed
 
 DISTRIBUTION = "mmrl-train"
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,8 @@ def extra_command(*extras: str) -> str:
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
     """Returns the requirements of extras as the installed distribution names them, without their markers."""
+    from packaging.requirements import Requirement
+
     declared = map(Requirement, importlib.metadata.requires(DISTRIBUTION) or [])
     wanted = [r for r in declared if r.marker is not None and not r.marker.evaluate({"extra": ""})]
     return [_bare(r) for r in wanted if r.marker and any(r.marker.evaluate({"extra": name}) for name in extras)]

@@ -144,6 +144,11 @@ class ManipulationSettings(TaskSettings):
     eval_tasks: tuple[str, ...] | None = option(None, "of held-out start states; default: as `tasks`", min_length=1)
     rows: int = option(128, "environments at once on a rank", ge=1)
     workers: int = option(0, "processes of their own for the simulator; 0: in this one", ge=0)
+    python: str | None = option(
+        None,
+        "interpreter of the workers, for a simulator with an environment of its own; mmrl must be importable there, "
+        "its dependencies need not; default: this one",
+    )
     ray: str | None = option(
         None, "put the workers on hosts of this Ray cluster: HOST:PORT of its head, or auto; default: on this host"
     )
@@ -170,6 +175,8 @@ class ManipulationSettings(TaskSettings):
     def _check_workers(self) -> ManipulationSettings:
         if self.ray is not None and self.workers == 0:
             raise ValueError(f"ray={self.ray} places workers; workers=0")
+        if self.python is not None and self.workers == 0:
+            raise ValueError(f"python={self.python} runs workers; set workers to 1 or more")
         if self.turns > max(self.workers, 1):
             raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
         return self

@@ -64,6 +64,7 @@ class Manipulation:
             rows,
             settings.options,
             workers=min(settings.workers, rows),
+            python=settings.python,
             ray=settings.ray,
             turns=min(settings.turns, rows),
             deadline_s=settings.deadline_s,

@@ -185,6 +185,25 @@ def test_another_interpreter_may_run_the_workers(behind, tmp_path):
         build(LINE, 1, workers=1, python="/nowhere/python")
 
 
+BLOCKED = ("torch", "pydantic", "packaging", "omegaconf", "transformers", "deepspeed", "rich", "psutil", "requests")
+
+
+def test_a_simulator_needs_none_of_the_packages_of_training():
+    """In an environment of its own there are its packages alone, beside this one without what it depends on."""
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({BLOCKED!r}))\n"  # an import of None fails as of one that is not there
+        "import mmrl.sims.vector.service\n"
+        "from mmrl import sims\n"
+        f"with sims.build({LINE!r}, 2) as sim:\n"
+        "    sim.reset([1, 2], ['go', 'go'])\n"
+        "    print(sim.observation().instructions[1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "go from 0.02"
+
+
 def test_nobody_is_left_behind(behind):
     sim = behind(LINE, 2, 2)
     before = sim.simulator.pids

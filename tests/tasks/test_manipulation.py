@@ -1,6 +1,7 @@
 """The manipulation task: start states, demonstrations, rewards, and whom instructions belong to."""
 
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -199,6 +200,7 @@ def test_what_latents_before_a_chunk_cost():
     ("options", "message"),
     [
         ({"workers": 2, "turns": 3}, "turns=3 needs as many workers; workers=2"),
+        ({"python": "python3"}, "python=python3 runs workers; set workers to 1 or more"),
         ({"taks": ["go"]}, r"unknown key task\.taks; did you mean task\.tasks"),
         (
             {"demonstrations": {"episode": 3}},
@@ -220,3 +222,16 @@ def test_demonstrations_come_with_the_task():
     assert isinstance(task.demonstrations, EpisodeDemonstrations) and len(task.demonstrations.episodes) == 3
     assert isinstance(task.evaluation, EpisodeSource)
     assert torch.tensor(task.demonstrations[0].metadata["observation"].state).shape == (1, 1)
+
+
+def test_workers_play_under_an_interpreter_of_their_own(tmp_path):
+    """A script that notes its arguments and goes on as this interpreter."""
+    noted, own = tmp_path / "noted", tmp_path / "python"
+    own.write_text(f'#!/bin/sh\necho "$@" >> {noted}\nexec {sys.executable} "$@"\n')
+    own.chmod(0o755)
+    task = build("manipulation", {**LINE, "workers": 1, "python": str(own)}, 0)
+    with task.make_simulator(2) as sim:
+        sim.reset([3, 4], ["go", "go"])
+        assert sim.running.all() and "-m mmrl" in noted.read_text()
+    with pytest.raises(UserError, match="there is no interpreter at /nowhere/python"):
+        build("manipulation", {**LINE, "workers": 1, "python": "/nowhere/python"}, 0).make_simulator(1)
