@@ -75,5 +75,6 @@ def test_a_part_runs_in_small(tmp_path):
     }
     subprocess.run([*command, "--only", "packed|full"], cwd=ROOT, env=environment, check=True, timeout=300)
     results = json.loads((tmp_path / "out" / "gpu_day.json").read_text())
-    assert [row["status"] for row in results] == ["done"] * 3
+    assert [row["status"] for row in results] == ["done"] * 4
+    assert results[3]["lines"][0].startswith("update: ") and any("aten::" in line for line in results[3]["lines"])
     assert results[1]["metrics"]["throughput/update_tokens_per_second"] > 0
