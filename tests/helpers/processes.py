@@ -15,9 +15,10 @@ def environment(pid):
 def running(pid):
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):  # it may end between the two looks at it
         return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "Z" not in stat.rsplit(")", 1)[1].split()[0]
 
 
 def family(*pids):
