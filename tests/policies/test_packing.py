@@ -1,5 +1,7 @@
 """Rows that are replayed without padding: likelihoods and gradients are those of each row alone, in every family."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -125,6 +127,24 @@ def test_attention_within_each_sequence_is_that_of_each_alone():
             q, k, v = query[0, head, start:end], key[0, head // 2, start:end], value[0, head // 2, start:end]
             logits = (q @ k.t() * 0.3).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
             torch.testing.assert_close(out[0, start:end, head], logits.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability", "takes"),
+    [
+        (torch.bfloat16, 80, (9, 0), True),
+        (torch.float16, 128, (8, 0), True),
+        (torch.float32, 80, (9, 0), False),
+        (torch.bfloat16, 264, (9, 0), False),
+        (torch.bfloat16, 20, (9, 0), False),
+        (torch.bfloat16, 80, (7, 5), False),
+    ],
+)
+def test_flash_attention_is_for_what_it_can_do(monkeypatch, dtype, width, capability, takes):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 3, width), device="cuda:0")
+    assert packing.takes_flash(query) is takes
+    assert not packing.takes_flash(torch.zeros(1, 2, 3, 80, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: flash attention")

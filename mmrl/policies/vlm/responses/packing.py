@@ -125,6 +125,14 @@ def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
+def takes_flash(query: Tensor) -> bool:
+    """Returns whether flash attention computes this: on a GPU of Ampere's generation or newer, in half precision."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    width = query.shape[-1]
+    return width <= FLASH_WIDTH and width % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -144,7 +152,7 @@ def packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
     scale, causal = options.get("scaling"), is_causal is not False
     repeated = query.shape[1] // key.shape[1]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= FLASH_WIDTH:
+    if takes_flash(query):
         key, value = (t.repeat_interleave(repeated, 1) for t in (key, value))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         ends, window = cu_seq_lens_q, (-1, 0 if causal else -1)
