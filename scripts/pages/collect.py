@@ -152,6 +152,33 @@ def collect(out: Path = OUT) -> None:
         for name, text in {**made, "README.md": index(folder, made)}.items():
             (out / "reference" / folder / name).write_text(text)
     shutil.copyfile(ROOT / "scripts/pages/theme.css", out / "theme.css")
+    (out / "llms.txt").write_text(llms((ROOT / "mkdocs.yml").read_text()))
+
+
+def llms(config: str) -> str:
+    """Returns llms.txt (llmstxt.org): the pages of the navigation for language models, each with its first sentence.
+
+    config: the text of mkdocs.yml.
+    """
+    name, about = (re.search(rf"^{key}: (.+)$", config, flags=re.M) for key in ("site_name", "site_description"))
+    assert name is not None and about is not None
+    lines = [f"# {name[1]}", "", f"> {about[1]}", ""]
+    for entry in config.partition("\nnav:\n")[2].splitlines():
+        group, page = re.fullmatch(r"  - (.+):", entry), re.fullmatch(r" +- (.+): (\S+\.md)", entry)
+        if group is not None:
+            lines += ["", f"## {group[1]}", ""]
+        elif page is not None:
+            title, path = page[1].strip('"'), page[2]
+            about_page = "" if path.startswith("reference/") else f": {first_sentence((ROOT / path).read_text())}"
+            lines.append(f"- [{title}]({path.removesuffix('.md')}.html){about_page}")
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of a page's first paragraph."""
+    paragraphs = re.split(r"\n\s*\n", text)
+    prose = next(p for p in paragraphs if re.match(r"[A-Za-z*`\[]", p) and not p.startswith("[!["))
+    return re.split(r"(?<=[.:])\s", LINK.sub(r"\2", " ".join(prose.split())))[0].rstrip(":")
 
 
 def index(folder: str, made: dict[str, str]) -> str:

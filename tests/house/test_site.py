@@ -30,6 +30,22 @@ def test_links_to_modules_become_names():
     assert collect.without_source_links(text) == text.replace("[job.py](../job.py)", "`job.py`")
 
 
+def test_language_models_get_every_page_with_what_it_is_for():
+    text = collect.llms((ROOT / "mkdocs.yml").read_text())
+    entries = dict(re.findall(r"^- \[(.+?)\]\((\S+)\)(?:: .+)?$", text, flags=re.M))
+    listed = re.findall(r": (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+    assert text.startswith("# mmrl\n\n> Reinforcement-learning") and len(entries) == len(listed)
+    assert sorted(entries.values()) == sorted(f"{page}.html" for page in listed)
+    assert "- [Kernels](scripts/bench/kernels.html): " in text and "\n## Robots\n" in text
+    for line in (line for line in text.splitlines() if line.startswith("- [") and "reference/" not in line):
+        assert 8 < len(line.partition(".html): ")[2]) < 400, line
+
+
+def test_first_sentences():
+    page = "# Title\n\n[![badge](x.svg)](y)\n\n| a | b |\n\nA [word](w.md) on\ntwo lines. And more.\n"
+    assert collect.first_sentence(page) == "A word on two lines."
+
+
 def test_every_page_has_a_place_in_the_navigation():
     listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
     shown = [str(page.relative_to(ROOT)) for page in collect.pages()]
