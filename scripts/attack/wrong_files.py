@@ -50,6 +50,7 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     prompts = {"type": "prompts", "train": f"{folder}/prompts.txt", "heldout": 0.3}
     bright = {"name": "odd_parts:brightness"}
     dot = {"env": "odd_parts:Dot-v0", "image": "pixels", "state": "agent_pos", "instruction": "reach for the red cube"}
+    dot["success"] = "terminated"  # as an episode of it ends
     own = {
         "visual_qa": {
             "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},

@@ -262,7 +262,9 @@ def final(folder) -> dict[str, torch.Tensor]:
 
 
 def metrics(folder) -> list[dict]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    """The rows of a run, which may still be writing one."""
+    whole, _, _ = (Path(folder) / "metrics.jsonl").read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def timeless(rows: list[dict]) -> list[dict]:

@@ -89,7 +89,8 @@ class TokenEngine(UnevenEngine):
     packing: bool = option(
         True,
         "rows are replayed one behind the other, without padding, where a tenth or more of a micro-batch would be "
-        "padding; for model.attention=sdpa and the families that mmrl models names; equal to rounding",
+        "padding; with model.attention=sdpa, in the families Qwen2.5-VL, Qwen3-VL, Idefics3 (SmolVLM), LLaVA-OneVision "
+        "and InternVL; equal to rounding",
     )
 
     def longest_at_once(self, rows: int, length: int) -> int:
