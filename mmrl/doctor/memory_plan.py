@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmrl.config import Config
-from mmrl.doctor.time_estimate import update_line
+from mmrl.doctor.time_estimate import update_lines
 from mmrl.engine.memory import GIB, MemoryModel, peak, standing, sums_in_fp32
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
@@ -302,5 +302,4 @@ def memory_lines(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
             )
     memory = config.model.memory_model(config, path)
     assert memory is not None  # `described` raised otherwise
-    estimates = (update_line(config, memory, ranks, gpu.name) for gpu in gpus)
-    return [*lines, *(line for line in estimates if line is not None)]
+    return [*lines, *update_lines(config, memory, ranks, [gpu.name for gpu in gpus])]

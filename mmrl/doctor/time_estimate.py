@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mmrl.config import Config
 from mmrl.engine.device_peaks import PEAKS
 from mmrl.engine.flops import Flops, count
@@ -19,12 +21,16 @@ def update_flops(config: Config, memory: MemoryModel, ranks: int) -> float:
     return (of_rollout.total + again) * config.rollouts_per_step * config.algorithm.epochs / ranks
 
 
-def update_line(config: Config, memory: MemoryModel, ranks: int, gpu: str) -> str | None:
-    """Returns a line on the time of an update; None for a GPU whose peak is not known."""
-    if gpu not in PEAKS:
-        return None
-    flops, peak = update_flops(config, memory, ranks), PEAKS[gpu].flops(config.model.dtype)
-    return (
-        f"{gpu}: {flops / (REACHED * peak):.3g} s an update ({flops / 1e15:.3g} PFLOP a rank, at an assumed "
-        f"{REACHED:.0%} of {peak / 1e12:.0f} TFLOP/s, all rollouts at their longest); rollouts and rewards come on top"
-    )
+def update_lines(config: Config, memory: MemoryModel, ranks: int, gpus: Sequence[str]) -> list[str]:
+    """Returns a line on the time of an update for each GPU whose peak is known."""
+    known = [gpu for gpu in gpus if gpu in PEAKS]
+    flops = update_flops(config, memory, ranks) if known else 0.0
+    lines = []
+    for gpu in known:
+        peak = PEAKS[gpu].flops(config.model.dtype)
+        lines.append(
+            f"{gpu}: {flops / (REACHED * peak):.3g} s an update ({flops / 1e15:.3g} PFLOP a rank, at an assumed "
+            f"{REACHED:.0%} of {peak / 1e12:.0f} TFLOP/s, all rollouts at their longest); rollouts and rewards come on "
+            "top"
+        )
+    return lines

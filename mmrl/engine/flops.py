@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.attention.varlen  # registers PACKED
+import torch.nn.attention.varlen  # registers torch_attn._varlen_attn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -21,14 +21,6 @@ aten = torch.ops.aten
 STAGE_3_LINEAR = "deepspeed.runtime.zero.linear"
 ADDING = (aten.addmm, aten.baddbmm)  # products whose first argument is a sum to add to
 OF_PAIRS = (aten.bmm, aten.baddbmm)  # products of two activations, as in attention
-FUSED = (  # attention, softmax(q k') v; torch 2.11's formulas leave some out, and heads that share keys and values
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_fused_attention_overrideable,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)
-PACKED = torch.ops.torch_attn._varlen_attn  # attention of sequences one behind the other
 SHAPES = 32  # of inputs that are counted of one network; others cost what rows of the nearest one do
 
 
@@ -70,15 +62,13 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        if in_backward() or packet not in flop_registry and packet not in FUSED and packet != PACKED:
+        if in_backward() or packet not in flop_registry and packet not in ATTENTION:
             return out
-        if packet in FUSED:
-            forward = attention_flops(*args[:3])
-        elif packet == PACKED:
-            forward = packed_attention_flops(*args[:5])
+        if packet in ATTENTION:
+            forward = ATTENTION[packet](*args)
         else:
             forward = flop_registry[packet](*args, **kwargs, out_val=out)
-        fused = "attention" in str(packet) or packet == PACKED
+        fused = packet in ATTENTION or "attention" in str(packet)
         first = 1 if packet in ADDING else 0
         factors = [needs_gradient(t) for t in args[first : first + (3 if fused else 2)]]
         times = (2 if any(factors) else 0) if fused else sum(factors)  # fused kernels compute one product anew
@@ -90,17 +80,30 @@ class FlopCounter(TorchDispatchMode):
         return out
 
 
-def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object) -> int:
     """Counts the two products of attention. query, key, value: [..., head, token, width]."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def packed_attention_flops(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor | None) -> int:
+def packed_attention_flops(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor | None, *_: object
+) -> int:
     """Counts the two products of attention within sequences. query, key, value: [token, head, width]. starts, of
     queries, and key_starts, of keys unless they are the same: [sequence + 1]."""
     of_keys = starts if key_starts is None else key_starts
     pairs = int((starts.diff().long() * of_keys.diff().long()).sum())
     return 2 * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
+
+
+# Attention, softmax(q k') v, by its own formulas: torch 2.11's leave some out, and heads that share keys and values.
+ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_fused_attention_overrideable: attention_flops,
+    aten._scaled_dot_product_efficient_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_cudnn_attention: attention_flops,
+    torch.ops.torch_attn._varlen_attn: packed_attention_flops,
+}
 
 
 def needs_gradient(factor: Tensor) -> bool:

@@ -1,13 +1,11 @@
 """The time of an update, told without a GPU: operations by hand, and at the sizes of published models."""
 
-from types import SimpleNamespace
-
 import torch
 from torch import nn
 
 from mmrl.config import load
 from mmrl.doctor.memory_plan import Gpu, memory_lines
-from mmrl.doctor.time_estimate import update_flops, update_line
+from mmrl.doctor.time_estimate import update_flops, update_lines
 from mmrl.engine.memory import MemoryModel
 from mmrl.settings.recipes import shipped
 
@@ -32,9 +30,9 @@ def test_operations_are_those_of_all_rollouts_epochs_and_of_recomputation():
 
 def test_seconds_are_operations_over_a_share_of_the_peak():
     config = job("rollout.prompts=1000000", "rollout.group_size=1000")
-    line = update_line(config, of_linear(), 1, "h100")
-    assert line is not None and line.startswith("h100: 0.00091 s an update (0.00036 PFLOP a rank, at an assumed 40%")
-    assert update_line(config, of_linear(), 1, "80 GiB") is None
+    h100, l40s = update_lines(config, of_linear(), 1, ["h100", "80 GiB", "l40s"])  # of the second no peak is known
+    assert h100.startswith("h100: 0.00091 s an update (0.00036 PFLOP a rank, at an assumed 40% of 989 TFLOP/s, ")
+    assert l40s.startswith("l40s: 0.00249 s an update (0.00036 PFLOP a rank, at an assumed 40% of 362 TFLOP/s, ")
 
 
 def test_a_dry_run_says_it_for_a_model_of_3b():
@@ -46,5 +44,8 @@ def test_a_dry_run_says_it_for_a_model_of_3b():
     assert plain < petaflops < 1.5 * plain
 
 
-def test_nothing_is_told_of_other_peaks():
-    assert update_line(SimpleNamespace(), of_linear(), 1, "24 GiB") is None
+def test_without_a_known_peak_nothing_is_counted():
+    def refused(rows):
+        raise AssertionError("operations were counted")
+
+    assert update_lines(job(), MemoryModel(nn.Linear(1, 1, device="meta"), refused), 1, ["24 GiB"]) == []

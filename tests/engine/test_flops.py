@@ -30,7 +30,10 @@ def test_a_product_has_a_gradient_for_each_factor_that_needs_one():
         layer(x)
     with FlopCounter() as frozen, torch.no_grad():
         layer(x)
-    assert whole.total == Flops(2 * 4 * 3 * 5, 2 * 2 * 4 * 3 * 5)
+    layer.bias.requires_grad_(False)  # it is added, and no factor
+    with FlopCounter() as without_bias:
+        layer(x.clone().requires_grad_())
+    assert without_bias.total == whole.total == Flops(2 * 4 * 3 * 5, 2 * 2 * 4 * 3 * 5)
     assert first.total == Flops(120, 120) and frozen.total == Flops(120, 0)
 
 

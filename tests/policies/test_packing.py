@@ -8,6 +8,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmrl.engine.flops import Flops
 from mmrl.generation.decoding import PACKED
+from mmrl.policies.vlm import scorer
+from mmrl.policies.vlm.loading import load_model, recompute_activations
 from mmrl.policies.vlm.responses import packing
 from mmrl.rollouts import Prompt
 from tests.helpers.tiny_models import FAMILIES
@@ -36,7 +38,7 @@ def scores(policy, rollouts, packs):
 @pytest.mark.parametrize("policy", FAMILIES, indirect=True)
 def test_packed_rows_have_the_likelihoods_and_gradients_of_padded_ones(policy):
     if not policy.runner.can_pack:
-        assert policy.module.packing is None
+        assert not policy.module.packs
         pytest.skip("this family is padded")
     seen = []
     first = policy.runner.core.get_decoder().layers[0]
@@ -57,8 +59,6 @@ def test_packed_rows_have_the_likelihoods_and_gradients_of_padded_ones(policy):
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl"], indirect=True)
 def test_recomputed_layers_are_packed_in_the_backward_pass_too(policy):
-    from mmrl.policies.vlm.loading import recompute_activations
-
     rollouts = mixed(policy)
     _, expected = scores(policy, rollouts, True)
     recompute_activations(policy.module.model)
@@ -81,16 +81,15 @@ def test_rows_are_packed_where_a_tenth_would_be_padding(policy, monkeypatch):
     assert packing.worthwhile([10, 7]) and not packing.worthwhile([10, 8]) and not packing.worthwhile([5])
     used = []
     monkeypatch.setattr(
-        policy.module.packing, "of", lambda mask, of=policy.module.packing.of: used.append(mask) or of(mask)
+        scorer, "packed_rows", lambda mask, packed=packing.packed_rows: used.append(mask) or packed(mask)
     )
     words = Prompt("words", "number " * 60, answer="4")
     short, long = policy.demonstrate(PROMPTS[1:2]), policy.demonstrate([words])
     policy.replay(type(short).concat([short, long]), policy.module)
-    assert used[-1] is not None and used[-1].sum(1).tolist() == [
-        len(row.prompt) + len(row.response) for row in (*short.inputs, *long.inputs)
-    ]
+    (mask,) = used
+    assert mask.sum(1).tolist() == [len(row.prompt) + len(row.response) for row in (*short.inputs, *long.inputs)]
     policy.replay(long, policy.module)
-    assert used[-1] is None
+    assert len(used) == 1
 
 
 def test_it_is_off_where_the_engine_says_so(folders):
@@ -98,7 +97,7 @@ def test_it_is_off_where_the_engine_says_so(folders):
     on = config.model.load(config, None, config.model.path)
     engine = config.engine.model_copy(update={"packing": False})
     off = config.model.load(config.model_copy(update={"engine": engine}), None, config.model.path)
-    assert on.module.packing is not None and off.module.packing is None
+    assert on.module.packs and not off.module.packs
     used = [policy.runner.core.get_decoder().config._attn_implementation for policy in (on, off)]
     assert used == [PACKED, "sdpa"] and not off.runner.packs([1, 100])
 
@@ -175,7 +174,9 @@ def test_flash_attention_of_a_gpu_is_that_of_each_sequence_alone(causal):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_windows_of_a_vision_tower_are_attended_to_in_one_call(family, folders, monkeypatch):
-    policy = loaded(folders[family])
+    """Also in a model that robots act with: it is so as it is loaded."""
+    config = configured(folders[family])
+    model, processor = load_model(config.model.path, config.model)
     calls = []
 
     def counted(module, *arguments, attention=packing.packed_attention, **options):
@@ -183,8 +184,9 @@ def test_windows_of_a_vision_tower_are_attended_to_in_one_call(family, folders, 
         return attention(module, *arguments, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, packing.PACKED_IMAGES, counted)
-    vision = policy.runner.core.base_model.visual
-    inputs = policy.runner.collate(policy.tokens.encode(PROMPTS), padding_side="right")
+    vision = model.base_model.visual
+    images = [image for prompt in PROMPTS for image in prompt.images]
+    inputs = processor.image_processor(images, return_tensors="pt")
     arguments = (inputs["pixel_values"], inputs["image_grid_thw"])
     packed = vision(*arguments).pooler_output
     assert len(calls) == len(vision.blocks) and all(len(starts) > 2 for starts in calls)

@@ -27,6 +27,7 @@ from mmrl.policies.tokenizers import Processor, Tokenizer
 from mmrl.policies.vlm.critic import critic_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import chat
+from mmrl.policies.vlm.responses.packing import pack_images
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.policies.vlm.settings import (
     TokenEngine,
@@ -178,6 +179,7 @@ def load_model(
     check_template(processor, conversations)
     core = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
     write_as_published(core)
+    pack_images(core)
     return adapt(core, path, freeze=settings.freeze, lora=settings.lora), processor
 
 

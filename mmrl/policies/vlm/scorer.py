@@ -3,7 +3,7 @@ batch."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from mmrl.generation.sampling import Sampling, shape_logits
 from mmrl.generation.transformers import Prefix
 from mmrl.kernels import hidden_logprob, token_logprob
 from mmrl.policies.vlm.critic import TokenCritic
-from mmrl.policies.vlm.responses.packing import Packing
+from mmrl.policies.vlm.responses.packing import packed_rows
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TokenScorer(nn.Module):
         self.sampling = sampling
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
-        self.packing: Packing | None = None  # of the decoder, where it can compute without padding
+        self.packs = False  # whether the decoder can compute without padding; see `pack_rows`
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
@@ -123,7 +123,7 @@ class TokenScorer(nn.Module):
         """
         core = transformers_model(self.model)
         if continuations is None:
-            with self._packed(inputs["attention_mask"] if packs else None):
+            with packed_rows(inputs["attention_mask"]) if packs else nullcontext():
                 states = core.base_model(**inputs, use_cache=False).last_hidden_state
         else:
             states = self._continued(core, inputs, continuations)
@@ -134,9 +134,6 @@ class TokenScorer(nn.Module):
         if self.critic is None:
             return scored
         return *scored[:3], self.critic(hidden), *scored[3:]
-
-    def _packed(self, mask: Tensor | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.packing is None else self.packing.of(mask)
 
     @torch.no_grad()
     def _likeliest(

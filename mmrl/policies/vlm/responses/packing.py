@@ -64,28 +64,27 @@ def pack_images(model: Any) -> None:
         block.attn.config = own
 
 
-class Packing:
-    """Removes padding from the inputs of a decoder of transformers and adds it to the last hidden states, within `of`.
-    What is outside the decoder, images and embeddings, sees padded rows.
+def pack_rows(decoder: nn.Module) -> None:
+    """Has a decoder of transformers take the padding out of its inputs within `packed_rows`, and put it into the last
+    hidden states. What is outside the decoder, images and embeddings, sees padded rows.
 
     decoder: with causal attention to all earlier tokens, by SDPA. Its attention stays `packed_attention`, which is SDPA
     where rows are padded: layers that are computed again in a backward pass look it up by its name.
     """
+    config: Any = decoder.config
+    config._attn_implementation = PACKED
+    decoder.register_forward_pre_hook(_pack, with_kwargs=True, prepend=True)
+    decoder.register_forward_hook(_unpack)
 
-    def __init__(self, decoder: nn.Module) -> None:
-        config: Any = decoder.config
-        config._attn_implementation = PACKED
-        decoder.register_forward_pre_hook(_pack, with_kwargs=True, prepend=True)
-        decoder.register_forward_hook(_unpack)
 
-    @contextmanager
-    def of(self, mask: Tensor | None) -> Iterator[None]:
-        """Context in which rows are packed. mask: [row, length], true for tokens; None: they stay padded."""
-        token = _row_tokens.set(None if mask is None else RowTokens.of(mask))
-        try:
-            yield
-        finally:
-            _row_tokens.reset(token)
+@contextmanager
+def packed_rows(mask: Tensor) -> Iterator[None]:
+    """Context in which decoders that `pack_rows` changed compute no padding. mask: [row, length], true for tokens."""
+    token = _row_tokens.set(RowTokens.of(mask))
+    try:
+        yield
+    finally:
+        _row_tokens.reset(token)
 
 
 def worthwhile(lengths: list[int]) -> bool:

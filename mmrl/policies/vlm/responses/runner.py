@@ -17,7 +17,7 @@ from mmrl.generation.sampling import Sampling
 from mmrl.generation.transformers import generate, generate_groups
 from mmrl.policies.vlm.prompts import RolloutTokens, collate
 from mmrl.policies.vlm.responses.flops import ResponseFlops
-from mmrl.policies.vlm.responses.packing import Packing, pack_images, worthwhile
+from mmrl.policies.vlm.responses.packing import pack_rows, worthwhile
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
@@ -50,8 +50,8 @@ class ModelRunner:
         self.routing: Routing | None = None
         self.flops = ResponseFlops(self.core)
         if packing and self.can_pack:
-            module.packing = Packing(self.core.get_decoder())
-            pack_images(self.core)
+            pack_rows(self.core.get_decoder())
+            module.packs = True
 
     @property
     def core(self) -> PreTrainedModel:
@@ -111,7 +111,7 @@ class ModelRunner:
 
     def packs(self, lengths: list[int]) -> bool:
         """Returns whether rows of these lengths are replayed without padding."""
-        return self.module.packing is not None and worthwhile(lengths)
+        return self.module.packs and worthwhile(lengths)
 
     def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
         """Generates continuations of `rows` by the model, of at most `limit` tokens: [token] int64 each."""
