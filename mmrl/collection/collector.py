@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,16 @@ class Collector:
         self.config, self.task, self.ranks = config, task, ranks
         self.sampling = sampled_by(policy, generator)
         self.draws = PromptDraws(config.rollout, source, config.seed, policy, ranks)
-        context = SourceContext(policy, self.draws.source, task, config.seed, (ranks.rank, ranks.world), ranks.max)
+        context = SourceContext(
+            policy,
+            self.draws.source,
+            task,
+            config.seed,
+            (ranks.rank, ranks.world),
+            ranks.max,
+            Path(config.run_dir),
+            config.checkpoint.keep,
+        )
         self.extras = ExtraRolloutSources(config.rollout.extra_sources, context)
         self.rounds = self._rounds(policy)
         self.weights = GeneratorWeights(generator)

@@ -16,6 +16,7 @@ from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.parts import Source, Task
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SourceContext:
     """Inputs of a source. policy: with every ability that the source needs. share: this rank's number and the number of
-    ranks. most: the maximum of a number over the ranks, a collective."""
+    ranks. most: the maximum of a number over the ranks, a collective. folder: of the run. checkpoints: how many of them
+    the run keeps, which may refer to files of a source."""
 
     policy: Any
     prompts: Source
@@ -33,6 +35,8 @@ class SourceContext:
     seed: int
     share: tuple[int, int]
     most: Callable[[int], int]
+    folder: Path
+    checkpoints: int
 
 
 class ExtraSource(Choice):
@@ -56,6 +60,7 @@ class ExtraSource(Choice):
         "self_corrections": "mmrl.collection.self_correction:SelfCorrections",
         "success_replay": "mmrl.collection.replay_buffer:SuccessReplay",
         "self_imitation": "mmrl.collection.replay_buffer:SelfImitation",
+        "stored_steps": "mmrl.collection.stored_steps.source:StoredSteps",
     }
     test: ClassVar[str] = "tests/joints/test_collection.py"
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from mmrl.engine.flops import PolicyWork
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+    from mmrl.protocols.trajectory import Trajectory
 
 Kind = TypeVar("Kind", bound=type)
 SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages
@@ -139,6 +140,14 @@ class ExpertLabelling(Protocol):
 
     def labelled(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode from each prompt. Returns what it saw as prompts whose answer is the expert's."""
+
+
+@ability("episodes in a simulator, whose observations and actions can be stored")
+class EpisodeStoring(Protocol):
+    """A policy whose rollouts are episodes that it records."""
+
+    def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
+        """Returns the episode of each rollout; None for what is no whole episode."""
 
 
 @ability("steps of an episode that can be learned from one by one")

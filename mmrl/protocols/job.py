@@ -49,6 +49,9 @@ class JobConfig(Protocol):
     def log(self) -> Any: ...
 
     @property
+    def checkpoint(self) -> Any: ...
+
+    @property
     def generator(self) -> Any:
         """Settings of the engine that samples for the policy; None where the policy samples itself."""
 

@@ -114,8 +114,14 @@ JOBS = {
     ),
     "actions": (
         ROBOTS,
-        [sampler("category_bandit", by="kind"), "optim.ema=0.9", "algorithm.baseline={type: running}"],
-        {"Categorised", "EMA"},
+        [
+            sampler("category_bandit", by="kind"),
+            "optim.ema=0.9",
+            "algorithm.baseline={type: running}",
+            "rollout.extras=[{type: stored_steps, steps: 4}]",
+            "algorithm.terms=[{type: likelihood, of: replayed}]",
+        ],
+        {"Categorised", "EMA", "ExtraRolloutSources", "StepRing"},
     ),
     "actions with a critic": (
         ROBOTS,

@@ -38,6 +38,7 @@ LIGHT = tuple(
         "collection.replay_buffer",
         "collection.resampling",
         "collection.self_correction",
+        "collection.stored_steps.source",
         "config",
         "errors",
         "evaluation.search",

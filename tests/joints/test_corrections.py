@@ -95,7 +95,7 @@ def test_the_right_answer_after_a_wrong_one_earns_what_it_would_alone(verifier):
     fresh.origin = torch.full((3,), FRESH)
     assert fresh.accuracy.tolist() == [1.0, 0.0, 0.0]
     source = SelfCorrections(count=2)
-    source.start(SourceContext(policy, task.train, task, 0, (0, 1), int))
+    source.start(SourceContext(policy, task.train, task, 0, (0, 1), int, tmp_path, 1))
     made = source.make(fresh)
     right, wrong = (sample.response for sample in made.samples)
     assert right.endswith(said[0]) and "again" in right and not wrong.endswith(said[0])

@@ -34,6 +34,7 @@ from mmrl.policies.vla.settings import (
 )
 from mmrl.policies.vla.states import StateStatistics, measure
 from mmrl.policies.vla.statistics import statistics_of
+from mmrl.protocols.abilities import EpisodeStoring
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
 from mmrl.report.settings import Log
@@ -81,6 +82,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         steps_at_once=config.engine.steps_at_once if isinstance(config.engine, EpisodeEngine) else None,
         log=config.log,
         watched=task.watched or any(measurement.films for measurement in config.needs.measurements),
+        stores_episodes=EpisodeStoring in config.needs.required,
     )
 
 
@@ -98,6 +100,7 @@ def open_policy(
     steps_at_once: int | None = None,
     log: Log | None = None,
     watched: bool = False,
+    stores_episodes: bool = False,
 ) -> VisionLanguageActionPolicy:
     """Loads a policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
 
@@ -145,6 +148,7 @@ def open_policy(
         steps_at_once=steps_at_once,
         log=log,
         watched=watched,
+        stores_episodes=stores_episodes,
     )
 
 

@@ -27,6 +27,7 @@ from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.critic import Critic
 from mmrl.policies.vla.heads.codec import Units
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.recording import StepRecord, trajectory_of
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.report.settings import Log
@@ -36,6 +37,7 @@ from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
+from mmrl.protocols.trajectory import Trajectory
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
 log = logging.getLogger(__name__)
@@ -44,12 +46,14 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed."""
+    """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed. record:
+    what is stored of it, where episodes are recorded."""
 
     observation: object  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
     state: Tensor  # [state], the numbers for the critic alone included
     chosen: Chosen  # without the leading dimension
     valid: Tensor  # [chunk] bool
+    record: StepRecord | None = None
 
 
 class Episodes(list[list[PolicyStep]]):
@@ -210,13 +214,15 @@ class VisionLanguageActionPolicy:
         steps_at_once: int | None = None,
         log: Log | None = None,
         watched: bool = False,
+        stores_episodes: bool = False,
     ) -> None:
         """temperature: of rollouts, at the time that they are played; some heads have none. steps_at_once: see
         `replay`.
         log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: whether all
-        episodes are filmed, because the task needs the images."""
+        episodes are filmed, because the task needs the images. stores_episodes: whether rollouts keep what `trajectories`
+        returns."""
         self.module, self.action, self.sim = network, action, sim
-        self.watched = watched
+        self.watched, self.stores_episodes = watched, stores_episodes
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
         self.statistics, self.states, self._warned_of_ranges = statistics, states, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
@@ -388,6 +394,15 @@ class VisionLanguageActionPolicy:
         columns = {name.removeprefix(EXTRA): field for name, field in fields.items()}
         return Replay.of({**columns, POLICY_STEPS.name: numbers, "value": None if value is None else spread(value)})
 
+    def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
+        """Returns the episode of each rollout; None where the simulator lost it, and for rollouts that are none."""
+        return [
+            None
+            if sample.episode is None or sample.episode.lost
+            else trajectory_of(steps, success=sample.episode.success)
+            for sample, steps in zip(rollouts.samples, rollouts.inputs, strict=True)
+        ]
+
     def actions(self, rollouts: Rollouts) -> Tensor:
         """Returns the head's present actions at every policy step at temperature 0, [step, chunk, action], with
         gradient."""
@@ -455,13 +470,14 @@ class VisionLanguageActionPolicy:
             actions = self._robot_actions(chosen["actions"], rows)
             by_action = options.film and not options.training  # one action at a time, with an image after each
             parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
-            return parts, (prepared, state.cpu(), {name: value.cpu() for name, value in chosen.items()}, values)
+            columns = {name: value.cpu() for name, value in chosen.items()}
+            return parts, (prepared, state.cpu(), columns, values, shown, actions[rows].astype(np.float32))
 
         def tell(rows: NDArray[np.int64], steps: list[Step], context: Any) -> None:
             for step in steps:
                 for row in rows:
                     records[row].add_step(step, row, row < options.film)
-            prepared, state, chosen, values = context
+            prepared, state, chosen, values, shown, actions = context
             if head.reasons:
                 for row, count in zip(rows, head.reasoning_steps(chosen).tolist(), strict=True):
                     records[row].reasoning.append(count)
@@ -469,8 +485,10 @@ class VisionLanguageActionPolicy:
                 valid = torch.from_numpy(steps[-1].valid[rows])
                 picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
                 columns = zip(rows, prepared, state.unbind(), picked, valid.unbind(), values, strict=True)
-                for row, prepared_row, numbers, choice, executed, value in columns:
-                    policy_step = PolicyStep(prepared_row, numbers, dict(zip(chosen, choice, strict=True)), executed)
+                for i, (row, prepared_row, numbers, choice, executed, value) in enumerate(columns):
+                    stored = step_record(shown, actions, i, steps[-1], row) if self.stores_episodes else None
+                    by_name = dict(zip(chosen, choice, strict=True))
+                    policy_step = PolicyStep(prepared_row, numbers, by_name, executed, stored)
                     records[row].policy_steps.append(policy_step)
                     records[row].values.append(value)
                 self._value_ends(steps[-1], rows, records)
@@ -554,6 +572,18 @@ class VisionLanguageActionPolicy:
         return Rollouts(
             samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
         )
+
+
+def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int) -> StepRecord:
+    """Returns the record of a policy step. i: its position in the observations and actions [i, chunk, action] of the
+    call; row: of the simulator."""
+    return StepRecord(
+        shown.select([i]),
+        actions[i],
+        float(step.reward[row].sum()),
+        bool(step.terminated[row].any()),
+        step.final_observation.select([row]) if step.ended[row] else None,
+    )
 
 
 def filmed(action: Actions, log: Log, step: int, group_size: int) -> int:

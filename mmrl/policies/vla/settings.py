@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Acting, ExpertLabelling, Stepwise
+from mmrl.protocols.abilities import Acting, EpisodeStoring, ExpertLabelling, Stepwise
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
@@ -576,7 +576,7 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        added: frozenset[Offer] = frozenset({"critic", Stepwise})
+        added: frozenset[Offer] = frozenset({"critic", Stepwise, EpisodeStoring})
         shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
         offers = action.head.offers | added | shown
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.

@@ -1,0 +1,1 @@
+"""Policy steps of earlier episodes, stored on disk by each rank."""

@@ -1,0 +1,202 @@
+"""A ring of policy steps on disk.
+
+A training step's episodes are one file, which is written once and never changed, so that a checkpoint refers to files
+by their numbers. The oldest files leave the ring when it holds more than `size` steps; they are removed when no
+checkpoint refers to them either. Observations are read from the files when they are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mmrl.errors import UserError
+from mmrl.protocols.trajectory import RewardsToGo, Trajectory
+
+Chosen = Literal["all", "success", "failure"]
+KEY = "rollout.extras (stored_steps)"
+SAVED = "saved.json"
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A policy step as it is drawn."""
+
+    name: str
+    instruction: str
+    cameras: tuple[str, ...]
+    image: NDArray[np.uint8]  # [1, height, width, 3]
+    state: NDArray[np.float32]  # [1, state]
+    actions: NDArray[np.float32]  # [executed, action], in the robot's units
+    to_go: RewardsToGo
+
+
+class Segment:
+    """The index of one file: which episodes it holds, without their observations and actions.
+
+    lengths, success, outcome: [episode]; rewards, executed: [step], of all episodes, where executed is the number of
+    actions of a step.
+    """
+
+    def __init__(self, path: Path, chosen: Chosen) -> None:
+        """Raises UserError for a file that is missing or damaged."""
+        self.path = path
+        try:
+            with safe_open(path, framework="numpy") as file:
+                facts = json.loads(file.metadata()["episodes"])
+                self.rewards, self.executed = file.get_tensor("rewards"), file.get_tensor("valid").sum(1)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{KEY}: {path} cannot be read ({error}); a checkpoint needs it to go on") from None
+        self.instructions: list[str] = facts["instructions"]
+        self.cameras: tuple[str, ...] = tuple(facts["cameras"])
+        self.lengths: list[int] = facts["lengths"]
+        self.outcome: list[float] = facts["outcome"]
+        self.starts = [0, *accumulate(self.lengths)]  # of each episode among the steps
+        wanted = [chosen == "all" or good == (chosen == "success") for good in facts["success"]]
+        self.eligible = np.flatnonzero(np.repeat(wanted, self.lengths))
+
+    def __len__(self) -> int:
+        """Returns the number of policy steps."""
+        return self.starts[-1]
+
+    def drawn(self, steps: Sequence[int]) -> list[StoredStep]:
+        """Reads steps. An episode of T steps has T + 1 observations, so its rows of those lie one further for each
+        episode before it."""
+        drawn = []
+        with safe_open(self.path, framework="numpy") as file:
+            images, states = file.get_slice("images"), file.get_slice("state")
+            actions = file.get_slice("actions")
+            for step in steps:
+                episode = bisect_right(self.starts, step) - 1
+                row, executed = step + episode, int(self.executed[step])
+                drawn.append(
+                    StoredStep(
+                        f"{self.path.stem}-{step}",
+                        self.instructions[episode],
+                        self.cameras,
+                        images[row : row + 1],
+                        states[row : row + 1],
+                        actions[step : step + 1][0, :executed],
+                        self.to_go(step, episode),
+                    )
+                )
+        return drawn
+
+    def to_go(self, step: int, episode: int) -> RewardsToGo:
+        rest = slice(step, self.starts[episode + 1])
+        executed = self.executed[rest]
+        return RewardsToGo(self.rewards[rest], executed.cumsum() - executed, self.outcome[episode])
+
+
+class StepRing:
+    """The last policy steps of one rank, at most `size` and at least those of the last training step."""
+
+    def __init__(self, folder: Path, *, size: int, chosen: Chosen, checkpoints: int) -> None:
+        """chosen: which steps are drawn. checkpoints: how many states `load` may be called with later on: the newest
+        ones."""
+        self.folder, self.size, self.chosen, self.checkpoints = folder, size, chosen, checkpoints
+        self.segments: list[Segment] = []  # oldest first
+        self.next = 0  # number of the next file
+
+    @property
+    def eligible(self) -> int:
+        """Returns the number of steps that may be drawn."""
+        return sum(len(segment.eligible) for segment in self.segments)
+
+    def add(self, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
+        """Writes the episodes of a training step. outcomes: what the task paid for each. Raises UserError where the
+        file cannot be written."""
+        number, self.next = self.next, self.next + 1
+        if not episodes:
+            return
+        path = self._path(number)
+        replaced(path, lambda partial: _write(partial, episodes, outcomes))
+        self.segments.append(Segment(path, self.chosen))
+        while len(self.segments) > 1 and sum(map(len, self.segments[:-1])) >= self.size:
+            self.segments.pop(0)
+        self._remove_unused()
+
+    def draw(self, positions: Sequence[int]) -> list[StoredStep]:
+        """Reads the steps at these positions among the eligible ones, oldest first."""
+        starts = [0, *accumulate(len(segment.eligible) for segment in self.segments)]
+        by_segment: dict[int, list[tuple[int, int]]] = {}
+        for i, position in enumerate(positions):
+            number = bisect_right(starts, position) - 1
+            step = int(self.segments[number].eligible[position - starts[number]])
+            by_segment.setdefault(number, []).append((i, step))
+        drawn: dict[int, StoredStep] = {}
+        for number, rows in by_segment.items():
+            steps = self.segments[number].drawn([step for _, step in rows])
+            drawn |= {i: step for (i, _), step in zip(rows, steps, strict=True)}
+        return [drawn[i] for i in range(len(positions))]
+
+    def state(self) -> dict[str, Any]:
+        """Returns which files the ring consists of, which then stay as long as this is one of the newest states."""
+        numbers = [int(segment.path.stem) for segment in self.segments]
+        saved = self._saved()
+        if numbers and saved[-1:] != [numbers]:
+            text = json.dumps([*saved, numbers][-self.checkpoints :])
+            replaced(self.folder / SAVED, lambda path: path.write_text(text))
+        return {"next": self.next, "files": numbers}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restores a state. Raises UserError where one of its files is missing."""
+        self.next = state["next"]
+        self.segments = [Segment(self._path(number), self.chosen) for number in state["files"]]
+
+    def _saved(self) -> list[list[int]]:
+        """Returns the numbers of the files of the newest states, oldest first. They are in a file, for a run that goes
+        on from one state may still have to go back to the one before."""
+        path = self.folder / SAVED
+        saved: list[list[int]] = json.loads(path.read_text()) if path.is_file() else []
+        return saved
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:08}.safetensors"
+
+    def _remove_unused(self) -> None:
+        """Removes files that neither the ring nor one of the newest states needs."""
+        needed = {segment.path.name for segment in self.segments}
+        needed |= {self._path(number).name for numbers in self._saved() for number in numbers}
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+
+def _write(path: Path, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
+    facts = {
+        "instructions": [episode.instruction for episode in episodes],
+        "cameras": list(episodes[0].cameras),
+        "lengths": [len(episode) for episode in episodes],
+        "success": [episode.success for episode in episodes],
+        "terminated": [episode.terminated for episode in episodes],
+        "outcome": list(outcomes),
+    }
+    arrays = {
+        name: np.concatenate([vars(episode)[name] for episode in episodes])
+        for name in ("images", "state", "actions", "valid", "rewards")
+    }
+    save_file(arrays, path, metadata={"episodes": json.dumps(facts)})
+
+
+def replaced(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file under another name, and then renames it, so that it is never seen half. Raises UserError where it
+    cannot be written."""
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{KEY}: {path} cannot be written: {error}") from None

@@ -1,0 +1,107 @@
+"""Policy steps of earlier episodes as a source of rollouts."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PrivateAttr
+
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, masked_out
+from mmrl.protocols.abilities import EpisodeStoring
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import option
+
+if TYPE_CHECKING:
+    from mmrl.collection.stored_steps.ring import StepRing, StoredStep
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Prompt, Rollouts
+
+BELOW = -(1 << 48)  # group ids of stored steps, below those of imitated rollouts and above those of expert labels
+
+
+class StoredSteps(ExtraSource):
+    """Single policy steps of the policy's own episodes, failures too, with the actions that were executed and what the
+    episode earned from there on. Each rank stores its own on disk, in the run's folder. They are for the loss terms
+    `likelihood` with of=replayed, which imitates them, and `advantage_weighted`, which imitates the better ones."""
+
+    equation: ClassVar[str] = "rollouts of origin 2 (replayed), without rewards, uniform over the last `keep` steps"
+    source: ClassVar[str] = "a replay buffer, as in self-imitation learning, arXiv 1806.05635"
+    test: ClassVar[str] = "tests/collection/test_stored_steps.py"
+
+    type: str = "stored_steps"
+    steps: int = option(description="policy steps that a training step learns from, over all ranks", ge=1)
+    keep: int = option(100_000, "policy steps that a rank keeps; whole training steps leave, the oldest first", ge=1)
+    of: Literal["all", "success", "failure"] = option("all", "of which episodes they are")
+    _context: SourceContext = PrivateAttr()
+    _ring: StepRing = PrivateAttr()
+    _drawn: int = PrivateAttr(default=0)  # training steps so far
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"demonstrations", EpisodeStoring}))
+
+    @property
+    def rollouts(self) -> int:
+        return self.steps
+
+    def start(self, context: SourceContext) -> None:
+        from mmrl.collection.stored_steps.ring import StepRing
+
+        self._context, self._drawn = context, 0
+        folder = context.folder / "stored_steps" / f"rank_{context.share[0]}"
+        self._ring = StepRing(
+            folder, size=self.keep, chosen=self.of, checkpoints=context.checkpoints + 1
+        )  # one more: a save may fail
+
+    def make(self, fresh: Rollouts) -> Rollouts:
+        """Returns stored steps, or as many rollouts that teach nothing where none is stored yet."""
+        import torch
+
+        from mmrl.rollouts import REPLAYED
+
+        (rank, world), step = self._context.share, self._drawn
+        self._drawn += 1
+        count = self.steps // world
+        if not self._ring.eligible:
+            return masked_out(fresh, count)
+        chance = random.Random(f"{self._context.seed} {rank} {step}")
+        drawn = self._ring.draw(chance.choices(range(self._ring.eligible), k=count))
+        positions = torch.arange(step * self.steps, (step + 1) * self.steps)[rank * count : (rank + 1) * count]
+        replayed: Rollouts = self._context.policy.demonstrate([as_prompt(one) for one in drawn], positions.tolist())
+        replayed.group = BELOW - positions
+        replayed.origin = torch.full((count,), REPLAYED)
+        return replayed
+
+    def observe(self, batch: Batch) -> None:
+        """Stores this rank's new episodes that the task could score."""
+        from mmrl.rollouts import FRESH
+
+        outcomes = batch.local(batch.combined())
+        rollouts = batch.rollouts
+        assert rollouts.origin is not None
+        fresh = rollouts.select(rollouts.origin == FRESH)
+        paid = outcomes[rollouts.origin == FRESH].tolist()
+        scored = [
+            (episode, outcome)
+            for episode, outcome in zip(self._context.policy.trajectories(fresh), paid, strict=True)
+            if episode is not None and outcome == outcome
+        ]
+        self._ring.add([episode for episode, _ in scored], [outcome for _, outcome in scored])
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "ring": self._ring.state()}
+
+    def load_rank(self, state: dict[str, Any]) -> None:
+        self._drawn = state["drawn"]
+        self._ring.load(state["ring"])
+
+
+def as_prompt(step: StoredStep) -> Prompt:
+    """Returns a stored step as a prompt for `demonstrate`; metadata["to_go"] is a `RewardsToGo`."""
+    from mmrl.rollouts import Prompt
+    from mmrl.sims import Observation
+
+    observation = Observation(step.image, step.state, [step.instruction], step.cameras)
+    shown = {"observation": observation, "actions": step.actions, "to_go": step.to_go}
+    return Prompt(step.name, step.instruction, metadata=shown)

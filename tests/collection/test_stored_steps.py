@@ -1,0 +1,237 @@
+"""Policy steps of earlier episodes: what is stored, drawn, kept for checkpoints, and learned from."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.collection.stored_steps.ring import StepRing
+from mmrl.config import load
+from mmrl.errors import UserError
+from mmrl.protocols.trajectory import RewardsToGo, Trajectory
+from mmrl.rollouts import FRESH, REPLAYED
+from mmrl.training.metrics import Metrics
+from tests.whole_runs.parts import ROBOTS, TINY, distance, final, make, metrics, release, timeless, train
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def episode(first, length, *, success=True, executed=2):
+    """An episode whose numbers say where they stand: image and state of step t are first + t, its action is 10 times
+    that, its reward a tenth. Of the last chunk `executed` actions count."""
+    count = np.arange(first, first + length + 1)
+    valid = np.ones((length, 2), bool)
+    valid[-1, executed:] = False
+    return Trajectory(
+        instruction=f"from {first}",
+        cameras=("left", "right"),
+        images=np.broadcast_to(count[:, None, None, None], (length + 1, 2, 4, 3)).astype(np.uint8),
+        state=count[:, None].astype(np.float32),
+        actions=np.stack([10.0 * count[:-1], 10.0 * count[:-1] + 1], 1)[..., None].astype(np.float32),
+        valid=valid,
+        rewards=count[:-1].astype(np.float32) / 10,
+        terminated=success,
+        success=success,
+    )
+
+
+def ring(folder, *, size=100, chosen="all", checkpoints=2):
+    return StepRing(folder, size=size, chosen=chosen, checkpoints=checkpoints)
+
+
+def names(folder):
+    return sorted(path.stem for path in folder.glob("*.safetensors"))
+
+
+def states(stored):
+    """The state of every step that may be drawn, oldest first."""
+    return [float(step.state[0, 0]) for step in stored.draw(range(stored.eligible))]
+
+
+def test_a_step_is_drawn_with_its_own_observation_and_actions(tmp_path):
+    stored = ring(tmp_path)
+    stored.add([episode(1, 2), episode(20, 3, success=False, executed=1)], [1.0, -1.0])
+    stored.add([episode(50, 1)], [0.5])
+    steps = stored.draw([5, 0, 4, 2])  # across files, in the order that is asked
+    assert [float(step.state[0, 0]) for step in steps] == [50, 1, 22, 20]
+    assert [step.instruction for step in steps] == ["from 50", "from 1", "from 20", "from 20"]
+    for step in steps:
+        assert step.image.shape == (1, 2, 4, 3) and (step.image == step.state[0, 0]).all()
+        assert step.cameras == ("left", "right")
+    assert [step.actions[:, 0].tolist() for step in steps] == [[500, 501], [10, 11], [220], [200, 201]]
+    # of the second episode from its first step: rewards 2, 2.1, 2.2 at 0, 2 and 4 actions, -1 with the last
+    to_go = steps[3].to_go
+    assert to_go.before.tolist() == [0, 2, 4] and to_go.outcome == -1
+    assert to_go.discounted(0.5, 2.0) == pytest.approx(2 * (2 + 2.1 / 4 + 2.2 / 16) - 1 / 16)
+    assert steps[2].to_go.discounted(0.5, 0.0) == -1
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("success", [1, 2, 50]), ("failure", [20, 21, 22])])
+def test_steps_of_failures_or_of_successes_may_be_left_out(tmp_path, chosen, expected):
+    stored = ring(tmp_path, chosen=chosen)
+    stored.add([episode(1, 2), episode(20, 3, success=False)], [1.0, 0.0])
+    stored.add([episode(50, 1)], [1.0])
+    assert states(stored) == expected
+
+
+def test_the_oldest_steps_leave_and_their_files_too(tmp_path):
+    stored = ring(tmp_path, size=5)
+    for first in (0, 10, 20, 30):
+        stored.add([episode(first, 3)], [1.0])
+    assert states(stored) == [20, 21, 22, 30, 31, 32]  # without 20 .. 22 there were fewer than five
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_files_of_saved_states_stay_as_long_as_these(tmp_path):
+    stored = ring(tmp_path, size=3, checkpoints=2)
+    saved = []
+    for first in (0, 10, 20, 30):
+        stored.add([episode(first, 3)], [1.0])
+        saved.append(json.loads(json.dumps(stored.state())))
+        assert stored.state() == saved[-1]  # a state that is asked for twice is one
+    assert names(tmp_path) == ["00000001", "00000002", "00000003"]
+    for state, expected in ((saved[3], 30), (saved[2], 20)):
+        again = ring(tmp_path, size=3)
+        again.load(state)
+        assert states(again) == [expected, expected + 1, expected + 2]
+    again.add([episode(40, 3)], [1.0])  # takes another turn: what came after is replaced
+    assert states(again) == [40, 41, 42] and names(tmp_path) == ["00000002", "00000003"]
+    stored = ring(tmp_path, size=3)
+    stored.load(saved[3])
+    assert states(stored) == [40, 41, 42]
+
+
+def test_a_file_that_a_checkpoint_needs_is_named(tmp_path):
+    stored = ring(tmp_path)
+    stored.add([episode(0, 2)], [1.0])
+    state = stored.state()
+    path = tmp_path / "00000000.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(UserError, match=r"00000000.safetensors cannot be read .* a checkpoint needs it"):
+        ring(tmp_path).load(state)
+    path.unlink()
+    with pytest.raises(UserError, match=r"00000000.safetensors cannot be read"):
+        ring(tmp_path).load(state)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(
+        UserError, match=r"rollout.extras \(stored_steps\): .*taken/00000000.safetensors cannot be written"
+    ):
+        ring(tmp_path / "taken").add([episode(0, 2)], [1.0])
+
+
+# --- in a run ---
+
+REPLAY = [
+    "rollout.extras=[{type: stored_steps, steps: 6}]",
+    "algorithm.terms=[{type: likelihood, of: replayed, coefficient: 0.5}]",
+    "engine.micro_batch=22",
+    "task.train_size=60",  # starts between 0 and 0.6
+    "action.chunk=2",
+]
+
+
+@pytest.mark.parametrize("head", ["token", "gaussian"])
+def test_what_a_run_stores_is_what_it_did(tmp_path, head):
+    settings = {"token": "{type: token, bins: 8}", "gaussian": "{type: gaussian, width: 16, layers: 1}"}[head]
+    trainer = make(tmp_path, *REPLAY, f"action.head={settings}", base=ROBOTS)
+    source = trainer.collector.extras.sources[0]
+    first = trainer.collector.next(0, Metrics(trainer.engine))
+    assert (first.origin == FRESH).sum() == 16 and not first.mask[first.origin == REPLAYED].any()
+    _, batch = trainer.preparation.minibatches(first, 0, torch.Generator(), Metrics(trainer.engine))
+    trainer.collector.observe(batch)
+    played = [step for steps in batch.rollouts.inputs[:16] for step in steps]
+    assert source._ring.eligible == len(played) > 16
+    second = trainer.collector.next(1, Metrics(trainer.engine))
+    again = second.select(second.origin == REPLAYED)
+    assert len(again) == 6 and again.rewards.isnan().all() and len(again.group.unique()) == 6
+    with torch.no_grad():
+        logp = trainer.policy.replay(again, trainer.policy.module).logp
+        first_logp = trainer.policy.replay(first, trainer.policy.module).logp
+    decisions = trainer.policy.module.head.decisions
+    by_step = first_logp[:16].unflatten(1, (-1, decisions))
+    flat = torch.cat([by_step[row, : len(steps)] for row, steps in enumerate(first.inputs[:16])])
+    for row, sample in enumerate(again.samples):
+        position = int(sample.prompt.id.split("-")[1])
+        before, now = played[position], again.inputs[row][0]
+        assert torch.equal(before.valid, now.valid) and torch.equal(before.state, now.state)
+        executed = before.chosen["actions"][before.valid].clamp(-1, 1)  # what the simulator was given
+        torch.testing.assert_close(executed, now.chosen["actions"][now.valid])
+        counted = again.mask[row, :decisions] & (before.chosen["actions"].flatten().abs() <= 1)
+        torch.testing.assert_close(logp[row, :decisions][counted], flat[position][counted], atol=1e-4, rtol=1e-4)
+        # the place at the time of a step is its reward, of the actions that it executed
+        later = [s.record.reward for s in played[position:]][: len(sample.prompt.metadata["to_go"].rewards)]
+        assert sample.prompt.metadata["to_go"].rewards.tolist() == pytest.approx(later)
+    release(trainer)
+
+
+def test_the_loss_is_that_of_imitation_where_all_episodes_earn_the_same(tmp_path):
+    """Half of the mean -logp of the replayed decisions, as a share of all that are learned from."""
+    trainer = make(
+        tmp_path,
+        *REPLAY,
+        "task.rewards=[{name: tests.whole_runs.test_robot_demonstrations:equal}]",
+        "steps=2",
+        base=ROBOTS,
+    )
+    batches, usual = [], trainer.collector.next
+
+    def following(step, measured):
+        batches.append(usual(step, measured))
+        return batches[-1]
+
+    trainer.collector.next = following
+    trainer.train()
+    release(trainer)
+    rows = [row for row in metrics(tmp_path) if "loss" in row]
+    assert rows[0]["loss"] == 0
+    replayed = batches[1].origin == REPLAYED
+    share = (batches[1].mask[replayed].sum() / batches[1].mask.sum()).item()
+    assert 0.05 < share < 0.6
+    assert rows[1]["loss"] == pytest.approx(-0.5 * share * rows[1]["likelihood"], rel=1e-3)
+    assert rows[1]["loss"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        ("{type: grpo}", []),
+        pytest.param("{type: ppo, shuffle: steps, minibatches: 2}", [], marks=pytest.mark.slow),
+        pytest.param("{type: grpo}", ["rollout.workers={}"], marks=pytest.mark.slow),
+    ],
+    ids=["grpo", "ppo", "workers"],
+)
+def test_it_goes_on_exactly(tmp_path, algorithm, more):
+    """Two steps of four, and two more from their checkpoint, with a ring so short that files leave it."""
+    options = [f"algorithm={algorithm}", REPLAY[0].replace("6}", "6, keep: 40}"), *REPLAY[1:], *more]
+    train(tmp_path / "whole", *options, base=ROBOTS)
+    train(tmp_path / "parts", *options, "steps=2", "checkpoint.every=2", base=ROBOTS)
+    shutil.copytree(tmp_path / "parts", tmp_path / "cut")
+    train(tmp_path / "parts", *options, "checkpoint.every=2", resume=True, base=ROBOTS)
+    rows = [[row for row in timeless(metrics(tmp_path / name)) if "loss" in row] for name in ("whole", "parts")]
+    assert json.dumps(rows[0]) == json.dumps(rows[1]) and len(rows[0]) == 4
+    assert distance(final(tmp_path / "whole"), final(tmp_path / "parts")) == 0
+    for path in (tmp_path / "cut/stored_steps/rank_0").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="a checkpoint needs it to go on"):
+        train(tmp_path / "cut", *options, "checkpoint.every=2", resume=True, base=ROBOTS)
+
+
+@pytest.mark.parametrize(
+    ("base", "option", "message"),
+    [
+        (ROBOTS, "action.head={type: steered}", "needs answers that it can learn from beside its rollouts"),
+        (TINY, "engine.micro_batch=1", "needs episodes in a simulator, whose observations and actions can be stored"),
+    ],
+)
+def test_a_policy_that_cannot_learn_from_them_is_refused(tmp_path, base, option, message):
+    with pytest.raises(UserError, match=message):
+        load(base, [f"run_dir={tmp_path}", REPLAY[0], option])
+
+
+def test_rewards_to_go_of_one_step():
+    assert RewardsToGo(np.array([3.0]), np.array([0]), 0.25).discounted(0.9, 2.0) == 6.25
