@@ -84,6 +84,7 @@ class Algorithm(Choice):
         "mixed_preference": "mmrl.algorithms.preference.group_loss:MixedPreference",
         "discriminative": "mmrl.algorithms.preference.discriminative:Discriminative",
         "distillation": "mmrl.algorithms.distillation:OnPolicyDistillation",
+        "advantage_weighted": "mmrl.algorithms.advantage_weighted:AdvantageWeighted",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",

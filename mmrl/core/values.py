@@ -22,6 +22,12 @@ def tilted_loss(value: Tensor, outcome: Tensor, eta: float) -> Tensor:
     return (bounded.exp() - 1 - bounded + linear) / eta**2
 
 
+def expectile_error(difference: Tensor, expectile: float) -> Tensor:
+    """Computes |expectile - 1[u < 0]| u^2 of u = target - value, of its shape (IQL, arXiv 2110.06169, equation 5)."""
+    weights = torch.where(difference < 0, 1 - expectile, expectile)
+    return weights * difference.square()
+
+
 class ValueNetwork(nn.Module):
     """A perceptron with two hidden layers from [row, number] to [row], in fp64; its last layer begins with zeros."""
 

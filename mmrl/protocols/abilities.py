@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.engine.flops import PolicyWork
-    from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
     from mmrl.protocols.trajectory import Trajectory
+    from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
 Kind = TypeVar("Kind", bound=type)
 SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages

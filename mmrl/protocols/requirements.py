@@ -119,6 +119,8 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
         lacked = sorted(needs.required - offered.offers, key=lambda offer: (isinstance(offer, str), sentence_of(offer)))
         if lacked:
             raise SettingsError(f"{key} needs {sentence_of(lacked[0])}, which {offered.of} does not have")
+        if "critic" in needs.required and all(needs.critic is None for _, needs in parts):
+            raise SettingsError(f"{key} needs a critic, and no part of the job trains one: use algorithm.type=ppo")
 
 
 def _one_reference(references: list[tuple[str, frozenset[float]]]) -> None:

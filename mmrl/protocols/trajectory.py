@@ -38,6 +38,10 @@ class RewardsToGo:
     before: NDArray[np.int64]
     outcome: float
 
+    def after(self, steps: int) -> RewardsToGo:
+        """Returns what is earned from `steps` steps later on."""
+        return RewardsToGo(self.rewards[steps:], self.before[steps:] - self.before[steps], self.outcome)
+
     def discounted(self, gamma: float, simulator_reward: float) -> float:
         """Returns sum_k gamma^before_k simulator_reward rewards_k + gamma^before_last outcome. gamma: discount of an
         action."""

@@ -29,6 +29,7 @@ class Term(Choice):
         "kl": "mmrl.terms.losses.kl:KL",
         "entropy": "mmrl.terms.losses.entropy:Entropy",
         "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
+        "advantage_weighted": "mmrl.terms.losses.advantage_weighted:AdvantageWeightedTerm",
         "of_part": "mmrl.terms.losses.of_part:OfPart",
         "distillation": "mmrl.terms.losses.distillation:Distillation",
         "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
+from mmrl.protocols.trajectory import RewardsToGo
 from mmrl.rollouts import Prompt
 from mmrl.runtime.progress import display
 from mmrl.sims import Observation, VectorSim
@@ -43,10 +44,12 @@ class RecordedEpisode:
     state: NDArray[np.float32]  # [T, state]
     actions: NDArray[np.float32]  # [T, action]
     cameras: tuple[str, ...] = ("camera",)  # see `Observation`
+    earned: RewardsToGo | None = None  # from the first step on; its outcome is 1 for a success; None: not recorded
 
 
 class EpisodeDemonstrations:
-    """Every step of every episode, with the actions that followed: metadata "observation" and "actions"."""
+    """Every step of every episode, with the actions that followed: metadata "observation" and "actions", and "to_go"
+    where the episode says what it earned."""
 
     def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
         self.episodes = list(episodes)
@@ -62,6 +65,8 @@ class EpisodeDemonstrations:
             episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction], episode.cameras
         )
         shown = {"observation": observation, "actions": episode.actions[t : t + DEMONSTRATED]}
+        if episode.earned is not None:
+            shown["to_go"] = episode.earned.after(t)
         return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=shown)
 
 
@@ -102,9 +107,16 @@ class Disturbed:
 
 
 def record_expert(
-    sim: VectorSim, starts: Sequence[tuple[str, int]], *, disturbance: Disturbance, successful: bool, seed: int
+    sim: VectorSim,
+    starts: Sequence[tuple[str, int]],
+    *,
+    disturbance: Disturbance,
+    successful: bool,
+    seed: int,
+    executed: bool = False,
 ) -> list[RecordedEpisode]:
-    """Records episodes of the scripted expert from `starts` (task and seed); `successful`: without those that failed.
+    """Records episodes of the scripted expert from `starts` (task and seed). successful: without those that failed.
+    executed: the actions that were executed, in place of those that the expert wanted.
 
     Raises UserError where the simulator has no expert, and if no episode is left.
     """
@@ -112,7 +124,9 @@ def record_expert(
     with display.work("demonstrations", len(starts)) as work:
         for i in range(0, len(starts), len(sim)):
             part = starts[i : i + len(sim)]
-            recorded += play_expert(sim, part, disturbance=disturbance, successful=successful, rng=rng)
+            recorded += play_expert(
+                sim, part, disturbance=disturbance, successful=successful, rng=rng, executed=executed
+            )
             work.advance(min(len(sim), len(starts) - i))
     if not recorded:
         raise UserError(
@@ -128,22 +142,26 @@ def play_expert(
     disturbance: Disturbance,
     successful: bool,
     rng: np.random.Generator,
+    executed: bool,
 ) -> list[RecordedEpisode]:
     """Records one batch for `record_expert`: at most as many starts as the simulator has rows. It may be empty."""
     observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
     instructions = observation.instructions
-    steps: list[list[tuple[NDArray, NDArray, NDArray]]] = [[] for _ in starts]
+    steps: list[list[tuple[NDArray, NDArray, NDArray, NDArray]]] = [[] for _ in starts]
     solved, recorded, disturbed = np.zeros(len(sim), bool), [], Disturbed(disturbance, len(sim), rng)
     while (active := sim.running).any():
         wanted = sim.expert(active)
-        executed = disturbed.executed(wanted)
-        moved = sim.step(executed)
+        actions = disturbed.executed(wanted)
+        moved = sim.step(actions)
+        shown = actions.astype(np.float32) if executed else wanted
         for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
-            steps[row].append((observation.images[row], observation.state[row], wanted[row, 0]))
+            steps[row].append((observation.images[row], observation.state[row], shown[row, 0], moved.reward[row, 0]))
         solved |= moved.success.any(1)
         observation = moved.observation
     for row, (task, start) in enumerate(starts):
         if steps[row] and (solved[row] or not successful):
-            images, state, actions = (np.stack(column) for column in zip(*steps[row], strict=True))
-            recorded.append(RecordedEpisode(f"{task}-{start}", instructions[row], images, state, actions, sim.cameras))
+            images, state, shown, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
+            earned = RewardsToGo(rewards, np.arange(len(rewards)), float(solved[row]))
+            name = f"{task}-{start}"
+            recorded.append(RecordedEpisode(name, instructions[row], images, state, shown, sim.cameras, earned))
     return recorded

@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.protocols.trajectory import RewardsToGo
 from mmrl.tasks.manipulation.episodes import RecordedEpisode
 from mmrl.tasks.manipulation.selection import EpisodeSelection
 from mmrl.tasks.manipulation.videos import Decoder, Frames, VideoLengths, read_video, resized
 
 GIBIBYTE = 1 << 30
+EARNED = ("next.reward", "next.success")  # features of what a frame's action earned, which not all data sets have
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ class _Dataset:
 
         images: Any = Frames(length, decode, keep)
         name = f"{self.root.name}-{number}"
-        return RecordedEpisode(name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras)
+        return RecordedEpisode(
+            name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras, earned(rows)
+        )
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
         """Returns the decoder of one camera's images in one episode."""
@@ -204,10 +208,12 @@ class _Dataset:
         return self.root / self.video_path.format(video_key=camera, **fields), start
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
-        """Returns state and action [frame, number] and timestamp [frame]."""
+        """Returns state and action [frame, number], timestamp [frame], and what of EARNED the data set has, [frame,
+        1]."""
         if self._rows is None or self._rows[0] != file:
-            table = _table(file, ["episode_index", "timestamp", self.state, self.action])
-            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in (self.state, self.action)}
+            numbers = [self.state, self.action, *(name for name in EARNED if name in self.features)]
+            table = _table(file, ["episode_index", "timestamp", *numbers])
+            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in numbers}
             columns = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
             columns |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
             self._rows = file, columns
@@ -226,6 +232,16 @@ class _Dataset:
         column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
         encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
         return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]
+
+
+def earned(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
+    """Returns what an episode earned, from its columns; None where the data set says neither reward nor success."""
+    reward, success = (rows.get(name) for name in EARNED)
+    if reward is None and success is None:
+        return None
+    length = len(rows["timestamp"])
+    rewards = np.zeros(length, np.float32) if reward is None else reward[:, 0]
+    return RewardsToGo(rewards, np.arange(length), 0.0 if success is None else float(success.any()))
 
 
 def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:

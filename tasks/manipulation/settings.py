@@ -61,6 +61,9 @@ class ExpertDemonstrations(DemonstratedEpisodes):
     )
     perturbation_length: int = option(5, "for how many actions", unit="actions", ge=1)
     successful: bool = option(True, "leave out episodes that fail")
+    actions: Literal["expert", "executed"] = option(
+        "expert", "which are shown: what the expert wanted, or what was executed, noise and perturbations included"
+    )
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
         from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
@@ -70,7 +73,12 @@ class ExpertDemonstrations(DemonstratedEpisodes):
         with task.make_simulator(min(task.settings.rows, len(start_states))) as sim:
             disturbance = Disturbance(self.noise, self.perturbation, self.perturbation_length)
             recorded = record_expert(
-                sim, start_states, disturbance=disturbance, successful=self.successful, seed=task.seed
+                sim,
+                start_states,
+                disturbance=disturbance,
+                successful=self.successful,
+                seed=task.seed,
+                executed=self.actions == "executed",
             )
         return EpisodeDemonstrations(recorded)
 

@@ -1,6 +1,7 @@
 """Two responses of a group that become one: `self_corrections`."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_the_right_answer_after_a_wrong_one_earns_what_it_would_alone(verifier):
     fresh.origin = torch.full((3,), FRESH)
     assert fresh.accuracy.tolist() == [1.0, 0.0, 0.0]
     source = SelfCorrections(count=2)
-    source.start(SourceContext(policy, task.train, task, 0, (0, 1), int, tmp_path, 1))
+    source.start(SourceContext(policy, task.train, task, 0, (0, 1), int, Path(), 1))
     made = source.make(fresh)
     right, wrong = (sample.response for sample in made.samples)
     assert right.endswith(said[0]) and "again" in right and not wrong.endswith(said[0])

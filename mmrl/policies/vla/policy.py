@@ -30,6 +30,7 @@ from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Re
 from mmrl.policies.vla.recording import StepRecord, trajectory_of
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
+from mmrl.protocols.trajectory import Trajectory
 from mmrl.report.settings import Log
 from mmrl.rollouts import MATCHING, POLICY_STEPS, Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
 from mmrl.runtime.files import share
@@ -37,7 +38,6 @@ from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
-from mmrl.protocols.trajectory import Trajectory
 
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
 log = logging.getLogger(__name__)
@@ -219,8 +219,8 @@ class VisionLanguageActionPolicy:
         """temperature: of rollouts, at the time that they are played; some heads have none. steps_at_once: see
         `replay`.
         log: which steps have tables, whose episodes are filmed where `action.film` is set. watched: whether all
-        episodes are filmed, because the task needs the images. stores_episodes: whether rollouts keep what `trajectories`
-        returns."""
+        episodes are filmed, because the task needs the images. stores_episodes: whether rollouts keep what
+        `trajectories` returns."""
         self.module, self.action, self.sim = network, action, sim
         self.watched, self.stores_episodes = watched, stores_episodes
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)

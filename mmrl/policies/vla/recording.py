@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmrl.sims import Observation
 from mmrl.protocols.trajectory import Trajectory
+from mmrl.sims import Observation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""Imitation of stored or demonstrated policy steps, weighted by how much better than expected they turned out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Section, option
+from mmrl.terms.term import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class AdvantageWeights(Section):
+    """The weight of a step whose return exceeds its value by A."""
+
+    form: Literal["exponential", "positive", "binary"] = option(
+        "exponential", "exponential: min(exp(A / temperature), most); positive: max(A, 0); binary: 1 where A > 0, else 0"
+    )
+    temperature: float = option(1.0, "of the exponential, in units of the return: smaller ones are choosier", gt=0)
+    most: float = option(20.0, "largest weight of the exponential", gt=0)
+
+    def of(self, advantages: Tensor) -> Tensor:
+        """Returns weights, of the shape of `advantages`."""
+        if self.form == "exponential":
+            return (advantages / self.temperature).exp().clamp(max=self.most)
+        return advantages.relu() if self.form == "positive" else (advantages > 0).to(advantages.dtype)
+
+
+class StepReturns(Section):
+    """The return of a stored step: what the simulator and the task paid from it on."""
+
+    gamma: float = option(0.99, "discount of an action of the simulator", gt=0, le=1)
+    simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside the outcome", ge=0)
+
+    def of(self, rollouts: Rollouts) -> Tensor:
+        """Returns the return of each rollout, [rollout] float32; NaN where its prompt does not say what it earned."""
+        import torch
+
+        to_go = [sample.prompt.metadata.get("to_go") for sample in rollouts.samples]
+        returns = [
+            torch.nan if rest is None else rest.discounted(self.gamma, self.simulator_reward) for rest in to_go
+        ]
+        return torch.tensor(returns, dtype=torch.float32)
+
+
+class AdvantageWeightedTerm(Term):
+    """The likelihood of stored policy steps (rollout.extras=[stored_steps]) or of demonstrated ones, weighted by their
+    advantage over the critic's value. It needs an algorithm with a critic."""
+
+    equation: ClassVar[str] = "-coefficient w(R - V(s)) logp, of the chosen rollouts; R the return from the step on"
+    source: ClassVar[str] = (
+        "exponential: AWR, arXiv 1910.00177; positive: self-imitation learning, arXiv 1806.05635; binary: CRR, arXiv "
+        "2006.15134"
+    )
+    test: ClassVar[str] = "tests/joints/test_advantage_weighted.py"
+    type: str = "advantage_weighted"
+    coefficient: Schedule = number(0.1, "weight of the term", ge=0)
+    of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
+    weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
+    returns: StepReturns = option(StepReturns(), "what a step is compared with its value by")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"critic", "demonstrations"}))
+
+    def prepare(self, batch: Batch) -> None:
+        from mmrl.rollouts import Column
+
+        batch.rollouts.extras[self.key] = Column(self.returns.of(batch.rollouts))
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
+        from mmrl.rollouts import DEMONSTRATION, REPLAYED, Column, require
+
+        value, logp = require(replay.value, "values"), replay.logp
+        wanted = REPLAYED if self.of == "replayed" else DEMONSTRATION
+        returns = micro.extra(self.key, Column).values.to(logp.device)
+        origin = require(micro.origin, "origins").to(logp.device)
+        chosen = ((origin == wanted) & ~returns.isnan())[:, None].expand(logp.shape)
+        advantages = (returns - value[:, 0].detach())[:, None].expand(logp.shape)
+        weights = self.weights.of(advantages.nan_to_num())
+        stats = {"advantage": advantages, "weight": weights}
+        named = {f"advantage_weighted/{name}": column.where(chosen, torch.nan) for name, column in stats.items()}
+        return -self.coefficient.value * (weights * logp).where(chosen, 0), named
