@@ -150,6 +150,15 @@ class EpisodeStoring(Protocol):
         """Returns the episode of each rollout; None for what is no whole episode."""
 
 
+@ability("prompts that say how an action turned out (action.labels)")
+class AdvantageLabelling(Protocol):
+    """A policy whose prompts may hold a label, from metadata["label"] of those that are demonstrated."""
+
+    @property
+    def advantage_labels(self) -> tuple[str, str]:
+        """Returns the words for a good and for a bad action."""
+
+
 @ability("steps of an episode that can be learned from one by one")
 class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""

@@ -28,7 +28,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RewardsToGo:
-    """What an episode earned from one of its steps on.
+    """Rewards that an episode earned from one of its steps on.
 
     rewards: [step] float32, of the simulator, from this step to the last. before: [step] int64, actions that were
     executed between this step and each of them. outcome: what the task paid for the whole episode, with its last step.

@@ -40,6 +40,11 @@ def build_small(path: str | Path, seed: int = 0) -> None:
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS), seed)
 
 
+def build_labelled(path: str | Path, seed: int = 0) -> None:
+    """Writes the same with the words of `action.labels`."""
+    small.create(path, small.SmallActionConfig((*WORDS, "Advantage:", "positive", "negative"), bins=BINS), seed)
+
+
 def build_normalised(path: str | Path, seed: int = 0) -> None:
     """Writes the same with normalised channels, for tasks with several objects to attend to."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, normalise=True), seed)

@@ -51,7 +51,7 @@ def offline(given, options=""):
     ],
 )
 def test_an_episodes_steps_weigh_by_their_advantage(given, options, weights):
-    """The imitation's loss is a mean over four decisions, the critic's over two steps: 0.5 x (0.5 x 1 + 0.5 x 1) / 2."""
+    """The imitation's loss is a mean over four decisions, the critic's over two steps: 0.5 (0.5 x 1 + 0.5 x 1) / 2."""
     made = offline(given, options)
     imitated = (weights[0] * 3 + weights[1] * 4) / 4
     close(made.learn(), imitated + 0.25, atol=1e-4)
@@ -73,7 +73,9 @@ def test_a_critic_of_the_better_returns(given):
 def test_an_episode_that_does_not_say_what_it_earned_is_named(given):
     table = Table([[-1.0]], group=[0], rewards=[0.0], value=[[0.0]])
     made = given(table, "rollout={prompts: 1}", "algorithm={type: advantage_weighted}")
-    with pytest.raises(UserError, match=r"the episode of .* does not say what it earned; .* next.reward or next.success"):
+    with pytest.raises(
+        UserError, match=r"the episode of .* does not say what it earned; .* next.reward or next.success"
+    ):
         made.prepare(table.rollouts())
 
 
@@ -117,5 +119,7 @@ def test_self_imitation_of_what_was_better_than_expected(given):
 
 def test_a_job_without_a_critic_is_refused(given):
     table = Table([[-1.0]], group=[0], rewards=[0.0])
-    with pytest.raises(UserError, match=r"algorithm.terms.0 \(advantage_weighted\) needs a critic, .* use algorithm.type=ppo"):
+    with pytest.raises(
+        UserError, match=r"algorithm.terms.0 \(advantage_weighted\) needs a critic, .* use algorithm.type=ppo"
+    ):
         given(table, "algorithm.terms=[advantage_weighted]")

@@ -19,7 +19,7 @@ from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import ActionStatistics, Units, scaled_to
 from mmrl.policies.vla.heads.head import Head
-from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy
+from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy, tells_apart
 from mmrl.policies.vla.settings import (
     ActionFlow,
     ActionHead,
@@ -137,7 +137,7 @@ def open_policy(
         states = measure(sim, statistics)
     if network.head.base is not None and not (Path(path) / DESCRIPTION).is_file():
         _check_base_is_loaded(path, action, network.head.base)
-    return VisionLanguageActionPolicy(
+    policy = VisionLanguageActionPolicy(
         network,
         action,
         sim,
@@ -150,6 +150,9 @@ def open_policy(
         watched=watched,
         stores_episodes=stores_episodes,
     )
+    if action.labels is not None:
+        check_labels(path, policy)
+    return policy
 
 
 def _stretched(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
@@ -295,6 +298,16 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
         raise UserError(
             f"model.path={path} reads only the robot's state, but action.proprioception={action.proprioception} and "
             f"the simulator's state has {state_dim} numbers"
+        )
+
+
+def check_labels(path: str, policy: VisionLanguageActionPolicy) -> None:
+    """Raises UserError for a model that reads the labels of a good and of a bad action alike."""
+    good, bad = policy.advantage_labels
+    if not tells_apart(policy, good, bad):
+        raise UserError(
+            f"action.labels: model.path={path} does not tell {good!r} from {bad!r}: it reads no words, or knows none "
+            "of these; choose words that it knows"
         )
 
 

@@ -32,7 +32,17 @@ from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.protocols.trajectory import Trajectory
 from mmrl.report.settings import Log
-from mmrl.rollouts import MATCHING, POLICY_STEPS, Episode, MatchingTargets, Prompt, Replay, Rollouts, Sample, Steps
+from mmrl.rollouts import (
+    MATCHING,
+    POLICY_STEPS,
+    Episode,
+    MatchingTargets,
+    Prompt,
+    Replay,
+    Rollouts,
+    Sample,
+    Steps,
+)
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
@@ -226,6 +236,8 @@ class VisionLanguageActionPolicy:
         self.steps_at_once, self.log = steps_at_once, log or Log(samples_every=0)
         self.statistics, self.states, self._warned_of_ranges = statistics, states, False
         self.temperature, self.evaluation_temperature = temperature, evaluation_temperature
+        labels = action.labels
+        self.advantage_labels = ("", "") if labels is None else (labels.good, labels.bad)
         self._counted = Counter(sim.counters)
         self.module.eval()  # dropout would make replay differ from sampling
         tally = Tally()
@@ -301,7 +313,8 @@ class VisionLanguageActionPolicy:
                 "action.statistics they must lie in [-1, 1]"
             )
         chosen = self.module.head.teach(torch.from_numpy(actions), seeds)
-        inputs, state = self._prepare(batch), self._state(batch)
+        labels = [prompt.metadata.get("label", "") for prompt in prompts]
+        inputs, state = self._prepare(batch, labels), self._state(batch)
         policy_steps = [
             [PolicyStep(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])]
             for i in range(len(prompts))
@@ -467,7 +480,7 @@ class VisionLanguageActionPolicy:
                 reading = self.module.read(inputs)
                 chosen = head.act(reading, self.module.policy_state(state), sampling)
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
-            actions = self._robot_actions(chosen["actions"], rows)
+            actions = robot_actions(chosen["actions"], self.statistics, rows, len(sim))
             by_action = options.film and not options.training  # one action at a time, with an image after each
             parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
             columns = {name: value.cpu() for name, value in chosen.items()}
@@ -510,10 +523,7 @@ class VisionLanguageActionPolicy:
     @torch.no_grad()
     def _blank_step(self) -> PolicyStep:
         """Returns a policy step with a black image and no executed action."""
-        simulator = self.sim.simulator
-        images = np.zeros((1, *simulator.image_shape), np.uint8)
-        state = np.zeros((1, simulator.state_dim), np.float32)
-        shown = Observation(images, state, ["nothing"], self.sim.cameras)
+        shown = blank_observation(self.sim, 1)
         prepared, numbers = self._prepare(shown), self._state(shown).to(self.device)
         sampling = ActionSampling([0], self.temperature.value, groups=[0])
         chosen = self.module.head.act(
@@ -529,22 +539,14 @@ class VisionLanguageActionPolicy:
         state = observation.state
         return torch.from_numpy(state if self.states is None else self.states.standardised(state))
 
-    def _robot_actions(self, actions: Tensor, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Converts actions [rows, chunk, action], in the units of `statistics` or in [-1, 1], to [environments, chunk,
-        action] in the robot's units, 0 for other environments."""
-        numbers = actions.float().cpu().numpy().astype(np.float64)
-        numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
-        numbers = numbers.clip(-1, 1) if self.statistics is None else self.statistics.to_robot(numbers)
-        padded = np.zeros((len(self.sim), *numbers.shape[1:]))
-        padded[rows] = numbers
-        return padded
-
-    def _prepare(self, observation: Observation) -> list[Any]:
-        """Returns for each row what its policy step keeps: the prepared prompt, or the reading of a frozen backbone."""
+    def _prepare(self, observation: Observation, labels: Sequence[str] | None = None) -> list[Any]:
+        """Returns for each row what its policy step keeps: the prepared prompt, or the reading of a frozen backbone.
+        labels: behind the instructions; None: of a good action, where prompts have labels."""
         backbone, template = self.module.backbone, self.action.prompt
-        texts = [
-            backbone.ask(i) if template is None else template.format(instruction=i) for i in observation.instructions
-        ]
+        if labels is None:
+            labels = [self.advantage_labels[0]] * len(observation)
+        labelled = [f"{i} {label}".rstrip() for i, label in zip(observation.instructions, labels, strict=True)]
+        texts = [backbone.ask(i) if template is None else template.format(instruction=i) for i in labelled]
         named = self.action.cameras
         images = [observation.images] if named is None else [observation.image(camera) for camera in named]
         prepared = backbone.prepare(images, texts, self.module.policy_state(observation.state))
@@ -572,6 +574,33 @@ class VisionLanguageActionPolicy:
         return Rollouts(
             samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
         )
+
+
+def robot_actions(
+    actions: Tensor, statistics: Units | None, rows: NDArray[np.int64], count: int
+) -> NDArray[np.float64]:
+    """Converts actions [rows, chunk, action], in the units of `statistics` or in [-1, 1], to [count, chunk, action] in
+    the robot's units, 0 for other environments."""
+    numbers = actions.float().cpu().numpy().astype(np.float64)
+    numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
+    numbers = numbers.clip(-1, 1) if statistics is None else statistics.to_robot(numbers)
+    padded = np.zeros((count, *numbers.shape[1:]))
+    padded[rows] = numbers
+    return padded
+
+
+def blank_observation(sim: VectorSim, rows: int) -> Observation:
+    """Returns black images and states of 0."""
+    simulator = sim.simulator
+    images = np.zeros((rows, *simulator.image_shape), np.uint8)
+    state = np.zeros((rows, simulator.state_dim), np.float32)
+    return Observation(images, state, ["nothing"] * rows, sim.cameras)
+
+
+def tells_apart(policy: VisionLanguageActionPolicy, label: str, other: str) -> bool:
+    """Returns whether the model's inputs differ with two labels behind an instruction."""
+    inputs = policy._collate(policy._prepare(blank_observation(policy.sim, 2), [label, other]))
+    return any(not torch.equal(values[0], values[1]) for values in inputs.values())
 
 
 def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int) -> StepRecord:

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Acting, EpisodeStoring, ExpertLabelling, Stepwise
+from mmrl.protocols.abilities import Acting, AdvantageLabelling, EpisodeStoring, ExpertLabelling, Stepwise
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
@@ -429,6 +429,13 @@ class LatentActions(NormalActions):
         )
 
 
+class AdvantageLabels(Section):
+    """Words behind the instruction that say how an action turned out."""
+
+    good: str = option("Advantage: positive", "of actions that earned more than expected, and of those that it plays")
+    bad: str = option("Advantage: negative", "of the others")
+
+
 class Actions(Section):
     """Options of actions."""
 
@@ -445,6 +452,9 @@ class Actions(Section):
         False, "standardise the state by its mean and deviation under random actions, which are kept with the model"
     )
     prompt: str | None = option(None, "with {instruction}; default: the backbone's own")
+    labels: AdvantageLabels | None = option(
+        None, "the prompt says whether a good action is wanted, as algorithm.type=advantage_conditioned teaches it"
+    )
     center_crop: float = option(
         1.0, "area of OpenVLA's images that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
     )
@@ -578,7 +588,8 @@ class VisionLanguageActionModel(ModelSettings):
         action: Actions = config.section("action")
         added: frozenset[Offer] = frozenset({"critic", Stepwise, EpisodeStoring})
         shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
-        offers = action.head.offers | added | shown
+        labelled: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
+        offers = action.head.offers | added | shown | labelled
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
@@ -597,6 +608,12 @@ class VisionLanguageActionModel(ModelSettings):
             raise ValueError(
                 f"action.head.type={action.head.type} learns from episodes, for a demonstrated chunk does not say from "
                 f"which noise it comes; teach its base with action.head.type={action.head.core.type}"
+            )
+        taught = config.algorithm.collects == "demonstrations"
+        if taught and action.labels is not None and AdvantageLabelling not in config.needs.offers:
+            raise ValueError(
+                f"action.labels: algorithm.type={config.algorithm.type} does not say which actions are good; use "
+                "advantage_conditioned, or remove it"
             )
         if plain(config.task).get("demonstrations") and "demonstrations" not in (
             *config.needs.offers,

@@ -10,17 +10,20 @@ from mmrl.settings import Section, option
 from mmrl.terms.term import Term
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from mmrl.protocols.batch import Batch
-    from mmrl.rollouts import Replay, Rollouts
+    from mmrl.rollouts import Prompt, Replay, Rollouts
 
 
 class AdvantageWeights(Section):
     """The weight of a step whose return exceeds its value by A."""
 
     form: Literal["exponential", "positive", "binary"] = option(
-        "exponential", "exponential: min(exp(A / temperature), most); positive: max(A, 0); binary: 1 where A > 0, else 0"
+        "exponential",
+        "exponential: min(exp(A / temperature), most); positive: max(A, 0); binary: 1 where A > 0, else 0",
     )
     temperature: float = option(1.0, "of the exponential, in units of the return: smaller ones are choosier", gt=0)
     most: float = option(20.0, "largest weight of the exponential", gt=0)
@@ -38,14 +41,12 @@ class StepReturns(Section):
     gamma: float = option(0.99, "discount of an action of the simulator", gt=0, le=1)
     simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside the outcome", ge=0)
 
-    def of(self, rollouts: Rollouts) -> Tensor:
-        """Returns the return of each rollout, [rollout] float32; NaN where its prompt does not say what it earned."""
+    def of(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Returns the return of each step, [prompt] float32; NaN where its prompt does not say what it earned."""
         import torch
 
-        to_go = [sample.prompt.metadata.get("to_go") for sample in rollouts.samples]
-        returns = [
-            torch.nan if rest is None else rest.discounted(self.gamma, self.simulator_reward) for rest in to_go
-        ]
+        to_go = [prompt.metadata.get("to_go") for prompt in prompts]
+        returns = [torch.nan if rest is None else rest.discounted(self.gamma, self.simulator_reward) for rest in to_go]
         return torch.tensor(returns, dtype=torch.float32)
 
 
@@ -72,7 +73,7 @@ class AdvantageWeightedTerm(Term):
     def prepare(self, batch: Batch) -> None:
         from mmrl.rollouts import Column
 
-        batch.rollouts.extras[self.key] = Column(self.returns.of(batch.rollouts))
+        batch.rollouts.extras[self.key] = Column(self.returns.of([sample.prompt for sample in batch.rollouts.samples]))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch

@@ -1,0 +1,1 @@
+"""Learning from recorded episodes, failures too, without a simulator's new ones."""
