@@ -43,7 +43,7 @@ def png(frame):
     return {"bytes": content.getvalue(), "path": None}
 
 
-def rows(episode, dtype, cameras):
+def rows(episode, dtype, cameras, earned=()):
     n, first = LENGTHS[episode], sum(LENGTHS[:episode])
     columns = {
         "observation.state": [[episode + t / 10] for t in range(n)],
@@ -54,11 +54,14 @@ def rows(episode, dtype, cameras):
         "index": range(first, first + n),
         "task_index": [TASKS.index(SHOWN[episode])] * n,
     }
+    paid = {"next.reward": [episode + t for t in range(n)], "next.success": [episode == 1 and t == 2 for t in range(n)]}
+    columns |= {name: paid[name] for name in earned}
     shown = {camera: [png(frame) for frame in images(episode, camera)] for camera in cameras}
     return columns | (shown if dtype == "image" else {})
 
 
-def write(root, version, dtype="video", cameras=(FRONT,), **info):
+def write(root, version, dtype="video", cameras=(FRONT,), earned=(), **info):
+    """earned: features of what an action earned: episode + t, and success in the middle of the second episode."""
     shared = version == "v3.0"
     one = {"dtype": "float32", "shape": [1], "names": None}
     camera = {"dtype": dtype, "shape": [SIZE, SIZE, 3], "names": ["height", "width", "channels"]}
@@ -71,6 +74,8 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
     }
     told = {"codebase_version": version, "fps": FPS, "chunks_size": 2, "total_episodes": 3, "total_frames": 12, **files}
     told["features"] = {"observation.state": one, "action": one, **dict.fromkeys(cameras, camera)}
+    kinds = {"next.reward": "float32", "next.success": "bool"}
+    told["features"] |= {name: {"dtype": kinds[name], "shape": [1], "names": None} for name in earned}
     (root / "meta").mkdir(parents=True)
     (root / "meta/info.json").write_text(json.dumps(told | info))
     episodes = [{"episode_index": e, "tasks": [SHOWN[e]], "length": n} for e, n in enumerate(LENGTHS)]
@@ -82,7 +87,7 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
         for e in range(3):
             file = root / files["data_path"].format(episode_chunk=e // 2, episode_index=e)
             file.parent.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(pa.table(rows(e, dtype, cameras)), file)
+            parquet.write_table(pa.table(rows(e, dtype, cameras, earned)), file)
             for name in cameras if dtype == "video" else ():
                 video(
                     root / files["video_path"].format(episode_chunk=e // 2, episode_index=e, video_key=name),
@@ -94,7 +99,7 @@ def write(root, version, dtype="video", cameras=(FRONT,), **info):
         place = {"chunk_index": 0, "file_index": f}
         file = root / files["data_path"].format(**place)
         file.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype, cameras)) for e in part), file)
+        parquet.write_table(pa.concat_tables(pa.table(rows(e, dtype, cameras, earned)) for e in part), file)
         for number, name in enumerate(
             cameras if dtype == "video" else ()
         ):  # of each camera in a file of another number
@@ -175,6 +180,24 @@ def test_each_step_is_read_back(dataset, version, dtype, memory):
         expected = [[(-1) ** s * (e + 1) / 10] for s in range(t, LENGTHS[e])]
         np.testing.assert_allclose(shown, expected, rtol=1e-6)
     assert all((e.images.cached is None) == (memory == 0) for e in found.episodes)
+
+
+@pytest.mark.parametrize(
+    ("earned", "rewards", "outcome"),
+    [
+        (("next.reward", "next.success"), [2, 3], 1.0),
+        (("next.reward",), [2, 3], 0.0),
+        (("next.success",), [0, 0], 1.0),
+    ],
+)
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_what_an_episode_earned(tmp_path, version, earned, rewards, outcome):
+    """From the second frame of the second episode on it earns 2, 3, ..., and it succeeds in the third."""
+    shown = source(write(tmp_path / "data", version, "image", earned=earned))
+    to_go = shown[LENGTHS[0] + 1].metadata["to_go"]
+    assert to_go.rewards.tolist()[:2] == rewards and to_go.before.tolist() == list(range(LENGTHS[1] - 1))
+    assert to_go.outcome == outcome
+    assert shown[0].metadata["to_go"].outcome == 0.0
 
 
 def test_images_are_resized_to_the_simulators(dataset):
