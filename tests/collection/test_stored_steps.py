@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from mmrl.collection.extra_sources import SourceContext
 from mmrl.collection.stored_steps.ring import StepRing
+from mmrl.collection.stored_steps.source import StoredSteps
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.protocols.trajectory import RewardsToGo, Trajectory
@@ -37,6 +40,12 @@ def episode(first, length, *, success=True, executed=2):
     )
 
 
+def line_episode(length):
+    """One that the line could show: images of 2 x 2, one camera, actions of one number between -1 and 1."""
+    shown = episode(0, length)
+    return replace(shown, cameras=("camera",), images=shown.images[:, :, :2], actions=shown.actions / 1000)
+
+
 def ring(folder, *, size=100, chosen="all", checkpoints=2):
     return StepRing(folder, size=size, chosen=chosen, checkpoints=checkpoints)
 
@@ -54,18 +63,19 @@ def test_a_step_is_drawn_with_its_own_observation_and_actions(tmp_path):
     stored = ring(tmp_path)
     stored.add([episode(1, 2), episode(20, 3, success=False, executed=1)], [1.0, -1.0])
     stored.add([episode(50, 1)], [0.5])
-    steps = stored.draw([5, 0, 4, 2])  # across files, in the order that is asked
-    assert [float(step.state[0, 0]) for step in steps] == [50, 1, 22, 20]
-    assert [step.instruction for step in steps] == ["from 50", "from 1", "from 20", "from 20"]
+    steps = stored.draw([0, 5, 4, 2])  # across files, in the order that is asked
+    assert [float(step.state[0, 0]) for step in steps] == [1, 50, 22, 20]
+    assert [step.instruction for step in steps] == ["from 1", "from 50", "from 20", "from 20"]
     for step in steps:
         assert step.image.shape == (1, 2, 4, 3) and (step.image == step.state[0, 0]).all()
         assert step.cameras == ("left", "right")
-    assert [step.actions[:, 0].tolist() for step in steps] == [[500, 501], [10, 11], [220], [200, 201]]
+    assert [step.actions[:, 0].tolist() for step in steps] == [[10, 11], [500, 501], [220], [200, 201]]
     # of the second episode from its first step: rewards 2, 2.1, 2.2 at 0, 2 and 4 actions, -1 with the last
     to_go = steps[3].to_go
     assert to_go.before.tolist() == [0, 2, 4] and to_go.outcome == -1
     assert to_go.discounted(0.5, 2.0) == pytest.approx(2 * (2 + 2.1 / 4 + 2.2 / 16) - 1 / 16)
     assert steps[2].to_go.discounted(0.5, 0.0) == -1
+    assert steps[0].to_go.rewards.tolist() == pytest.approx([0.1, 0.2]) and steps[0].to_go.outcome == 1
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [("success", [1, 2, 50]), ("failure", [20, 21, 22])])
@@ -163,9 +173,53 @@ def test_what_a_run_stores_is_what_it_did(tmp_path, head):
         torch.testing.assert_close(executed, now.chosen["actions"][now.valid])
         counted = again.mask[row, :decisions] & (before.chosen["actions"].flatten().abs() <= 1)
         torch.testing.assert_close(logp[row, :decisions][counted], flat[position][counted], atol=1e-4, rtol=1e-4)
-        # the place at the time of a step is its reward, of the actions that it executed
-        later = [s.record.reward for s in played[position:]][: len(sample.prompt.metadata["to_go"].rewards)]
-        assert sample.prompt.metadata["to_go"].rewards.tolist() == pytest.approx(later)
+        places = float(now.state[0]) + executed[:, 0].cumsum(0)  # the line pays the position after each action
+        assert sample.prompt.metadata["to_go"].rewards[0] == pytest.approx(float(places.sum()), abs=1e-4)
+    third = trainer.collector.next(2, Metrics(trainer.engine))
+    drawn = [[s.prompt.id for s in batch.samples[16:]] for batch in (second, third)]
+    assert drawn[0] != drawn[1]
+    release(trainer)
+
+
+def scored_sometimes(sample):
+    """None, for unscored, of odd seeds."""
+    return None if sample.prompt.metadata["seed"] % 2 else 1.0
+
+
+def test_episodes_that_are_not_whole_or_not_scored_are_left_out(tmp_path):
+    reward = "task.rewards=[{name: tests.collection.test_stored_steps:scored_sometimes}]"
+    trainer = make(tmp_path, *REPLAY, reward, base=ROBOTS)
+    rollouts = trainer.collector.next(0, Metrics(trainer.engine))
+    _, batch = trainer.preparation.minibatches(rollouts, 0, torch.Generator(), Metrics(trainer.engine))
+    trainer.collector.observe(batch)
+    ring = trainer.collector.extras.sources[0]._ring
+    fresh = rollouts.select(rollouts.origin == FRESH)
+    scored = [1 for s in fresh.samples if scored_sometimes(s) is not None]
+    assert 0 < sum(scored) < 16 and sum(len(segment.lengths) for segment in ring.segments) == sum(scored)
+    policy = trainer.policy
+    assert [len(one) for one in policy.trajectories(fresh)] == [len(steps) for steps in fresh.inputs]
+    lost = replace(fresh.samples[1], episode=replace(fresh.samples[1].episode, lost=True))
+    fresh.samples[1] = lost
+    endless = fresh.inputs[2][-1]
+    fresh.inputs[2][-1] = replace(endless, record=replace(endless.record, actions=endless.record.actions * np.inf))
+    fresh.inputs[3] = fresh.inputs[3][:-1]  # without its end
+    assert [one is None for one in policy.trajectories(fresh)[:5]] == [False, True, True, True, False]
+    release(trainer)
+
+
+def test_each_rank_draws_for_itself(tmp_path):
+    trainer = make(tmp_path / "run", *REPLAY, base=ROBOTS)
+    drawn, groups = [], []
+    for rank in range(2):
+        source = StoredSteps(steps=40)
+        context = SourceContext(trainer.policy, trainer.task.train, trainer.task, 0, (rank, 2), int, tmp_path, 1)
+        source.start(context)
+        source._ring.add([line_episode(60)], [1.0])
+        replayed = source.make(trainer.policy.rollout([trainer.task.train[0]], 1, [0]))
+        drawn.append([sample.prompt.id for sample in replayed.samples])
+        groups.append(set(replayed.group.tolist()))
+    assert [len(ids) for ids in drawn] == [20, 20] and drawn[0] != drawn[1]
+    assert not groups[0] & groups[1]
     release(trainer)
 
 
