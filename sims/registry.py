@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.installation import extra_command
-from mmrl.sims.vector.simulator import EndOfEpisode, Simulator, VectorSim, nearest
+from mmrl.sims.vector.simulator import Simulator, VectorSim, nearest
 from mmrl.sims.vector.workers import Workers
 
 SIMULATORS = {
@@ -42,8 +42,6 @@ def build(
     count: int,
     options: Mapping[str, Any] | None = None,
     *,
-    end_of_episode: EndOfEpisode = "freeze",
-    seed_stride: int = 1 << 20,
     workers: int = 0,
     turns: int = 1,
     deadline_s: float = 120.0,
@@ -52,8 +50,8 @@ def build(
 ) -> VectorSim:
     """Builds `count` environments of the simulator `name`, made with `options`, behind the vector interface.
 
-    name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer
-    and `VectorSim` for end_of_episode and seed_stride. workers: 0 runs the simulator in this process, otherwise in so
+    name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer.
+    workers: 0 runs the simulator in this process, otherwise in so
     many of their own, with deadline_s, python and ray as in `Workers`. turns: in so many shares the workers move, one
     while a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
     option, for a package that is not installed, and where no image can be rendered.
@@ -75,8 +73,6 @@ def build(
         simulator, patience_s = make(name, count, options or {}), deadline_s
     return VectorSim(
         simulator,
-        end_of_episode=end_of_episode,
-        seed_stride=seed_stride,
         shares=shares,
         name=name,
         patience_s=patience_s,

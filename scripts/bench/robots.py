@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench/robots.py [--parts environment,experts,policy,replay] [--rounds 5] [--json PATH]
 
-environment: 16 environments under random actions, episodes restarting by themselves, for each image size and number
+environment: 16 environments under random actions, episodes restarting as they end, for each image size and number
     of threads. A step is one action executed in one environment. With a chunk of 1 every step is rendered, with a chunk
     of 8 every eighth. The arms take turns, round after round, so that a busy machine burdens all of them; figures are
     the median (least .. greatest) over the rounds. `CPU ms` is processor time for one step, all threads together.
@@ -99,7 +99,7 @@ def environment(rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 def make(size: int, threads: int) -> VectorSim:
     options = {"image_size": size, "threads": threads, "end_on_success": False}
-    sim = build("tabletop", COUNT, options, end_of_episode="auto_reset")
+    sim = build("tabletop", COUNT, options)
     sim.reset(range(COUNT), [TASK] * COUNT)
     measure(sim, 1, 0.2)
     return sim
@@ -111,6 +111,8 @@ def measure(sim: VectorSim, chunk: int, seconds: float) -> tuple[float, float]:
     start, processor = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
         steps += int(sim.step(rng.uniform(-1, 1, (COUNT, chunk, 4))).valid.sum())
+        if len(ended := np.flatnonzero(~sim.running)):
+            sim.restart(ended.tolist(), [sim.seeds[row] + COUNT for row in ended], [TASK] * len(ended))
     return steps / (time.perf_counter() - start), 1000 * (time.process_time() - processor) / steps
 
 

@@ -103,7 +103,7 @@ def speed(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for label, workers in (("in process", 0), (f"{PROCESSES} workers", PROCESSES)):
         if workers == 0 and name == "libero" and options.libero_python:
             continue
-        sim = make(name, options, ROWS, workers, end_of_episode="auto_reset")
+        sim = make(name, options, ROWS, workers)
         sim.reset([100 + row for row in range(ROWS)], [task] * ROWS)
         closing.append(sim.close)
         for chunk in (1, CHUNK):
@@ -128,7 +128,10 @@ def speed(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def stepper(sim: VectorSim, rng: np.random.Generator, chunk: int) -> Callable[[], int]:
     def move() -> int:
         actions = rng.uniform(-1, 1, (len(sim), chunk, sim.simulator.action_dim))
-        return int(sim.step(actions).valid.sum())
+        steps = int(sim.step(actions).valid.sum())
+        if len(ended := np.flatnonzero(~sim.running)):
+            sim.restart(ended.tolist(), [sim.seeds[row] + ROWS for row in ended], [sim.tasks[row] for row in ended])
+        return steps
 
     return move
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mmrl.errors import UserError
 from mmrl.sims.vector.simulator import Observation, Step, VectorSim
+
+Start = tuple[int, str]  # seed and task of an episode
 
 
 def play(
@@ -20,17 +21,16 @@ def play(
     tell: Callable[[NDArray[np.int64], list[Step], Any], None],
     *,
     max_chunks: int | None = None,
+    following: Callable[[int], Start | None] = lambda row: None,
 ) -> None:
     """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `max_chunks` chunks is
-    dropped.
+    dropped. following: asked for the next start of a row whose episode has ended, until it gives none.
 
     act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
     the running rows of a share), and any context; tell(rows, steps, context) gets the steps of the chunks. With several
     shares (`sims.build(turns=...)`) one share steps in a thread of its own while `act` is called for another; `act` and
-    `tell` are called in the thread that calls `play`. Raises UserError where episodes restart by themselves.
+    `tell` are called in the thread that calls `play`.
     """
-    if sim.end_of_episode != "freeze":
-        raise UserError("whole episodes are played with end_of_episode='freeze'")
     chunk_counts = np.zeros(len(sim), np.int64)
     moving: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
     with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
@@ -62,7 +62,17 @@ def play(
                 sim.drop(endless, f"no end after {max_chunks} chunks; is action.horizon too short for the simulator?")
                 steps[-1].dropped[endless] = True
             tell(rows, steps, remembered)
-            begin(share, steps[-1].observation)
+            observation = steps[-1].observation
+            while starts := {row: start for row in ended(sim, rows) if (start := following(row)) is not None}:
+                seeds, tasks = zip(*starts.values(), strict=True)
+                observation = sim.restart(list(starts), seeds, tasks)
+                chunk_counts[list(starts)] = 0
+            begin(share, observation)
+
+
+def ended(sim: VectorSim, rows: NDArray[np.int64]) -> list[int]:
+    """Returns those of `rows` that are in no episode."""
+    return [int(row) for row in rows if not sim.running[row]]
 
 
 def run_episodes(
@@ -72,7 +82,7 @@ def run_episodes(
     act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Plays one episode a row; `act` turns an observation and the active rows [B] into actions [B, C, A]. Returns
-    whether each row ever succeeded [B] and the number of executed actions [B]. Raises UserError as `play`."""
+    whether each row ever succeeded [B] and the number of executed actions [B]."""
     success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
 
     def choose(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[ArrayLike], None]:

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,12 +28,10 @@ from mmrl.sims.vector.checks import (
 from mmrl.sims.vector.transitions import Simulator, Transition, cameras_of
 from mmrl.sims.vector.watch import CallWatch
 
-__all__ = ["EndOfEpisode", "Observation", "Simulator", "Step", "Transition", "VectorSim", "nearest"]
+__all__ = ["Observation", "Simulator", "Step", "Transition", "VectorSim", "nearest"]
 
 MOST_IDLE = 2  # chunks in a row of which nothing is executed
 LONGEST = 10_000  # actions of an episode
-
-EndOfEpisode = Literal["freeze", "auto_reset"]
 
 
 @dataclass
@@ -68,8 +65,7 @@ class Step:
     """The result of `VectorSim.step`. `reward` to `valid` are [B, C] as in `Transition`; a row that was not active has
     valid False and 0 everywhere."""
 
-    observation: Observation  # with auto_reset: of the new episode where one ended
-    final_observation: Observation  # of the episode that was stepped; a truncated return is bootstrapped from it
+    observation: Observation  # a truncated return is bootstrapped from that of its last step
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
@@ -86,11 +82,11 @@ class Step:
 class VectorSim:
     """B environments that persist across training steps, stepped by chunks of actions.
 
-    end_of_episode: with "freeze" an ended row stays as it ended, ignores actions and costs nothing until `reset`;
-        with "auto_reset" it starts its next episode at the end of the chunk: the k-th episode after `reset` has seed
-        s + k * seed_stride and the same task. Within a chunk nothing is executed after the end, in both modes.
+    An ended row stays as it ended, ignores actions and costs nothing until `reset` or `restart`; within a chunk nothing
+    is executed after the end.
+
     shares: rows that move independently of one another, so that `step` may be called for them from threads of their
-        own (freeze only); None: all rows are one share.
+        own; None: all rows are one share.
     counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (workers).
 
     An episode is dropped where the simulator reports or raises an error, gives a state or reward that is not finite,
@@ -106,19 +102,15 @@ class VectorSim:
         self,
         simulator: Simulator,
         *,
-        end_of_episode: EndOfEpisode = "freeze",
-        seed_stride: int = 1 << 20,
         shares: Sequence[NDArray[np.int64]] | None = None,
         name: str | None = None,
         patience_s: float | None = None,
     ):
         """name: name of the simulator in messages; None: its class. patience_s: seconds that a reset or a step may take
         before a warning; None: no warning, for simulators that have deadlines of their own."""
-        if end_of_episode not in ("freeze", "auto_reset"):
-            raise UserError(f"end_of_episode must be 'freeze' or 'auto_reset', not {end_of_episode!r}")
         self.name = name or type(simulator).__name__
         check_facts(self.name, simulator)
-        self.simulator, self.end_of_episode, self.seed_stride = simulator, end_of_episode, seed_stride
+        self.simulator = simulator
         self.cameras = cameras_of(simulator)
         self.shares = [np.arange(simulator.count)] if shares is None else list(shares)
         self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
@@ -151,12 +143,7 @@ class VectorSim:
             raise UserError(
                 f"this simulator has {len(self)} environments, but got {len(seeds)} seeds and {len(tasks)} tasks"
             )
-        for task in tasks:
-            if task not in self.simulator.tasks:
-                names = ", ".join(self.simulator.tasks)
-                raise UserError(f"unknown task {task!r}{nearest(task, self.simulator.tasks)}; known: {names}")
-        if any(seed < 0 for seed in seeds):
-            raise UserError(f"seeds must not be negative, but one is {min(seeds)}")
+        self._check_starts(seeds, tasks)
         self.seeds, self.tasks = [int(seed) for seed in seeds], list(tasks)
         shape = self.simulator.image_shape
         self._observation = Observation(
@@ -174,11 +161,26 @@ class VectorSim:
             ) from dropped[0]
         return self.observation()
 
+    def restart(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
+        """Starts new episodes in `rows` whose last one has ended, while the other rows stay as they are.
+
+        Raises UserError for a row that is inside an episode or had none, and for seeds and tasks as `reset`.
+        """
+        with self._lock:
+            busy = [row for row in rows if row >= len(self.seeds) or self._running[row]]
+            if busy:
+                raise UserError(f"environment {busy[0]} can not restart: it is inside an episode, or had none")
+            self._check_starts(seeds, tasks)
+            for row, seed, task in zip(rows, seeds, tasks, strict=True):
+                self.seeds[row], self.tasks[row] = int(seed), task
+            self._start(np.asarray(rows, dtype=np.int64))
+            return self.observation()
+
     def step(self, actions: ArrayLike, active: ArrayLike | None = None) -> Step:
         """Executes a chunk of `actions` [B, C, A] in the rows that are `active` ([B] bool; None: all) and running.
 
         Numbers that are not finite become 0 and are counted. An environment whose simulator raises loses its episode:
-        its row is `dropped`, has valid False, and stays ended (freeze) or starts the next episode (auto_reset).
+        its row is `dropped`, has valid False, and stays ended.
         Raises UserError for actions of another shape.
         """
         shown, chunk, rows = self._checked(active), self._actions(actions), self._rows(active)
@@ -194,14 +196,8 @@ class VectorSim:
                     getattr(out, name)[rows[~lost]] = getattr(transition, name)[~lost]
                 shown.images[rows[~lost]], shown.state[rows[~lost]] = transition.images[~lost], transition.state[~lost]
             self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
-            final = self.observation()
-            if self.end_of_episode == "auto_reset" and not self._running.all():
-                ended = np.flatnonzero(~self._running[: len(self.seeds)])
-                for row in ended:
-                    self.seeds[row] += self.seed_stride
-                self._start(ended)
             flags = (out.reward, out.terminated, out.truncated, out.success, out.valid, dropped)
-            return Step(self.observation(), final, *flags)
+            return Step(self.observation(), *flags)
 
     def expert(self, active: ArrayLike | None = None, *, length: int = 1) -> NDArray[np.float32]:
         """Returns the next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and
@@ -241,6 +237,15 @@ class VectorSim:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_starts(self, seeds: Sequence[int], tasks: Sequence[str]) -> None:
+        """Raises UserError for an unknown task and a negative seed."""
+        for task in tasks:
+            if task not in self.simulator.tasks:
+                names = ", ".join(self.simulator.tasks)
+                raise UserError(f"unknown task {task!r}{nearest(task, self.simulator.tasks)}; known: {names}")
+        if any(seed < 0 for seed in seeds):
+            raise UserError(f"seeds must not be negative, but one is {min(seeds)}")
 
     def _checked(self, active: ArrayLike | None) -> Observation:
         if self._observation is None:

@@ -126,7 +126,7 @@ def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) ->
 
 
 class Shuffled:
-    """A simulator whose rows show one another's instructions: that of the next row that was started with them."""
+    """A simulator whose rows show one another's instructions: that of the next row."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
@@ -136,7 +136,9 @@ class Shuffled:
         self.cameras, self.action_bounds = cameras_of(simulator), action_bounds_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        self.started = list(rows)
+        """Starts episodes. Rows from the first on begin anew together; single others join those that are there."""
+        first = list(rows) == list(range(len(rows)))
+        self.started = sorted(set(rows) if first else {*self.started, *rows})
         return self.simulator.reset(rows, seeds, tasks)
 
     def instruction(self, row: int) -> str:

@@ -64,7 +64,7 @@ def by_hand(seed, actions):
 def walk():
     opened = []
 
-    def make(count, end_of_episode="freeze", **options):
+    def make(count, **options):
         chosen = {
             "env": "mmrl/Walk-v0",
             "image": "camera",
@@ -72,7 +72,7 @@ def walk():
             "instruction": "walk",
             "success": "terminated",
         } | options
-        opened.append(build("gymnasium", count, chosen, end_of_episode=end_of_episode))
+        opened.append(build("gymnasium", count, chosen))
         return opened[-1]
 
     yield make
@@ -102,14 +102,17 @@ def test_a_frozen_row_keeps_its_last_image_while_others_go_on(walk, env):
     np.testing.assert_allclose(later.observation.state[1], by_hand(3, [0.1] * 5)[-1], atol=1e-6)
 
 
-def test_auto_reset_starts_the_next_seed(walk):
-    sim = walk(2, "auto_reset", success="won")
-    sim.seed_stride = 10
+def test_a_row_restarts_while_the_other_goes_on(walk):
+    sim = walk(2, success="won")
     sim.reset([3, 4], ["default"] * 2)
     step = sim.step([[[0.45]] * 3, [[0.1]] * 3])
-    assert step.success[0].any() and sim.seeds == [13, 4]
-    np.testing.assert_allclose(step.observation.state[0], by_hand(13, [])[0], atol=1e-6)
-    np.testing.assert_allclose(step.observation.state[1], by_hand(4, [0.1] * 3)[-1], atol=1e-6)
+    assert step.success[0].any()
+    begun = sim.restart([0], [13], ["default"])
+    np.testing.assert_allclose(begun.state[0], by_hand(13, [])[0], atol=1e-6)
+    np.testing.assert_allclose(begun.state[1], by_hand(4, [0.1] * 3)[-1], atol=1e-6)
+    np.testing.assert_allclose(
+        sim.step(np.full((2, 1, 1), 0.1)).observation.state[0], by_hand(13, [0.1])[-1], atol=1e-6
+    )
 
 
 def test_tasks_reach_the_environment_and_time_runs_out(walk):

@@ -35,8 +35,8 @@ SMALL = {"image_size": 16, "threads": 1}
 def tabletop():
     opened = []
 
-    def make(count, end_of_episode="freeze", **options):
-        opened.append(build("tabletop", count, SMALL | options, end_of_episode=end_of_episode))
+    def make(count, **options):
+        opened.append(build("tabletop", count, SMALL | options))
         return opened[-1]
 
     yield make
@@ -350,16 +350,17 @@ def test_nothing_is_left_of_the_episode_before(tabletop):
     assert all(equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_auto_reset_and_frozen_episodes_agree(tabletop):
-    """Each episode that auto-reset starts by itself is the one that a fresh reset with its seed gives."""
-    auto, fixed = tabletop(2, "auto_reset"), tabletop(2)
+def test_episodes_of_restarted_rows_are_those_of_a_fresh_reset(tabletop):
+    auto, fixed = tabletop(2), tabletop(2)
     auto.reset([11, 12], ["reach", "lift"])
     log = [[], []]  # per row: (seed, chunk, valid, final observation)
     for t in range(16):
         seeds, chunk = list(auto.seeds), random_actions(t, 2, 4)
         step = auto.step(chunk)
         for row in range(2):
-            log[row].append((seeds[row], chunk[row], step.valid[row], step.final_observation.select([row])))
+            log[row].append((seeds[row], chunk[row], step.valid[row], step.observation.select([row])))
+            if not auto.running[row]:
+                auto.restart([row], [seeds[row] + 100], [auto.tasks[row]])
     assert len({seed for seed, *_ in log[0]}) >= 3 and len({seed for seed, *_ in log[1]}) >= 2
     for row, task in enumerate(["reach", "lift"]):
         for seed in {seed for seed, *_ in log[row]}:

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.sims import VectorSim, build, run_episodes
+from mmrl.sims import VectorSim, build, play, run_episodes
 from tests.sims.line_simulator import Line
 
 LINE = "tests.sims.line_simulator:Line"
 
 
-def line(count, end_of_episode="freeze", seeds=None, **options):
-    sim = build(LINE, count, options, end_of_episode=end_of_episode, seed_stride=1000)
+def line(count, seeds=None, **options):
+    sim = build(LINE, count, options)
     sim.reset(range(count) if seeds is None else seeds, ["go"] * count)
     return sim
 
@@ -51,15 +51,31 @@ def test_frozen_and_inactive_rows_cost_nothing_and_do_not_change():
     assert len(sim.simulator.received) == 1
 
 
-def test_auto_reset_starts_the_next_seed_and_keeps_the_final_observation():
-    sim = line(2, "auto_reset", seeds=[7, 90])
-    step = sim.step(same(0.25, 2, 2))
-    assert sim.seeds == [7, 1090] and sim.running.all()
-    np.testing.assert_allclose(step.final_observation.state[:, 0], [0.57, 1.15], rtol=1e-6)
-    np.testing.assert_allclose(step.observation.state[:, 0], [0.57, 10.90], rtol=1e-6)
-    assert step.observation.instructions == ["go from 0.07", "go from 10.90"]
-    assert step.valid.tolist() == [[1, 1], [1, 0]]  # nothing of the new episode is executed in this chunk
-    assert (step.observation.images[1] == 1090 % 256).all() and (step.final_observation.images[1] == 0).all()
+def test_a_row_restarts_while_others_go_on():
+    sim = line(3, seeds=[7, 90, 95])
+    step = sim.step(same(0.25, 3, 2))
+    np.testing.assert_allclose(step.observation.state[:, 0], [0.57, 1.15, 1.20], rtol=1e-6)
+    assert step.valid.tolist() == [[1, 1], [1, 0], [1, 0]] and sim.running.tolist() == [True, False, False]
+    begun = sim.restart([1], [40], ["stay"])
+    assert sim.seeds == [7, 40, 95] and sim.tasks == ["go", "stay", "go"]
+    np.testing.assert_allclose(begun.state[:, 0], [0.57, 0.40, 1.20], rtol=1e-6)
+    assert begun.instructions == ["go from 0.07", "go from 0.40", "go from 0.95"]
+    assert (begun.images[1] == 40).all() and sim.running.tolist() == [True, True, False]
+    step.observation.state[1] = 77  # what came before belongs to the caller
+    after = sim.step(same(0.1, 3, 2))
+    np.testing.assert_allclose(after.observation.state[:, 0], [0.77, 0.60, 1.20], rtol=1e-6)
+    for rows, seeds, tasks, message in (
+        ([0], [1], ["go"], "environment 0 can not restart: it is inside an episode"),
+        ([2], [1], ["sty"], "unknown task 'sty'"),
+        ([2], [-1], ["go"], "must not be negative"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sim.restart(rows, seeds, tasks)
+    assert sim.seeds == [7, 40, 95]
+    fewer = build(LINE, 3)
+    fewer.reset([1, 2], ["go"] * 2)
+    with pytest.raises(UserError, match="environment 2 can not restart: it is inside an episode, or had none"):
+        fewer.restart([2], [1], ["go"])
 
 
 def test_an_action_of_the_wrong_size_is_refused():
@@ -83,9 +99,9 @@ def test_numbers_that_are_not_finite_are_counted_and_never_sent():
     assert sim.counters["nan_actions"] == 2
 
 
-@pytest.mark.parametrize("mode", ["freeze", "auto_reset"])
-def test_a_simulator_that_raises_loses_one_episode(mode):
-    sim = line(3, mode)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_simulator_that_raises_loses_one_episode(again):
+    sim = line(3)
     chunk = same(0.1, 3, 2)
     chunk[1, 1] = 9.0
     with pytest.warns(RuntimeWarning, match=r"environment 1 \(task go, seed 1\).*poisoned"):
@@ -93,20 +109,23 @@ def test_a_simulator_that_raises_loses_one_episode(mode):
     assert step.dropped.tolist() == [False, True, False] and step.ended.tolist() == [False, True, False]
     assert step.valid.tolist() == [[1, 1], [0, 0], [1, 1]] and (step.reward[1] == 0).all()
     assert sim.counters["dropped_episodes"] == 1
-    assert sim.running.tolist() == [True, mode == "auto_reset", True]
+    assert sim.running.tolist() == [True, False, True]
+    if again:
+        sim.restart([1], [4], ["go"])
     after = sim.step(same(0.1, 3))
-    assert not after.dropped.any() and after.valid[:, 0].tolist() == [True, mode == "auto_reset", True]
+    assert not after.dropped.any() and after.valid[:, 0].tolist() == [True, again, True]
 
 
-def test_an_episode_that_cannot_start_is_dropped_and_auto_reset_goes_on():
-    sim = build(LINE, 2, {"unstartable": (5, 1005)}, end_of_episode="auto_reset", seed_stride=1000)
+def test_an_episode_that_cannot_start_is_dropped():
+    sim = build(LINE, 2, {"unstartable": (5, 1005)})
     with pytest.warns(RuntimeWarning, match="cannot start"):
         sim.reset([0, 5], ["go", "go"])
     assert sim.running.tolist() == [True, False] and sim.counters["dropped_episodes"] == 1
     with pytest.warns(RuntimeWarning, match="cannot start"):
-        sim.step(same(0.1, 2))
+        sim.restart([1], [1005], ["go"])
     assert sim.step(same(0.1, 2)).valid[:, 0].tolist() == [True, False]
-    assert sim.seeds[1] == 2005 and sim.running.all() and sim.counters["dropped_episodes"] == 2
+    sim.restart([1], [2005], ["go"])
+    assert sim.running.all() and sim.counters["dropped_episodes"] == 2
     with pytest.warns(RuntimeWarning):
         sim.reset([5, 1005], ["go", "go"])
     assert not sim.running.any() and sim.counters["dropped_episodes"] == 4
@@ -122,8 +141,6 @@ def test_bad_resets_are_refused():
         sim.reset([0, 1, 2], ["go", "go"])
     with pytest.raises(UserError, match="must not be negative, but one is -1"):
         sim.reset([0, -1], ["go", "go"])
-    with pytest.raises(UserError, match="'freeze' or 'auto_reset', not 'thaw'"):
-        build(LINE, 2, end_of_episode="thaw")
 
 
 def test_names_and_options_are_checked():
@@ -160,8 +177,37 @@ def test_run_episodes_plays_every_row_once():
         assert success.tolist() == [True, True, True] and length.tolist() == [4, 2, 1]
     assert sim.simulator.closed
     assert sim.expert(length=2).tolist() == [[[0.0], [0.0]]] * 3  # nobody is running
-    with pytest.raises(UserError, match="freeze"):
-        run_episodes(line(1, "auto_reset"), [0], ["go"], lambda seen, active: same(0.0, 1))
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_rows_get_the_next_start_as_they_end(turns):
+    """Seven starts in three rows: one of them cannot begin, one is lost on the way; what is seen of each is its own."""
+    starts = [(0, "go"), (50, "go"), (90, "go"), (5, "go"), (95, "go"), (20, "stay"), (97, "go")]
+    waiting, playing, began, moved = list(range(3, 7)), [0, 1, 2], [], {}
+
+    def following(row):
+        if not waiting:
+            return None
+        playing[row] = waiting.pop(0)
+        return starts[playing[row]]
+
+    def act(seen, rows):
+        began.extend((playing[row], seen.instructions[row]) for row in rows if playing[row] not in dict(began))
+        chunk = same(0.25, 3)
+        chunk[[row for row in rows if playing[row] == 5]] = 9.0  # what the line cannot stand
+        return [chunk], None
+
+    def tell(rows, steps, _):
+        for row in rows:
+            moved.setdefault(playing[row], []).append(bool(steps[0].valid[row].any()))
+
+    sim = build(LINE, 3, {"unstartable": (5,)}, workers=turns - 1 and 3, turns=turns)
+    with sim, pytest.warns(RuntimeWarning):
+        sim.reset(*zip(*starts[:3], strict=True))
+        play(sim, act, tell, following=following)
+    assert dict(began) == {n: f"go from {starts[n][0] / 100:.2f}" for n in (0, 1, 2, 4, 5, 6)}
+    assert moved == {0: [True] * 4, 1: [True] * 2, 2: [True], 4: [True], 5: [False], 6: [True]}
+    assert sim.counters["dropped_episodes"] == 2
 
 
 def test_shares_in_turns_play_the_same_episodes():

@@ -88,15 +88,16 @@ def test_trouble_costs_the_episodes_of_one_worker(behind, trouble, says):
 
 
 def test_a_worker_killed_between_steps_costs_its_episode_only(behind):
-    sim = behind(LINE, 2, 2, end_of_episode="auto_reset", seed_stride=1000)
+    sim = behind(LINE, 2, 2)
     sim.reset([1, 2], ["go", "go"])
     os.kill(sim.simulator.pids[1], signal.SIGKILL)
     sim.simulator._workers[1].child.process.wait()
     with pytest.warns(RuntimeWarning, match=r"environment 1 \(task go, seed 2\).*ended with -9"):
         step = sim.step(chunk(2))
-    assert step.dropped.tolist() == [False, True] and sim.running.all() and sim.seeds == [1, 1002]
-    np.testing.assert_allclose(step.observation.state[:, 0], [0.21, 10.02], rtol=1e-6)
-    assert step.observation.instructions == ["go from 0.01", "go from 10.02"]
+    assert step.dropped.tolist() == [False, True] and sim.running.tolist() == [True, False]
+    again = sim.restart([1], [1002], ["go"])
+    np.testing.assert_allclose(again.state[:, 0], [0.21, 10.02], rtol=1e-6)
+    assert again.instructions == ["go from 0.01", "go from 10.02"]
     os.kill(sim.simulator.pids[0], signal.SIGKILL)
     sim.simulator._workers[0].child.process.wait()
     sim.reset([3, 4], ["go", "go"])  # nothing was being played that matters, so nothing is lost

@@ -158,6 +158,10 @@ def test_shuffled_instructions_are_another_episodes():
     assert all(a != b for a, b in zip(mine, theirs, strict=True)) and set(theirs) <= set(mine)
     same = other.reset([5, 5], ["go"] * 2).instructions[:2]  # the other rows are idle
     assert same == ["go from 0.05"] * 2
+    other.reset([1, 2, 95, 3], ["go"] * 4)
+    other.step(np.full((4, 1, 1), 0.25))  # the third has come to its end, and restarts alone
+    assert other.running.tolist() == [True, True, False, True]
+    assert other.restart([2], [7], ["go"]).instructions[2] == "go from 0.28"  # where the next row is now
 
 
 def test_what_an_episode_earns():

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,11 +133,12 @@ class Network(nn.Module):
 
 
 class EpisodeRecord:
-    """The record of an episode while it is played."""
+    """The record of an episode while it is played; lost until it begins."""
 
-    def __init__(self, prompt: Prompt, instruction: str, lost: bool, *, reasons: bool) -> None:
+    def __init__(self, prompt: Prompt, *, reasons: bool) -> None:
         """reasons: whether the head draws latents before a chunk."""
-        self.prompt, self.instruction, self.lost, self.reasons = prompt, instruction, lost, reasons
+        self.prompt, self.reasons = prompt, reasons
+        self.instruction, self.lost = "", True
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
         self.policy_steps: list[PolicyStep] = []
@@ -146,6 +147,11 @@ class EpisodeRecord:
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
         self.labels: list[Prompt] = []  # observations with an expert's actions, by policy step
+
+    def begin(self, observation: Observation, row: int, film: bool) -> None:
+        self.instruction, self.lost = observation.instructions[row], False
+        if film:
+            self.frames.append(observation.images[row])
 
     def add_label(self, observation: Observation, actions: NDArray[np.float32]) -> None:
         """Keeps an observation of one row, and what the expert would do there, [chunk, action]."""
@@ -162,7 +168,7 @@ class EpisodeRecord:
             self.terminated |= bool(step.terminated[row].any())
             self.length += int(valid.sum())
             if film:
-                self.frames.append(step.final_observation.images[row])
+                self.frames.append(step.observation.images[row])
         self.rewards.append(float(step.reward[row].sum()))
 
     @property
@@ -439,41 +445,38 @@ class VisionLanguageActionPolicy:
     def _play(
         self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], options: PlayOptions
     ) -> list[EpisodeRecord]:
-        records = []
-        for i in range(0, len(starts), len(self.sim)):
-            part = slice(i, i + len(self.sim))
-            part_options = replace(options, film=max(0, options.film - i))
-            records += self._play_at_once(starts[part], seeds[part], groups[part], part_options)
-        return records
-
-    def _play_at_once(
-        self, starts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int], options: PlayOptions
-    ) -> list[EpisodeRecord]:
-        """Plays at most as many episodes as the simulator has rows. The network runs for running episodes only."""
+        """Plays an episode from each start. A row of the simulator whose episode ends gets the next start; the network
+        runs for running episodes only."""
         sim, head, critic = self.sim, self.module.head, self.module.critic
-        observation = sim.reset([p.metadata["seed"] for p in starts], [p.metadata["task"] for p in starts])
-        running = sim.running
-        records = [
-            EpisodeRecord(p, observation.instructions[i], not running[i], reasons=head.reasons)
-            for i, p in enumerate(starts)
-        ]
-        for i, record in enumerate(records[: options.film]):
-            record.frames.append(observation.images[i])
+        records = [EpisodeRecord(prompt, reasons=head.reasons) for prompt in starts]
+        playing = list(range(min(len(sim), len(starts))))  # by row, which of the episodes
+        waiting = iter(range(len(playing), len(starts)))
+        sim.reset(*zip(*(start_of(starts[i]) for i in playing), strict=True))
         step_counts = Counter[int]()
 
+        def following(row: int) -> tuple[int, str] | None:
+            if (number := next(waiting, None)) is None:
+                return None
+            playing[row] = number
+            return start_of(starts[number])
+
         def act(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[NDArray], Any]:
+            numbers = [playing[row] for row in rows]
+            for number, row in zip(numbers, rows, strict=True):
+                if not step_counts[number]:
+                    records[number].begin(observation, row, number < options.film)
             shown = observation.select(rows)
             prepared, state = self._prepare(shown), self._state(shown).to(self.device)
             step_seeds = [
-                mixed(seeds[row], step_counts[row])  # each policy step of an episode has noise of its own
-                for row in rows
+                mixed(seeds[number], step_counts[number])  # each policy step of an episode has noise of its own
+                for number in numbers
             ]
-            step_counts.update(rows.tolist())
+            step_counts.update(numbers)
             if options.labelled:
                 expert = sim.expert(np.isin(np.arange(len(sim)), rows), length=self.action.chunk)
-                for i, row in enumerate(rows):
-                    records[row].add_label(shown.select(np.array([i])), expert[row])
-            group_seeds = [groups[row] for row in rows]
+                for i, (number, row) in enumerate(zip(numbers, rows, strict=True)):
+                    records[number].add_label(shown.select(np.array([i])), expert[row])
+            group_seeds = [groups[number] for number in numbers]
             sampling = ActionSampling(step_seeds, options.temperature, options.training, group_seeds, options.step)
             inputs = self._collate(prepared)
             with self.playing.call(state, inputs):
@@ -487,13 +490,14 @@ class VisionLanguageActionPolicy:
             return parts, (prepared, state.cpu(), columns, values, shown, actions[rows].astype(np.float32))
 
         def tell(rows: NDArray[np.int64], steps: list[Step], context: Any) -> None:
+            played = [records[playing[row]] for row in rows]
             for step in steps:
-                for row in rows:
-                    records[row].add_step(step, row, row < options.film)
+                for record, row in zip(played, rows, strict=True):
+                    record.add_step(step, row, playing[row] < options.film)
             prepared, state, chosen, values, shown, actions = context
             if head.reasons:
-                for row, count in zip(rows, head.reasoning_steps(chosen).tolist(), strict=True):
-                    records[row].reasoning.append(count)
+                for record, count in zip(played, head.reasoning_steps(chosen).tolist(), strict=True):
+                    record.reasoning.append(count)
             if options.training:
                 valid = torch.from_numpy(steps[-1].valid[rows])
                 picked = zip(*(column.unbind() for column in chosen.values()), strict=True)
@@ -502,19 +506,20 @@ class VisionLanguageActionPolicy:
                     stored = step_record(shown, actions, i, steps[-1], row) if self.stores_episodes else None
                     by_name = dict(zip(chosen, choice, strict=True))
                     policy_step = PolicyStep(prepared_row, numbers, by_name, executed, stored)
-                    records[row].policy_steps.append(policy_step)
-                    records[row].values.append(value)
-                self._value_ends(steps[-1], rows, records)
+                    played[i].policy_steps.append(policy_step)
+                    played[i].values.append(value)
+                self._value_ends(steps[-1], {row: record for row, record in zip(rows, played, strict=True)})
 
-        play(sim, act, tell, max_chunks=self.action.horizon)
+        play(sim, act, tell, max_chunks=self.action.horizon, following=following)
         return records
 
-    def _value_ends(self, step: Step, rows: NDArray[np.int64], records: list[EpisodeRecord]) -> None:
-        """Sets the critic's value of the final observations of episodes that ended or were truncated in this step."""
-        ended = [row for row in rows if step.ended[row] and not step.dropped[row]]
+    def _value_ends(self, step: Step, records: dict[int, EpisodeRecord]) -> None:
+        """Sets the critic's value of the final observations of episodes that ended or were truncated in this step.
+        records: by row."""
+        ended = [row for row in records if step.ended[row] and not step.dropped[row]]
         if self.module.critic is None or not ended:
             return
-        shown = step.final_observation.select(ended)
+        shown = step.observation.select(ended)
         reading = self.module.read(self._collate(self._prepare(shown))) if self.module.critic.reads else None
         values = self.module.critic(reading, self._state(shown).to(self.device))
         for row, value in zip(ended, values.tolist(), strict=True):
@@ -576,6 +581,11 @@ class VisionLanguageActionPolicy:
         )
 
 
+def start_of(prompt: Prompt) -> tuple[int, str]:
+    """Returns the seed and the task of a start state."""
+    return prompt.metadata["seed"], prompt.metadata["task"]
+
+
 def robot_actions(
     actions: Tensor, statistics: Units | None, rows: NDArray[np.int64], count: int
 ) -> NDArray[np.float64]:
@@ -611,7 +621,7 @@ def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: 
         actions[i],
         float(step.reward[row].sum()),
         bool(step.terminated[row].any()),
-        step.final_observation.select([row]) if step.ended[row] else None,
+        step.observation.select([row]) if step.ended[row] else None,
     )
 
 

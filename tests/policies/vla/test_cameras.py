@@ -47,7 +47,7 @@ def two(**options):
 def test_observations_name_their_cameras(workers):
     with two(workers=workers) as sim:
         sim.reset([0, 1], ["go", "go"])
-        shown = [sim.observation(), sim.observation().select([1]), sim.step(np.zeros((2, 1, 1))).final_observation]
+        shown = [sim.observation(), sim.observation().select([1]), sim.step(np.zeros((2, 1, 1))).observation]
         for observation in shown:
             assert observation.cameras == ("front", "wrist")
             for name, colour in (("front", 10), ("wrist", 200)):
