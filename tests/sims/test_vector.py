@@ -210,6 +210,29 @@ def test_rows_get_the_next_start_as_they_end(turns):
     assert sim.counters["dropped_episodes"] == 2
 
 
+def test_one_row_plays_all_starts_each_from_its_own_beginning(monkeypatch):
+    """One that cannot begin is passed over; neither chunks nor actions of an episode count for the next."""
+    monkeypatch.setattr("mmrl.sims.vector.simulator.LONGEST", 5)
+    waiting, lengths = [5, 10, 20], []
+
+    def following(row):
+        lengths.append(0)
+        return (waiting.pop(0), "go") if waiting else None
+
+    def act(seen, rows):
+        return [same(0.25, 1)], None
+
+    def tell(rows, steps, _):
+        lengths[-1] += 1
+
+    lengths.append(0)
+    with build(LINE, 1, {"unstartable": (5,)}) as sim, pytest.warns(RuntimeWarning, match="cannot start"):
+        sim.reset([0], ["go"])
+        play(sim, act, tell, max_chunks=4, following=following)
+    assert lengths == [4, 0, 4, 4, 0]  # the second could not begin, and after the fourth there was none
+    assert sim.counters["dropped_episodes"] == 1
+
+
 def test_shares_in_turns_play_the_same_episodes():
     seeds, tasks = [0, 50, 90, 20, 95], ["go"] * 5
 

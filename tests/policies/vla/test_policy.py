@@ -291,12 +291,22 @@ def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
     """Not on the rows of the simulator, nor on what is played beside it."""
     policy, rollouts = played(kind)
     alone = stir(make(kind, rows=1)).rollout(STARTS[1:2], 2, SEEDS[2:4])
-    for mine, theirs in zip(alone.inputs, rollouts.inputs[2:4], strict=True):
-        assert len(mine) == len(theirs)
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a.chosen["actions"], b.chosen["actions"], rtol=1e-4, atol=1e-5)
-            assert torch.equal(a.valid, b.valid)
-    assert alone.samples[0].episode.length == rollouts.samples[2].episode.length
+    few = stir(make(kind, rows=2)).rollout(STARTS, 2, SEEDS)
+    for found, rows in ((alone, slice(2, 4)), (few, slice(0, 6))):
+        for mine, theirs in zip(found.inputs, rollouts.inputs[rows], strict=True):
+            assert len(mine) == len(theirs)
+            for a, b in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(a.chosen["actions"], b.chosen["actions"], rtol=1e-4, atol=1e-5)
+                assert torch.equal(a.valid, b.valid)
+        lengths = [[sample.episode.length for sample in part] for part in (found.samples, rollouts.samples[rows])]
+        assert lengths[0] == lengths[1]
+
+
+def test_a_group_shares_its_window_in_whichever_rows_it_is_played(make):
+    many, few = (stir(make("flow", rows=rows)).rollout(STARTS, 2, SEEDS) for rows in (6, 2))
+    points = [[episode[0].chosen["points"].tolist() for episode in found.inputs] for found in (many, few)]
+    assert points[0] == points[1] and points[0][::2] == points[0][1::2]
+    assert len({str(point) for point in points[0]}) > 1
 
 
 def test_playing_in_turns_changes_no_episode(make):
