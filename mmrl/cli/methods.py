@@ -132,7 +132,8 @@ def _listed() -> list[str]:
     """Returns the lines of all methods: those to begin with, then a block for each choice."""
     blocks: dict[str, list[str]] = {}
     for base, name, kind in methods():
-        note = " (reconstructed)" if is_reconstructed(kind) else ""
+        where = compared_with(kind).partition("@")[0].rpartition("/")[2]
+        note = " (reconstructed)" if is_reconstructed(kind) else f" (variant: as {where})" if where else ""
         blocks.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}{note}")
     blocks["reward"] = [f"  {name:<18} {first_sentence(builder)}" for name, builder in rewards().items()]
     begin = [f"  {name:<18} {title}: {when}" for (title, name), when in RECOMMENDED.items()]
@@ -143,6 +144,12 @@ def _listed() -> list[str]:
 def is_reconstructed(kind: type[Choice]) -> bool:
     """Returns True where a method was built from an abstract or a summary, without the authors' code."""
     return vars_of(kind, "source").startswith("reconstructed")
+
+
+def compared_with(kind: type[Choice]) -> str:
+    """Returns the public code whose numbers a method gives, as REPOSITORY@COMMIT; empty where it was not compared, as
+    for one that inherits from a method that was."""
+    return str(vars(kind)["compared"]) if "compared" in vars(kind) else ""
 
 
 def _base_of(kind: object, name: str) -> type[Choice]:
@@ -192,6 +199,8 @@ def describe_method(base: type[Choice], name: str, kind: type[Choice]) -> list[s
     for attribute in ("equation", "at_one_update", "source", "test"):
         if value := vars_of(kind, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
+    if where := compared_with(kind):
+        lines.append(f"  variant: equal by value to {where} (tests/joints/test_public_numbers.py)")
     if changes := vars_of(kind, "changes"):
         lines.append(f"  changes: {', '.join(sorted(changes))}")
     if (needs := needs_of(kind)) is not None:

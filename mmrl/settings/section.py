@@ -53,6 +53,7 @@ class Choice(Section):
     equation: ClassVar[str] = ""
     source: ClassVar[str] = ""  # the paper an equation comes from
     test: ClassVar[str] = ""  # a test of it
+    compared: ClassVar[str] = ""  # public code whose numbers it gives, as REPOSITORY@COMMIT; empty: not compared
     of_numbers: ClassVar[bool] = False  # whether a number alone stands for the kind `constant` with this `number`
 
     @property

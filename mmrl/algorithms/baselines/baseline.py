@@ -82,6 +82,7 @@ class Mean(GroupStatistic):
 
     equation: ClassVar[str] = "A = r - mean_j r_j"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
+    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "mean"
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
@@ -96,6 +97,7 @@ class LeaveOneOut(GroupStatistic):
     equation: ClassVar[str] = "A = r - mean_{j != i} r_j"
     source: ClassVar[str] = "RLOO, arXiv 2402.14740"
     usual_scale: ClassVar[str] = "none"
+    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "leave_one_out"
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
@@ -110,6 +112,7 @@ class LengthWeighted(GroupStatistic):
     equation: ClassVar[str] = "A = r - sum_j l_j r_j / sum_j l_j"
     source: ClassVar[str] = "OPO, arXiv 2505.23585"
     usual_scale: ClassVar[str] = "none"
+    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "length_weighted"
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
@@ -138,4 +141,5 @@ class NoBaseline(Baseline):
     source: ClassVar[str] = "REINFORCE, Williams 1992"
     compares: ClassVar[bool] = False
     usual_scale: ClassVar[str] = "none"
+    compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "none"
