@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from mmrl.cli.methods import compared_with, methods
+from mmrl.samplers.settings import DenoisingTransition
+from mmrl.samplers.transitions import gaussian_step
+from mmrl.settings import choose
 from tests.joints.parts import Table, steps
 
 PUBLIC = json.loads((Path(__file__).parent / "public_numbers.json").read_text())
@@ -151,11 +154,28 @@ def test_losses(given, function, option, shows):
     alike(made.gradient(), expected["gradient"], one.mask)
 
 
+def test_flow_steps():
+    """A step of the chain by its key, replayed: its log-likelihood, and the gradient by the predicted velocity."""
+    public = PUBLIC["yifan123_flow_grpo"]
+    inputs, sigmas = public["inputs"], torch.tensor(public["inputs"]["sigmas"])
+    transition = choose(DenoisingTransition, {"type": "flow_sde", "noise": inputs["noise"]})
+    for expected in public["numbers"]["sde_step_with_logprob noise_level=0.7"]:
+        x, velocity, x_next = (torch.tensor(inputs[name]) for name in ("x", "velocity", "x_next"))
+        velocity.requires_grad_()
+        step = expected["step"]
+        at = transition.coefficients(sigmas[step], sigmas[step + 1], sigmas[1])
+        _, logp, _ = gaussian_step(x, velocity, at, x_next=x_next)
+        (gradient,) = torch.autograd.grad(logp.sum(), velocity)
+        for found, numbers in ((logp, expected["logp"]), (gradient, expected["gradient"])):
+            torch.testing.assert_close(found.detach(), torch.tensor(numbers), atol=5e-5, rtol=5e-5)
+
+
 def test_what_is_said_to_be_compared_is_and_the_other_way_round():
-    shown = set().union(*(shows for *_, shows in (*ADVANTAGES, *LOSSES)))
+    shown = dict.fromkeys(set().union(*(shows for *_, shows in (*ADVANTAGES, *LOSSES))), "volcengine_verl")
+    shown["transition", "flow_sde"] = "yifan123_flow_grpo"
     declared = {(base.title, name): compared_with(kind) for base, name, kind in methods()}
-    assert {key for key, where in declared.items() if where} == shown
-    assert {declared[key] for key in shown} == {f"volcengine/verl@{VERL['commit'][:8]}"}
+    named = {name: f"{public['repository']}@{public['commit'][:8]}" for name, public in PUBLIC.items()}
+    assert {key: where for key, where in declared.items() if where} == {key: named[by] for key, by in shown.items()}
     assert set(VERL["numbers"]) - {case[0] for case in (*ADVANTAGES, *LOSSES)} == {
         "compute_policy_loss_kl_cov",  # the covariance is of the policy before the step here, of the present one there
         "compute_policy_loss_vanilla clip_ratio_c=1e9 seq-mean-token-sum-norm",  # a sum over rollouts, here their mean
