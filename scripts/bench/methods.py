@@ -81,6 +81,7 @@ OPTIONS = {
     "self_imitation": "count: 32",
     "segment_values": "every: 1",
     "sequence_mask": "bound: 0.3",
+    "stored_steps": "steps: 32",
     "stratified": "by: length",
     "task_quotas": "by: kind",
     "token_budget": "budget: 400",
@@ -91,6 +92,7 @@ OPTIONS = {
 # What goes with a method.
 BESIDE = {
     "demonstrations": ["algorithm.terms=[likelihood]"],
+    "stored_steps": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "guided": ["rollout.extras=[guided_groups]"],
     "self_corrections": ["rollout.max_response_length=48"],
