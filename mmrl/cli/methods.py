@@ -44,9 +44,15 @@ DECISIONS: dict[str, dict[str, Any]] = {
     },
     "image": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "matching"}}},
     "image (contrast)": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "contrast"}}},
-    "action token": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "token"}}},
+    "action token": {
+        "model": {"type": "vision_language_action"},
+        "action": {"head": {"type": "token"}, "labels": {}},
+    },
     "step of an action's flow": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "flow"}}},
-    "action": {"model": {"type": "vision_language_action"}, "action": {"head": {"type": "regression"}}},
+    "action": {
+        "model": {"type": "vision_language_action"},
+        "action": {"head": {"type": "regression"}, "labels": {}},
+    },
     "chunk of actions (contrast)": {
         "model": {"type": "vision_language_action"},
         "action": {"head": {"type": "flow", "likelihood": {"type": "contrast"}}},
