@@ -51,9 +51,23 @@ def build_task(config: Config) -> Task:
             metadata = task.train[0].metadata
             for key, fact in facts:
                 check_fact(key, fact, task.reward_names, metadata, paired=config.rollout.paired)
+        check_measured(config, task)
     except ValueError as error:
         raise UserError(str(error)) from None
     return task
+
+
+def check_measured(config: Config, task: Task) -> None:
+    """Raises UserError, which names the part, for a measurement that the task's prompts do not allow, such as a view of
+    videos where there are none."""
+    if task.train is None:
+        return
+    for key, needs in config.algorithm.parts():
+        for measurement in needs.measurements:
+            try:
+                measurement.check_prompt(task.train[0])
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from None
 
 
 def check_turns(config: Config, task: Task) -> None:

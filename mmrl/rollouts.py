@@ -62,7 +62,7 @@ class Prompt:
     `text` may hold `<image>` once per image and `<video>` once per video, to mark their positions; without any marker
     images come first, in order, and videos after them. `answer` is for verifiers, `metadata` for rewards and tables.
     `messages`, if any, replace system, text, images and videos, and `tools` are the JSON schemas of functions for the
-    chat template.
+    chat template. `before_start` is the prompt before an environment began a conversation with it.
     """
 
     id: str
@@ -74,12 +74,31 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     videos: tuple[Video, ...] = ()
+    before_start: Prompt | None = None
 
     def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
-        """Returns the prompt with `change` applied to every image and then to every video frame, in order."""
+        """Returns the prompt with `change` applied to every image and video frame of its messages, in order; then to
+        every image and every video frame beside them."""
+
+        def changed(part: str | Image.Image | Video) -> str | Image.Image | Video:
+            if isinstance(part, Video):
+                return replace(part, frames=tuple(change(frame) for frame in part.frames))
+            return part if isinstance(part, str) else change(part)
+
+        messages = tuple(replace(each, parts=tuple(changed(part) for part in each.parts)) for each in self.messages)
         images = tuple(change(image) for image in self.images)
         videos = tuple(replace(video, frames=tuple(change(frame) for frame in video.frames)) for video in self.videos)
-        return replace(self, images=images, videos=videos)
+        return replace(self, messages=messages, images=images, videos=videos)
+
+    @property
+    def seen_images(self) -> tuple[Image.Image, ...]:
+        """The images that a policy sees, in order."""
+        return tuple(i for each in self.messages for i in each.images) if self.messages else self.images
+
+    @property
+    def seen_videos(self) -> tuple[Video, ...]:
+        """The videos that a policy sees, in order."""
+        return tuple(v for each in self.messages for v in each.videos) if self.messages else self.videos
 
 
 @dataclass(frozen=True)
@@ -360,8 +379,8 @@ def _rows_as_nodes(rollouts: Rollouts, first: int) -> Tensor:
 
 @dataclass
 class Steps(Record):
-    """Columns for a critic of rollouts in an environment, with at most S steps of T / S decisions each;
-    `Rollouts.extras["steps"]`."""
+    """Columns for a critic of rollouts in an environment, with at most S steps; `Rollouts.extras["steps"]`. A step has
+    T / S decisions, or those that `index` says."""
 
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True while the episode ran
     rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, of the simulator
@@ -370,17 +389,44 @@ class Steps(Record):
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of the state at the time limit
     returns: Tensor | None = column(0)  # [rollout, step] float32, the critic's targets
     moment: Tensor | None = column(0)  # [rollout, step] int64, its time, where several steps may coincide
+    index: Tensor | None = column(0)  # [rollout, decision] int64, the step of a decision, where steps differ in length
+    begin: Tensor | None = column(0)  # [rollout, step] int64, the first decision of a step, likewise
 
     @classmethod
     def of_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
         """Returns the steps of rollouts in which every decision is a step, the last one terminates, and only the task
         gives rewards.
 
-        mask, values: [rollout, decision]; the mask has no gaps. moment: likewise, the time of each decision; None: in
-        order."""
+        mask, values: [rollout, decision]. moment: likewise, the time of each decision; None: in order."""
         blank = torch.zeros(mask.shape, dtype=values.dtype)
-        last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
         return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone(), moment=moment)
+
+    def grouped(self, index: Tensor) -> Steps:
+        """Returns steps of which each has the decisions of one index, where every decision was a step: its value is
+        that of its first decision, its reward the sum. index: [rollout, decision] int64, which rises by 1 at most from
+        one counted decision to the next."""
+        index = index.where(self.mask, 0)
+        count = int(index.max()) + 1 if index.numel() else 1
+        shape, width = (len(index), count), index.shape[1]
+        column = torch.arange(width).expand_as(index).where(self.mask, width)
+        begin = torch.full(shape, width).scatter_reduce(1, index, column, "amin")
+        mask, begin = begin < width, begin.clamp(max=max(0, width - 1))
+        values = self.values.gather(1, begin).where(mask, 0.0)
+        rewards = self.rewards.new_zeros(shape).scatter_add(1, index, self.rewards.where(self.mask, 0.0))
+        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+        blank = torch.zeros_like(values)
+        return Steps(mask, rewards, values, last, blank, index=index, begin=begin)
+
+    def of_steps(self, values: Tensor) -> Tensor:
+        """Returns the values [rollout, step] of what may be values of decisions [rollout, decision]."""
+        return values if self.begin is None else values.gather(1, self.begin.to(values.device))
+
+    def by_decision(self, values: Tensor, decisions: int) -> Tensor:
+        """Repeats values of steps for each of their decisions, [rollout, step] -> [rollout, decision]."""
+        if self.index is not None:
+            return values.gather(1, self.index.to(values.device))
+        return values.repeat_interleave(decisions // values.shape[1], 1)
 
 
 @dataclass

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 class PPO(RatioAlgorithm):
     """Proximal policy optimisation with a critic and generalised advantage estimates. A time step is a policy step with
-    its chunk of actions, or a token of a response. Where a model unmasks several tokens at once, in any order, a time
+    its chunk of actions, a token of a response, or a turn of a conversation, whose value is that of its first token and
+    whose rewards are those of its environment, with the weight simulator_reward. Where a model unmasks several tokens at once, in any order, a time
     step is a step of unmasking: its reward and value are means over its tokens, and a token differs from its step by
     its own reward and value (TraceRL)."""
 
@@ -72,6 +73,10 @@ class PPO(RatioAlgorithm):
     standardise: Literal["batch", "minibatch"] = option(
         "batch", "over which advantages are standardised: a step's, or an optimizer step's"
     )
+    time_step: Literal["decision", "turn"] = option(
+        "decision",
+        "of conversations: each token that the policy chose is a time step, or each turn; gamma and lam are by it",
+    )
     shuffle: Literal["episodes", "steps"] = option(
         "episodes",
         "what minibatches are drawn from: whole episodes, or single steps of them (which engine.micro_batch counts)",
@@ -80,6 +85,8 @@ class PPO(RatioAlgorithm):
     @property
     def base_needs(self) -> Needs:
         offers: set[Offer] = {"critic", Stepwise} if self.by_step else {"critic"}
+        if self.time_step == "turn":
+            offers |= {"turns"}
         needs = super().base_needs | Needs(offers=frozenset(offers), critic=self.critic)
         return needs if self.reward_kl is None else needs | self.reward_kl.needs
 
@@ -110,14 +117,17 @@ class PPO(RatioAlgorithm):
         """
         import torch
 
-        rollouts, steps = batch.rollouts, _steps(batch.rollouts)
+        rollouts = batch.rollouts
+        if "turns" in rollouts.extras:
+            rollouts.extras["steps"] = steps_of_turns(rollouts, self.time_step)
+        steps = _steps(rollouts)
         total = batch.local(batch.combined())
         steps.mask = steps.mask & ~total.isnan()[:, None]  # what could not be scored is not known to be worth 0
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
         if self.reward_kl is not None:
-            costs = self.reward_kl.costs(batch).view(*steps.mask.shape, -1).sum(2)
+            costs = _summed(self.reward_kl.costs(batch), steps)
             rewards = rewards - costs.to(rewards).where(steps.mask, 0.0)
         estimates = self.estimates if steps.moment is None else self.estimates_of_traces
         values, steps.returns = estimates(rewards, steps)
@@ -207,7 +217,7 @@ class PPO(RatioAlgorithm):
 
         loss, stats = super().objective(micro, replay, over)
         assert replay.value is not None
-        error = self._value_error(_steps(micro), replay.value)
+        error = self._value_error(_steps(micro), _steps(micro).of_steps(replay.value))
         counted = _steps(micro).mask.to(error.device)
         stats["critic/error"] = error.detach()
         return loss + self.value_coefficient * reduce(error, counted, total=over.totals["steps"]), stats
@@ -244,9 +254,37 @@ def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
     return dense_moments(steps.moment, steps.mask)
 
 
+def steps_of_turns(rollouts: Rollouts, time_step: str) -> Steps:
+    """Returns the steps of conversations, from steps of all decisions: a turn each, or a token that the policy chose
+    each, without the observations in between. The environment's reward of a turn is of its last step."""
+    import torch.nn.functional as F
+
+    from mmrl.rollouts import Turns
+
+    turns, every = rollouts.extra("turns", Turns), _steps(rollouts)
+    rewards = turns.rewards * turns.mask
+    if time_step == "turn":
+        steps = every.grouped(turns.number)
+        steps.rewards = rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)
+        return steps
+    steps = every.grouped((every.mask.cumsum(1) - 1).clamp(min=0))
+    assert steps.begin is not None
+    number = turns.number.gather(1, steps.begin).where(steps.mask, -1)
+    following = F.pad(number[:, 1:], (0, 1), value=-1)
+    steps.rewards = rewards.gather(1, number.clamp(min=0)).where(steps.mask & (number != following), 0.0)
+    return steps
+
+
+def _summed(costs: Tensor, steps: Steps) -> Tensor:
+    """Returns sums over the decisions of each step, [rollout, decision] -> [rollout, step]."""
+    if steps.index is None:
+        return costs.view(*steps.mask.shape, -1).sum(2)
+    return costs.new_zeros(steps.mask.shape).scatter_add(1, steps.index, costs)
+
+
 def _by_decision(values: Tensor, rollouts: Rollouts) -> Tensor:
     """Repeats values of steps for each of their decisions, [rollout, step] -> [rollout, decision]."""
-    return values.repeat_interleave(rollouts.mask.shape[1] // values.shape[1], 1)
+    return _steps(rollouts).by_decision(values, rollouts.mask.shape[1])
 
 
 def _steps(rollouts: Rollouts) -> Steps:

@@ -132,7 +132,7 @@ class GuidedPrefixes(Guidance):
         lengths = (demonstrations.mask.sum(1) * torch.tensor(shares)).long()
         continued: Rollouts = context.policy.continued(demonstrations, lengths.tolist(), seeds)
         if not self.learned:
-            continued.mask = continued.mask & (torch.arange(continued.mask.shape[1]) >= lengths[:, None])
+            continued.mask = continued.mask & (continued.mask.cumsum(1) > lengths[:, None])
         if not groups:
             return joining([], fresh, context)
         each_group, each_prompt = ([column[i] for i in each.tolist()] for column in (groups, prompts))

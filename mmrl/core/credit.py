@@ -63,13 +63,13 @@ def segment_gains(worth: Tensor, outcome: Tensor, mask: Tensor, *, every: int) -
     VinePPO, arXiv 2410.01679, with segments in place of steps of reasoning.
 
     worth [rollout, segment]: what is expected at the beginning of each segment of `every` decisions; outcome [rollout]:
-    what came of it, which is the worth of the end of the last one; mask [rollout, decision], without gaps. It is 0
-    where a worth is unknown (NaN), and outside the mask.
+    what came of it, which is the worth of the end of the last one; mask [rollout, decision], where segments are counted
+    by what counts. It is 0 where a worth is unknown (NaN), and outside the mask.
     """
-    lengths, segment = mask.sum(1, keepdim=True), torch.arange(mask.shape[1]) // every
-    after = torch.cat([worth[:, 1:], outcome[:, None]], 1)[:, segment]
+    lengths, segment = mask.sum(1, keepdim=True), (mask.cumsum(1) - 1).clamp(min=0) // every
+    after = torch.cat([worth[:, 1:], outcome[:, None]], 1).gather(1, segment)
     last = (segment + 1) * every >= lengths
-    gains = outcome[:, None].where(last, after) - worth[:, segment]
+    gains = outcome[:, None].where(last, after) - worth.gather(1, segment)
     return gains.nan_to_num(0.0).where(mask, 0.0)
 
 

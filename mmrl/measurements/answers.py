@@ -47,6 +47,9 @@ class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
     def offers(self) -> frozenset[Offer]:
         return frozenset({"views"})
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        self.view.check(prompt)
+
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> FurtherAnswers:
         from mmrl.rollouts import FurtherAnswers
         from mmrl.runtime.seeds import rollout_seeds

@@ -56,6 +56,9 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
     def offers(self) -> frozenset[Offer]:
         return frozenset({"views"})
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        self.view.check(prompt)
+
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
         from mmrl.rollouts import DecisionColumn
 
@@ -76,6 +79,9 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
     @property
     def offers(self) -> frozenset[Offer]:
         return frozenset({"views"})
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        self.view.check(prompt)
 
     def measure(self, micro: Rollouts, context: ReplayedContext) -> Replay:
         viewed = context.policy.view(micro, under(self.view, context.step))

@@ -9,7 +9,9 @@ from mmrl.prompts.views import DrawnView, View
 from mmrl.settings import option
 
 if TYPE_CHECKING:
-    from mmrl.rollouts import Prompt
+    from PIL import Image
+
+    from mmrl.rollouts import Prompt, Video
 
 
 class Blank(View):
@@ -52,19 +54,26 @@ class HiddenRegions(View):
     type: str = "hidden_regions"
     boxes: str = option("boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first image", unit="pixels")
 
-    def change(self, prompt: Prompt) -> Prompt:
-        from dataclasses import replace
+    def check(self, prompt: Prompt) -> None:
+        if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
+            raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
 
+    def change(self, prompt: Prompt) -> Prompt:
         from PIL import ImageDraw
 
-        boxes = prompt.metadata.get(self.boxes)
-        if boxes is None or not prompt.images:
-            raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
-        image = prompt.images[0].convert("RGB")  # a copy
-        draw = ImageDraw.Draw(image)
-        for x1, y1, x2, y2 in boxes:
-            draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
-        return replace(prompt, images=(image, *prompt.images[1:]))
+        self.check(prompt)
+        boxes, first = prompt.metadata[self.boxes], [prompt.seen_images[0], *prompt.images[:1]]
+
+        def hidden(image: Image.Image) -> Image.Image:
+            if not any(image is each for each in first):
+                return image
+            covered = image.convert("RGB")  # a copy
+            draw = ImageDraw.Draw(covered)
+            for x1, y1, x2, y2 in boxes:
+                draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
+            return covered
+
+        return prompt.redrawn(hidden)
 
 
 class ShuffledPatches(DrawnView):
@@ -104,9 +113,16 @@ class ShuffledFrames(DrawnView):
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "shuffled_frames"
 
+    def check(self, prompt: Prompt) -> None:
+        if not prompt.seen_videos:
+            raise UserError(f"prompt {prompt.id!r} has no video whose frames view.type=shuffled_frames could shuffle")
+
     def change(self, prompt: Prompt) -> Prompt:
         from dataclasses import replace
 
+        from mmrl.rollouts import Video
+
+        self.check(prompt)
         random = self.generator(prompt)
 
         def shuffled(count: int) -> list[int]:
@@ -115,10 +131,11 @@ class ShuffledFrames(DrawnView):
                 order = random.permutation(count).tolist()
             return order
 
-        if not prompt.videos:
-            raise UserError(f"prompt {prompt.id!r} has no video whose frames view.type=shuffled_frames could shuffle")
-        videos = [
-            replace(video, frames=tuple(video.frames[i] for i in shuffled(len(video.frames))))
-            for video in prompt.videos
-        ]
-        return replace(prompt, videos=tuple(videos))
+        def mixed(video: Video) -> Video:
+            return replace(video, frames=tuple(video.frames[i] for i in shuffled(len(video.frames))))
+
+        messages = tuple(
+            replace(each, parts=tuple(mixed(part) if isinstance(part, Video) else part for part in each.parts))
+            for each in prompt.messages
+        )
+        return replace(prompt, messages=messages, videos=tuple(mixed(video) for video in prompt.videos))

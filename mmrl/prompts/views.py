@@ -13,7 +13,7 @@ from mmrl.settings import Choice, option
 if TYPE_CHECKING:
     from numpy.random import Generator
 
-    from mmrl.rollouts import Prompt
+    from mmrl.rollouts import Message, Prompt
 
 
 class View(Choice):
@@ -41,12 +41,17 @@ class View(Choice):
     @abstractmethod
     def change(self, prompt: Prompt) -> Prompt: ...
 
+    def check(self, prompt: Prompt) -> None:  # noqa: B027  (most views change any prompt)
+        """Raises UserError for the first prompt of a job where the view can not change such prompts."""
+
     def at(self, step: int) -> View:
         """Returns the view of a step, the number of finished ones; by default itself."""
         return self
 
     def changed(self, prompt: Prompt, step: int = 0) -> Prompt:
         """Returns the prompt under this view of a step. Raises UserError where `change` returns something else."""
+        from dataclasses import replace
+
         from mmrl.rollouts import Prompt
 
         changed = self.at(step).change(prompt)
@@ -54,7 +59,9 @@ class View(Choice):
             raise UserError(
                 f"the view {self.type} made {type(changed).__name__} of prompt {prompt.id}; expected a Prompt"
             )
-        return changed
+        if prompt.before_start is None:
+            return changed
+        return replace(changed, before_start=self.changed(prompt.before_start, step))
 
 
 class DrawnView(View):
@@ -112,4 +119,13 @@ class NoText(View):
         import re
         from dataclasses import replace
 
-        return replace(prompt, text="".join(re.findall("<image>|<video>", prompt.text)))
+        messages = tuple(_without_text(message) for message in prompt.messages)
+        return replace(prompt, text="".join(re.findall("<image>|<video>", prompt.text)), messages=messages)
+
+
+def _without_text(message: Message) -> Message:
+    """Returns a message of the user without its text, unless that is all; others stay."""
+    from dataclasses import replace
+
+    parts = tuple(part for part in message.parts if not isinstance(part, str))
+    return replace(message, parts=parts) if message.role == "user" and parts else message

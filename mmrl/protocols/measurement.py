@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.protocols.parts import RolloutSource, Task
-    from mmrl.rollouts import Rollouts, Sample
+    from mmrl.rollouts import Prompt, Rollouts, Sample
 
 R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement any type
 
@@ -105,6 +105,9 @@ class Measurement(ABC, Generic[R_co]):
     @property
     def required(self) -> frozenset[Offer]:
         return self.offers if self.requires is None else self.offers | {self.requires}
+
+    def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027  (most measure any prompt)
+        """Raises UserError for the first prompt of a job where nothing could be measured of such prompts."""
 
 
 class CollectedMeasurement(Measurement[R_co]):

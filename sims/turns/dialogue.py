@@ -35,7 +35,8 @@ class Dialogue:
         self.prompt = prompt
         try:
             messages = _checked(environment.start(prompt))
-            self.prompt = replace(prompt, messages=messages, tools=tuple(environment.tools()))
+            tools = tuple(environment.tools())
+            self.prompt = replace(prompt, messages=messages, tools=tools, before_start=prompt)
         except UserError:
             raise
         except Exception as error:

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from mmrl.config import load
 from mmrl.errors import UserError
-from tests.joints.parts import Table, close, steps
+from mmrl.rollouts import Turns
+from tests.joints.parts import GARBAGE, Table, close, steps
 
 # gamma = lam = 1/2. Episode 0 earns 1 at its end: delta_1 = 1 - 0.4, A_1 = 0.6; delta_0 = 0.5 x 0.4 - 0.2 = 0, and so
 # A_0 = 0 + 0.25 x 0.6. Episode 1 earns nothing: A = -0.1. Returns A + V: 0.35, 1 and 0.
@@ -294,3 +296,73 @@ def test_an_episode_that_a_mask_excludes_is_no_target(given):
     made, _ = unscored(given, options, (1.0, 0.3, 1.0), simulated=True)
     made.learn()
     close(made.gradient("value")[:, 0], [0.5 * -0.6, 0.0, 0.5 * -0.8])
+
+
+# --- turns ---
+
+# Conversation 0: two tokens in turn 0, which its environment pays 1, an observation, a token in turn 1; its outcome is
+# 1. Conversation 1: a token that earns nothing.
+TALK = [[0.2, 0.3, GARBAGE, 0.4], [0.1]]
+
+
+def talked(given, options, turn_rewards=((1.0, 0.0), (0.0, GARBAGE)), number=((0, 0, 0, 1), (0, 0, 0, 0))):
+    logp = [[-1.0] * 4, [-1.0]]
+    table = Table(logp, group=[0, 1], rewards=[1.0, 0.0], value=TALK)
+    made = given(table, "rollout={prompts: 2}", f"{PPO}, standardise: minibatch, simulator_reward: 1{options}}}")
+    rollouts = table.rollouts()
+    rollouts.mask = torch.tensor([[True, True, False, True], [True, False, False, False]])
+    reached = torch.tensor([[True, True], [True, False]])
+    rollouts.extras["turns"] = Turns(torch.tensor(number), reached, torch.tensor(turn_rewards))
+    made.prepare(rollouts)
+    return made, rollouts
+
+
+def test_a_turn_is_a_time_step(given):
+    """V = 0.2, 0.4; A_1 = 1 - 0.4 = 0.6, A_0 = 1 + 0.5 x 0.4 - 0.2 + 0.25 x 0.6 = 1.15; both tokens of a turn have its
+    advantage. Only the first token of a turn has a value to learn."""
+    made, rollouts = talked(given, ", time_step: turn")
+    close(rollouts.advantages.where(rollouts.mask, 0), [[1.15, 1.15, 0, 0.6], [-0.1, 0, 0, 0]])
+    close(rollouts.extras["steps"].returns, [[1.35, 1.0], [0.0, 0.0]])
+    made.learn()
+    close(made.gradient("value"), [[-1.15 / 3, 0, 0, -0.6 / 3], [0.1 / 3, 0, 0, 0]])
+    found = made.metrics.result()
+    close(found["critic/value"], 0.7 / 3)
+    close(found["critic/error"], (1.15**2 + 0.6**2 + 0.1**2) / 3)
+
+
+def test_tokens_of_conversations_are_time_steps_across_observations(given):
+    """V = 0.2, 0.3, 0.4, the turn's reward is of its second token: A_2 = 0.6, A_1 = 1 + 0.2 - 0.3 + 0.25 x 0.6 = 1.05,
+    A_0 = 0.15 - 0.2 + 0.25 x 1.05."""
+    made, rollouts = talked(given, "")
+    close(rollouts.advantages.where(rollouts.mask, 0), [[0.2125, 1.05, 0, 0.6], [-0.1, 0, 0, 0]])
+    made.learn()
+    close(made.gradient("value"), [[-0.2125 / 4, -1.05 / 4, 0, -0.6 / 4], [0.1 / 4, 0, 0, 0]])
+
+
+def test_advantages_of_turns_weigh_by_their_tokens_in_the_standardisation_of_a_minibatch(given):
+    made, _ = talked(given, ", time_step: turn")
+    counted = torch.tensor([1.15, 1.15, 0.6, -0.1])
+    want = (counted - counted.mean()) / counted.std()
+    made.learn()
+    close(made.gradient(), [[-want[0] / 4, -want[1] / 4, 0, -want[2] / 4], [-want[3] / 4, 0, 0, 0]], atol=1e-5)
+
+
+def test_divergence_is_paid_by_turns(given):
+    """0.5 x (0.2 - 0.4) and 0.5 x 0.6: rewards 1.1 and 0.7, A_1 = 0.3, A_0 = 1.1 + 0.2 - 0.2 + 0.25 x 0.3."""
+    logp = [[-1.0] * 4, [-1.0]]
+    table = Table(logp, group=[0, 1], rewards=[1.0, 0.0], value=TALK)
+    options = "standardise: minibatch, simulator_reward: 1, time_step: turn, reward_kl: {coefficient: 0.5}"
+    made = given(table, "rollout={prompts: 2}", f"{PPO}, {options}}}")
+    made.move(logp=[[0.2, -0.4, 9.0, 0.6], [0.0]])
+    rollouts = table.rollouts()
+    rollouts.mask = torch.tensor([[True, True, False, True], [True, False, False, False]])
+    number = torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0]])
+    rewards = torch.tensor([[1.0, 0.0], [0.0, GARBAGE]])
+    rollouts.extras["turns"] = Turns(number, torch.tensor([[True, True], [True, False]]), rewards)
+    made.prepare(rollouts)
+    close(rollouts.advantages.where(rollouts.mask, 0), [[1.175, 1.175, 0, 0.3], [-0.1, 0, 0, 0]])
+
+
+def test_turns_are_time_steps_of_conversations_alone():
+    with pytest.raises(UserError, match="needs turns of a conversation"):
+        load("configs/vlm/visual_qa_digits.yaml", ["algorithm={type: ppo, time_step: turn}"])

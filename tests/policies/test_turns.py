@@ -336,7 +336,7 @@ def test_an_environment_that_does_not_repeat_itself_is_named(folders):
     state = engine.drafts[0].state()
     spot = int((~state["decided"]).nonzero()[-3])
     state["response"][spot] += 1
-    with pytest.raises(UserError, match="did not answer prompt two as it did before the checkpoint"):
+    with pytest.raises(UserError, match="did not answer prompt two as it did before; what"):
         policy.restore([draft], [state])
 
 

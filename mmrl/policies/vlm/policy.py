@@ -172,11 +172,11 @@ class VisionLanguagePolicy:
 
     def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
         """Returns what `recalled` needs of each rollout besides its prompt."""
-        return reuse.stored(rollouts.inputs)
+        return reuse.stored(rollouts)
 
     def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
         """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
-        return reuse.recalled(self.tokens, prompts, states)
+        return reuse.recalled(self.drafter, prompts, states)
 
     def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
         """Keeps the first lengths[i] tokens of each response and samples the rest; not scored."""
@@ -188,7 +188,7 @@ class VisionLanguagePolicy:
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Returns the same responses to changed prompts."""
-        return reuse.with_prompts(self.tokens, rollouts, change)
+        return reuse.with_prompts(self.drafter, rollouts, change)
 
     # --- rollouts to log-probabilities ---
 

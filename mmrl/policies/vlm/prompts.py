@@ -65,10 +65,8 @@ class RolloutTokens:
             key: torch.cat([_to_length(self.read_sequence.get(key), start, value), value])
             for key, value in observation.sequence.items()
         }
-        images = dict(self.read_images)
-        for key, value in observation.images.items():
-            images[key] = cat_padded([images[key], value]) if key in images else value
         grown = self.extended(observation.prompt, decided=False)
+        images = joined_images([self.read_images, observation.images])
         return replace(grown, read_sequence=self.read_sequence | sequence, read_images=images)
 
     def without_response(self) -> RolloutTokens:
@@ -85,6 +83,15 @@ class RolloutTokens:
             read_sequence=self.read_sequence,
             read_images=self.read_images,
         )
+
+
+def joined_images(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the inputs of the images of all parts, in order."""
+    images: dict[str, Tensor] = {}
+    for part in parts:
+        for key, value in part.items():
+            images[key] = cat_padded([images[key], value]) if key in images else value
+    return images
 
 
 def _to_length(values: Tensor | None, length: int, like: Tensor) -> Tensor:

@@ -137,8 +137,7 @@ class VisionLanguageModel(ModelSettings):
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
             offers |= {"temperatures", Continuing}
         if converses(config):
-            # an observation belongs to the prompt that it answers, and no critic values it
-            offers -= {"views", Storing, "critic", Continuing, Recombining, Spelling}
+            offers -= {Recombining, Spelling}  # a response is several, of which rewards see the last
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 

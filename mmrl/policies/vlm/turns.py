@@ -21,7 +21,7 @@ from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Request
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.drafts import Draft, continued_seed
-from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, read
+from mmrl.policies.vlm.prompts import RolloutTokens, between, chat, joined_images, read
 from mmrl.policies.vlm.responses.thoughts import opens_thoughts
 from mmrl.rollouts import Message, Prompt, Rollouts, Sample, Turns
 from mmrl.sims.turns.dialogue import Dialogue
@@ -128,7 +128,8 @@ class Conversations:
 
     def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
         """Starts an environment for each rollout; those of a group begin alike."""
-        chats = [replace(prompt, messages=chat(prompt)) for prompt in prompts for _ in range(group_size)]
+        prompts = [prompt.before_start or replace(prompt, messages=chat(prompt)) for prompt in prompts]
+        chats = [prompt for prompt in prompts for _ in range(group_size)]
         with self.stepping() as steps:
             dialogues = list(steps.map(self._start, chats))
         for first in range(0, len(dialogues), group_size):
@@ -196,18 +197,85 @@ class Conversations:
 
     def restore(self, draft: ConversationDraft, state: dict[str, Tensor]) -> None:
         """Has the environment answer the responses of `state` again. Raises UserError where its answers differ."""
-        response, decided = state["response"], state["decided"]
+        response = state["response"]
+        self.answer_again(draft, response, state["decided"], state["logp"])
+        if len(draft.tokens.response) != len(response):
+            raise changed_answer(draft)
+
+    def answer_again(self, draft: ConversationDraft, response: Tensor, decided: Tensor, logp: Tensor) -> None:
+        """Has the environment answer the beginning of a response, [token]. Raises UserError where its answers
+        differ."""
         while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
             begin = len(draft.tokens.response)
             read = (~decided[begin:]).nonzero()
             end = begin + int(read[0]) if len(read) else len(response)
-            draft.grow(response[begin:end], state["logp"][begin:end], None)
+            draft.grow(response[begin:end], logp[begin:end], None)
             self.follow(draft)
-        if not torch.equal(draft.tokens.response, response):
-            raise UserError(
-                f"the environment did not answer prompt {draft.prompt.id} as it did before the checkpoint; what it "
-                "does must follow from the prompt and the responses"
-            )
+        count = min(len(response), len(draft.tokens.response))
+        if not torch.equal(draft.tokens.response[:count], response[:count]):
+            raise changed_answer(draft)
+
+    def recalled(
+        self, policy: ConversingPolicy, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]
+    ) -> Rollouts:
+        """Returns conversations as `reuse.stored` has them: the environment answers their responses again. Raises
+        UserError where its answers differ."""
+        drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
+        for draft, state in zip(drafts, states, strict=True):
+            response, decided = torch.tensor(state["response"]), torch.tensor(state["decided"])
+            limit = max(state["limit"], len(response))
+            draft.request = replace(draft.request, limit=limit)
+            draft.tokens = replace(draft.tokens, temperature=state["temperature"])
+            self.restore(draft, {"response": response, "decided": decided, "logp": torch.zeros(len(response))})
+            if draft.dialogue.end is None:
+                draft.dialogue.finish(state["end"])
+        return self.rollouts(drafts, [draft.tokens for draft in drafts], 1, policy, counts=False)
+
+    def begun(
+        self,
+        policy: ConversingPolicy,
+        rollouts: Rollouts,
+        lengths: Sequence[int],
+        seeds: Sequence[int],
+    ) -> Sequence[ConversationDraft]:
+        """Returns unfinished conversations with the first lengths[i] tokens that the policy chose, which the
+        environment answers again. Raises UserError where its answers differ."""
+        prompts = [sample.prompt for sample in rollouts.samples]
+        drafts: list[ConversationDraft] = policy.draft(prompts, 1, seeds)  # type: ignore[assignment]
+        for draft, row, length in zip(drafts, rollouts.inputs, lengths, strict=True):
+            draft.tokens = replace(draft.tokens, temperature=row.temperature)
+            chosen = row.chosen.nonzero().flatten()[:length]
+            end = int(chosen[-1]) + 1 if length and len(chosen) else 0
+            self.answer_again(draft, row.response[:end], row.chosen[:end], torch.zeros(end))
+        return drafts
+
+    # --- views ---
+
+    def viewed_images(
+        self, row: RolloutTokens, sample: Sample, change: Callable[[Prompt], Prompt]
+    ) -> dict[str, Tensor]:
+        """Returns the inputs of a conversation's observed images under a change of prompts; what observations say
+        stays. Raises UserError for a change that leaves other messages or sizes of images."""
+        record = sample.conversation
+        assert record is not None
+        shown = [turn.observation for turn in record.turns if turn.observation]
+        ends_observed = not bool(row.chosen[-1])
+        if record.turns and record.turns[-1].observation and not ends_observed:
+            shown = shown[:-1]  # there was no room for it
+        first, flat = sample.prompt.messages, [message for observation in shown for message in observation]
+        changed = change(replace(sample.prompt, messages=(*first, *flat))).messages[len(first) :]
+        if len(changed) != len(flat):
+            raise UserError(f"a view of prompt {sample.prompt.id} changed the number of its messages")
+        left, parts = iter(changed), []
+        names = [f"an observation after prompt {sample.prompt.id}"]
+        for observation in shown:
+            images = [image for _ in observation for image in next(left).images]
+            if [image.size for image in images] != [image.size for each in observation for image in each.images]:
+                raise UserError(f"a view of prompt {sample.prompt.id} changed the number or the size of its images")
+            if images:
+                text = between(self.processor, first, observation, "")
+                parts.append(read(self.processor, [text], [images], names, inside=True)[0].images)
+        return joined_images(parts)
 
     def follow(self, draft: ConversationDraft) -> None:
         """Appends what comes after the draft's last token: the environment's answer where the response has ended."""
@@ -250,23 +318,27 @@ class Conversations:
         rows: list[RolloutTokens],
         group_size: int,
         policy: ConversingPolicy,
+        *,
+        counts: bool = True,
     ) -> Rollouts:
-        """Builds rollouts of finished conversations; no token of a lost one counts."""
+        """Builds rollouts of finished conversations; no token of a lost one counts. counts: faults of environments are
+        counted, as they are once."""
         masks = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
         return Rollouts(
-            samples=[self.sample(draft, policy.max_response_length) for draft in drafts],
+            samples=[self.sample(draft, policy.max_response_length, counts=counts) for draft in drafts],
             inputs=rows,
             group=torch.arange(len(rows)) // group_size,
             mask=nn.utils.rnn.pad_sequence(masks, batch_first=True),
             extras={"turns": turns_of(drafts)},
         )
 
-    def sample(self, draft: ConversationDraft, longest: int) -> Sample:
+    def sample(self, draft: ConversationDraft, longest: int, *, counts: bool = True) -> Sample:
         record = draft.dialogue.record
         if record.end == "lost":
             self._warn_lost(draft.prompt, record.problem)
-        self.counted["environment/lost"] += record.end == "lost"
-        self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
+        if counts:
+            self.counted["environment/lost"] += record.end == "lost"
+            self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
         return Sample(
             prompt=draft.prompt,
             response=record.turns[-1].response if record.turns else "",
@@ -365,6 +437,14 @@ def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[D
             conversation.logp = torch.zeros(1)
         conversations.append(conversation)
     return conversations
+
+
+def changed_answer(draft: ConversationDraft) -> UserError:
+    """Returns the error of an environment that does not repeat its answers."""
+    return UserError(
+        f"the environment did not answer prompt {draft.prompt.id} as it did before; what it does must follow from the "
+        "prompt and the responses"
+    )
 
 
 def demonstrated(prompt: Prompt) -> list[str]:

@@ -10,19 +10,28 @@ import torch
 from torch import nn
 
 from mmrl.generation.vllm.engine import Answering
-from mmrl.policies.vlm.prompts import RolloutTokens
 from mmrl.policies.vlm.responses.drafting import Drafter
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.rollouts import Prompt, Rollouts
 
 
-def stored(rows: Sequence[RolloutTokens]) -> list[dict[str, Any]]:
+def stored(rollouts: Rollouts) -> list[dict[str, Any]]:
     """Returns what `recalled` needs of each rollout besides its prompt."""
-    return [{"response": row.response.tolist(), "temperature": row.temperature} for row in rows]
+    states = []
+    for row, sample in zip(rollouts.inputs, rollouts.samples, strict=True):
+        state: dict[str, Any] = {"response": row.response.tolist(), "temperature": row.temperature}
+        if sample.conversation is not None:
+            end = {"end": sample.conversation.end, "limit": sample.max_response_length}
+            state |= {"decided": row.chosen.tolist(), **end}
+        states.append(state)
+    return states
 
 
-def recalled(tokens: ChatTokenizer, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+def recalled(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
     """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
+    tokens = drafter.tokens
+    if drafter.conversations is not None:
+        return drafter.conversations.recalled(drafter, prompts, states)
     rows = [
         replace(row, response=torch.tensor(state["response"]), temperature=state["temperature"])
         for row, state in zip(tokens.encode(prompts), states, strict=True)
@@ -33,7 +42,12 @@ def recalled(tokens: ChatTokenizer, prompts: Sequence[Prompt], states: Sequence[
 def continued(
     drafter: Drafter, engine: Answering | None, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]
 ) -> Rollouts:
-    """Keeps the first lengths[i] tokens of each response and samples the rest; not scored."""
+    """Keeps the first lengths[i] tokens of each response, of those that the policy chose, and samples the rest; not
+    scored."""
+    if drafter.conversations is not None:
+        drafts = list(drafter.conversations.begun(drafter, rollouts, lengths, seeds))
+        drafter.extend(engine, drafts, drafter.max_response_length)
+        return drafter.complete(drafts, 1, by_model=engine is None)
     prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
     opened = dict(zip(prompts, drafter.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
     drafts = []
@@ -61,12 +75,15 @@ def recombined(tokens: ChatTokenizer, first: Rollouts, second: Rollouts, text: s
     return replace(rollouts, mask=rollouts.mask & chosen)
 
 
-def with_prompts(tokens: ChatTokenizer, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-    """Returns the same responses to changed prompts. A prompt is changed and encoded once for its whole group."""
+def with_prompts(drafter: Drafter, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
+    """Returns the same responses to changed prompts, and in conversations with changed images of observations. A prompt
+    is changed and encoded once for its whole group."""
     prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
-    encoded = dict(zip(prompts, tokens.encode([change(prompt) for prompt in prompts.values()]), strict=True))
-    inputs = [
-        row.with_prompt(encoded[id(sample.prompt)])
-        for sample, row in zip(rollouts.samples, rollouts.inputs, strict=True)
-    ]
+    encoded = dict(zip(prompts, drafter.tokens.encode([change(p) for p in prompts.values()]), strict=True))
+    inputs = []
+    for sample, row in zip(rollouts.samples, rollouts.inputs, strict=True):
+        viewed = row.with_prompt(encoded[id(sample.prompt)])
+        if row.read_images and drafter.conversations is not None:
+            viewed = replace(viewed, read_images=drafter.conversations.viewed_images(row, sample, change))
+        inputs.append(viewed)
     return replace(rollouts, inputs=inputs)
