@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Container
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,14 +61,17 @@ def build_task(config: Config) -> Task:
 def check_measured(config: Config, task: Task) -> None:
     """Raises UserError, which names the part, for a measurement that the task's prompts do not allow, such as a view of
     videos where there are none."""
-    if task.train is None:
+    measured = [(key, one) for key, needs in config.algorithm.parts() for one in needs.measurements]
+    if task.train is None or not measured:
         return
-    for key, needs in config.algorithm.parts():
-        for measurement in needs.measurements:
-            try:
-                measurement.check_prompt(task.train[0])
-            except UserError as error:
-                raise UserError(f"{key}: {error}") from None
+    prompt = task.train[0]
+    if isinstance(task, ConversationTask) and task.environment is not None:
+        prompt = replace(prompt, before_start=prompt)
+    for key, measurement in measured:
+        try:
+            measurement.check_prompt(prompt)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
 
 
 def check_turns(config: Config, task: Task) -> None:

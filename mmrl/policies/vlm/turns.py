@@ -209,6 +209,8 @@ class Conversations:
             begin = len(draft.tokens.response)
             read = (~decided[begin:]).nonzero()
             end = begin + int(read[0]) if len(read) else len(response)
+            if end == begin:  # a shorter answer than before, after which the policy would have to say nothing
+                raise changed_answer(draft)
             draft.grow(response[begin:end], logp[begin:end], None)
             self.follow(draft)
         count = min(len(response), len(draft.tokens.response))
