@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KINDS_OF_NEW = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
-    *("baseline", "transform", "view", "transition", "sampler", "source"),
+    *("baseline", "transform", "view", "transition", "head", "sampler", "source"),
 ]
 
 

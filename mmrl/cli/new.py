@@ -25,7 +25,8 @@ METHODS = {
     "source": ("rollout", "extras: [{{type: '{module}:{name}', least: 0.5}}]"),
     "sampler": ("rollout", "sampler: {{type: '{module}:{name}', floor: 0.1}}"),
 }
-KINDS = (*METHODS, "transition", "tool", "task", "reward", "simulator", "environment")
+WHOLE = ("transition", "head")  # parts with a recipe of their own and the test of a method
+KINDS = (*METHODS, *WHOLE, "tool", "task", "reward", "simulator", "environment")
 
 
 def write(kind: str, name: str, folder: Path) -> list[Path]:
@@ -44,7 +45,7 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
         shared = "method"
     templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{shared}.yaml"}
-    templates[f"test_{module}.py"] = "method_test.py" if kind == "transition" else f"{shared}_test.py"
+    templates[f"test_{module}.py"] = "method_test.py" if kind in WHOLE else f"{shared}_test.py"
     for file in templates:
         if (folder / file).exists():
             raise UserError(f"{folder / file} exists; choose another name or remove it")

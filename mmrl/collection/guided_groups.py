@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import PrivateAttr, model_validator
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
+from mmrl.errors import UserError
 from mmrl.protocols.abilities import Continuing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -32,6 +33,14 @@ class Guidance(ExtraSource):
         return 0
 
     def start(self, context: SourceContext) -> None:
+        """Raises UserError for a task whose demonstrations answer other prompts than those of its rollouts."""
+        from mmrl.protocols.parts import TaskWithDemonstrations
+
+        if isinstance(context.task, TaskWithDemonstrations):
+            raise UserError(
+                f"rollout.extras ({self.type}) needs prompts that hold their demonstration, and task.demonstrations "
+                "are episodes of their own; use demonstrations or expert_labels"
+            )
         self._context = context
 
     def chosen(self, fresh: Rollouts) -> tuple[list[int], list[int]]:

@@ -66,7 +66,6 @@ class ModelSettings(Choice):
         "discrete_diffusion": "mmrl.policies.discrete_diffusion.settings:MaskedModel",
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
-    equal_lengths: ClassVar[bool] = False  # whether all rollouts of a job have as many decisions
     type: str = "vision_language"
     path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")
     build: str | None = option(

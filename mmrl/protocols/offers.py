@@ -11,6 +11,7 @@ OFFERS = {
     "square_sum": "the sum of squared probabilities of each decision's distribution",
     "tokens": "decisions that are tokens",
     "text": "responses in words",
+    "lengths": "rollouts of different lengths",
     "distribution": "the whole distribution of each decision, kept from the policy that made the rollouts",
     "divergence": "the exact divergence of each decision from the old policy",
     "gaussian": "decisions that are Gaussian steps of a chain",

@@ -67,6 +67,8 @@ OWN = {
     "projected": "auxiliary: brief",
     "bucket_std": "by: kind",
     "stratified": "by: length",
+    "latent_values": "warm_up: 0",
+    "skip_flat": "explore: 0.05",
     "band": "fact: reward/right, low: 0.4",
     "category_bandit": "by: kind",
     "task_quotas": "by: kind",
@@ -93,6 +95,7 @@ AROUND = {
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
 }
+AROUND_NOT = {"shared_prefix": ("images",)}  # they have no temperature
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
     "several minibatches": ("algorithm.minibatches=2",),
@@ -227,7 +230,7 @@ class Entry:
 
     @property
     def around(self):
-        return [AROUND[self.name]] if self.name in AROUND else []
+        return [AROUND[self.name]] if self.name in AROUND and self.world not in AROUND_NOT.get(self.name, ()) else []
 
 
 ENTRIES = [Entry(base, name) for base in KEYS for name in base.kinds if name not in USUAL]

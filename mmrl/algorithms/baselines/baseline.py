@@ -115,12 +115,9 @@ class LengthWeighted(GroupStatistic):
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "length_weighted"
 
-    def check(self, config: JobConfig) -> None:
-        if config.model.equal_lengths:
-            raise ValueError(
-                f"algorithm.baseline=length_weighted is the mean for model.type={config.model.type}, whose rollouts all "
-                "have as many decisions; use mean"
-            )
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"lengths"}))
 
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
         from mmrl.core.advantages import less_length_weighted_mean

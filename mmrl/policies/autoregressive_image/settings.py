@@ -105,7 +105,7 @@ class AutoregressiveImageModel(ModelSettings):
         }
         limits: ImageTokenLimits = config.rollout
         if limits.reasoning_length:
-            offers |= {"text", "parts", Segmented}
+            offers |= {"lengths", "text", "parts", Segmented}
         return Capabilities("model.type=autoregressive_image", frozenset(offers))
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

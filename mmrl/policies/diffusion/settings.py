@@ -232,7 +232,6 @@ class DiffusionModel(ModelSettings):
     """A diffusion or flow model: a diffusers pipeline, or a small network of mmrl's own. One decision a denoising
     step."""
 
-    equal_lengths: ClassVar[bool] = True
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")

@@ -382,7 +382,7 @@ class TokenDiffusionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "distribution", "reference_rollouts"}
+        offers |= {"lengths", "reference_ratio", "distribution", "reference_rollouts"}
         return Capabilities(f"model.type={self.type}", frozenset(offers))
 
 

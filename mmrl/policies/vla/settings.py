@@ -586,7 +586,7 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        added: frozenset[Offer] = frozenset({"critic", Stepwise, EpisodeStoring})
+        added: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring})
         shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
         labelled: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
         offers = action.head.offers | added | shown | labelled

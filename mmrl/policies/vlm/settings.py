@@ -125,7 +125,7 @@ class VisionLanguageModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
-        offers |= {"reference_ratio", "demonstrations", Storing, "critic", Recombining, Ranking, Spelling}
+        offers |= {"lengths", "reference_ratio", "demonstrations", Storing, "critic", Recombining, Ranking, Spelling}
         offers |= {Taught, TaughtTokens}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):

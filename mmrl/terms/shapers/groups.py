@@ -98,6 +98,10 @@ class LongWrong(Shaper):
     base: float = option(1.00001, "the further above 1, the sooner the factor is 2", gt=1)
     threshold: float = option(0.5, "rewards above it are of right answers")
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"lengths"}))
+
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
