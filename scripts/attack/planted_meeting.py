@@ -3,9 +3,9 @@ takes its place, and the tests that could notice. `faults.py` plants them with `
 
 from __future__ import annotations
 
-COLLECT = ("joints/test_collection.py", "joints/test_guidance.py", "joints/test_replays.py", "collection")
-TURNS = ("policies/test_turns_reused.py", "joints/test_ppo.py", "joints/test_turn_credit.py", "policies/test_turns.py")
-VIEWS = ("policies/test_turns_reused.py", "prompts", "joints/test_view_contrast.py")
+COLLECT = ("joints/test_collection.py", "joints/test_guidance.py", "joints/test_replays.py")
+TURNS = ("joints/test_ppo.py", "policies/test_turns_reused.py", "joints/test_turn_recipes.py")
+VIEWS = ("policies/test_turns_reused.py", "prompts/test_views.py")
 C, E = "mmrl/collection/collector.py", "mmrl/collection/extra_sources.py"
 D, T = "mmrl/collection/dynamic_sampling.py", "mmrl/policies/vlm/turns.py"
 P, R = "mmrl/algorithms/ppo.py", "mmrl/rollouts.py"
@@ -25,7 +25,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("meet: flat groups go although a shaper learns from them", C, "if any(shaper.of_flat_groups for shaper in algorithm.shapers):",
      "if all(shaper.of_flat_groups for shaper in algorithm.shapers):", COLLECT),
     ("meet: a resume forgets what sources keep of a rank", C, 'self.extras.load_rank(rank_state["extras"])', "pass",
-     (*COLLECT, "checkpoints/test_every_state.py")),
+     COLLECT),
     ("meet: filler stays although a group got a right one", E, "filler=fresh.filler & ~torch.isin(fresh.group, joined)",
      "filler=fresh.filler", COLLECT),
     ("meet: unscored groups have failed", E, "if len(known) and not bool((known >= accuracy).any()):",
@@ -56,7 +56,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("meet: the critic learns its values of other columns", P, "_steps(micro).of_steps(replay.value)",
      "replay.value[:, : _steps(micro).mask.shape[1]]", TURNS),
     ("meet: unscored conversations are worth 0 to the critic", P, "steps.mask = steps.mask & ~total.isnan()[:, None]",
-     "total = total.nan_to_num(0.0)", (*TURNS, "joints/test_parts.py")),
+     "total = total.nan_to_num(0.0)", TURNS),
     # --- turns, stored and continued ---
     ("meet: recalled at the present temperature", T, 'temperature=state["temperature"])', "temperature=1.0)", TURNS),
     ("meet: recalled with another end", T, 'draft.dialogue.finish(state["end"])', 'draft.dialogue.finish("environment")', TURNS),
@@ -80,10 +80,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "(mask.cumsum(1) - 1).clamp(min=0) // every", "torch.arange(mask.shape[1]).expand(mask.shape) // every",
      ("joints/test_segments.py", "core/test_credit.py")),
     ("meet: adapters stay on for the reference", "mmrl/engine/snapshot.py", "self._switch(True)\n", "self._switch(False)\n",
-     ("engine", "joints/test_terms.py")),
+     ("engine/test_reference.py", "joints/test_terms.py")),
     ("meet: prefixes of conversations are learned from", "mmrl/collection/guided_groups.py",
      "continued.mask & (continued.mask.cumsum(1) > lengths[:, None])",
      "continued.mask & (continued.mask.cumsum(1) >= lengths[:, None])", COLLECT),
     ("meet: a mean of unscored rewards is 0", "mmrl/prompts/curriculum.py", "finite = [value for value in values if math.isfinite(value)]",
-     "finite = [value if math.isfinite(value) else 0.0 for value in values]", ("prompts", "joints/test_collection.py")),
+     "finite = [value if math.isfinite(value) else 0.0 for value in values]", ("prompts/test_curriculum.py",)),
 ]

