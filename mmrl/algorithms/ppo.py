@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class PPO(RatioAlgorithm):
     """Proximal policy optimisation with a critic and generalised advantage estimates. A time step is a policy step with
     its chunk of actions, a token of a response, or a turn of a conversation, whose value is that of its first token and
-    whose rewards are those of its environment, with the weight simulator_reward. Where a model unmasks several tokens at once, in any order, a time
-    step is a step of unmasking: its reward and value are means over its tokens, and a token differs from its step by
-    its own reward and value (TraceRL)."""
+    whose rewards are those of its environment, with the weight simulator_reward. Where a model unmasks several tokens
+    at once, in any order, a time step is a step of unmasking: its reward and value are means over its tokens, and a
+    token differs from its step by its own reward and value (TraceRL)."""
 
     equation: ClassVar[str] = (
         "A_t = sum_l (gamma lam)^l delta_{t+l}, standardised; delta_t = r_t + gamma V_{t+1} - V_t; "

@@ -56,7 +56,9 @@ class HiddenRegions(View):
 
     def check(self, prompt: Prompt) -> None:
         if prompt.before_start is not None:
-            raise UserError("view.type=hidden_regions knows boxes of a prompt's image, not of what an environment shows")
+            raise UserError(
+                "view.type=hidden_regions knows boxes of a prompt's image, not of what an environment shows"
+            )
         if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
             raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
 

@@ -78,9 +78,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- segments, reference, unscored ---
     ("meet: segments of conversations count observations", "mmrl/core/credit.py",
      "(mask.cumsum(1) - 1).clamp(min=0) // every", "torch.arange(mask.shape[1]).expand(mask.shape) // every",
-     ("joints/test_segments.py", "core/test_credit.py")),
+     ("joints/test_segments.py",)),
     ("meet: adapters stay on for the reference", "mmrl/engine/snapshot.py", "self._switch(True)\n", "self._switch(False)\n",
-     ("engine/test_reference.py", "joints/test_terms.py")),
+     ("engine/test_snapshot.py",)),
     ("meet: prefixes of conversations are learned from", "mmrl/collection/guided_groups.py",
      "continued.mask & (continued.mask.cumsum(1) > lengths[:, None])",
      "continued.mask & (continued.mask.cumsum(1) >= lengths[:, None])", COLLECT),

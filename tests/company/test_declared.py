@@ -306,7 +306,13 @@ def made(config, factors, brief=False):
     """A trainer of a policy that all configurations of these factors share, and that has moved since the trainer took
     it for its reference."""
     around = tuple(factor for factor in ("turns", "LoRA") if factor in factors)
-    key = around, config.needs.critic is not None, repr(vars(config.rollout).get("temperature")), config.model.type, brief
+    key = (
+        around,
+        config.needs.critic is not None,
+        repr(vars(config.rollout).get("temperature")),
+        config.model.type,
+        brief,
+    )
     task = build.build_task(config)
     if key not in PARTS:
         torch.manual_seed(0)

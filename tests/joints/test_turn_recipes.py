@@ -99,6 +99,10 @@ def test_a_conversation_of_an_earlier_step_joins_a_group_that_failed(tmp_path):
     for index in joined.nonzero().flatten().tolist():
         row = second.inputs[index]
         assert tuple(row.response.tolist()) in before and second.samples[index].conversation.turns
-        close(second.advantages[index][second.mask[index]], torch.full((int(second.mask[index].sum()),), 0.8 / 0.4472136), atol=1e-5)
+        close(
+            second.advantages[index][second.mask[index]],
+            torch.full((int(second.mask[index].sum()),), 0.8 / 0.4472136),
+            atol=1e-5,
+        )
     others = second.advantages[~joined][second.mask[~joined]]
     close(others, torch.full_like(others, -0.2 / 0.4472136), atol=1e-5)

@@ -16,7 +16,6 @@ from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
 from tests.policies.test_turns import conversing, replay
 
 
-
 def shade(level, inverted):
     image = Image.new("RGB", (32, 32), (level, 255 - level, 40))
     image.paste((level, level, level), (0, 0, 16, 32))

@@ -424,7 +424,9 @@ class MaskedModel(TokenDiffusionModel):
             )
         in_parts(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking.likelihood)
-        _check_redraw(config, unmasking.likelihood)
+        likelihood = unmasking.likelihood
+        redraws = isinstance(likelihood, RandomStates) and likelihood.redraw
+        check_redraw(config, redraws, "unmasking.likelihood.redraw")
         check_shift(unmasking, shifted=self.shifted is True)
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
@@ -481,11 +483,12 @@ def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifte
         )
 
 
-def _check_redraw(config: JobConfig, likelihood: MaskedLikelihood) -> None:
-    """Raises ValueError for measured likelihoods that would be of the first epoch's states alone."""
-    redraws = isinstance(likelihood, RandomStates) and likelihood.redraw and config.algorithm.epochs > 1
-    if redraws and (measured := [measurement for measurement in config.needs.prepared if measurement.scores]):
+def check_redraw(config: JobConfig, redraws: bool, key: str) -> None:
+    """Raises ValueError for measured likelihoods that would be of the first epoch's states alone. key: of `redraws`."""
+    if not redraws or config.algorithm.epochs == 1:
+        return
+    if measured := [measurement for measurement in config.needs.prepared if measurement.scores]:
         raise ValueError(
-            f"algorithm.epochs={config.algorithm.epochs} with unmasking.likelihood.redraw=true scores every epoch in "
-            f"states of its own, and {measured[0].name} is measured in the first one's; set redraw: false, or epochs=1"
+            f"algorithm.epochs={config.algorithm.epochs} with {key}=true scores every epoch in states of its own, and "
+            f"{measured[0].name} is measured in the first one's; set redraw: false, or epochs=1"
         )

@@ -4,6 +4,7 @@ model's predictions."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,10 @@ from mmrl.policies.discrete_diffusion.likelihoods import States
 from mmrl.policies.discrete_diffusion.policy import DiscreteDiffusionPolicy, TokenDiffusionOptions
 from mmrl.policies.discrete_diffusion.responses import MaskedRecord, ResponseLayout
 from mmrl.policies.discrete_diffusion.scorer import MaskScorer
-from mmrl.policies.discrete_diffusion.uniform_settings import Noising
+from mmrl.policies.discrete_diffusion.uniform_settings import Noising, NoisingRollouts
 from mmrl.policies.vlm.scorer import transformers_model
+from mmrl.rollouts import Rollouts
+from mmrl.samplers.chain import mixed
 
 REPLAY_SEED_OFFSET = 1 << 40  # added to a rollout's seed: it is replayed under other noise than it was sampled from
 
@@ -72,6 +75,16 @@ class UniformPolicy(DiscreteDiffusionPolicy):
 
     def states_of(self, record: MaskedRecord) -> States:
         return noised(record.seed, self.layout.length, self.noising.draws, self.noising.levels)
+
+    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `Redrawing`, with `noising.redraw`: seeds depend on the rollout's and on the epoch."""
+        if not (isinstance(self.noising, NoisingRollouts) and self.noising.redraw):
+            return None
+        inputs = [
+            record if stays else replace(record, seed=mixed(record.seed, epoch))
+            for record, stays in zip(rollouts.inputs, keep.tolist(), strict=True)
+        ]
+        return replace(rollouts, inputs=inputs)
 
     def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
         assert states.noise is not None

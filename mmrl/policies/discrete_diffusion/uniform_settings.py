@@ -12,6 +12,7 @@ from mmrl.policies.discrete_diffusion.settings import (
     MaskedLimits,
     MaskedSampling,
     TokenDiffusionModel,
+    check_redraw,
 )
 from mmrl.policies.settings import Collects, Sections
 from mmrl.settings import Section, load_attribute, option
@@ -46,6 +47,7 @@ class NoisingRollouts(Noising):
     draws: int = option(
         4, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
     )
+    redraw: bool = option(True, "every epoch scores a response in states of its own; false: all in those of the first")
 
 
 class UniformModel(TokenDiffusionModel):
@@ -71,6 +73,12 @@ class UniformModel(TokenDiffusionModel):
             "noising": Noising if supervised else NoisingRollouts,
             "evaluation": MaskedEvaluation,
         }
+
+    def check(self, config: JobConfig) -> None:
+        super().check(config)
+        noising = config.section("noising")
+        if isinstance(noising, NoisingRollouts):
+            check_redraw(config, noising.redraw, "noising.redraw")
 
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
         return load_attribute("mmrl.policies.discrete_diffusion.loading:load_uniform")(path, self, config)

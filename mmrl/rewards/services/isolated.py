@@ -65,7 +65,9 @@ class IsolatedReward:
     def _score(self, sample: Sample) -> Score | Spans:
         if (skipped := self.failures.skips()) is not None:
             return self.failures.lost(sample, skipped)
-        stripped = sample if self.images else replace(sample, prompt=replace(sample.prompt, images=(), before_start=None))
+        stripped = (
+            sample if self.images else replace(sample, prompt=replace(sample.prompt, images=(), before_start=None))
+        )
         with self._room:
             answer = self._answer(stripped)
         if isinstance(answer, Failure):

@@ -124,3 +124,53 @@ def test_what_is_measured_in_the_first_epochs_states_is_refused():
     assert "\n" not in str(error.value)
     likelihood["redraw"] = False
     validate(tree, "test")
+
+
+# --- uniform diffusion ---
+
+UNIFORM = {
+    **{key: value for key, value in TREE.items() if key != "unmasking"},
+    "model": {"type": "uniform_diffusion"},
+    "noising": {"steps": 2, "draws": 1},
+    "algorithm": {"epochs": 3, "minibatches": 2},
+}
+
+
+@torch.no_grad()
+def noised_logp(policy, record):
+    """log p of a response's tokens where some of them are others, by transformers' logits."""
+    states = policy.states_of(record)
+    tokens = policy.allowed[(states.noise[0] * len(policy.allowed)).long()]
+    row = torch.cat([record.prompt, torch.where(states.empty[0], tokens, record.response)])[None]
+    logits = policy.module.model(input_ids=row).logits[0, -len(record.response) :]
+    logits[:, policy.layout.vocabulary.suppressed] = -torch.inf
+    return logits.log_softmax(-1).gather(1, record.response[:, None])[:, 0]
+
+
+def test_every_epoch_noises_a_response_anew(tmp_path):
+    tiny_model.build(tmp_path / "model", seed=3, width=32, layers=1)
+    recipe = tmp_path / "redraw.yaml"
+    recipe.write_text(yaml.safe_dump(UNIFORM | {"model": {**UNIFORM["model"], "path": str(tmp_path / "model")}}))
+    trainer = make(tmp_path / "run", base=recipe)
+    policy, rollouts = trainer.policy, trainer.collector.next(0, Metrics(trainer.engine))
+    found, differ = epochs(trainer, rollouts), 0
+    for sampled in rollouts.inputs:
+        of_epochs = [row_of(micros, sampled.response) for micros in found]
+        assert of_epochs[0][0].inputs[of_epochs[0][1]].seed == sampled.seed
+        differ += len({tuple(policy.states_of(m.inputs[i]).noise[0].tolist()) for m, i in of_epochs}) == 3
+        for micro, i in of_epochs:
+            torch.testing.assert_close(micro.old_logp[i], noised_logp(policy, micro.inputs[i]), rtol=0, atol=2e-5)
+    assert differ == len(rollouts.inputs)
+    policy.noising = policy.noising.model_copy(update={"redraw": False})
+    found = epochs(trainer, rollouts)
+    assert {id(micro) for micro in found[0]} == {id(micro) for micro in found[1]} == {id(micro) for micro in found[2]}
+    release(trainer)
+
+
+def test_what_is_measured_in_the_first_noise_is_refused():
+    tree = UNIFORM | {"model": {**UNIFORM["model"], "path": "unread"}, "noising": {"draws": 1}}
+    tree["algorithm"] = {"epochs": 2, "terms": [{"type": "kl", "against": {"type": "view", "view": "no_text"}}]}
+    with pytest.raises(UserError, match="with noising.redraw=true scores every epoch in states of its own"):
+        validate(tree, "test")
+    tree["noising"]["redraw"] = False
+    validate(tree, "test")
