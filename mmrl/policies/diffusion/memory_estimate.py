@@ -16,7 +16,7 @@ from torch import Tensor
 from mmrl.engine.memory import MemoryModel, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.pipeline import Pipeline
-from mmrl.policies.diffusion.pipelines import CLASSES, add_lora, base_of
+from mmrl.policies.diffusion.pipelines import add_lora, base_of, family_of
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel, ImageChain, ImageEngine
 from mmrl.settings import plain
 
@@ -101,7 +101,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str,
 }
 
 
-def parts(path: str, base: str | None = None) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
+def parts(
+    path: str, base: str | None = None, named: str | None = None
+) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
     """Returns a pipeline's class name, class name and configuration of its trained network and its VAE, and the
     parameter counts of its encoders by name. Raises UserError where there is no supported pipeline."""
     base = base_of(path, base)
@@ -114,9 +116,7 @@ def parts(path: str, base: str | None = None) -> tuple[str, dict[str, tuple[str,
             f"model.path={path}: no diffusers pipeline there ({str(error).strip().splitlines()[0]})"
         ) from None
     name = index.get("_class_name")
-    if name not in tuple(CLASSES):  # a tuple, for in a damaged file it may be a list, which has no hash
-        raise UserError(f"model.path={path} is a {name}; supported are {', '.join(CLASSES)}")
-    family = CLASSES[name]
+    family = family_of(name, named, f"model.path={path}")
     components = {}
     for part in (family.trained, "vae"):
         component = vars(diffusers).get(index[part][1]) or diffusers.__getattr__(index[part][1])
@@ -138,13 +138,13 @@ def _parameters(base: str, part: str, name: str) -> int:
 def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, float]]:
     """Builds the pipeline at `path` as `pipelines.load` does, but without weights, and returns it with the parameter
     counts of its encoders by name."""
-    name, components, encoders = parts(path, settings.base)
-    kind = CLASSES[name]
+    name, components, encoders = parts(path, settings.base, settings.family)
+    kind = family_of(name, settings.family, f"model.path={path}")
     with on_meta(settings.dtype):
         network = diffusers.__getattr__(components[kind.trained][0])(**components[kind.trained][1])
     with on_meta("float32"):
         vae = diffusers.__getattr__(components["vae"][0])(**components["vae"][1])
-    pipeline_class = diffusers.__getattr__(name)
+    pipeline_class = kind.pipeline_class or diffusers.__getattr__(name)
     defaults = {k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k != "self"}
     arguments = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
     pipe = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
 from torch import nn
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, describe_error
 from mmrl.policies.diffusion import sentences  # noqa: F401  diffusers loads its network only from imported modules
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.adapters import adapter_at
@@ -32,6 +32,7 @@ from mmrl.policies.diffusion.families.videos import HunyuanVideo, LTXVideo, Wan
 from mmrl.policies.diffusion.settings import DiffusionModel
 from mmrl.policies.settings import LoRA
 from mmrl.runtime.logging import bars_shown
+from mmrl.settings import load_attribute
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -68,7 +69,7 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
         disable_progress_bar()
     adapter = adapter_at(path, model.base)
     base = base_of(path, model.base)
-    pipe, family = _pipeline(path, base, model.dtype, encoders=model.embeddings is None)
+    pipe, family = _pipeline(path, base, model.dtype, model.family, encoders=model.embeddings is None)
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()  # dropout would make replay differ from sampling
@@ -105,7 +106,32 @@ def base_of(path: str, named: str | None = None) -> str:
     return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
-def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tuple[DiffusersPipeline, type[Pipeline]]:
+def family_of(name: object, named: str | None, where: str) -> type[Pipeline]:
+    """Returns the class of a pipeline's family. name: of the pipeline's class, as its folder has it. named:
+    package.module:Class, in its place (model.family). where: for messages. Raises UserError where there is none."""
+    if named is not None:
+        return own_family(named)
+    if not isinstance(name, str) or name not in CLASSES:
+        raise UserError(
+            f"{where} is a {name}; supported are {', '.join(CLASSES)}, and others by model.family=package.module:Class"
+        )
+    return CLASSES[name]
+
+
+def own_family(named: str) -> type[Pipeline]:
+    """Returns the class at package.module:Class. Raises UserError where that is no family."""
+    try:
+        found = load_attribute(named)
+    except (ImportError, KeyError, ValueError) as error:
+        raise UserError(f"model.family={named} is not there: {describe_error(error)}") from None
+    if not (isinstance(found, type) and issubclass(found, Pipeline)):
+        raise UserError(f"model.family={named} is no class that inherits from {Pipeline.__module__}:Pipeline")
+    return found
+
+
+def _pipeline(
+    path: str, base: str, dtype: str, named: str | None, *, encoders: bool = True
+) -> tuple[DiffusersPipeline, type[Pipeline]]:
     """Loads a pipeline, without text encoders if `encoders` is false, and returns it with its family's class."""
     where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
     try:
@@ -113,9 +139,7 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
     except OSError as error:
         raise UserError(f"{where}: no diffusers pipeline there ({_first_line(error)})") from None
     name = index.get("_class_name")
-    if name not in tuple(CLASSES):  # a tuple, for in a damaged file it may be a list, which has no hash
-        raise UserError(f"{where} is a {name}; supported are {', '.join(CLASSES)}")
-    family = CLASSES[name]
+    family = family_of(name, named, where)
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}
     needed = family.encoders if encoders else ()
     absent |= {part: None for part in family.encoders if not encoders and part in index}
@@ -127,7 +151,7 @@ def _pipeline(path: str, base: str, dtype: str, *, encoders: bool = True) -> tup
     _check_scheduler(where, base, index["scheduler"][1], family, name)
     kind = getattr(torch, dtype)
     try:
-        pipe = DiffusionPipeline.from_pretrained(
+        pipe = (family.pipeline_class or DiffusionPipeline).from_pretrained(
             base, dtype={"default": kind, "vae": torch.float32}, use_safetensors=True, **absent
         )
     except (OSError, ValueError) as error:

@@ -238,6 +238,11 @@ class DiffusionModel(ModelSettings):
     base: str | None = option(
         None, "the pipeline that LoRA weights at model.path change, where these do not name it: a folder or a hub name"
     )
+    family: str | None = option(
+        None,
+        "package.module:Class of a pipeline that mmrl does not know, which inherits from "
+        "mmrl.policies.diffusion.families.pipeline:Pipeline or a shipped family; default: by the pipeline's class",
+    )
     text_tokens: int | None = option(
         None,
         "of a prompt that the encoder with the longest limit (T5, Qwen) reads; default: the pipeline's own",

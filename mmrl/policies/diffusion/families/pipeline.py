@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from einops import rearrange
 from torch import Tensor
 
@@ -53,6 +53,7 @@ class Pipeline(ABC):
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
     longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
     schedules: ClassVar[ReadSchedules]
+    pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # where that of the folder is none of diffusers'
     norm_patch: int | None = None
 
     def __init__(
