@@ -256,7 +256,11 @@ LOOKS = {
     "actions": ["task.train_size=6"],
 }
 WORLDS = {"tokens": TINY, "images": IMAGES, "actions": ROBOTS}
-OTHERS = {world: [Entry(e.base, e.name, world) for e in ENTRIES if e.base is not View] for world in LOOKS}
+# The mask that every job has by default keeps all of what has no such limit.
+OTHERS = {
+    world: [Entry(e.base, e.name, world) for e in ENTRIES if e.base is not View and e.name != "truncated"]
+    for world in LOOKS
+}
 OTHER_CELLS = {world: cells(entries, FACTORS.keys() - {"turns"}) for world, entries in OTHERS.items()}
 PARTS, SEEN = {}, {}
 

@@ -25,10 +25,6 @@ class Truncated(Mask):
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     type: str = "truncated"
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(offers=frozenset({"text"}))  # episodes and chains of images have no such limit
-
     def keep(self, batch: Batch) -> Tensor:
         import torch
 
