@@ -431,7 +431,7 @@ FAULTS = [
     Fault("constant's length is that of now", "mmrl/policies/vlm/policy.py", "int(self.tokens.response_limit.extremes[1])",
           "int(self.tokens.response_limit.value)", TOKENS),
     Fault("the view has the images of the prompt", "mmrl/policies/vlm/responses/reuse.py",
-          "tokens.encode([change(prompt) for prompt in prompts.values()])", "tokens.encode(list(prompts.values()))",
+          "tokens.encode([change(p) for p in prompts.values()])", "tokens.encode(list(prompts.values()))",
           TOKENS),
 
     # --- masked diffusion, images as codes ---

@@ -121,12 +121,12 @@ def family_of(name: object, named: str | None, where: str) -> type[Pipeline]:
 def own_family(named: str) -> type[Pipeline]:
     """Returns the class at package.module:Class. Raises UserError where that is no family."""
     try:
-        found = load_attribute(named)
+        kind = load_attribute(named)
     except (ImportError, KeyError, ValueError) as error:
         raise UserError(f"model.family={named} is not there: {describe_error(error)}") from None
-    if not (isinstance(found, type) and issubclass(found, Pipeline)):
+    if not (isinstance(kind, type) and issubclass(kind, Pipeline)):
         raise UserError(f"model.family={named} is no class that inherits from {Pipeline.__module__}:Pipeline")
-    return found
+    return kind
 
 
 def _pipeline(
