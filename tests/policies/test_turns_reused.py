@@ -13,6 +13,7 @@ from mmrl.schedules.schedule import constant
 from mmrl.settings import option
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, TurnLimits
+from tests.helpers.tiny_models import FAMILIES
 from tests.policies.test_turns import conversing, replay
 
 
@@ -88,11 +89,9 @@ def talks(policy):
     return rollouts
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_view_changes_the_images_of_observations_too(folders, name):
     """The same responses to negatives, in a world that shows negatives, have the likelihoods of the view."""
-    if name not in folders:
-        pytest.skip(f"no tiny {name}")
     policy = talking(folders[name])
     texts = ["The sum", "is 3", "left"]
     asked = [Prompt(p.id, p.text, images=p.images, metadata={"demonstration": texts}) for p in prompts()]
