@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.engine.launcher import store_at
+from mmrl.engine.launcher import ANY_PORT, _rendezvous, store_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 RANK = """
@@ -62,6 +62,14 @@ def test_one_host_opens_no_port_beyond_loopback(world):
     assert [one["total"] for one in found] == [world] * world
     assert [one["addresses"] for one in found if not one["addresses"]] == []  # gloo's: so the list is read right
     assert [beyond_loopback(one["addresses"]) for one in found] == [[]] * world
+
+
+def test_one_process_has_its_store_in_memory(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", ANY_PORT)
+    before = listening()
+    ((store, rank, world),) = _rendezvous("mmrl://")
+    store.set("key", "value")
+    assert (store.get("key"), rank, world) == (b"value", 0, 1) and listening() == before
 
 
 def test_a_port_of_all_interfaces_is_seen():

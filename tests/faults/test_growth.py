@@ -41,8 +41,8 @@ ENDS = ["", "x", "1", ")", "</answer>"]
 
 
 def literals(pattern: re.Pattern[str]) -> list[str]:
-    """The texts that a pattern asks for, letter by letter, and a letter of each of its sets: runs of them are the
-    pieces that it begins to match again and again."""
+    """The texts that a pattern asks for, letter by letter, and a letter of each of its sets; also what it repeats, by
+    itself: runs of them are the pieces that it begins to match again and again."""
     runs: list[str] = []
 
     def walk(tree, run: str) -> str:
@@ -51,6 +51,7 @@ def literals(pattern: re.Pattern[str]) -> list[str]:
             if name == "LITERAL":
                 run += chr(argument)
             elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+                runs.append(walk(argument[2], ""))
                 for _ in range(min(max(1, argument[0]), 4)):
                     run = walk(argument[2], run)
             elif name == "SUBPATTERN":
@@ -116,6 +117,7 @@ def test_growth_is_seen():
     assert literals(tagged) and "<t>" in literals(tagged)
     for read, piece in ((named.search, "a"), (tagged.findall, "<t>")):
         assert grows_with_the_square(read, piece, "", length=4_096, fast_s=0.002)
+    assert ",111" in literals(re.compile(r"\d{1,3}(?:,\d{3})+"))
     assert not grows_with_the_square(re.compile("a++b").match, "a", "")
 
 

@@ -1,8 +1,10 @@
 """What a run directory says and shows, and that resuming leaves no line twice."""
 
 import base64
+import errno
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -219,6 +221,15 @@ def test_a_full_disk_ends_the_run_in_one_line(run, capsys):
         run.log(1, {"loss": 0.0})
     assert "\n" not in str(caught.value)
     run.close()
+
+
+def test_a_disk_that_is_full_when_metrics_are_flushed_ends_the_run_in_one_line(run, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"can not be written: .*No space left"):
+        run.sync()
 
 
 @pytest.mark.parametrize("act", ["samples", "skipped_update", "end", "sync"])

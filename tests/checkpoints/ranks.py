@@ -1,0 +1,43 @@
+"""What runs in worker processes: a job on two ranks, whole and stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests.checkpoints.test_every_state import JOBS, differences, remembered, stopped
+from tests.whole_runs.parts import make, release
+
+ON_TWO = ["optim.eps=1e-3"]  # so that rounding, which differs between layouts, stays rounding
+
+
+def goes_on(folder: Path, name: str, *more: str) -> None:
+    """Trains the job `name` to its end, and again with a stop in its middle. Writes where the memories of this rank
+    differ; halves-N is the second run as it was when it stopped."""
+    base, options, _ = JOBS[name]
+    options = [*options, *ON_TWO, *more]
+    whole = make(folder / "whole", *options, base=base)
+    whole.train()
+    expected, rank = remembered(whole), whole.engine.rank
+    release(whole)
+    stopped(folder / "halves", base, options)
+    if rank == 0:
+        shutil.copytree(folder / "halves", folder / "stopped")
+    torch.rand(5 + rank)
+    halves = make(folder / "halves", *options, base=base)
+    fresh = remembered(halves)
+    halves.resume()
+    after = remembered(halves)
+    assert halves.step == 2
+    halves.train()
+    found = {
+        "restored": differences(fresh, after),
+        "differ": differences(expected, remembered(halves)),
+        "rewards": {key: value["seen"] for key, value in after["rewards"].items()},
+        "world": halves.engine.world,
+    }
+    release(halves)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,111 @@
+"""What a run remembers goes on as it was on two ranks, from two ranks to one, and with weights in bfloat16."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from mmrl.errors import UserError
+from tests.checkpoints import ranks
+from tests.checkpoints.test_every_state import JOBS, differences, remembered, stopped
+from tests.whole_runs.parts import call, distance, final, make, metrics, release, timeless
+
+pytestmark = pytest.mark.usefixtures("alone")
+BY_RANK = {
+    "samplers and memories": "reward 'tests.checkpoints.test_every_state:Falling'",
+    "replays": "rollout.extras.0",
+}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """Returns a function that gives the folder of a job that two ranks trained, whole and in two halves."""
+    known = {}
+
+    def folder(name):
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp("two")
+            call(ranks.goes_on, known[name], name, log=known[name] / "log.txt", ranks=2, timeout=240)
+        return known[name]
+
+    return folder
+
+
+@pytest.mark.quick("passed over")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", JOBS)
+def test_two_ranks_go_on_to_the_bit(on_two_ranks, name):
+    folder = on_two_ranks(name)
+    by_rank = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [one["world"] for one in by_rank] == [2, 2]
+    assert all(one["restored"] for one in by_rank)  # there was something to restore on each
+    assert [one["differ"] for one in by_rank] == [[], []]
+    assert timeless(metrics(folder / "whole")) == timeless(metrics(folder / "halves"))
+    a, b = final(folder / "whole"), final(folder / "halves")
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.quick("passed over")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in BY_RANK])
+def test_one_rank_goes_on_from_two(on_two_ranks, tmp_path, name):
+    base, options, _ = JOBS[name]
+    folder = on_two_ranks(name)
+    shutil.copytree(folder / "stopped", tmp_path / "one")
+    one = make(tmp_path / "one", *options, *ranks.ON_TWO, base=base)
+    one.resume()
+    assert (one.step, one.engine.world) == (2, 1)
+    saved = copied(one)
+    one.train()
+    assert distance(saved, copied(one)) > 1e-4  # it went on to learn
+    release(one)
+    assert distance(final(folder / "whole"), final(tmp_path / "one")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", BY_RANK)
+def test_what_is_of_each_rank_is_not_divided_anew(on_two_ranks, tmp_path, name):
+    base, options, _ = JOBS[name]
+    shutil.copytree(on_two_ranks(name) / "stopped", tmp_path / "one")
+    one = make(tmp_path / "one", *options, *ranks.ON_TWO, base=base)
+    with pytest.raises(UserError, match=f"{re.escape(BY_RANK[name])} keeps what each rank"):
+        one.resume()
+    release(one)
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_in_bfloat16_go_on_from_where_they_were(tmp_path, stage):
+    """The optimizer has weights of its own, in fp32: without them the next update starts from those of the model."""
+    base, options, _ = JOBS["samplers and memories"]
+    options = [*options, "model.dtype=bfloat16", f"engine.zero_stage={stage}"]
+    whole = make(tmp_path / "whole", *options, base=base)
+    start = copied(whole)
+    whole.train()
+    expected = remembered(whole)
+    release(whole)
+    stopped(tmp_path / "halves", base, options)
+    halves = make(tmp_path / "halves", *options, base=base)
+    halves.resume()
+    saved = copied(halves)
+    halves.train()
+    after = copied(halves)
+    assert differences(expected, remembered(halves)) == []
+    release(halves)
+    assert torch.bfloat16 in {value.dtype for value in after.values()}
+    assert norm(start, saved) > 0 and norm(saved, after) < norm(start, after)  # on from there, not from the start
+    assert timeless(metrics(tmp_path / "whole")) == timeless(metrics(tmp_path / "halves"))
+    a, b = final(tmp_path / "whole"), final(tmp_path / "halves")
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def copied(trainer):
+    return {name: value.clone() for name, value in trainer.engine.state().items()}
+
+
+def norm(one, other):
+    """How far two sets of weights are apart."""
+    return sum(float((one[key].double() - other[key].double()).square().sum()) for key in one) ** 0.5
