@@ -139,7 +139,7 @@ class Trainer:
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
-        metrics.add("updates", torch.ones(1), sums=True)
+        metrics.add("updates", torch.tensor([1.0 / self.engine.world]), sums=True)  # all ranks make it together
         metrics.add("updates_skipped", torch.tensor([0.0 if changed else 1.0]))
         self.bad_steps = 0 if changed else self.bad_steps + 1
         if changed and self.ema is not None:

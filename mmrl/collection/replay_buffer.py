@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
@@ -46,15 +47,16 @@ class ReplaySource(ExtraSource):
         self._context, self._stored = context, {}
 
     def observe(self, batch: Batch) -> None:
-        """Stores the right ones among the new rollouts of all ranks."""
-        for prompt, stored in batch.gathered_list(self._right(batch)):
+        """Stores the right ones among the new rollouts of all ranks, in the order of their draw on any number of
+        them."""
+        for _, prompt, stored in sorted(batch.gathered_list(self._right(batch)), key=itemgetter(0)):
             before = self._stored.pop(prompt, [])  # what was right last is last
             self._stored[prompt] = [*before, stored][-self.keep :]
         for prompt in list(self._stored)[: -self.prompts]:
             del self._stored[prompt]
 
-    def _right(self, batch: Batch) -> list[tuple[int, Stored]]:
-        """Returns this rank's correct rollouts as pairs of prompt and what is stored."""
+    def _right(self, batch: Batch) -> list[tuple[int, int, Stored]]:
+        """Returns this rank's correct rollouts: group, prompt, and what is stored."""
         from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
@@ -70,7 +72,7 @@ class ReplaySource(ExtraSource):
             if self.likelihoods == "recorded":
                 assert rows.old_logp is not None
                 entry["logp"] = rows.old_logp[i].tolist()
-            stored.append((int(rows.prompt[i]), entry))
+            stored.append((int(rows.group[i]), int(rows.prompt[i]), entry))
         return stored
 
     def _restored(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:

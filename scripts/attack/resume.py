@@ -2,15 +2,17 @@
 that torchrun starts again, other ranks and ZeRO stages. Prints a table of what was tried and what came of it.
 
     python scripts/attack/resume.py --kills 20 --flips 200 --seconds 1800
+    python scripts/attack/resume.py --kills 100 --only kills --folder /tmp/campaign     # goes on where it was stopped
 
-Everything runs on this machine, in a temporary directory, on the tiny models of the tests. Exits with 1 if a run ended
-otherwise than one that nobody attacked.
+Everything runs on this machine, in a temporary directory or that of --folder, on the tiny models of the tests. Exits
+with 1 if a run ended otherwise than one that nobody attacked.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -30,7 +32,7 @@ from mmrl.checkpoints import files  # noqa: E402
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, command, distance, final, metrics, start, timeless  # noqa: E402
 from tests.whole_runs.test_launchers import TORCHRUN, finished, launch  # noqa: E402
 
-KINDS = {"visual QA": TINY, "images": IMAGES, "robots": ROBOTS}
+KINDS = {"visual QA": (TINY, []), "images": (IMAGES, []), "robots": (ROBOTS, ["task.train_size=6"])}  # near the goal
 RUN = ["steps=6", "checkpoint.every=1", "optim.ema=0.5", "evaluation.every=2", "checkpoint.best=true"]
 OF_THE_RUN = {"run.json", "manifest.json", "tokenizer.json"}  # they name the directory, or what was tokenised last
 DAMAGES: dict[str, Callable[[Path, int], None]] = {
@@ -42,32 +44,43 @@ DAMAGES: dict[str, Callable[[Path, int], None]] = {
 
 
 class Attack:
-    """What all attacks share: a place, chance, an end, and the runs that nobody attacked."""
+    """What all attacks share: a place, chance, an end, and the runs that nobody attacked. In a folder that was used
+    before it goes on: what was noted there counts."""
 
     def __init__(self, folder: Path, seed: int, seconds: float) -> None:
-        self.folder, self.chance = folder, random.Random(seed)
-        self.end = time.monotonic() + seconds
+        self.folder, self.end = folder, time.monotonic() + seconds
         self.rows: dict[str, Counter[str]] = {}
-        self.failed = False
-        self._whole: dict[str, tuple[Path, float]] = {}
-        self._made = 0
+        self._ledger, self._made = folder / "tried.jsonl", 0
+        noted = [json.loads(line) for line in self._ledger.open()] if self._ledger.exists() else []
+        for row in noted:
+            self.rows.setdefault(row["attack"], Counter())[row["outcome"]] += 1
+        self.failed = any(not row["good"] for row in noted)
+        self.chance = random.Random(f"{seed} {len(noted)}")
 
     def over(self) -> bool:
         return time.monotonic() > self.end
 
-    def note(self, attack: str, outcome: str) -> None:
+    def note(self, attack: str, outcome: str, good: bool = True) -> None:
         self.rows.setdefault(attack, Counter())[outcome] += 1
+        with self._ledger.open("a") as file:
+            file.write(json.dumps({"attack": attack, "outcome": outcome, "good": good}) + "\n")
 
     def judge(self, attack: str, good: bool, outcome: str, otherwise: str) -> None:
-        self.note(attack, outcome if good else otherwise)
+        self.note(attack, outcome if good else otherwise, good)
         self.failed |= not good
 
+    def tried(self, attack: str, outcome: str) -> int:
+        return self.rows.get(attack, Counter())[outcome]
+
     def new(self) -> Path:
+        """Returns a run directory that is not there, nor was when the campaign was stopped."""
         self._made += 1
-        return self.folder / f"run-{self._made}"
+        run = self.folder / f"run-{self._made}"
+        return self.new() if run.exists() or run.with_suffix(".log").exists() else run
 
     def start(self, kind: str, run: Path, *more: str, ranks: int = 1) -> list:
-        settings = ["train", str(KINDS[kind]), *RUN, f"run_dir={run}", *more]
+        base, options = KINDS[kind]
+        settings = ["train", str(base), *RUN, *options, f"run_dir={run}", *more]
         return start(command, *settings, log=run.with_suffix(".log"), ranks=ranks)
 
     def finish(self, kind: str, run: Path, *more: str, ranks: int = 1) -> list[int]:
@@ -78,11 +91,13 @@ class Attack:
 
     def whole(self, kind: str) -> tuple[Path, float]:
         """A run to its end, and the seconds it took."""
-        if kind not in self._whole:
-            run, started = self.new(), time.monotonic()
+        run, took = self.folder / f"whole-{kind}", self.folder / f"whole-{kind}.seconds"
+        if not took.exists():
+            shutil.rmtree(run, ignore_errors=True)  # of a campaign that was stopped meanwhile
+            started = time.monotonic()
             assert self.finish(kind, run) == [0], run.with_suffix(".log").read_text()
-            self._whole[kind] = run, time.monotonic() - started
-        return self._whole[kind]
+            took.write_text(str(time.monotonic() - started))
+        return run, float(took.read_text())
 
     def compare(self, attack: str, kind: str, run: Path) -> None:
         same = state_of(run) == state_of(self.whole(kind)[0])
@@ -101,7 +116,7 @@ def state_of(run: Path) -> tuple[dict[str, str], list[dict]]:
 def kills(attack: Attack, count: int) -> None:
     """SIGKILL at a uniformly random moment, the same command again, until the run has ended."""
     for kind in KINDS:
-        left, (_, seconds) = count, attack.whole(kind)
+        left, (_, seconds) = count - attack.tried(f"kill -9, {kind}", "kills"), attack.whole(kind)
         while left > 0 and not attack.over():
             run, ended = attack.new(), False
             while not ended:
@@ -117,6 +132,8 @@ def kills(attack: Attack, count: int) -> None:
                     attack.judge(f"kill -9, {kind}", False, "", f"refused: {run.with_suffix('.log')}")
                     break
             attack.compare(f"kill -9, {kind}", kind, run)
+            if not attack.failed:
+                shutil.rmtree(run)
 
 
 def flips(attack: Attack, count: int) -> None:
@@ -247,6 +264,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--flips", type=int, default=200)
     options.add_argument("--seconds", type=float, default=1800.0, help="after which nothing new is begun")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--folder", type=Path, help="where a campaign is, and goes on; by default a temporary one")
     known = ["kills", "flips", "damages", "two_runs", "restarts", "shapes"]
     options.add_argument("--only", nargs="+", choices=known, default=known)
     return options
@@ -254,7 +272,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="mmrl-attack-"))
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="mmrl-attack-"))
+    folder.mkdir(parents=True, exist_ok=True)
     attack = Attack(folder, options.seed, options.seconds)
     attacks = {
         "kills": lambda: kills(attack, options.kills),
@@ -268,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not attack.over():
             attacks[name]()
             print(table(attack.rows), flush=True)
-    if not attack.failed:
+    if not attack.failed and options.folder is None:
         shutil.rmtree(folder)
     return int(attack.failed)
 

@@ -72,6 +72,7 @@ def sampler(kind, **options):
 
 ADAPTIVE = "{type: adaptive, start: 0.1, metric: response/length, target: 2.0}"
 MULTIPLIER = "{type: multiplier, metric: response/length, target: 2.0, high: 1.0}"
+NEAR = "task.train_size=6"  # the line starts before its goal, so that outcomes differ and there is something to learn
 BAND = "{type: band, start: 0.1, metric: response/length, low: 5, high: 9, factor: 1.5, most: 2.0}"
 JOBS = {
     "samplers and memories": (
@@ -131,6 +132,7 @@ JOBS = {
     "actions": (
         ROBOTS,
         [
+            NEAR,
             sampler("category_bandit", by="kind"),
             "optim.ema=0.9",
             "algorithm.baseline={type: running}",
@@ -141,7 +143,7 @@ JOBS = {
     ),
     "actions with a critic": (
         ROBOTS,
-        ["algorithm={type: ppo, critic: separate}", "optim.groups={critic: {lr: 3e-3}}", "engine.zero_stage=0"],
+        [NEAR, "algorithm={type: ppo, critic: separate}", "optim.groups={critic: {lr: 3e-3}}", "engine.zero_stage=0"],
         {"Permutation"},
     ),
 }
@@ -236,8 +238,10 @@ def restored(monkeypatch):
 def test_a_job_goes_on_with_all_that_it_remembers(tmp_path, restored, name):
     base, options, holds = JOBS[name]
     whole = make(tmp_path / "whole", *options, base=base)
+    start = {key: value.clone() for key, value in whole.engine.state().items()}
     whole.train()
     expected = remembered(whole)
+    assert distance(start, whole.engine.state()) > 1e-3  # it learns something
     release(whole)
     stopped(tmp_path / "halves", base, options)
     torch.rand(5)

@@ -1,7 +1,6 @@
 """What a run remembers goes on as it was on two ranks, from two ranks to one, and with weights in bfloat16."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -13,10 +12,7 @@ from tests.checkpoints.test_every_state import JOBS, differences, remembered, st
 from tests.whole_runs.parts import call, distance, final, make, metrics, release, timeless
 
 pytestmark = pytest.mark.usefixtures("alone")
-BY_RANK = {
-    "samplers and memories": "reward 'tests.checkpoints.test_every_state:Falling'",
-    "replays": "rollout.extras.0",
-}
+BY_RANK = "samplers and memories"  # its reward counts what each rank saw
 
 
 @pytest.fixture(scope="module")
@@ -43,35 +39,36 @@ def test_two_ranks_go_on_to_the_bit(on_two_ranks, name):
     assert all(one["restored"] for one in by_rank)  # there was something to restore on each
     assert [one["differ"] for one in by_rank] == [[], []]
     assert timeless(metrics(folder / "whole")) == timeless(metrics(folder / "halves"))
+    assert {row["updates"] for row in metrics(folder / "whole") if "loss" in row} == {1.0}  # of both ranks together
     a, b = final(folder / "whole"), final(folder / "halves")
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.quick("passed over")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in JOBS if name not in BY_RANK])
+@pytest.mark.parametrize("name", [name for name in JOBS if name != BY_RANK])
 def test_one_rank_goes_on_from_two(on_two_ranks, tmp_path, name):
+    """Rounding apart: one step behind the checkpoint, before it has grown."""
     base, options, _ = JOBS[name]
     folder = on_two_ranks(name)
     shutil.copytree(folder / "stopped", tmp_path / "one")
     one = make(tmp_path / "one", *options, *ranks.ON_TWO, base=base)
     one.resume()
     assert (one.step, one.engine.world) == (2, 1)
-    saved = copied(one)
+    saved, after = copied(one), ranks.weights_after(one, 3)
     one.train()
-    assert distance(saved, copied(one)) > 1e-4  # it went on to learn
     release(one)
-    assert distance(final(folder / "whole"), final(tmp_path / "one")) < 1e-6
+    assert distance(saved, after) > 1e-4  # it went on to learn
+    assert distance(torch.load(folder / "after-3-0.pt"), after) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", BY_RANK)
-def test_what_is_of_each_rank_is_not_divided_anew(on_two_ranks, tmp_path, name):
-    base, options, _ = JOBS[name]
-    shutil.copytree(on_two_ranks(name) / "stopped", tmp_path / "one")
+def test_what_is_of_each_rank_is_not_divided_anew(on_two_ranks, tmp_path):
+    base, options, _ = JOBS[BY_RANK]
+    shutil.copytree(on_two_ranks(BY_RANK) / "stopped", tmp_path / "one")
     one = make(tmp_path / "one", *options, *ranks.ON_TWO, base=base)
-    with pytest.raises(UserError, match=f"{re.escape(BY_RANK[name])} keeps what each rank"):
+    with pytest.raises(UserError, match="reward 'tests.checkpoints.*:Falling' keeps what each rank saw"):
         one.resume()
     release(one)
 
