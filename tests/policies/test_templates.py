@@ -11,6 +11,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vlm import prompts, templates
 from mmrl.policies.vlm.loading import load
 from mmrl.rollouts import Message, Prompt, Video
+from mmrl.runtime import time_limits
 from tests.helpers.tiny_models import MAKERS, build
 from tests.policies.conftest import configured, image
 
@@ -210,3 +211,11 @@ def test_a_system_role_is_no_reason_for_a_line(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "mmrl"), pytest.raises(OSError, match="safetensors"):
             job(folder, text, row)
     assert not [record for record in caplog.records if "system" in record.message]
+
+
+def test_a_template_that_loops_is_named(processor, monkeypatch):
+    """transformers bounds one range, not ranges within each other."""
+    monkeypatch.setattr(time_limits, "TEMPLATE_S", 0.5)
+    loops = "{%- for i in range(99999) -%}{%- for k in range(99999) -%}{%- endfor -%}{%- endfor -%}"
+    with pytest.raises(UserError, match=r"model\.path=.*: its chat template has not come to an end in 0\.5 s"):
+        shown(processor, template(PARTS, first=loops))

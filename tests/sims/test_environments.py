@@ -11,10 +11,10 @@ from mmrl.engine import Interruption
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
 from mmrl.sims.turns import processes as turn_processes
-from mmrl.sims.turns.dialogue import Dialogue
+from mmrl.sims.turns.dialogue import Dialogue, Fault
 from mmrl.sims.turns.processes import Processes
 from mmrl.sims.turns.settings import Isolation, TurnLimits
-from mmrl.sims.turns.timed import TimedEnvironments
+from mmrl.sims.turns.timed import TimedEnvironment, TimedEnvironments
 from tests.helpers.processes import gone
 from tests.sims.hostile_turns import HostileSettings, Impossible
 
@@ -164,6 +164,27 @@ def test_an_environment_in_this_process_has_a_time_limit():
     assert [m.text for m in other.answer("two")] == ["word 2"]
     late = dialogue(environments.make, "hang")
     assert late.end == "lost" and late.problem == talk.problem
+
+
+def test_one_that_hung_is_not_asked_again():
+    """Its thread may be in the middle of a call: another one, close() too, would meet it half changed."""
+    asked = []
+
+    class Hanging(Impossible):
+        def step(self, response):
+            asked.append(response)
+            time.sleep(60)
+
+        def close(self):
+            asked.append("close")
+
+    one = TimedEnvironment(Hanging(), TimedEnvironments(Here()))
+    with pytest.raises(Fault, match="no answer in 0.3 s"):
+        one.step("first")
+    with pytest.raises(Fault, match="it has not answered before"):
+        one.step("second")
+    one.close()
+    assert asked == ["first"]
 
 
 def test_an_exit_in_this_process_costs_its_conversation():

@@ -14,6 +14,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor
 from mmrl.rollouts import Message, Video
+from mmrl.runtime.time_limits import template_limit
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +145,8 @@ def placeholder(processor: Processor, part: Image.Image | Video) -> str:
 def _apply(processor: Processor, messages: Sequence[Rendered], **options: object) -> str:
     if processor.chat_template is None:  # AutoProcessor reads the tokenizer's own into the tokenizer alone
         options["chat_template"] = processor.tokenizer.chat_template
-    return processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
+    with template_limit(name_of(processor)):
+        return processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
 
 
 def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:

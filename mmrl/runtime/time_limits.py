@@ -1,0 +1,50 @@
+"""Time limits of calls whose text comes from a file that somebody else wrote, such as a chat template."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from mmrl.errors import UserError
+
+TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
+
+
+class OutOfTime(BaseException):
+    """Raised in a block that took too long. It is no Exception, so that the block does not catch it."""
+
+
+@contextmanager
+def ends_within(seconds: float, message: str) -> Iterator[None]:
+    """Raises UserError with the message where the block takes longer. It is stopped between two Python instructions: a
+    single one that does not return, such as a call of a C library, is not stopped."""
+    thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
+
+    def stop() -> None:
+        with lock:
+            if not ended.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            with lock:
+                ended.set()
+            timer.cancel()
+    except OutOfTime:
+        raise UserError(message) from None
+
+
+def template_limit(name: str) -> AbstractContextManager[None]:
+    """Returns the context in which a chat template is rendered. name: of what has the template, for the message."""
+    return ends_within(
+        TEMPLATE_S,
+        f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
+        "chat_template.jinja of its instruction-tuned version",
+    )
