@@ -32,7 +32,14 @@ from mmrl.checkpoints import files  # noqa: E402
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, command, distance, final, metrics, start, timeless  # noqa: E402
 from tests.whole_runs.test_launchers import TORCHRUN, finished, launch  # noqa: E402
 
-KINDS = {"visual QA": (TINY, []), "images": (IMAGES, []), "robots": (ROBOTS, ["task.train_size=6"])}  # near the goal
+TWO_RANKS = ["engine.zero_stage=2", "rollout.extras=[{type: self_imitation, count: 2, accuracy: 0.1}]"]
+TWO_RANKS += ["task.accuracy={name: 'tests.whole_runs.parts:spread'}"]
+KINDS: dict[str, tuple[Path, list[str], int]] = {  # by kind: configuration, options, ranks
+    "visual QA": (TINY, [], 1),
+    "images": (IMAGES, [], 1),
+    "robots": (ROBOTS, ["task.train_size=6"], 1),  # near the goal, so that there is something to learn
+    "visual QA on two ranks": (TINY, TWO_RANKS, 2),
+}
 RUN = ["steps=6", "checkpoint.every=1", "optim.ema=0.5", "evaluation.every=2", "checkpoint.best=true"]
 OF_THE_RUN = {"run.json", "manifest.json", "tokenizer.json"}  # they name the directory, or what was tokenised last
 DAMAGES: dict[str, Callable[[Path, int], None]] = {
@@ -78,16 +85,25 @@ class Attack:
         run = self.folder / f"run-{self._made}"
         return self.new() if run.exists() or run.with_suffix(".log").exists() else run
 
-    def start(self, kind: str, run: Path, *more: str, ranks: int = 1) -> list:
-        base, options = KINDS[kind]
+    def start(self, kind: str, run: Path, *more: str, ranks: int | None = None) -> list:
+        base, options, usual = KINDS[kind]
         settings = ["train", str(base), *RUN, *options, f"run_dir={run}", *more]
-        return start(command, *settings, log=run.with_suffix(".log"), ranks=ranks)
+        return start(command, *settings, log=run.with_suffix(".log"), ranks=ranks or usual)
 
-    def finish(self, kind: str, run: Path, *more: str, ranks: int = 1) -> list[int]:
+    def finish(self, kind: str, run: Path, *more: str, ranks: int | None = None) -> list[int]:
         processes = self.start(kind, run, *more, ranks=ranks)
         for process in processes:
             process.join(300)
         return [process.exitcode for process in processes]
+
+    @staticmethod
+    def ended(process) -> int | None:  # type: ignore[no-untyped-def]
+        """Returns the exit code of a process that ends by itself, or with the rank that was killed beside it."""
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+            return None
+        return process.exitcode
 
     def whole(self, kind: str) -> tuple[Path, float]:
         """A run to its end, and the seconds it took."""
@@ -95,7 +111,7 @@ class Attack:
         if not took.exists():
             shutil.rmtree(run, ignore_errors=True)  # of a campaign that was stopped meanwhile
             started = time.monotonic()
-            assert self.finish(kind, run) == [0], run.with_suffix(".log").read_text()
+            assert not any(self.finish(kind, run)), run.with_suffix(".log").read_text()
             took.write_text(str(time.monotonic() - started))
         return run, float(took.read_text())
 
@@ -120,17 +136,20 @@ def kills(attack: Attack, count: int) -> None:
         while left > 0 and not attack.over():
             run, ended = attack.new(), False
             while not ended:
-                (process,) = attack.start(kind, run)
-                process.join(attack.chance.uniform(0.0, seconds) if left > 0 else 300)
-                ended = process.exitcode is not None
+                began, processes = time.monotonic(), attack.start(kind, run)
+                victim = attack.chance.choice(processes)
+                victim.join(attack.chance.uniform(0.0, seconds) if left > 0 else 300)
+                ended = victim.exitcode is not None
                 if not ended:
-                    os.kill(process.pid, signal.SIGKILL)
-                    process.join()
+                    os.kill(victim.pid, signal.SIGKILL)
                     left -= 1
                     attack.note(f"kill -9, {kind}", "kills")
-                elif process.exitcode != 0:
-                    attack.judge(f"kill -9, {kind}", False, "", f"refused: {run.with_suffix('.log')}")
+                codes = [attack.ended(process) for process in processes]
+                if None in codes or (ended and any(codes)):
+                    why = "a rank hangs" if None in codes else "refused"
+                    attack.judge(f"kill -9, {kind}", False, "", f"{why}: {run.with_suffix('.log')}")
                     break
+                seconds = min(seconds, time.monotonic() - began) if ended else seconds
             attack.compare(f"kill -9, {kind}", kind, run)
             if not attack.failed:
                 shutil.rmtree(run)
