@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -47,9 +48,13 @@ class ReplaySource(ExtraSource):
         self._context, self._stored = context, {}
 
     def observe(self, batch: Batch) -> None:
-        """Stores the right ones among the new rollouts of all ranks, in the order of their draw on any number of
-        them."""
-        for _, prompt, stored in sorted(batch.gathered_list(self._right(batch)), key=itemgetter(0)):
+        """Stores the right ones among the new rollouts of all ranks."""
+        self.store(batch.gathered_list(self._right(batch)))
+
+    def store(self, rows: Iterable[tuple[int, int, Stored]]) -> None:
+        """Stores rollouts in the order of their draw, on any number of ranks. rows: group, prompt, and what is stored
+        of a rollout."""
+        for _, prompt, stored in sorted(rows, key=itemgetter(0)):
             before = self._stored.pop(prompt, [])  # what was right last is last
             self._stored[prompt] = [*before, stored][-self.keep :]
         for prompt in list(self._stored)[: -self.prompts]:

@@ -1,5 +1,6 @@
 """Signals that end a run in order."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from mmrl.engine import Interruption, interruption
+from tests.whole_runs.parts import TINY, command, spread, start, wait
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -61,3 +63,39 @@ def test_an_exit_in_c_does_not_look_like_success_and_is_named(place, status, end
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == ends
     assert ("in score" in ended.stderr) == (place == "in C")
+
+
+def leaves_in_c(sample):
+    """A reward that ends the process of rank 1 as a library in C might."""
+    if os.environ["RANK"] == "1":
+        ctypes.CDLL(None).exit(0)
+    return spread(sample)
+
+
+def leaves_in_python(sample):
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    return spread(sample)
+
+
+def ended(folder, reward):
+    """The exit codes of two ranks whose reward is this one, and what they print."""
+    rewards = f"task.rewards=[{{name: 'tests.engine.test_interruption:{reward}'}}]"
+    log = folder / "run.log"
+    processes = start(command, "train", str(TINY), rewards, "steps=2", f"run_dir={folder / 'run'}", log=log, ranks=2)
+    return processes, wait(processes, log), log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal in real time is Linux's")
+def test_a_rank_that_a_reward_ends_in_c_is_no_success_and_is_named_by_the_other(tmp_path):
+    processes, codes, said = ended(tmp_path, "leaves_in_c")
+    assert codes == [2, -45] and "in leaves_in_c" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("mmrl: ")]
+    assert f"rank 1 (process {processes[1].pid} on" in line and "has ended" in line
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_reward_exits_in_python_goes_on(tmp_path):
+    _, codes, said = ended(tmp_path, "leaves_in_python")
+    assert codes == [0, 0] and "os._exit(0) in the process of the training" in said

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.engine.launcher import ANY_PORT, _rendezvous, store_at
+from tests.engine.test_heartbeat import trained
+from tests.whole_runs.parts import TINY, command, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 RANK = """
@@ -27,15 +29,15 @@ torch.distributed.barrier()
 """
 
 
-def listening() -> list[str]:
-    """Returns the local addresses, in hexadecimals of the kernel, at which sockets of this process listen."""
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+def listening(process: int | str = "self") -> list[str]:
+    """Returns the local addresses, in hexadecimals of the kernel, at which sockets of a process listen."""
+    links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink()]
     inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
-        if Path(f"/proc/self/net/{name}").exists()
-        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+        if Path(f"/proc/{process}/net/{name}").exists()
+        for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]
     ]
     return [row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 
@@ -62,6 +64,25 @@ def test_one_host_opens_no_port_beyond_loopback(world):
     assert [one["total"] for one in found] == [world] * world
     assert [one["addresses"] for one in found if not one["addresses"]] == []  # gloo's: so the list is read right
     assert [beyond_loopback(one["addresses"]) for one in found] == [[]] * world
+
+
+@pytest.mark.slow
+def test_a_training_of_two_ranks_opens_no_port_beyond_loopback(tmp_path):
+    """While it trains, with everything that it has started."""
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = start(command, "train", str(TINY), "steps=100000", f"run_dir={run}", log=log, ranks=2)
+    trained(run, processes, 2)
+    family = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
+    addresses = [listening(pid) for pid in family]
+    for process in processes:
+        process.kill()
+    assert all(addresses[family.index(process.pid)] for process in processes)  # gloo's, and the store
+    assert [beyond_loopback(one) for one in addresses] == [[]] * len(family)
+
+
+def descendants(pid: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*found, *(one for child in found for one in descendants(child))]
 
 
 def test_one_process_has_its_store_in_memory(monkeypatch):

@@ -3,10 +3,12 @@
 import json
 import math
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from mmrl.collection.pending_batches import PendingBatch
+from mmrl.collection.replay_buffer import SelfImitation
 from mmrl.config import configure
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
@@ -198,3 +200,16 @@ def test_a_policy_that_can_not_store_is_told():
     tree = {"run_dir": "unset", "model": {"type": "diffusion"}, "rollout": {"extras": ["success_replay"]}}
     with pytest.raises(UserError, match="needs rollouts that can be put away and made again"):
         configure(tree)
+
+
+def test_replays_are_kept_in_the_order_of_their_draw_on_any_number_of_ranks():
+    """The choice of what is imitated goes by this order. Groups are dealt to ranks in turns."""
+    rows = [(group, prompt, {"state": group}) for group, prompt in enumerate((5, 4, 5, 6, 4))]
+    states = []
+    for gathered in (rows, rows[::2] + rows[1::2]):
+        source = SelfImitation(count=1)
+        source.start(SimpleNamespace())
+        source.store(gathered)
+        states.append(source.state())
+    assert states[0] == states[1] and states[0]["prompts"] == [5, 6, 4]
+    assert [[one["state"] for one in stored] for stored in states[0]["stored"]] == [[0, 2], [3], [1, 4]]
