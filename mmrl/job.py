@@ -34,7 +34,7 @@ from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
 from mmrl.report.lock import await_free, check_free, owner_of
 from mmrl.report.records import RunRecord, read_run
-from mmrl.report.run import Run
+from mmrl.report.run import Run, writing
 from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
 from mmrl.runtime.logging import quieten_environment
@@ -163,7 +163,8 @@ class Job:
         try:
             self._engine.watch(folder)
             if run.writes:
-                record(folder, plain(self.config))
+                with writing(folder):
+                    record(folder, plain(self.config))
             self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
             with recorded_end(run, self._trainer):
                 if self.config.checkpoint.resume:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 FOLDER = "ranks"  # in the run directory: a file of each rank says that it lives, and where it is
 SHARE_WARNED = 0.1  # of the limit, after which a wait is announced
+GONE_S = 1.0  # seconds that a process takes at most from its last connection to its end
 BEATS_MISSED = 4  # after so many a rank is taken for silent
 
 
@@ -63,9 +64,16 @@ class Heartbeat:
             self.folder.rmdir()
 
     def dead(self) -> RankState | None:
-        """Returns a rank of this host whose process is gone, or None."""
-        local = [state for state, _, _ in self._states.values() if state.host == self.state.host]
-        return next((state for state in local if not runs(state.process)), None)
+        """Returns a rank of this host whose process is gone, or None. Waits for one that is about to be: its
+        connections are closed before it is gone."""
+        end = time.monotonic() + GONE_S
+        while True:
+            self._read()  # in a run that has just begun the thread has not
+            local = [state for state, _, _ in list(self._states.values()) if state.host == self.state.host]
+            gone = next((state for state in local if not runs(state.process)), None)
+            if gone is not None or time.monotonic() > end:
+                return gone
+            time.sleep(GONE_S / 20)
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._folder = str(folder / "tensorboard")
+        self._hook = threading.excepthook
+        threading.excepthook = self._failed
         self._board = self._opened()
         keys = flattened(yaml.safe_load(config_yaml) or {})
         hyperparameters = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
@@ -51,6 +54,13 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(self._folder, **options)
+
+    def _failed(self, failed: threading.ExceptHookArgs) -> None:
+        """Prints the errors of threads as ever, but for those with which a disk ends TensorBoard's own: its next call
+        raises them in the thread that logs."""
+        writes = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (writes and isinstance(failed.exc_value, OSError)):
+            self._hook(failed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -66,6 +76,7 @@ class TensorBoard:
         self._board = self._opened(purge_step=step + 1)
 
     def close(self) -> None:
+        threading.excepthook = self._hook
         self._board.close()
 
 

@@ -31,7 +31,8 @@ def on_full_disk(disk: str, pattern: str, *arguments: str) -> None:
     def look(event: str, values: tuple[object, ...]) -> None:
         if event not in WRITES or fired:
             return
-        path = str(values[1] if event == "os.rename" else values[0])
+        named = values[1] if event == "os.rename" else values[0]
+        path = os.fsdecode(named) if isinstance(named, str | bytes | Path) else ""
         writes = event != "open" or (isinstance(values[2], int) and bool(values[2] & (os.O_WRONLY | os.O_RDWR)))
         if writes and path.startswith(disk) and re.search(pattern, path):
             fired.append(path)

@@ -41,12 +41,10 @@ GOES_ON = "named in one line; the same command goes on, equal"
 FULL = {  # what is written when the disk has no byte left, and the step that is then reached
     "the configuration": r"config\.yaml\.pending$",
     "the versions": r"versions\.json\.pending$",
-    "the record of data files": r"data\.json\.pending$",
     "TensorBoard's events": r"events\.out",
     "metrics, behind a checkpoint": r"step-000001$",
     "the page of samples": r"samples/train-000002\.html$",
     "a checkpoint's folder": r"step-000002\.pending$",
-    "a checkpoint's state of a rank": r"step-000002\.pending/rank-0\.pt$",
     "a checkpoint's shared state": r"step-000002\.pending/trainer\.json$",
     "a checkpoint's manifest": r"step-000002\.pending/manifest\.json$",
     "the best weights": r"best\.pending$",

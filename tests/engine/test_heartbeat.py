@@ -58,9 +58,11 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, rank):
     assert "has not been heard of for" in log.read_text()
 
 
-def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
+@pytest.mark.parametrize("timeout", [6, 1800])
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path, timeout):
+    """Also in a run that has just begun, whose ranks look at each other every 15 s."""
     run, log = tmp_path / "run", tmp_path / "run.log"
-    processes = launch(run)
+    processes = launch(run, f"engine.timeout={timeout}")
     trained(run, processes, 2)
     processes[1].kill()
     assert ended(processes[0], log, 5) == 2

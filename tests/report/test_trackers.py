@@ -1,14 +1,18 @@
 """What TensorBoard is told of a run, and what is said where a tracker is missing."""
 
+import errno
 import importlib.util
 import io
 import sys
+import threading
+import time
 import types
 
 import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -138,3 +142,26 @@ def test_what_is_missing_is_said_before_anything_slow(tmp_path, monkeypatch, ove
     check_start(without)
     with pytest.raises(UserError, match=message):
         check_start(asked)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full_for_tensorboard_alone_is_one_line(tmp_path, monkeypatch):
+    """Its thread says nothing, and what it met is raised where the run logs; errors of other threads are printed."""
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: printed.append(str(failed.exc_value)))
+    run = Run(tmp_path, "a: 1\n", writes=True, log=Log(tensorboard=True))
+
+    def full(writer, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(UserError, match=r"run_dir=.* can not be written: .*No space left") as caught:
+        for step in range(1000):
+            run.log(step, {"loss": 1.0})
+            time.sleep(0.01)
+    assert "\n" not in str(caught.value) and printed == []
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert printed == ["division by zero"]
+    run.close()
