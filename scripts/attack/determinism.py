@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = {
-    "tokens": "tests/whole_runs/tiny.yaml",
-    "denoising": "tests/whole_runs/tiny_images.yaml",
-    "actions": "tests/whole_runs/tiny_robots.yaml",
+    "tokens": ("tests/whole_runs/tiny.yaml",),
+    "denoising": ("tests/whole_runs/tiny_images.yaml",),
+    "actions": ("tests/whole_runs/tiny_robots.yaml", "task.train_size=6"),  # near the goal: there is something to learn
 }
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "the same command again": (),
@@ -46,6 +46,8 @@ def main() -> None:
     print(f"| the second run has | {' | '.join(kinds)} |\n| --- |{' --- |' * len(kinds)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mmrl-determinism-") as folder:
         first = {kind: trained(Path(folder), kind, "first", ()) for kind in kinds}
+        none = {kind: trained(Path(folder), kind, "no_rate", ("optim.lr=0",)) for kind in kinds}
+        print(f"| a learning rate of 0 | {' | '.join(told(first[kind], none[kind]) for kind in kinds)} |", flush=True)
         for name, options in CONDITIONS.items():
             second = {kind: trained(Path(folder), kind, name.replace(" ", "_"), options) for kind in kinds}
             print(f"| {name} | {' | '.join(told(first[kind], second[kind]) for kind in kinds)} |", flush=True)
@@ -56,7 +58,8 @@ def trained(folder: Path, kind: str, name: str, options: tuple[str, ...]) -> dic
     run = folder / kind / name
     settings = [option for option in options if "=" in option]
     sizes = ["engine.micro_batch=4", "checkpoint.every=1", "checkpoint.keep=9", f"run_dir={run}", *settings]
-    command = [sys.executable, "-m", "mmrl", "train", str(ROOT / JOBS[kind]), *sizes]
+    base, *usual = JOBS[kind]
+    command = [sys.executable, "-m", "mmrl", "train", str(ROOT / base), *usual, *sizes]
     if "RANKS" in options:
         command[1:2] = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m"]
     steps = ["steps=2", "steps=4"] if "RESUME" in options else ["steps=4"]

@@ -9,9 +9,12 @@ import pytest
 ATTACKS = Path(__file__).parents[2] / "scripts" / "attack"
 
 
+PARTS = [("rewards", 180), ("data", 300), ("simulators", 100), ("inputs", 80), ("surroundings", 7)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("attack", "at_least"), [("rewards", 180), ("data", 300), ("simulators", 100), ("inputs", 80)])
+@pytest.mark.parametrize(("attack", "at_least"), PARTS)
 def test_every_outcome_is_wanted(attack, at_least):
     command = [sys.executable, str(ATTACKS / f"{attack}.py"), "--part"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
