@@ -8,6 +8,8 @@ PAGE = "checkpoints/test_every_state_by_layout.py::"
 TWO = (f"{PAGE}test_two_ranks_go_on_to_the_bit",)
 ONE = (f"{PAGE}test_one_rank_goes_on_from_two",)
 BY_RANK = (f"{PAGE}test_what_is_of_each_rank_is_not_divided_anew",)
+VIDEOS, BOARD = ("tasks/test_clip_files.py",), ("report/test_trackers.py",)
+KILLED = ("engine/test_heartbeat.py::test_a_rank_that_is_killed_is_named_at_once",)
 LIMITS, TEMPLATES = ("runtime/test_time_limits.py",), ("policies/test_templates.py",)
 
 # fmt: off
@@ -21,5 +23,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: a limit strikes later", L, "                ended.set()\n            timer.cancel()", "                pass", LIMITS),
     ("surroundings: a block may catch its time limit", L, "class OutOfTime(BaseException):", "class OutOfTime(Exception):", LIMITS),
     ("surroundings: a template has no time limit", "mmrl/policies/vlm/templates.py", "with template_limit(name_of(processor)):", "if True:", TEMPLATES),
+    ("surroundings: animations of any length", "tasks/data/video_files.py", "check_length(what, count, *opened.size, most=MAX_ANIMATED)", "pass", VIDEOS),
+    ("surroundings: the frames of a video are not its length", "tasks/data/video_files.py", "if count * width * height > most:", "if width * height > most:", VIDEOS),
+    ("surroundings: a rank that has just begun is not looked for", "mmrl/engine/heartbeat.py", "            self._read()  # in a run", "            pass  # in a run", KILLED),
+    ("surroundings: TensorBoard's thread prints its error", "mmrl/report/trackers.py", "        threading.excepthook = self._failed\n", "", BOARD),
+    ("surroundings: no thread prints its error", "mmrl/report/trackers.py", "if not (writes and isinstance(failed.exc_value, OSError)):", "if False:", BOARD),
 ]
 # fmt: on

@@ -10,7 +10,7 @@ from PIL import Image
 from mmrl.rollouts import Video
 from mmrl.runtime.images import as_shown
 from mmrl.runtime.jsonl import RowError
-from mmrl.tasks.data.bounds import MAX_FRAMES
+from mmrl.tasks.data.bounds import MAX_ANIMATED, MAX_FILMED, MAX_FRAMES
 from mmrl.tasks.data.image_files import ImageFiles
 
 ANIMATED = ("GIF", "WEBP", "PNG")
@@ -59,6 +59,7 @@ class VideoFiles:
         with Image.open(file, formats=ANIMATED) as opened:
             self.image_files.check_size(what, *opened.size)
             count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
+            check_length(what, count, *opened.size, most=MAX_ANIMATED)
             indices = evenly(count, 1 if header else self.max_frames)
             frames, shown = [], 0.0
             for index in indices:
@@ -75,6 +76,7 @@ class VideoFiles:
         metadata = iio.immeta(**file)
         self.image_files.check_size(what, *metadata["size"])
         count = max(1, round(metadata["fps"] * metadata["duration"]))
+        check_length(what, count, *metadata["size"], most=MAX_FILMED)
         indices = evenly(count, 1 if header else self.max_frames)
         frames, wanted = [], set(indices)
         for index, frame in enumerate(iio.imiter(**file)):
@@ -85,6 +87,15 @@ class VideoFiles:
         if not frames:
             raise RowError(f"{what} has no frames")
         return Video(tuple(frames), metadata["fps"] * len(indices) / count)
+
+
+def check_length(what: str, count: int, width: int, height: int, *, most: int) -> None:
+    """Raises RowError for a video whose frames have more than `most` pixels together: all before the last one that is
+    kept have to be decoded."""
+    if count * width * height > most:
+        raise RowError(
+            f"{what} has {count} frames of {width} x {height} pixels, more than {most} together; cut it, or shrink it"
+        )
 
 
 def evenly(count: int, most: int) -> list[int]:

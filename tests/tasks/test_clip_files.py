@@ -1,6 +1,7 @@
 """Clips of the user's, written by Pillow and ffmpeg, read back frame by frame; and files that are none."""
 
 import json
+import struct
 
 import imageio.v3 as iio
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from mmrl.runtime.jsonl import RowError
+from mmrl.tasks.data import video_files
 from mmrl.tasks.data.image_files import ImageFiles
 from mmrl.tasks.data.video_files import VideoFiles, evenly
 from mmrl.tasks.visual_qa.data.files import FileSource
@@ -71,6 +73,26 @@ def test_what_is_no_clip_is_refused_in_one_line(folder, name, pixels, message):
         with pytest.raises(RowError) as refusal:
             read(name)
         assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("count", "fits"), [(111, True), (112, False)])
+def test_few_bytes_that_claim_hours_of_decoding_are_refused(count, fits):
+    """A GIF of a few hundred bytes whose frames are a pixel each, on a large canvas: 36 million pixels a frame."""
+    head = b"GIF89a" + struct.pack("<HHBBB", 6000, 6000, 0x80, 0, 0) + bytes([0, 0, 0, 255, 255, 255])
+    frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
+    bomb = {"bytes": head + frame * count + b"\x3b"}
+    if fits:
+        VideoFiles().check(bomb)
+    for read in () if fits else (VideoFiles().check, VideoFiles().decoded):
+        with pytest.raises(RowError, match="has 112 frames of 6000 x 6000 pixels, more than 4000000000 together"):
+            read(bomb)
+
+
+def test_a_film_that_claims_hours_of_decoding_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(video_files, "MAX_FILMED", 8 * 32 * 16 - 1)
+    for name in ("a.mp4", "a.webm"):
+        with pytest.raises(RowError, match="has 8 frames of 32 x 16 pixels, more than 4095 together"):
+            VideoFiles(ImageFiles(folder)).decoded(name)
 
 
 def test_rows_of_a_file(folder):
