@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import logging
@@ -32,6 +33,7 @@ KINDS_OF_NEW = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
     *("baseline", "transform", "view", "transition", "head", "sampler", "source"),
 ]
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk that takes no more, whatever a command writes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,6 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = options.run(options)
     except UserError as error:
         print(f"mmrl: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        where = "" if error.filename is None else f" ({error.filename})"
+        print(f"mmrl: {printable(f'{error.strerror}{where}')}: nothing more is written", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("mmrl: stopped by Ctrl-C; nothing new to save", file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
 """Recipes of SimpleVLA-RL and cosmos-rl become configurations of ours, key by key."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -163,3 +165,11 @@ def test_the_command(tmp_path):
     assert shown.code == kept.code == 0 and "4 keys have no counterpart" in kept.out
     assert (tmp_path / "ours.yaml").read_text() == shown.out
     assert yaml.safe_load(shown.out)["rollout"]["prompts"] == 32
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_command_whose_disk_is_full_is_one_line(tmp_path):
+    recipe = tmp_path / "theirs.sh"
+    recipe.write_text(SCRIPT)
+    done = mmrl(tmp_path, "convert", recipe, "--out", "/dev/full")
+    assert (done.code, done.err) == (2, "mmrl: No space left on device: nothing more is written\n")
