@@ -121,7 +121,7 @@ def _add_training(commands: Commands) -> None:
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
-    serving = commands.add_parser("serve", help="answer OpenAI's chat protocol with a run's weights, on this machine")
+    serving = commands.add_parser("serve", help="answer clients of OpenAI (text) or openpi (robots) with a run's weights")
     serving.add_argument("model", help="a run directory, or a model's folder or hub name")
     serving.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     serving.add_argument(
@@ -468,25 +468,12 @@ def output_path(model: str, name: str) -> Path:
 
 
 def run_serve(options: argparse.Namespace) -> int:
+    from mmrl.cli.serve import read_key, serve_model
     from mmrl.job import Job
 
-    key = None if options.key_env is None else os.environ.get(options.key_env)
-    if options.key_env is not None and not key:
-        raise UserError(f"--key-env={options.key_env}: the environment has no such variable, or it is empty")
-    if key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
-        raise UserError(f"--host={options.host} is open to others; name a key with --key-env")
+    read_key(options)  # before weights are read
     with Job.of(options.model, *config_and_overrides(options)) as job:
-        from mmrl.policies.vlm.policy import VisionLanguagePolicy
-        from mmrl.serving.chat import serve
-
-        if not isinstance(job.policy, VisionLanguagePolicy):
-            raise UserError(
-                f"mmrl serve is for models that answer in text; this one has model.type={job.config.model.type}"
-            )
-        job.policy.drafter.conversations = None  # the caller is the environment
-        name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-        limit = job.policy.tokens.max_response_length
-        serve(job.policy, name, limit, host=options.host, port=options.port, key=key)
+        serve_model(options, job)
     return 0
 
 

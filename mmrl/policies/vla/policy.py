@@ -282,6 +282,16 @@ class VisionLanguageActionPolicy:
         options = PlayOptions(self.evaluation_temperature, training=False, film=film)
         return [record.sample for record in self._play(prompts, seeds, seeds, options)]
 
+    @torch.no_grad()
+    def act(self, observation: Observation, seeds: Sequence[int], temperature: float) -> NDArray[np.float64]:
+        """Returns the chunks for observations from outside the simulator, [row, chunk, action] in the robot's units.
+        seeds: of the noise, one a row."""
+        state = self._state(observation).to(self.device)
+        reading = self.module.read(self._collate(self._prepare(observation)))
+        sampling = ActionSampling(list(seeds), temperature, training=False)
+        actions = self.module.head.act(reading, self.module.policy_state(state), sampling)["actions"]
+        return robot_actions(actions, self.statistics, np.arange(len(actions)), len(actions))
+
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Raises UserError: observations of an episode come from the simulator, not from its prompt."""
         raise UserError(
@@ -311,7 +321,7 @@ class VisionLanguageActionPolicy:
             demonstrated = prompt.metadata["actions"][:chunk]
             actions[i, : len(demonstrated)], valid[i, : len(demonstrated)] = demonstrated, True
         if self.statistics is not None:
-            self._warn_of_ranges(actions[valid.numpy()])
+            self._warned_of_ranges |= warned_of_ranges(self.statistics, actions[valid.numpy()], self._warned_of_ranges)
             actions = self.statistics.from_robot(actions).astype(np.float32)
         elif (largest := np.abs(actions).max(axis=(1, 2))).max() > 1.01:
             raise UserError(
@@ -336,14 +346,6 @@ class VisionLanguageActionPolicy:
         actions of the simulator's expert, who starts from there. Raises UserError where there is no expert."""
         options = PlayOptions(self.temperature.value, training=False, labelled=True)
         return [label for record in self._play(prompts, seeds, seeds, options) for label in record.labels]
-
-    def _warn_of_ranges(self, actions: NDArray[np.float32]) -> None:
-        """Warns once of demonstrated actions [action, number] that the policy's statistics do not span."""
-        if self.statistics is None or self._warned_of_ranges:
-            return
-        for remark in probe_demonstrated(self.statistics, actions.astype(np.float64)):
-            self._warned_of_ranges = True
-            log.warning(remark)
 
     def trained_by(self, engine: TrainingEngine) -> None:
         """Does nothing: no part of the policy follows the engine's steps."""
@@ -579,6 +581,15 @@ class VisionLanguageActionPolicy:
         return Rollouts(
             samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
         )
+
+
+def warned_of_ranges(statistics: Units, actions: NDArray[np.float32], before: bool) -> bool:
+    """Warns of demonstrated actions [action, number] that statistics do not span, unless that was done before. Returns
+    whether it did."""
+    remarks = [] if before else list(probe_demonstrated(statistics, actions.astype(np.float64)))
+    for remark in remarks:
+        log.warning(remark)
+    return bool(remarks)
 
 
 def start_of(prompt: Prompt) -> tuple[int, str]:
