@@ -4,20 +4,15 @@ resumed. A class that gets `state()` and is in none of these jobs fails a test."
 import ast
 import copy
 import importlib
-import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from mmrl.errors import UserError
 from tests.whole_runs.parts import (
     IMAGES,
     ROBOTS,
     TINY,
-    call,
     distance,
     final,
     make,
@@ -288,97 +283,6 @@ def test_a_job_goes_on_under_another_zero_stage(tmp_path, name, stage):
     release(halves)
     assert distance(final(tmp_path / "whole"), final(tmp_path / "halves")) < 1e-5
     assert halves.preparation.memory.keys() == whole.preparation.memory.keys()
-
-
-# --- two ranks, and weights in bfloat16 ---
-
-
-def goes_on(folder, base, options):
-    """Trains a job whole, and in halves. Returns where states, weights and metrics of this rank differ."""
-    whole = make(folder / "whole", *options, base=base)
-    whole.train()
-    expected, weights = remembered(whole), whole.engine.state()
-    release(whole)
-    stopped(folder / "halves", base, options)
-    halves = make(folder / "halves", *options, base=base)
-    halves.resume()
-    assert halves.step == 2
-    halves.train()
-    found = remembered(halves), halves.engine.state()
-    release(halves)
-    rows = [timeless(metrics(folder / name)) for name in ("whole", "halves")]
-    return differences(((expected, weights), rows[0]), (found, rows[1]))
-
-
-def on_rank(folder, name, more):
-    base, options, _ = JOBS[name]
-    rank = os.environ["RANK"]
-    (folder / f"rank_{rank}.json").write_text(json.dumps(goes_on(folder, base, [*options, *more])))
-
-
-ON_RANKS = [
-    ("actions", []),
-    *(pytest.param(name, [], marks=pytest.mark.slow) for name in JOBS if name != "actions"),
-    pytest.param("samplers and memories", ["engine.zero_stage=2"], marks=pytest.mark.slow),
-    pytest.param("samplers and memories", ["engine.zero_stage=3"], marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("name", "more"), ON_RANKS)
-def test_two_ranks_go_on_to_the_bit(tmp_path, name, more):
-    call(on_rank, tmp_path, name, more, log=tmp_path / "log", ranks=2, timeout=300)
-    assert [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)] == [[], []]
-
-
-def alone_on_rank(folder, name, more):
-    """Two of three steps on two ranks."""
-    base, options, _ = JOBS[name]
-    stopped(folder / "halves", base, [*options, *more])
-
-
-def test_a_job_of_two_ranks_goes_on_on_one(tmp_path):
-    """Rounding apart, for two ranks sum in another order than one."""
-    name, more = "demonstrations", ["steps=3"]
-    base, options, _ = JOBS[name]
-    call(alone_on_rank, tmp_path, name, more, log=tmp_path / "log", ranks=2, timeout=300)
-    whole = make(tmp_path / "whole", *options, *more, base=base)
-    whole.train()
-    release(whole)
-    halves = make(tmp_path / "halves", *options, *more, base=base)
-    halves.resume()
-    assert halves.step == 2
-    halves.train()
-    release(halves)
-    assert distance(final(tmp_path / "whole"), final(tmp_path / "halves")) < 1e-5
-    rows = [[row for row in metrics(tmp_path / name) if "loss" in row][-1] for name in ("whole", "halves")]
-    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-4)
-
-
-def test_a_rank_that_is_gone_takes_its_ring_along(tmp_path):
-    base, options, _ = JOBS["actions"]
-    call(alone_on_rank, tmp_path, "actions", ["steps=3"], log=tmp_path / "log", ranks=2, timeout=300)
-    halves = make(tmp_path / "halves", *options, "steps=3", base=base)
-    with pytest.raises(UserError, match=r"rollout.extras.0 keeps what each rank saw, .* was made by 2, not 1"):
-        halves.resume()
-    release(halves)
-
-
-BFLOAT16 = [
-    ("samplers and memories", 1),
-    pytest.param("samplers and memories", 2, marks=pytest.mark.slow),
-    pytest.param("demonstrations", 1, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("name", "stage"), BFLOAT16)
-def test_weights_in_bfloat16_go_on_to_the_bit(tmp_path, name, stage):
-    base, options, _ = JOBS[name]
-    more = ["model.dtype=bfloat16", f"engine.zero_stage={stage}", "optim.lr=0.01"]
-    assert goes_on(tmp_path, base, [*options, *more]) == []
-    begun = make(tmp_path / "begun", *options, *more, base=base)
-    weights = begun.engine.state()
-    release(begun)
-    assert differences(weights, load_file(tmp_path / "halves/final/model.safetensors"))  # and they were trained
 
 
 def test_going_back_restores_weights_and_averages_and_leaves_the_rest(tmp_path):

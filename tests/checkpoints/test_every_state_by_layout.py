@@ -12,7 +12,11 @@ from tests.checkpoints.test_every_state import JOBS, differences, remembered, st
 from tests.whole_runs.parts import call, distance, final, make, metrics, release, timeless
 
 pytestmark = pytest.mark.usefixtures("alone")
-BY_RANK = "samplers and memories"  # its reward counts what each rank saw
+# Jobs that keep what each rank saw, and what names it where there are fewer ranks: a reward, and stored steps.
+BY_RANK = {
+    "samplers and memories": "reward 'tests.checkpoints.*:Falling' keeps what each rank saw",
+    "actions": r"rollout.extras.0 keeps what each rank saw, .* was made by 2, not 1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def on_two_ranks(tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick("passed over")
+@pytest.mark.quick("passed over", "actions")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", JOBS)
 def test_two_ranks_go_on_to_the_bit(on_two_ranks, name):
@@ -46,7 +50,7 @@ def test_two_ranks_go_on_to_the_bit(on_two_ranks, name):
 
 @pytest.mark.quick("passed over")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in JOBS if name != BY_RANK])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in BY_RANK])
 def test_one_rank_goes_on_from_two(on_two_ranks, tmp_path, name):
     """Rounding apart: one step behind the checkpoint, before it has grown."""
     base, options, _ = JOBS[name]
@@ -62,13 +66,14 @@ def test_one_rank_goes_on_from_two(on_two_ranks, tmp_path, name):
     assert distance(torch.load(folder / "after-3-0.pt"), after) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.quick("actions")
 @pytest.mark.timeout(300)
-def test_what_is_of_each_rank_is_not_divided_anew(on_two_ranks, tmp_path):
-    base, options, _ = JOBS[BY_RANK]
-    shutil.copytree(on_two_ranks(BY_RANK) / "stopped", tmp_path / "one")
+@pytest.mark.parametrize("name", BY_RANK)
+def test_what_is_of_each_rank_is_not_divided_anew(on_two_ranks, tmp_path, name):
+    base, options, _ = JOBS[name]
+    shutil.copytree(on_two_ranks(name) / "stopped", tmp_path / "one")
     one = make(tmp_path / "one", *options, *ranks.ON_TWO, base=base)
-    with pytest.raises(UserError, match="reward 'tests.checkpoints.*:Falling' keeps what each rank saw"):
+    with pytest.raises(UserError, match=BY_RANK[name]):
         one.resume()
     release(one)
 
