@@ -1,7 +1,7 @@
 """An endpoint of openpi's protocol for a policy that acts: msgpack over a websocket, an observation in, a chunk out.
 
-A connection begins with a map that says what the policy was trained on. The n-th chunk of a connection is the n-th of an
-episode of an evaluation with seed 0, at the temperature of evaluation.
+A connection begins with a map that says what the policy was trained on. The n-th chunk of a connection is the n-th of
+an episode of an evaluation with seed 0, at the temperature of evaluation.
 """
 
 from __future__ import annotations

@@ -16,5 +16,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("serve: files are read", CHAT, 'not url.startswith("data:")', "False", ASKED),
     ("serve: developers are users", CHAT, '"system" if message["role"] == "developer"', '"user" if message["role"] == "developer"', ASKED),
     ("serve: booleans are numbers", CHAT, "if isinstance(value, bool) or not", "if not", ASKED),
-    ("serve: an open door without a key", "mmrl/cli/main.py", "if key is None and options.host not in", "if False and options.host not in", ASKED),
+    ("serve: an open door without a key", "mmrl/cli/serve.py", "if key is None and options.host not in", "if False and options.host not in", ASKED),
 ]

@@ -63,7 +63,7 @@ def play(
                 steps[-1].dropped[endless] = True
             tell(rows, steps, remembered)
             observation = steps[-1].observation
-            while starts := {row: start for row in ended(sim, rows) if (start := following(row)) is not None}:
+            while starts := {row: to_come for row in ended(sim, rows) if (to_come := following(row)) is not None}:
                 seeds, tasks = zip(*starts.values(), strict=True)
                 observation = sim.restart(list(starts), seeds, tasks)
                 chunk_counts[list(starts)] = 0

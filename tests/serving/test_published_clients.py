@@ -2,7 +2,8 @@
 environment of their own, which OPENPI_CLIENT names:
 
     uv venv --python 3.11 .venv-openpi
-    uv pip install --python .venv-openpi/bin/python 'git+https://github.com/Physical-Intelligence/openpi#subdirectory=packages/openpi-client' typing_extensions
+    uv pip install --python .venv-openpi/bin/python typing_extensions \\
+        "git+https://github.com/Physical-Intelligence/openpi#subdirectory=packages/openpi-client"
     OPENPI_CLIENT=.venv-openpi/bin/python scripts/test.sh tests/serving
 """
 

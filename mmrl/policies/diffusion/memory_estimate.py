@@ -147,7 +147,7 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
     pipeline_class = kind.pipeline_class or diffusers.__getattr__(name)
     defaults = {k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k != "self"}
     arguments = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
-    pipe = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})
+    pipe: Any = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})
     vae.requires_grad_(False)
     if settings.decoding != "whole":
         vae.enable_slicing()

@@ -45,9 +45,9 @@ def continued(
     """Keeps the first lengths[i] tokens of each response, of those that the policy chose, and samples the rest; not
     scored."""
     if drafter.conversations is not None:
-        drafts = list(drafter.conversations.begun(drafter, rollouts, lengths, seeds))
-        drafter.extend(engine, drafts, drafter.max_response_length)
-        return drafter.complete(drafts, 1, by_model=engine is None)
+        begun = list(drafter.conversations.begun(drafter, rollouts, lengths, seeds))
+        drafter.extend(engine, begun, drafter.max_response_length)
+        return drafter.complete(begun, 1, by_model=engine is None)
     prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
     opened = dict(zip(prompts, drafter.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
     drafts = []
