@@ -3,7 +3,12 @@ takes its place, and the tests that could notice. `faults.py` plants them with `
 
 from __future__ import annotations
 
-COLLECT = ("joints/test_collection.py", "joints/test_guidance.py", "joints/test_replays.py")
+COLLECT = (
+    "joints/test_meeting_points.py",
+    "joints/test_collection.py",
+    "joints/test_guidance.py",
+    "joints/test_replays.py",
+)
 TURNS = ("joints/test_ppo.py", "policies/test_turns_reused.py", "joints/test_turn_recipes.py")
 VIEWS = ("policies/test_turns_reused.py", "prompts/test_views.py")
 C, E = "mmrl/collection/collector.py", "mmrl/collection/extra_sources.py"
@@ -26,8 +31,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "if all(shaper.of_flat_groups for shaper in algorithm.shapers):", COLLECT),
     ("meet: a resume forgets what sources keep of a rank", C, 'self.extras.load_rank(rank_state["extras"])', "pass",
      COLLECT),
-    ("meet: filler stays although a group got a right one", E, "filler=fresh.filler & ~torch.isin(fresh.group, joined)",
-     "filler=fresh.filler", COLLECT),
     ("meet: unscored groups have failed", E, "if len(known) and not bool((known >= accuracy).any()):",
      "if not bool((known >= accuracy).any()):", COLLECT),
     ("meet: blanks are fresh", E, "blank.origin = torch.full((count,), REPLAYED)", "blank.origin = torch.full((count,), 0)", COLLECT),
@@ -46,7 +49,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- turns and critic ---
     ("meet: the value of a turn is that of its last token", R, 'scatter_reduce(1, index, column, "amin")',
      'scatter_reduce(1, index, column.where(self.mask, -1), "amax", include_self=False)', TURNS),
-    ("meet: an observation's tokens are a step", R, "        index = index.where(self.mask, 0)\n", "        index = index\n", TURNS),
     ("meet: rewards of turns weigh nothing", P, "steps.rewards = rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)",
      "steps.rewards = 0 * rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)", TURNS),
     ("meet: a turn is paid at each of its tokens", P, "where(steps.mask & (number != following), 0.0)", "where(steps.mask, 0.0)", TURNS),
