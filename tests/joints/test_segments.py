@@ -90,3 +90,10 @@ def test_what_is_unknown_adds_nothing():
     close(segment_gains(worth, outcome, mask, every=2), [[-0.25, -0.25, 0.75, 0.0]])
     close(segment_gains(worth, torch.tensor([torch.nan]), mask, every=2), [[-0.25, -0.25, 0.0, 0.0]])
     close(segment_gains(worth[:, :1], outcome, mask, every=4), [[0.5, 0.5, 0.5, 0.0]])  # one segment
+
+
+def test_segments_are_counted_by_decisions_across_observations():
+    """Segments of one decision, worth 0 and 1 at their beginnings; the outcome is 5."""
+    mask = torch.tensor([[True, False, True]])
+    gains = segment_gains(torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([5.0]), mask, every=1)
+    assert gains.tolist() == [[1.0, 0.0, 4.0]]

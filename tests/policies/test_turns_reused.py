@@ -30,22 +30,23 @@ class Steps(Environment):
         self.settings, self.count = settings, 0
 
     def start(self, prompt):
-        return [Message("user", ("Look.", *prompt.images, prompt.text))]
+        first, *rest = prompt.messages
+        return [Message(first.role, ("Look.", *first.parts)), *rest]
 
     def step(self, response):
         self.count += 1
         reward = float(self.count)
         if self.count == 3:
             return Reply(end=True, reward=reward)
-        fickle = " now" * self.settings.fickle
-        image = shade(60 * self.count, self.settings.inverted)
-        return Reply([Message("user", (image, f"{len(response) % 10}{fickle}"))], reward=reward, error="none of it")
+        images = [shade(60 * self.count + more, self.settings.inverted) for more in (0, 30)]
+        text = f"{(len(response) + self.settings.fickle) % 10}"
+        return Reply([Message("user", (*images, text))], reward=reward, error="none of it")
 
 
 class StepsSettings(EnvironmentSettings):
     type: str = "tests.policies.test_turns_reused:StepsSettings"
     inverted: bool = option(False, "its images are negatives")
-    fickle: bool = option(False, "it says more")
+    fickle: bool = option(False, "it counts one more")
 
     def make(self):
         return Steps(self)
@@ -72,7 +73,7 @@ def prompts(inverted=False):
 
 
 def talking(folder, **settings):
-    policy = conversing(folder, length=300, end=6.0)
+    policy = conversing(folder, length=300, end=5.0)
     policy.drafter.converse(StepsSettings(limits=TurnLimits(turn_tokens=6), **settings))
     return policy
 
@@ -184,3 +185,21 @@ def test_further_responses_begin_as_the_first_ones_did(policy, talks):
     """A prompt in which an environment began a conversation begins one anew, not one more."""
     again = policy.rollout([talks.samples[0].prompt], 1, [1])
     assert torch.equal(again.inputs[0].prompt, talks.inputs[0].prompt)
+
+
+def test_what_ended_by_itself_ends_so_again(policy):
+    """A demonstration of one response, after which its world waits for another."""
+    (first, *_) = prompts()
+    shown = policy.demonstrate([Prompt("a", first.text, images=first.images, metadata={"demonstration": ["is 3"]})])
+    assert [sample.conversation.end for sample in shown.samples] == ["demonstration"]
+    again = policy.recalled([first], policy.stored(shown))
+    assert [sample.conversation.end for sample in again.samples] == ["demonstration"]
+    assert torch.equal(again.inputs[0].response, shown.inputs[0].response)
+
+
+def test_further_responses_under_a_view_see_it(policy, talks):
+    prompt = talks.samples[0].prompt
+    changed = Negative().changed(prompt)
+    (sample,) = policy.rollout([changed], 1, [1]).samples
+    (shown,), (first,) = (each.messages[0].images for each in (sample.conversation, prompt))
+    assert shown.tobytes() == ImageOps.invert(first).tobytes()
