@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 
+from mmrl.config import load
 from mmrl.errors import UserError
 from tests.checkpoints import ranks
 from tests.checkpoints.test_every_state import JOBS, differences, remembered, stopped
-from tests.whole_runs.parts import call, distance, final, make, metrics, release, timeless
+from tests.whole_runs.parts import TINY, call, distance, final, make, metrics, release, timeless
 
 pytestmark = pytest.mark.usefixtures("alone")
 # Jobs that keep what each rank saw, and what names it where there are fewer ranks: a reward, and stored steps.
@@ -102,6 +103,12 @@ def test_weights_in_bfloat16_go_on_from_where_they_were(tmp_path, stage):
     assert timeless(metrics(tmp_path / "whole")) == timeless(metrics(tmp_path / "halves"))
     a, b = final(tmp_path / "whole"), final(tmp_path / "halves")
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_weights_in_bfloat16_without_a_copy_in_fp32_are_refused():
+    """DeepSpeed's optimizer of stage 0 has one, but begins each start with a step of its own."""
+    with pytest.raises(UserError, match="model.dtype=bfloat16 with engine.zero_stage=0"):
+        load(TINY, ["run_dir=r", "model.dtype=bfloat16", "engine.zero_stage=0"])
 
 
 def copied(trainer):
