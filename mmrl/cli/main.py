@@ -121,9 +121,7 @@ def _add_training(commands: Commands) -> None:
     sample.add_argument("model", help="a run directory, or a model's folder or hub name")
     sample.add_argument("--count", type=at_least_one, default=16, help="held-out prompts; default: 16")
     sample.set_defaults(run=run_sample)
-    serving = commands.add_parser(
-        "serve", help="answer clients of OpenAI (text) or openpi (robots) with a run's weights"
-    )
+    serving = commands.add_parser("serve", help="answer clients of OpenAI (text) or openpi (robots)")
     serving.add_argument("model", help="a run directory, or a model's folder or hub name")
     serving.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     serving.add_argument(

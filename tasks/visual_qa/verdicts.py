@@ -1,6 +1,7 @@
 """Verdicts on the rows of a file, cached so that the same file is not checked again.
 
-A verdict belongs to the file's name, size and time of change and to the options that it was checked with. It says
+A verdict belongs to the file's name, size and time of change, to the options that it was checked with, and to the code
+that read and checked it: a changed parser checks again. It says
 nothing of images in files of their own, which are checked again when they are used.
 """
 
@@ -11,12 +12,14 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mmrl.runtime.files import user_cache
+from mmrl.version import VERSION
 
-VERSION = 2  # of what is checked; a new number makes old verdicts void
+PARSERS = (Path(__file__).parent / "data", Path(__file__).parents[1] / "data")  # folders of what reads rows
 MOST_BAD = 10_000  # rows; a file with more is checked again
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,15 @@ def stamp(path: Path) -> list[Any]:
     """Returns facts that change when a file does: its real path, its size and its time of change."""
     facts = path.stat()
     return [os.path.realpath(path), facts.st_size, facts.st_mtime_ns]
+
+
+@cache
+def code() -> str:
+    """Returns a digest of the modules that read and check rows, in PARSERS."""
+    digest = hashlib.sha256(VERSION.encode())
+    for path in sorted(path for folder in PARSERS for path in folder.rglob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def recall(facts: Sequence[Any], count: int) -> dict[int, str] | None:
@@ -61,5 +73,5 @@ def remember(facts: Sequence[Any], count: int, bad: dict[int, str]) -> None:
 
 
 def _path(facts: Sequence[Any]) -> Path:
-    text = json.dumps([VERSION, *facts], default=str)
+    text = json.dumps([code(), *facts], default=str)
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -2,8 +2,8 @@
 environment of their own, which OPENPI_CLIENT names:
 
     uv venv --python 3.11 .venv-openpi
-    uv pip install --python .venv-openpi/bin/python typing_extensions \\
-        "git+https://github.com/Physical-Intelligence/openpi#subdirectory=packages/openpi-client"
+    git clone https://github.com/Physical-Intelligence/openpi
+    uv pip install --python .venv-openpi/bin/python openpi/packages/openpi-client typing_extensions
     OPENPI_CLIENT=.venv-openpi/bin/python scripts/test.sh tests/serving
 """
 

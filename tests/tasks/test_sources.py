@@ -18,7 +18,7 @@ from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.runtime import jsonl
 from mmrl.tasks import visual_qa
-from mmrl.tasks.visual_qa import parquet
+from mmrl.tasks.visual_qa import parquet, verdicts
 from mmrl.tasks.visual_qa.data import files
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
@@ -320,6 +320,27 @@ def test_a_verdict_that_cannot_be_read_is_none(images, counted, text, tmp_path):
     (kept,) = (tmp_path / "cache").glob("*.json")
     kept.write_text(text)
     assert len(FileSource(path)) == 3 and len(counted) == 6
+
+
+def test_a_verdict_of_a_changed_parser_is_void(images, counted, tmp_path, monkeypatch):
+    path = write_jsonl(images, [question(0), question(1)])
+    (tmp_path / "parser").mkdir()
+    parser = tmp_path / "parser" / "rows.py"
+    monkeypatch.setattr(verdicts, "PARSERS", (tmp_path / "parser",))
+    counts = []
+    for text in ("a = 1", "a = 1", "a = 2"):
+        parser.write_text(text)
+        verdicts.code.cache_clear()  # as in another process
+        FileSource(path)
+        counts.append(len(counted))
+    assert counts == [2, 2, 4]
+    verdicts.code.cache_clear()
+    monkeypatch.setattr(verdicts, "VERSION", "another")
+    FileSource(path)
+    assert len(counted) == 6
+    monkeypatch.undo()
+    verdicts.code.cache_clear()
+    assert {"rows.py", "files.py"} <= {file.name for folder in verdicts.PARSERS for file in folder.glob("*.py")}
 
 
 def test_verdicts_that_cannot_be_kept_are_no_fault(images, counted, tmp_path):
