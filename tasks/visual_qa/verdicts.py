@@ -1,8 +1,8 @@
 """Verdicts on the rows of a file, cached so that the same file is not checked again.
 
 A verdict belongs to the file's name, size and time of change, to the options that it was checked with, and to the code
-that read and checked it: a changed parser checks again. It says
-nothing of images in files of their own, which are checked again when they are used.
+that read and checked it: a changed parser checks again. It says nothing of images in files of their own, which are
+checked again when they are used.
 """
 
 from __future__ import annotations

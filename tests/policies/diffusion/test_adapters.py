@@ -69,6 +69,10 @@ def test_what_is_refused(written, folder_of, tmp_path):
     with pytest.raises(UserError, match="changes none, which the network of .* has not"):
         start(tmp_path / "more.safetensors", folder_of("sd3"))
     save_file({"model.x": torch.ones(1)}, tmp_path / "whole.safetensors")
-    with pytest.raises(UserError, match="is a whole model in one file"):
-        start(tmp_path / "whole.safetensors", None)
+    (tmp_path / "whole.ckpt").write_bytes(b"x")
+    for name in ("whole.safetensors", "whole.ckpt"):
+        with pytest.raises(UserError, match="is a whole model in one file") as caught:
+            start(tmp_path / name, None)
+        made = f"from_single_file('{tmp_path / name}').save_pretrained('{tmp_path / 'whole'}')"
+        assert made in str(caught.value) and "\n" not in str(caught.value)
     shutil.rmtree(folder)

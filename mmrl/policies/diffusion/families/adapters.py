@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.components import BASE_FILE, DiffusersPipeline
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SINGLE_FILES = (".ckpt", ".gguf")  # never LoRA weights
 PEFT_PREFIX = "base_model.model."
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 OF_ENCODERS = ("text_encoder", "lora_te")  # how names of a text encoder's weights begin
@@ -107,15 +108,23 @@ def adapter_at(path: str, base: str | None) -> Adapter | None:
     return Adapter(path, file, form, named)
 
 
+def single_file(path: Path) -> UserError:
+    """Returns the refusal of a whole model in one file, with the line that makes a folder of it."""
+    folder = path.with_suffix("")
+    return UserError(
+        f"model.path={path} is a whole model in one file; make a folder of it with its pipeline's class in diffusers: "
+        f"StableDiffusion3Pipeline.from_single_file('{path}').save_pretrained('{folder}'), and name that folder"
+    )
+
+
 def _weights_at(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
+    if path.is_file() and path.suffix in SINGLE_FILES:
+        raise single_file(path)
     if path.is_file() and path.suffix == ".safetensors":
         if path.name == PEFT_WEIGHTS:
             return path, "peft"
         if not any("lora" in name for name in _names(path)):
-            raise UserError(
-                f"model.path={path} is a whole model in one file; load it with from_single_file of its pipeline's "
-                "class in diffusers, save that with save_pretrained, and name the folder"
-            )
+            raise single_file(path)
         return path, "diffusers"
     for folder in (path, path / "lora"):  # flow_grpo's checkpoints have a folder of this name
         if (folder / PEFT_CONFIG).is_file():
