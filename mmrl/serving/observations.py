@@ -28,7 +28,7 @@ class BadObservation(ValueError):
     """An observation that the policy cannot act on; the text names the key."""
 
 
-class ObservationReader:
+class RobotReader:
     """Reads observations of one robot for a policy: each camera of `cameras`, the state, and the instruction.
 
     A camera's image stands under `observation/NAME` or `NAME` in `images`, as [height, width, 3] or [3, height, width]

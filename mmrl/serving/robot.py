@@ -22,7 +22,7 @@ from websockets.sync.server import serve as listen
 from mmrl.errors import UserError
 from mmrl.samplers.chain import mixed
 from mmrl.serving.arrays import packed, unpacked
-from mmrl.serving.observations import ActingPolicy, BadObservation, ObservationReader
+from mmrl.serving.observations import ActingPolicy, BadObservation, RobotReader
 
 MAX_BYTES = 64 << 20  # of a message
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class RobotServer:
 
     def __init__(self, policy: ActingPolicy, model: str, *, host: str, port: int, key: str | None = None) -> None:
         self.policy, self.model, self.key = policy, model, key
-        self.reader = ObservationReader(policy)
+        self.reader = RobotReader(policy)
         self._one_at_a_time = threading.Lock()
         self._server = listen(
             self._converse,

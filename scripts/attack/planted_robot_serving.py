@@ -23,7 +23,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("robots: a failure ends the connection", ROBOT, "            return repr(error)", "            raise", TEST),
     ("robots: objects in arrays", ARRAYS, "or kind.kind not in NUMBERS or", "or", TEST),
     ("robots: arrays turned", ARRAYS, ".reshape(shape)", ".reshape(shape[::-1])", TEST),
-    ("robots: statistics are left out", POLICY, "        return self._robot_units(actions)\n",
+    ("robots: statistics are left out", POLICY, "        return robot_units(actions, self.statistics)\n",
      "        return actions.numpy()\n", TEST),
     ("robots: states are not standardised", POLICY, "state = self._state(observation).to(self.device)\n        reading",
      "state = torch.from_numpy(observation.state)\n        reading", TEST),

@@ -35,7 +35,7 @@ import torch
 from mmrl.kernels import hidden_logprob
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.loading import open_policy
-from mmrl.policies.vla.policy import VisionLanguageActionPolicy, robot_actions
+from mmrl.policies.vla.policy import VisionLanguageActionPolicy, robot_units
 from mmrl.policies.vla.settings import ActionChain, ActionHead, Actions, FlowActions, TokenActions
 from mmrl.policies.vla.settings import VisionLanguageActionModel as Model
 from mmrl.rollouts import Prompt
@@ -168,7 +168,9 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
                     state = torch.from_numpy(shown.state)
                     drawn = ActionSampling([look * rows + row for row in active])
                     chosen = policy.module.head.act(reading, state, drawn)
-                step = sim.step(robot_actions(chosen["actions"], policy.statistics, active, len(sim)))
+                actions = np.zeros((len(sim), *chosen["actions"].shape[1:]))
+                actions[active] = robot_units(chosen["actions"], policy.statistics)
+                step = sim.step(actions)
                 moved, look, observation = moved + int(step.valid.sum()), look + 1, step.observation
                 if look == 1:
                     sim._running[: rows // 2] = False  # as if solved

@@ -15,7 +15,7 @@ from mmrl.policies.vla.heads.codec import ActionStatistics
 from mmrl.rollouts import Prompt
 from mmrl.serving import robot
 from mmrl.serving.arrays import packed, unpacked
-from mmrl.serving.observations import BadObservation, ObservationReader
+from mmrl.serving.observations import BadObservation, RobotReader
 from mmrl.serving.robot import RobotServer
 from mmrl.sims import build
 from tests.policies.vla.conftest import CHUNK, backbones, make  # noqa: F401  (fixtures)
@@ -145,7 +145,7 @@ def test_noise_is_that_of_an_evaluation(make):  # noqa: F811
 
 
 def test_keys_of_other_robots(policy):
-    reader = ObservationReader(policy)
+    reader = RobotReader(policy)
     plain = reader.read(shown())
     image = {name: shown()[f"observation/{name}"] for name in ("front", "wrist")}
     bare = {"state": shown()["observation/state"], "prompt": "go"}
@@ -160,7 +160,7 @@ def test_keys_of_other_robots(policy):
 
 
 def test_hidden_cameras_and_numbers_are_not_needed(make):  # noqa: F811
-    reader = ObservationReader(make("regression", sim=arm(), cameras=["wrist"], privileged=1))
+    reader = RobotReader(make("regression", sim=arm(), cameras=["wrist"], privileged=1))
     read = reader.read(shown(**{"observation/front": None, "observation/state": np.array([0.5])}))
     assert read.images[0, 0, :, 0].tolist() == [0] * 8 + [155] * 8
     assert read.state.tolist() == [[0.5, 0.0]]
@@ -184,7 +184,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_an_observation_that_does_not_fit_is_told_by_its_key(policy, message):
     with pytest.raises(BadObservation, match=message) as caught:
-        ObservationReader(policy).read(shown(**WRONG[message]))
+        RobotReader(policy).read(shown(**WRONG[message]))
     assert "\n" not in str(caught.value)
 
 

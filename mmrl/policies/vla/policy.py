@@ -290,7 +290,7 @@ class VisionLanguageActionPolicy:
         reading = self.module.read(self._collate(self._prepare(observation)))
         sampling = ActionSampling(list(seeds), temperature, training=False)
         actions = self.module.head.act(reading, self.module.policy_state(state), sampling)["actions"]
-        return robot_actions(actions, self.statistics, np.arange(len(actions)), len(actions))
+        return robot_units(actions, self.statistics)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Raises UserError: observations of an episode come from the simulator, not from its prompt."""
@@ -485,7 +485,8 @@ class VisionLanguageActionPolicy:
                 reading = self.module.read(inputs)
                 chosen = head.act(reading, self.module.policy_state(state), sampling)
             values = [0.0] * len(rows) if critic is None else critic(reading, state).tolist()
-            actions = robot_actions(chosen["actions"], self.statistics, rows, len(sim))
+            actions = np.zeros((len(sim), *chosen["actions"].shape[1:]))  # 0 for other environments
+            actions[rows] = robot_units(chosen["actions"], self.statistics)
             by_action = options.film and not options.training  # one action at a time, with an image after each
             parts = np.split(actions, actions.shape[1], axis=1) if by_action else [actions]
             columns = {name: value.cpu() for name, value in chosen.items()}
@@ -597,17 +598,11 @@ def start_of(prompt: Prompt) -> tuple[int, str]:
     return prompt.metadata["seed"], prompt.metadata["task"]
 
 
-def robot_actions(
-    actions: Tensor, statistics: Units | None, rows: NDArray[np.int64], count: int
-) -> NDArray[np.float64]:
-    """Converts actions [rows, chunk, action], in the units of `statistics` or in [-1, 1], to [count, chunk, action] in
-    the robot's units, 0 for other environments."""
+def robot_units(actions: Tensor, statistics: Units | None) -> NDArray[np.float64]:
+    """Converts actions [..., action], in the units of `statistics` or in [-1, 1], to the robot's units."""
     numbers = actions.float().cpu().numpy().astype(np.float64)
     numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
-    numbers = numbers.clip(-1, 1) if statistics is None else statistics.to_robot(numbers)
-    padded = np.zeros((count, *numbers.shape[1:]))
-    padded[rows] = numbers
-    return padded
+    return numbers.clip(-1, 1) if statistics is None else statistics.to_robot(numbers)
 
 
 def blank_observation(sim: VectorSim, rows: int) -> Observation:
