@@ -2,7 +2,7 @@
 that torchrun starts again, other ranks and ZeRO stages. Prints a table of what was tried and what came of it.
 
     python scripts/attack/resume.py --kills 20 --flips 200 --seconds 1800
-    python scripts/attack/resume.py --kills 100 --only kills --folder /tmp/campaign     # goes on where it was stopped
+    python scripts/attack/resume.py --kills 100 --only kills --folder runs/campaign     # goes on where it was stopped
 
 Everything runs on this machine, in a temporary directory or that of --folder, on the tiny models of the tests. Exits
 with 1 if a run ended otherwise than one that nobody attacked.
