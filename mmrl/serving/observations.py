@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mmrl.policies.vla.settings import Actions
 from mmrl.sims import Observation, VectorSim
 
-PLACED = ("image", "wrist_image")  # LIBERO's keys in openpi, for a first and a second camera
+NUMBERED = ("image", "wrist_image")  # LIBERO's keys in openpi, for a first and a second camera
 
 
 class ActingPolicy(Protocol):
@@ -92,8 +92,8 @@ class RobotReader:
 
     def _candidates(self, camera: str, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         names = [camera]
-        if (place := self.cameras.index(camera)) < len(PLACED):
-            names.append(PLACED[place])
+        if (number := self.cameras.index(camera)) < len(NUMBERED):
+            names.append(NUMBERED[number])
         nested = tree.get("images")
         for name in names:
             for key in (f"observation/{name}", f"observation/images/{name}", name):

@@ -12,7 +12,7 @@ from mmrl.cli.methods import DECISIONS, offers
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
 from mmrl.prompts.views import View
-from mmrl.protocols.abilities import Completing
+from mmrl.protocols.abilities import AdvantageLabelling, Completing
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
 from mmrl.protocols.requirements import Capabilities, Needs, check, together
 from mmrl.protocols.teachers import Taught, TaughtTokens
@@ -22,6 +22,11 @@ from mmrl.terms.term import Shaper, Term
 from tests.joints.parts import Table, close
 
 HERE = "tests.joints.test_measurements"
+HELD = {  # what a policy holds rather than does
+    Taught: "teachers",
+    TaughtTokens: "teachers",
+    AdvantageLabelling: "advantage_labels",
+}
 POLICIES = {  # what the kinds of decision are made by
     "text token": "mmrl.policies.vlm.policy:VisionLanguagePolicy",
     "masked token": "mmrl.policies.discrete_diffusion.policy:DiscreteDiffusionPolicy",
@@ -175,9 +180,9 @@ def test_settings_offer_what_their_policy_has(decision):
         [kind for kind in offers()[decision] if type(kind) is not str],
     )
     assert decision in DECISIONS and offered
-    parts = {Taught, TaughtTokens} & set(offered)  # what a policy holds rather than does
-    assert not parts or "self.teachers = " in inspect.getsource(policy.__init__)
-    assert [kind for kind in offered if kind not in parts and not isinstance(policy, kind)] == []
+    source = inspect.getsource(policy.__init__)
+    assert [kind for kind in offered if kind in HELD and f"self.{HELD[kind]} = " not in source] == []
+    assert [kind for kind in offered if kind not in HELD and not isinstance(policy, kind)] == []
 
 
 def test_a_policy_that_lacks_what_its_settings_offer_is_refused(given):

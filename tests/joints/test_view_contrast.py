@@ -43,9 +43,8 @@ def test_what_was_not_judged_earns_nothing_more(given):
 
 
 def test_a_prompt_without_a_clip_has_no_frames_to_shuffle(given):
-    made = given(Table([[-1.0]] * 8, group=GROUPS, rewards=REWARDS), *BARE, "algorithm.transforms=[view_contrast]")
-    with pytest.raises(UserError, match="has no video"):
-        made.next()
+    with pytest.raises(UserError, match="has no video"):  # before the start
+        given(Table([[-1.0]] * 8, group=GROUPS, rewards=REWARDS), *BARE, "algorithm.transforms=[view_contrast]")
 
 
 # --- agreement with what is said under a view ---
