@@ -79,6 +79,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("restart: what is seen is of before", "sims/vector/episodes.py", "observation = sim.restart(list(starts), seeds, tasks)",
      "sim.restart(list(starts), seeds, tasks)", ("sims/test_vector.py",)),
     ("restart: one that cannot begin ends the row", "sims/vector/episodes.py", "while starts := {row", "if starts := {row", ("sims/test_vector.py",)),
+    ("restart: a row that could not start stays idle", "sims/vector/episodes.py", "begin(share, refilled(share[share < len(sim.seeds)], sim.observation()))",
+     "begin(share, sim.observation())", ("sims/test_vector.py",)),
     ("restart: actions go on counting", "sims/vector/simulator.py", "self._idle[rows], self._actions_taken[rows] = ~lost, 0, 0",
      "self._idle[rows] = ~lost, 0", ("sims/test_vector.py",)),
     ("restart: an episode is cut short", "sims/vector/simulator.py", "if row >= len(self.seeds) or self._running[row]]", "if row >= len(self.seeds)]", ("sims/test_vector.py",)),

@@ -51,9 +51,16 @@ def play(
             result = pool.submit(move).result if len(sim.shares) > 1 else move
             moving.append((share, rows, remembered, result))
 
-        start = sim.observation()
+        def refilled(rows: NDArray[np.int64], observation: Observation) -> Observation:
+            """Gives rows that are in no episode their next start. Returns what is seen then."""
+            while starts := {row: start for row in ended(sim, rows) if (start := following(row)) is not None}:
+                seeds, tasks = zip(*starts.values(), strict=True)
+                observation = sim.restart(list(starts), seeds, tasks)
+                chunk_counts[list(starts)] = 0
+            return observation
+
         for share in sim.shares:
-            begin(share, start)
+            begin(share, refilled(share[share < len(sim.seeds)], sim.observation()))  # not all could start
         while moving:
             share, rows, remembered, result = moving.popleft()
             steps = result()
@@ -62,12 +69,7 @@ def play(
                 sim.drop(endless, f"no end after {max_chunks} chunks; is action.horizon too short for the simulator?")
                 steps[-1].dropped[endless] = True
             tell(rows, steps, remembered)
-            observation = steps[-1].observation
-            while starts := {row: to_come for row in ended(sim, rows) if (to_come := following(row)) is not None}:
-                seeds, tasks = zip(*starts.values(), strict=True)
-                observation = sim.restart(list(starts), seeds, tasks)
-                chunk_counts[list(starts)] = 0
-            begin(share, observation)
+            begin(share, refilled(rows, steps[-1].observation))
 
 
 def ended(sim: VectorSim, rows: NDArray[np.int64]) -> list[int]:

@@ -233,6 +233,25 @@ def test_one_row_plays_all_starts_each_from_its_own_beginning(monkeypatch):
     assert sim.counters["dropped_episodes"] == 1
 
 
+def test_a_row_that_could_not_start_gets_the_next_start():
+    """Of a reset that loses all of its rows, too."""
+    waiting, began = [(20, "go"), (30, "go")], []
+
+    def following(row):
+        return waiting.pop(0) if waiting else None
+
+    def act(seen, rows):
+        began.extend((int(row), seen.instructions[row]) for row in rows)
+        return [same(0.9, 3)], None
+
+    with build(LINE, 3, {"unstartable": (5, 6)}) as sim:
+        sim.reset([1, 2], ["go", "go"])
+        with pytest.warns(RuntimeWarning, match="cannot start"):
+            sim.reset([5, 6], ["go", "go"])
+        play(sim, act, lambda rows, steps, _: None, following=following)
+    assert began == [(0, "go from 0.20"), (1, "go from 0.30")]
+
+
 def test_shares_in_turns_play_the_same_episodes():
     seeds, tasks = [0, 50, 90, 20, 95], ["go"] * 5
 
