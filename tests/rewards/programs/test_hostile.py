@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -63,8 +62,7 @@ def test_a_hostile_program_costs_its_sample_only(world, name):
     reward.runner.deadline_s = 30.0  # of honest programs, on a busy machine
     assert reward.score([of("print(6 * 7)"), of("print(41)")]) == [1.0, 0.0]
     assert victim.read_text() == "42" and os.listdir(victim.parent) == [victim.name] and not called.is_set()
-    children = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    (forker,) = (pid for pid in children if b"mmrl.children.forked" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    forker = reward.runner._fork_server._running.process.pid  # other tests of this process may have theirs
     assert gone(family(forker)[1:])
     assert os.listdir(reward.runner._folder.name) == []
 
