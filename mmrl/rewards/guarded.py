@@ -164,13 +164,16 @@ class CallingThread:
 
 
 _SERVING: set[int] = set()  # identities of the threads in which a user's code is called
+_PROCESS = [os.getpid()]  # of this process; a fork has that of its parent until its hook has run
 
 
 def _watch_parent() -> None:
     """Ends a process that a user's code has forked, within FORK_POLL_S seconds of the end of the one that it was forked
     from; else it would go on in its place, with all of its memory."""
+    # Not os.getppid(): where the parent has ended by now, that is another process already.
+    parent, _PROCESS[0] = _PROCESS[0], os.getpid()
     if threading.get_ident() in _SERVING:
-        threading.Thread(target=_end_behind, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_behind, args=(parent,), daemon=True).start()
 
 
 def _end_behind(parent: int) -> None:

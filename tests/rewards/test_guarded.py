@@ -152,9 +152,10 @@ def test_what_counts_as_none(value):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_fork_of_a_reward_ends_with_the_run():
-    """A trainer whose reward forks, and which is killed then."""
-    trainer = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_fork_of_a_reward_ends_with_the_run(late):
+    """A trainer whose reward forks, and which is killed then: also before the fork has come to itself."""
+    trainer = subprocess.Popen([sys.executable, "-c", FORKS, late], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     with trainer.stdout:
         fork = int(trainer.stdout.readline())
@@ -168,7 +169,10 @@ def test_a_fork_of_a_reward_ends_with_the_run():
 
 
 FORKS = """
-import os, time
+import os, sys, time
+
+os.register_at_fork(after_in_child=lambda: time.sleep(float(sys.argv[1])))  # before all others
+
 from mmrl.rewards.guarded import CallingThread
 
 def reward(sample):
