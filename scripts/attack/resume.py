@@ -32,13 +32,10 @@ from mmrl.checkpoints import files  # noqa: E402
 from tests.whole_runs.parts import IMAGES, ROBOTS, TINY, command, distance, final, metrics, start, timeless  # noqa: E402
 from tests.whole_runs.test_launchers import TORCHRUN, finished, launch  # noqa: E402
 
-TWO_RANKS = ["engine.zero_stage=2", "rollout.extras=[{type: self_imitation, count: 2, accuracy: 0.1}]"]
-TWO_RANKS += ["task.accuracy={name: 'tests.whole_runs.parts:spread'}"]
 KINDS: dict[str, tuple[Path, list[str], int]] = {  # by kind: configuration, options, ranks
     "visual QA": (TINY, [], 1),
     "images": (IMAGES, [], 1),
     "robots": (ROBOTS, ["task.train_size=6"], 1),  # near the goal, so that there is something to learn
-    "visual QA on two ranks": (TINY, TWO_RANKS, 2),
 }
 RUN = ["steps=6", "checkpoint.every=1", "optim.ema=0.5", "evaluation.every=2", "checkpoint.best=true"]
 OF_THE_RUN = {"run.json", "manifest.json", "tokenizer.json"}  # they name the directory, or what was tokenised last
