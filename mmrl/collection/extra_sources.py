@@ -157,9 +157,6 @@ class ExtraRolloutSources:
             return fresh
         added = with_nodes(fresh, [source.make(fresh) for source in sources])
         added = [alike(part, fresh) for part in added]
-        if fresh.filler is not None:  # a group may be informative, now that it is larger
-            joined = torch.cat([part.group for part in added])
-            fresh = replace(fresh, filler=fresh.filler & ~torch.isin(fresh.group, joined))
         if any(part.old_logp is not None for part in added):
             fresh = with_old_logp(fresh)
             added = [alike(part, fresh) for part in added]

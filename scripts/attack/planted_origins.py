@@ -125,8 +125,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sources: what fills up counts", "mmrl/collection/extra_sources.py", "blank.mask = torch.zeros_like(blank.mask)", "pass", GUIDANCE),
     ("sources: ranks fill up nothing", "mmrl/collection/extra_sources.py", "masked_out(fresh, context.most(sum(map(len, parts))) -",
      "masked_out(fresh, sum(map(len, parts)) -", GUIDANCE),
-    ("batches: joined groups stay flat", "mmrl/collection/extra_sources.py", "filler=fresh.filler & ~torch.isin(fresh.group, joined)",
-     "filler=fresh.filler", GUIDANCE),
     ("batches: sources hear nothing", B, "self.extras.observe(batch)", "pass", REPLAYS),
     ("batches: sources go on from before the round", B, "shared | {\"extras\": self.extras.state()}", "shared",
      REPLAYS),

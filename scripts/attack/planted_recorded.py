@@ -6,7 +6,7 @@ from __future__ import annotations
 R, S = "mmrl/collection/stored_steps/ring.py", "mmrl/collection/stored_steps/source.py"
 T, W = "mmrl/protocols/trajectory.py", "mmrl/terms/losses/advantage_weighted.py"
 A, C = "mmrl/algorithms/recorded/recorded.py", "mmrl/algorithms/recorded/conditioned.py"
-P, B = "mmrl/policies/vla/policy.py", "mmrl/policies/vla/recording.py"
+P, B = "mmrl/policies/vla/policy.py", "mmrl/policies/vla/episodes.py"
 STORED, WEIGHTED = ("collection/test_stored_steps.py",), ("joints/test_advantage_weighted.py",)
 RUNS = ("whole_runs/test_recorded_episodes.py",)
 
@@ -40,8 +40,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("source: demonstrations for replayed ones", S, "replayed.origin = torch.full((count,), REPLAYED)",
      "replayed.origin = torch.full((count,), REPLAYED - 1)", STORED),
     ("policy: what it wanted, not what was executed", P, "actions[rows].astype(np.float32))", 'chosen["actions"].numpy())', STORED),
-    ("policy: the observation after the step", P, "        shown.select([i]),\n", "        step.observation.select([row]),\n", STORED),
-    ("policy: the first action's reward", P, "float(step.reward[row].sum()),", "float(step.reward[row][0]),", STORED),
+    ("policy: the observation after the step", B, "        shown.select([i]),\n", "        step.observation.select([row]),\n", STORED),
+    ("policy: the first action's reward", B, "float(step.reward[row].sum()),", "float(step.reward[row][0]),", STORED),
     ("policy: lost episodes are stored", P, "            if sample.episode is None or sample.episode.lost\n            else trajectory_of", "            if sample.episode is None\n            else trajectory_of", STORED),
     ("record: endless actions are stored", B, "or not np.isfinite(actions).all()", "", STORED),
     ("returns: no discount", T, "gamma ** self.before.astype(np.float64)", "1.0 ** self.before.astype(np.float64)", WEIGHTED),

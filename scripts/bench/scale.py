@@ -396,7 +396,7 @@ def simulators(sizes: Sequence[int], steps: int) -> Costs:
     import numpy as np
 
     from mmrl import sims
-    from mmrl.policies.vla.policy import EpisodeRecord
+    from mmrl.policies.vla.episodes import EpisodeRecord
     from mmrl.rollouts import Prompt
 
     sys.path.append(str(HERE))

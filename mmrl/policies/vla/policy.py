@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,19 @@ from mmrl.policies.parts import by_parts
 from mmrl.policies.vla.action_ranges import probe_demonstrated
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.critic import Critic
+from mmrl.policies.vla.episodes import (
+    EpisodeRecord,
+    Episodes,
+    PolicyStep,
+    stacked_choices,
+    start_of,
+    step_record,
+    step_units,
+    steps_of,
+    trajectory_of,
+)
 from mmrl.policies.vla.heads.codec import Units
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Reading
-from mmrl.policies.vla.recording import StepRecord, trajectory_of
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
 from mmrl.protocols.trajectory import Trajectory
@@ -35,7 +44,6 @@ from mmrl.report.settings import Log
 from mmrl.rollouts import (
     MATCHING,
     POLICY_STEPS,
-    Episode,
     MatchingTargets,
     Prompt,
     Replay,
@@ -52,40 +60,6 @@ from mmrl.sims import Observation, Step, VectorSim, play
 DESCRIPTION, WEIGHTS = "vla.json", "vla.safetensors"
 log = logging.getLogger(__name__)
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.float32])  # of states
-
-
-@dataclass(frozen=True)
-class PolicyStep:
-    """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed. record:
-    what is stored of it, where episodes are recorded."""
-
-    observation: object  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
-    state: Tensor  # [state], the numbers for the critic alone included
-    chosen: Chosen  # without the leading dimension
-    valid: Tensor  # [chunk] bool
-    record: StepRecord | None = None
-
-
-class Episodes(list[list[PolicyStep]]):
-    """Policy steps by rollout, with the stacked tensors that `replay` needs, which are the same each time that a
-    minibatch is learned from. Observations are collated again each time, for they may be large."""
-
-    def __init__(self, episodes: list[list[PolicyStep]], device: torch.device) -> None:
-        """episodes: with at least one policy step in all."""
-        super().__init__(episodes)
-        self.flat = [policy_step for episode in episodes for policy_step in episode]
-        indices = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
-        self.row, self.step = torch.tensor(indices, device=device).unbind(1)
-        self.state = torch.stack([policy_step.state for policy_step in self.flat]).to(device)
-        self.valid = torch.stack([policy_step.valid for policy_step in self.flat]).to(device)
-        self.chosen = {name: values.to(device) for name, values in stacked_choices(self.flat).items()}
-
-
-def stacked_choices(policy_steps: Sequence[PolicyStep]) -> Chosen:
-    """Stacks the choices of at least one policy step, [step, ...] each."""
-    return {
-        name: torch.stack([policy_step.chosen[name] for policy_step in policy_steps]) for name in policy_steps[0].chosen
-    }
 
 
 @dataclass(frozen=True)
@@ -130,70 +104,6 @@ class Network(nn.Module):
         if "hidden" in inputs:
             return self.backbone.cached_reading(inputs)
         return self.backbone.read(inputs, every_layer=self.head.every_layer)
-
-
-class EpisodeRecord:
-    """The record of an episode while it is played; lost until it begins."""
-
-    def __init__(self, prompt: Prompt, *, reasons: bool) -> None:
-        """reasons: whether the head draws latents before a chunk."""
-        self.prompt, self.reasons = prompt, reasons
-        self.instruction, self.lost = "", True
-        self.success = self.success_at_end = self.terminated = False
-        self.length, self.bootstrap = 0, 0.0
-        self.policy_steps: list[PolicyStep] = []
-        self.values: list[float] = []  # by policy step
-        self.reasoning: list[int] = []  # number of latents by policy step
-        self.rewards: list[float] = []  # by step of the simulator
-        self.frames: list[NDArray[np.uint8]] = []
-        self.labels: list[Prompt] = []  # observations with an expert's actions, by policy step
-
-    def begin(self, observation: Observation, row: int, film: bool) -> None:
-        self.instruction, self.lost = observation.instructions[row], False
-        if film:
-            self.frames.append(observation.images[row])
-
-    def add_label(self, observation: Observation, actions: NDArray[np.float32]) -> None:
-        """Keeps an observation of one row, and what the expert would do there, [chunk, action]."""
-        name = f"{self.prompt.id}-{len(self.labels)}"
-        label = {"observation": observation, "actions": actions}
-        self.labels.append(Prompt(name, self.instruction, metadata=label))
-
-    def add_step(self, step: Step, row: int, film: bool) -> None:
-        valid = step.valid[row]
-        self.lost |= bool(step.dropped[row])
-        if valid.any():
-            self.success_at_end = bool(step.success[row][valid][-1])
-            self.success |= bool(step.success[row].any())
-            self.terminated |= bool(step.terminated[row].any())
-            self.length += int(valid.sum())
-            if film:
-                self.frames.append(step.observation.images[row])
-        self.rewards.append(float(step.reward[row].sum()))
-
-    @property
-    def sample(self) -> Sample:
-        episode = Episode(
-            self.instruction,
-            self.success,
-            self.success_at_end,
-            self.length,
-            sum(self.rewards),
-            self.lost,
-            np.stack(self.frames) if self.frames else None,
-            mean_or_nan(self.reasoning) if self.reasons else None,
-        )
-        return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
-
-
-def step_units(rollouts: Rollouts) -> dict[str, int]:
-    """Returns the policy steps and the episodes of rollouts."""
-    episodes = sum(sample.episode is not None for sample in rollouts.samples)
-    return {"policy_steps": sum(len(steps) for steps in rollouts.inputs), "episodes": episodes}
-
-
-def mean_or_nan(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 @dataclass(frozen=True)
@@ -593,11 +503,6 @@ def warned_of_ranges(statistics: Units, actions: NDArray[np.float32], before: bo
     return bool(remarks)
 
 
-def start_of(prompt: Prompt) -> tuple[int, str]:
-    """Returns the seed and the task of a start state."""
-    return prompt.metadata["seed"], prompt.metadata["task"]
-
-
 def robot_units(actions: Tensor, statistics: Units | None) -> NDArray[np.float64]:
     """Converts actions [..., action], in the units of `statistics` or in [-1, 1], to the robot's units."""
     numbers = actions.float().cpu().numpy().astype(np.float64)
@@ -619,39 +524,12 @@ def tells_apart(policy: VisionLanguageActionPolicy, label: str, other: str) -> b
     return any(not torch.equal(values[0], values[1]) for values in inputs.values())
 
 
-def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int) -> StepRecord:
-    """Returns the record of a policy step. i: its position in the observations and actions [i, chunk, action] of the
-    call; row: of the simulator."""
-    return StepRecord(
-        shown.select([i]),
-        actions[i],
-        float(step.reward[row].sum()),
-        bool(step.terminated[row].any()),
-        step.observation.select([row]) if step.ended[row] else None,
-    )
-
-
 def filmed(action: Actions, log: Log, step: int, group_size: int) -> int:
     """Returns the number of rollouts to film in step `step`, for the table that is due when it has finished; 0: no
     table."""
     if not action.film or not log.samples_every or (step + 1) % log.samples_every:
         return 0
     return -(-log.samples // group_size) * group_size
-
-
-def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
-    """Collects rewards, values and ends by policy step, from which returns are computed."""
-    blank = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
-    steps = Steps(blank.bool(), blank.clone(), blank.clone(), blank.bool(), blank.clone())
-    for b, record in enumerate(records):
-        n = len(record.policy_steps)
-        steps.mask[b, :n] = not record.lost
-        steps.rewards[b, :n] = torch.tensor(record.rewards)
-        steps.values[b, :n] = torch.tensor(record.values)
-        if n and not record.lost:
-            steps.terminated[b, n - 1] = record.terminated
-            steps.bootstrap[b, n - 1] = record.bootstrap
-    return steps
 
 
 def matching_of(fields: dict[str, Tensor]) -> MatchingTargets:

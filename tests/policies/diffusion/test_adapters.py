@@ -75,4 +75,7 @@ def test_what_is_refused(written, folder_of, tmp_path):
             start(tmp_path / name, None)
         made = f"from_single_file('{tmp_path / name}').save_pretrained('{tmp_path / 'whole'}')"
         assert made in str(caught.value) and "\n" not in str(caught.value)
+    (tmp_path / "whole.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="whole.gguf holds quantised weights, which are not trained"):
+        start(tmp_path / "whole.gguf", None)
     shutil.rmtree(folder)

@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import states_only
-from mmrl.policies.vla.policy import Episodes
+from mmrl.policies.vla.episodes import Episodes
 from mmrl.protocols.batch import Batch
 from mmrl.sims import build
 from mmrl.tasks.manipulation import tiny_model

@@ -375,7 +375,7 @@ def test_saved_and_loaded_alike(made, make, tmp_path):
 
 
 def test_a_lost_episode_drew_nothing(made):
-    from mmrl.policies.vla.policy import EpisodeRecord
+    from mmrl.policies.vla.episodes import EpisodeRecord
 
     record = EpisodeRecord(Prompt("a", "go"), reasons=True)
     assert math.isnan(record.sample.episode.reasoning)

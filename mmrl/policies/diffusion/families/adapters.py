@@ -110,10 +110,15 @@ def adapter_at(path: str, base: str | None) -> Adapter | None:
 
 def single_file(path: Path) -> UserError:
     """Returns the refusal of a whole model in one file, with the line that makes a folder of it."""
+    if path.suffix == ".gguf":
+        return UserError(
+            f"model.path={path} holds quantised weights, which are not trained; name the unquantised model"
+        )
     folder = path.with_suffix("")
     return UserError(
-        f"model.path={path} is a whole model in one file; make a folder of it with its pipeline's class in diffusers: "
-        f"StableDiffusion3Pipeline.from_single_file('{path}').save_pretrained('{folder}'), and name that folder"
+        f"model.path={path} is a whole model in one file; make a folder of it with diffusers, and name that: "
+        f"PIPELINE.from_single_file('{path}').save_pretrained('{folder}'), where PIPELINE is the model's class, such "
+        "as StableDiffusion3Pipeline"
     )
 
 
