@@ -75,7 +75,7 @@ def check_measured(config: Config, task: Task) -> None:
 
 
 def check_turns(config: Config, task: Task) -> None:
-    """Raises ValueError for credit by turn where nobody pays turns."""
+    """Raises ValueError for an advantage of each turn where neither tools nor the task reward single turns."""
     if not isinstance(task, ConversationTask) or task.environment is None or task.environment.pays_turns:
         return
     unpaid = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
@@ -136,6 +136,13 @@ def choose_kernels(config: Config) -> None:
 
 
 def load_policy(config: Config, task: Task, path: str) -> Policy:
+    """Loads the policy from a folder or a hub name, and connects it to its task, in this order: the model itself; a
+    check that it has the abilities its settings offer; the resolution of its images, to a task whose coordinates depend
+    on it; its check of prompts (`misfit`: why one does not fit, such as its length), to sources of rows that leave
+    such rows out (`FittedSource`); a loader of teacher models, to a policy that can be distilled (`Taught`).
+
+    Raises UserError where the model cannot be loaded, where an ability is missing and where a weight is not finite.
+    """
     try:
         policy = config.model.load(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
@@ -151,7 +158,7 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
         policy.teachers.loader = partial(load_teacher, config, task)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
     if bad is not None:
-        raise UserError(f"model {path}: the weights {bad} are not finite")
+        raise UserError(f"model {path}: weight {bad} has NaN or infinite values")
     return policy
 
 

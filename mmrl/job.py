@@ -236,7 +236,7 @@ def launched() -> tuple[int, int]:
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
         if not text.isdecimal():
-            raise UserError(f"{name}={text} in the environment is no number of ranks; start several with torchrun")
+            raise UserError(f"{name}={text} in the environment is not a number of ranks; start several with torchrun")
         ranks[name] = int(text)
     rank, world = ranks["RANK"], ranks["WORLD_SIZE"]
     if rank >= world:
@@ -358,7 +358,7 @@ def recorded_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
 
 
 def weights(model: str) -> str:
-    """Returns the folder of a run's final weights, or `model` itself where it is no run directory.
+    """Returns the folder of a run's final weights, or `model` itself where it is not a run directory.
 
     Raises UserError for a run that is not complete.
     """

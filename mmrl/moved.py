@@ -53,7 +53,7 @@ def renewed(text: str) -> str:
 
 
 def present_key(name: str) -> str:
-    """Returns the present name of a configuration's key: the name itself where it is no former one."""
+    """Returns the present name of a configuration's key: the name itself where it is not a former one."""
     return _tables()["keys"].get(name, name)
 
 

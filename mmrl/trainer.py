@@ -338,7 +338,7 @@ class Trainer:
         state, rank_state = restored
         for name, copy in self._copies().items():
             if name not in rank_state["averages"]:
-                raise UserError(f"the checkpoint holds no weights of {name}, which a changed key asks for; restore it")
+                raise UserError(f"the checkpoint has no weights of {name}, which a changed key asks for; restore it")
             copy.load(rank_state["averages"][name])
         self.collector.load(state["batches"], rank_state["pending"])
         self.controls.load(state["controls"])

@@ -212,7 +212,8 @@ class GymnasiumSimulator:
         return str(keys[self._mission][row])
 
     def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for what is no image."""
+        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for what is not an
+        image."""
         state = self._reader.read_state(observation, self.count)
         if self._image is None:
             return np.zeros((self.count, 0, 0, 3), np.uint8), state

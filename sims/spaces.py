@@ -138,8 +138,8 @@ class ObservationReader:
     """Reads images and states from the observations of a vector environment.
 
     images: dotted names of images, or of a mapping that holds nothing else; None: there is none. states: dotted names
-    of states, which stand one behind the other; None: a `Box` observation that is no image. Raises UserError for names
-    that are not there, images that are none, and states of no fixed size.
+    of states, which stand one behind the other; None: a `Box` observation that is not an image. Raises UserError for
+    names that are not there, images that are none, and states of no fixed size.
     """
 
     def __init__(self, space: gymnasium.Space, images: Sequence[str] | None, states: Sequence[str] | None) -> None:

@@ -322,7 +322,7 @@ PARTIAL = ["rollout.generator.partial={oversample: 4, segment: 64}"]
             [*SERVER, "rollout.generator.ray=auto", "rollout.generator.addresses=[http://host:80]"],
             "rollout.generator: ray=auto starts engines, and addresses names some; keep one",
         ),
-        ([*SERVER, "rollout.generator.addresses=[host:80]"], "'host:80' is no address; write http"),
+        ([*SERVER, "rollout.generator.addresses=[host:80]"], "'host:80' is not an address; write http"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

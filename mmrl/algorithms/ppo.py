@@ -68,7 +68,7 @@ class PPO(RatioAlgorithm):
     bootstrap: Literal["time_limit", "every_end"] = option(
         "time_limit",
         "where the critic's value stands for the return after the end: where the time limit cut an episode, or also "
-        "where it ended by itself, so that ending early is no loss under a reward of every step",
+        "where it ended by itself, so that ending early is not a loss under a reward of every step",
     )
     standardise: Literal["batch", "minibatch"] = option(
         "batch", "over which advantages are standardised: a step's, or an optimizer step's"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TraceDecay(Choice):
-    """The lambda of the policy's advantages; a number stands for one that all rollouts have."""
+    """The lambda of the policy's GAE; a number stands for one that all rollouts share."""
 
     title: ClassVar[str] = "lambda of estimates"
     kinds: ClassVar[dict[str, str]] = {
@@ -35,14 +35,15 @@ class ConstantDecay(TraceDecay):
     number: float = option(0.95, "1: returns; towards 0: the critic's values", ge=0, le=1)
 
     def of(self, length: Tensor) -> Tensor:
+        """Returns `number` for each rollout, [rollout] float64."""
         import torch
 
         return torch.full(length.shape, self.number, dtype=torch.float64)
 
 
 class LengthDecay(TraceDecay):
-    """A lambda that grows with the length of the rollout, so that the end is felt at the beginning of long ones too. It
-    is 0 up to 1 / scale steps, 20 by default."""
+    """A lambda that grows with the length of the rollout, so that the final reward reaches the beginning of long
+    ones too. It is 0 up to 1 / scale steps, 20 by default."""
 
     equation: ClassVar[str] = "lambda = max(0, 1 - 1 / (scale l)) for a rollout of l steps"
     source: ClassVar[str] = "VAPO, arXiv 2504.05118"
@@ -50,4 +51,5 @@ class LengthDecay(TraceDecay):
     scale: float = option(0.05, "lambda is 1 - 1 / (scale x steps of the rollout), at least 0", gt=0)
 
     def of(self, length: Tensor) -> Tensor:
+        """Returns 1 - 1 / (scale x steps) for each rollout, at least 0: [rollout] float64. length: [rollout]."""
         return (1 - 1 / (self.scale * length.clamp(min=1).double())).clamp(min=0)

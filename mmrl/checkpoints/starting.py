@@ -38,7 +38,7 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
         check_goes_on(intact[-1], config)
         check_data(folder, config)
     elif resume is True:
-        raise UserError(f"checkpoint.resume=true, but run_dir={folder} holds no finished checkpoint")
+        raise UserError(f"checkpoint.resume=true, but run_dir={folder} has no finished checkpoint")
     elif used:
         check_starts_again(folder, config)
     return False

@@ -192,7 +192,7 @@ def resume(
     engine.barrier()
     path = newest_intact(folder, engine, say)
     if path is None and required:
-        raise UserError(f"checkpoint.resume=true, but {folder} holds no finished checkpoint")
+        raise UserError(f"checkpoint.resume=true, but {folder} has no finished checkpoint")
     if path is None:
         return None
     state = read_state(path)

@@ -57,7 +57,7 @@ class Channel:
                 self.socket.sendall(part)
 
     def receive(self, patience: Patience | None = None, max_bytes: float = math.inf) -> bytearray:
-        """Returns the next frame that is no sign of life. Raises TimeoutError, ConnectionError where the other side
+        """Returns the next frame that is not a sign of life. Raises TimeoutError, ConnectionError where the other side
         ended, and ValueError for a frame of more than `max_bytes` bytes."""
         patience = patience or Patience()
         while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):

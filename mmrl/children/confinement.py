@@ -19,7 +19,7 @@ _NO_NEW_PRIVILEGES = 38  # linux/prctl.h
 # Rights of linux/landlock.h by the version of the interface that brought them.
 _FILES = {1: (1 << 13) - 1, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
-_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a file, which is no folder, may have
+_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a file, which is not a folder, may have
 _CONNECTIONS = {4: 0b11}  # bind and connect TCP
 _SCOPES = {6: 0b11}  # abstract sockets and signals
 

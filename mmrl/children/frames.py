@@ -54,7 +54,7 @@ def decode_mapping(
     """Decodes a message as `decode`; raises ValueError for anything but a mapping, too."""
     value = decode(message, shared, records)
     if not isinstance(value, dict):
-        raise ValueError("an answer that is no object")
+        raise ValueError("an answer that is not an object")
     return value
 
 
@@ -155,7 +155,7 @@ class Reader:
         kind = vars(sys.modules[module])[name] if module in sys.modules else None
         if isinstance(kind, type) and is_dataclass(kind) and (self.records is None or kind in self.records):
             return kind
-        raise ValueError(f"{module}:{name} is no record that is known here")
+        raise ValueError(f"{module}:{name} is not a record that is known here")
 
 
 def image(mode: str, size: list[int], pixels: memoryview) -> Image.Image:

@@ -45,7 +45,7 @@ class Converted:
         return tree
 
     def text(self, origin: str) -> str:
-        """Returns the YAML text, with remarks as comments. Raises UserError if it is no valid configuration."""
+        """Returns the YAML text, with remarks as comments. Raises UserError if it is not a valid configuration."""
         validate(self.tree, f"{origin} as converted")
         lines = [f"# Converted from {origin}.", *(f"# {remark}" for remark in self.remarks)]
         if self.without:
@@ -59,7 +59,7 @@ Rule = str | Callable[[Any, Converted, Settings], None]
 
 def convert_former(path: Path) -> str:
     """Returns the text of an earlier mmrl configuration with present names of modules, classes, kinds and recipes;
-    comments stay. Raises UserError for a file that can not be read or holds no mapping."""
+    comments stay. Raises UserError for a file that can not be read or is not a mapping."""
     try:
         before = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,7 +107,7 @@ def applied(
     settings: Settings, rules: Mapping[str, Rule], memory: tuple[str, ...], path: Path, needed: str, system: str
 ) -> Converted:
     if needed not in settings:
-        raise UserError(f"{path}: {needed} is not set, so this is no recipe of {system} for a robot")
+        raise UserError(f"{path}: {needed} is not set, so this is not a recipe of {system} for a robot")
     converted = Converted(ours={"run_dir": f"runs/{path.stem}", **COMMON})
     for key, value in settings.items():
         rule = rules.get(key)

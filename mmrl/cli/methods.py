@@ -165,7 +165,7 @@ def _base_of(kind: object, name: str) -> type[Choice]:
         for base in bases:
             if issubclass(kind, base):
                 return base
-    raise UserError(f"{name} is no method: it inherits from none of {', '.join(base.__name__ for base in bases)}")
+    raise UserError(f"{name} is not a method: it inherits from none of {', '.join(base.__name__ for base in bases)}")
 
 
 def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
@@ -219,7 +219,7 @@ def describe_method(base: type[Choice], name: str, kind: type[Choice]) -> list[s
 
 
 def needs_of(kind: type[Choice]) -> Needs | None:
-    """Returns what a method needs with its default options; None for choices that are no part of an algorithm."""
+    """Returns what a method needs with its default options; None for choices that are not part of an algorithm."""
     if not issubclass(kind, (Algorithm, *NEEDY)):
         return None
     method: Any = _sketch(kind)

@@ -32,10 +32,10 @@ KINDS = (*METHODS, *WHOLE, "tool", "task", "reward", "simulator", "environment")
 def write(kind: str, name: str, folder: Path) -> list[Path]:
     """Writes a module, a recipe and a test into `folder`. Returns the files.
 
-    Raises UserError for a name that is no name of a class, and where one of the files exists.
+    Raises UserError for a name that is not a name of a class, and where one of the files exists.
     """
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
-        raise UserError(f"{name!r} is no name of a class; write it like MyAlgorithm")
+        raise UserError(f"{name!r} is not a name of a class; write it like MyAlgorithm")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     variables = {"name": name, "module": module, "rollout": "", "algorithm": ""}
     shared = kind

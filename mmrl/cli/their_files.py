@@ -27,7 +27,7 @@ _WHOLE = re.compile(r"^\$\{([\w.]+)\}$")
 def read_settings(path: Path) -> Settings:
     """Returns the settings of a file by dotted keys. path: of a Python file also FILE.py:FUNCTION.
 
-    Raises UserError for a file that can not be read, or that holds no settings.
+    Raises UserError for a file that can not be read, or that has no settings.
     """
     file, _, function = str(path).partition(".py:")
     if function:

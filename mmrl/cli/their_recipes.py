@@ -225,7 +225,7 @@ def _robots(settings: Settings, converted: Converted) -> None:
     named = settings.get("env.train.task_suite_name") or _default_environment(settings.get("defaults"))
     if named is None:
         raise UserError(
-            "no env/train among its defaults, so it is no recipe for a robot; those for reasoning are not read"
+            "no env/train among its defaults, so it is not a recipe for a robot; those for reasoning are not read"
         )
     suite(re.sub(r"_(grpo|ppo).*$", "", str(named)), converted, settings)
     converted.ours["action.head"] = {"type": "token", "decoding": _decoding(settings)}
@@ -255,7 +255,7 @@ RULES: dict[str, Rule] = {
     "minibatches": rules.minibatches,
     "device_batch": rules.device_batch,
     "flow_batch": rules.flow_batch,
-    "passes": rules.passes,
+    "epochs": rules.epochs,
     "steps": rules.steps,
     "warmup_share": rules.warmup_share,
     "warmup_steps": rules.warmup_steps,

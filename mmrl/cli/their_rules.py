@@ -90,7 +90,7 @@ def device_batch(value: Any, converted: Converted, settings: Settings) -> None:
     )
     total = of(settings, "generation_batch_size", default=int(value) * processes * generated)
     if int(total) % group:
-        raise UserError(f"a batch of {total} responses is no multiple of num_generations={group}")
+        raise UserError(f"a batch of {total} responses is not a multiple of num_generations={group}")
     converted.ours |= {
         "engine.micro_batch": int(value),
         "rollout.prompts": int(total) // group,
@@ -116,11 +116,12 @@ def flow_batch(value: Any, converted: Converted, settings: Settings) -> None:
         converted.remarks.append("rollout.prompts is for one GPU; multiply it by their number.")
 
 
-def passes(value: Any, converted: Converted, settings: Settings) -> None:
+def epochs(value: Any, converted: Converted, settings: Settings) -> None:
+    """Remarks how epochs over the data become `steps`, unless the other system's own number of steps is set."""
     if int(of(settings, "max_steps", "total_training_steps", default=None) or 0) > 0:
-        return  # which counts where both are set
+        return  # the number of steps wins where both are set
     converted.remarks.append(
-        f"steps: they are batches of prompts here; {value} passes over the data are {value} x rows / rollout.prompts."
+        f"steps: a step is one batch of prompts here; {value} epochs are {value} x rows / rollout.prompts steps."
     )
 
 

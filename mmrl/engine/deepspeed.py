@@ -338,7 +338,7 @@ class Engine(Ranks):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which every rank has all weights, also under ZeRO-3, and its passes of the network are no
+        """Context in which every rank has all weights, also under ZeRO-3, and its passes of the network are not
         collectives. For passes without gradient. A collective at both ends."""
         with unwrap_model_for_generation(self._engine) if self.zero_stage == 3 else nullcontext():
             yield

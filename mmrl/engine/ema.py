@@ -64,8 +64,8 @@ def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.
 
 
 def share(parameter: nn.Parameter) -> Tensor:
-    """The part of a parameter on this rank: under ZeRO-3 a slice of its elements in order, without the padding of the
-    last one, else all of it."""
+    """Returns the memory of this rank's part of a parameter: under ZeRO-3 a slice of its elements in order, without the
+    padding of the last one, else all of it."""
     if not _sliced(parameter):
         return parameter.data
     local: Tensor = vars(parameter)["ds_tensor"]
@@ -73,7 +73,7 @@ def share(parameter: nn.Parameter) -> Tensor:
 
 
 def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """The elements of a parameter, [element], that lie on this rank, in the shape of `share`."""
+    """Cuts this rank's part out of the whole parameter, [element]. The part has the shape of `share`."""
     if not _sliced(parameter):
         return whole.view_as(parameter)
     return whole.narrow(0, *_local_slice(parameter))

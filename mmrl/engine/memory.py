@@ -129,7 +129,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: obje
 def peak(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) -> int:
     """The most bytes that `compute` holds at once, on the meta device where nothing is computed: activations and
     whatever comes and goes; where it trains, of a backward pass from its outputs too, each gradient of a weight once it
-    is complete left out. Weights are no activations.
+    is complete left out. Weights are not activations.
     """
 
     def drop(parameter: Tensor) -> None:

@@ -176,7 +176,9 @@ def into_sharded_optimizer(engine: DeepSpeedEngine, trained: Trained, whole: Who
 
 
 def into_sharded_weights(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """Installs a state under ZeRO 3."""
+    """Installs a state under ZeRO 3. `whole` puts a parameter or a moment together, [element]; `take` cuts this rank's
+    slice out of it, which is copied to `share`, the memory of that slice (bfloat16 or fp32). The optimizer's fp32
+    weights and moments are padded slices."""
     for name, parameter in trained.items():
         share(parameter).copy_(take(parameter, whole(name, MASTER)))
         safe_set_local_fp32_param(parameter, padded(parameter, whole(name, MASTER)))

@@ -133,7 +133,7 @@ def worth(result: dict[str, float], checkpoint: Checkpoint) -> float:
     Raises UserError for a metric that does not exist."""
     if checkpoint.best_by not in result and checkpoint.best_by != "evaluation/accuracy":
         raise UserError(
-            f"checkpoint.best_by={checkpoint.best_by} is no metric of this evaluation; it has "
+            f"checkpoint.best_by={checkpoint.best_by} is not a metric of this evaluation; it has "
             f"{', '.join(sorted(result))}"
         )
     if checkpoint.best_by not in result:

@@ -179,7 +179,7 @@ class VLLMServer(VLLMGenerator):
         if self.ray and self.addresses:
             raise ValueError(f"ray={self.ray} starts engines, and addresses names some; keep one")
         if wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:
-            raise ValueError(f"addresses: {wrong[0]!r} is no address; write http://HOST:PORT")
+            raise ValueError(f"addresses: {wrong[0]!r} is not an address; write http://HOST:PORT")
         if self.partial is not None and self.async_steps > 1:
             raise ValueError(
                 f"async_steps={self.async_steps} makes several batches with the same weights, while partial lets "

@@ -77,7 +77,7 @@ def denoise_step(
 
     x, v, noise: [N, ...]; a_x, a_v, std: [N]. x' and the mean are fp32. logp is what `denoise_logprob` returns for the
     same (x, v, x'), bit for bit. Where std is 0, x' is the mean, and logp is 0:
-    a deterministic step is no decision.
+    a deterministic step is not a decision.
     """
     shape = _denoise_shapes(x, v, noise, "noise", a_x, a_v, std, reduction)
     args: tuple[Any, ...] = (

@@ -38,7 +38,7 @@ class Codebook:
         return channels, self.rows * height, self.columns * width
 
     def outside(self, vocabulary: int) -> Tensor:
-        """Returns the tokens of a model that are no codes, [n] int64. vocabulary: how many tokens it has. Raises
+        """Returns the tokens of a model that are not codes, [n] int64. vocabulary: how many tokens it has. Raises
         UserError where codes lie beyond them."""
         last = self.first + len(self.patches)
         if last > vocabulary:

@@ -49,7 +49,8 @@ def try_rows(source: FittedSource, count: int, seconds: float = SECONDS) -> int:
 
 
 def spread_order(count: int) -> list[int]:
-    """Returns 0 .. count - 1 in an order whose beginnings are spread too: bad rows often stand together."""
+    """Returns 0 .. count - 1 in golden-ratio order: every prefix covers the range evenly. Bad rows often stand
+    together in a file, and are met early so."""
     step = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, count) > 1:
         step += 1

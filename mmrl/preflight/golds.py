@@ -164,7 +164,7 @@ def _silence(name: str, rows: Sequence[Marks], key: str) -> Iterator[Alarm]:
 
 
 def _confused(name: str, rows: Sequence[Marks], key: str) -> Iterator[Alarm]:
-    """A component that pays any gold in any row looks at the form alone, which is no fault."""
+    """A component that pays any gold in any row looks at the form alone, which is not a fault."""
     if all(len(row.confused) == len(row.others) for row in rows):
         return
     confused = [row for row in rows if row.confused]

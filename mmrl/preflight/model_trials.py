@@ -27,7 +27,7 @@ from mmrl.rollouts import Message, Prompt, Rollouts
 TOKENS = 6  # of a response
 LONGEST = 1 << 15  # tokens of a prompt
 GAP = 1e-3  # between two log-probabilities of one token in float32
-FINITE = 1e3  # times the language model's gradient a token, above which a first step is no step
+FINITE = 1e3  # times the language model's gradient a token, above which a first step is not a step
 
 
 class FailedTrial(Exception):

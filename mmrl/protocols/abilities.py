@@ -147,7 +147,7 @@ class EpisodeStoring(Protocol):
     """A policy whose rollouts are episodes that it records."""
 
     def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
-        """Returns the episode of each rollout; None for what is no whole episode."""
+        """Returns the episode of each rollout; None for what is not a whole episode."""
 
 
 @ability("prompts that say how an action turned out (action.labels)")

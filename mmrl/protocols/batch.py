@@ -134,7 +134,7 @@ class Batch:
         local = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
         values = [value for part in self._gather(local) for value in part]
         if any(value is None for value in values):
-            raise KeyError(f"{name} is no fact of rollouts, and not all prompts have it in their metadata")
+            raise KeyError(f"{name} is not a fact of rollouts, and not all prompts have it in their metadata")
         if all(isinstance(value, int | float) for value in values):
             return torch.tensor([float(value) for value in values])
         index = {value: number for number, value in enumerate(sorted({str(value) for value in values}))}

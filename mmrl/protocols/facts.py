@@ -39,8 +39,8 @@ def check_fact(key: str, fact: Fact, rewards: Sequence[str], metadata: Mapping[s
             raise ValueError(f"{key} reads {column}, and the rewards are {', '.join(rewards)}")
     elif column not in OF_ROLLOUTS | OF_PROMPTS | metadata.keys():
         raise ValueError(
-            f"{key} reads {column}, which is no fact of rollouts ({', '.join(sorted(OF_ROLLOUTS))}, reward/NAME), and "
-            f"the task's prompts have no such metadata (they have {', '.join(sorted(metadata)) or 'none'})"
+            f"{key} reads {column}, which is not a fact of rollouts ({', '.join(sorted(OF_ROLLOUTS))}, reward/NAME), "
+            f"and the task's prompts have no such metadata (they have {', '.join(sorted(metadata)) or 'none'})"
         )
     elif fact.varies and (fact.name != column or (column not in OF_ROLLOUTS and not paired)):
         raise ValueError(

@@ -121,7 +121,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class TaskWithDemonstrations(Protocol):
-    """A task whose demonstrations are no answers to the prompts that it asks, as an expert's observations are not the
+    """A task whose demonstrations are not answers to the prompts that it asks, as an expert's observations are not the
     start states of episodes. demonstrations: None where there are none."""
 
     @property

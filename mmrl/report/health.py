@@ -437,7 +437,7 @@ def gain(run: RunRecord) -> Iterator[HealthFinding]:
         "Held-out accuracy",
         change <= 2 * error,
         f"It changes by {difference}: more than chance would give.",
-        f"It changes by {difference}: that is no gain that can be told from chance{beside}.",
+        f"It changes by {difference}: that is not a gain that can be told from chance{beside}.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,

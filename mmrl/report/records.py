@@ -110,7 +110,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """Reads the run in `folder`, even an incomplete or damaged one. Raises UserError if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder} is no run directory: there is no such folder")
+        raise UserError(f"{folder} is not a run directory: there is no such folder")
     problems: list[str] = []
     config_text = _text(folder / "config.yaml", problems)
     config = _mapping(folder / "config.yaml", lambda: yaml.safe_load(config_text or ""), config_text, problems)
@@ -158,7 +158,7 @@ def _mapping(path: Path, read: Callable[[], object], text: str | None, problems:
         problems.append(f"{path.name} is damaged: {' '.join(str(error).split())[:200]}.")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{path.name} is damaged: it holds no mapping.")
+        problems.append(f"{path.name} is damaged: it is not a mapping.")
         return {}
     return content
 

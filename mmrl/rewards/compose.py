@@ -97,7 +97,8 @@ class RewardSet:
         need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. Samples on which a
         reward raises, ends its process or takes too long are NaN, counted and warned of. A conversation that its
         environment lost is never scored. Raises UserError, which names the reward, for a wrong number of values, a
-        value that is no number, a group that is missing, a reward server that is down, and a sample of the wrong kind.
+        value that is not a number, a group that is missing, a reward server that is down, and a sample of the wrong
+        kind.
         """
         if group is not None and group.shape != (len(samples),):
             raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")

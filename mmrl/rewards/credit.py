@@ -102,7 +102,7 @@ def tool_calls() -> Reward:
 
     Each gold call is matched with the first unused call of its name, and counts the mean of 1 for the name, the share
     of argument names that both have, and that of the gold arguments with the right value; the sum is divided by the
-    number of the larger side. 0 where a call is no JSON; None where the gold answer is no such list.
+    number of the larger side. 0 where a call is not JSON; None where the gold answer is no such list.
     """
 
     def reward(sample: Sample) -> float | None:

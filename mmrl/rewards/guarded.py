@@ -33,7 +33,7 @@ class GuardedReward:
     a batch that takes too long, is lost as a whole. With a deadline the reward runs in a separate thread, which is
     abandoned where it does not end; os._exit and memory limits need `IsolatedReward`.
 
-    Raises UserError as the reward does, for a wrong number of values or one that is no number, and if too many calls
+    Raises UserError as the reward does, for a wrong number of values or one that is not a number, and if too many calls
     run on after their deadline.
     """
 
@@ -103,8 +103,8 @@ class TimedCalls:
 
 
 class TimeLimit(BaseException):
-    """Raised when a call took too long, in the caller and in the call. It is no Exception, so that the call does not
-    catch it."""
+    """Raised when a call took too long, in the caller and in the call. It is not an Exception, so that the call does
+    not catch it."""
 
 
 class CallingThread:
@@ -118,7 +118,7 @@ class CallingThread:
         self._thread.start()
 
     def call(self, function: Callable[[Argument], Value], argument: Argument, limit_s: float) -> Value:
-        """Returns or raises what the function does; what is no Exception (such as SystemExit) is raised as a
+        """Returns or raises what the function does; what is not an Exception (such as SystemExit) is raised as a
         RuntimeError. Raises TimeLimit after `limit_s` seconds; then only `leave` may follow."""
         self._calls.put((function, argument))
         try:

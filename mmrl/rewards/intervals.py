@@ -13,8 +13,8 @@ from mmrl.rollouts import Sample
 def interval_iou(*, least: float = 0.0) -> Reward:
     """Intersection over union, 0 to 1, of the last two times of the answer, such as "from 3.5 to 7" or "1:03 - 2:10",
     and the gold interval, [begin, end] in seconds or in the same forms; below `least` it is 0. No two times, or an end
-    that is not behind the beginning, get 0; None where the gold answer is no interval. The temporal grounding reward of
-    VideoChat-R1. Forms of times: see `mmrl.rewards.parsing.times`."""
+    that is not behind the beginning, get 0; None where the gold answer is not an interval. The temporal grounding
+    reward of VideoChat-R1. Forms of times: see `mmrl.rewards.parsing.times`."""
     if not 0 <= least < 1:
         raise ValueError(f"least must lie in 0 .. 1, below 1, not {least}")
 

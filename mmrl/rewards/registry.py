@@ -115,7 +115,7 @@ def build(
     reward: Reward | BatchReward
     target = load_object(name) if is_custom(name) else None
     if target is not None and not callable(target):
-        raise ValueError(f"reward {name!r} is no function and no class, but {type(target).__name__}")
+        raise ValueError(f"reward {name!r} is neither a function nor a class, but {type(target).__name__}")
     if signature != "mmrl":
         if target is None or isolated:
             raise ValueError(f"reward {name!r}: signature: {signature} is for an own function that is not isolated")

@@ -20,7 +20,7 @@ def is_lost(sample: Sample) -> bool:
 
 
 def environment_return(*, gamma: float = 1.0) -> Reward:
-    """The sum of the environment's rewards, that of turn t times gamma^t. None for what is no conversation."""
+    """The sum of the environment's rewards, that of turn t times gamma^t. None for what is not a conversation."""
 
     def score(sample: Sample) -> float | None:
         conversation = sample.conversation

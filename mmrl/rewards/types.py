@@ -65,14 +65,14 @@ def device_of(device: str | None) -> torch.device:
 def image_of(sample: Sample) -> Tensor:
     """Returns the generated image, [channel, height, width]. Raises UserError where the rollout has none."""
     if sample.image is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no image to score")
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no image to score")
     return sample.image
 
 
 def video_of(sample: Sample) -> Tensor:
     """Returns the generated video, [frame, channel, height, width]. Raises UserError where the rollout has none."""
     if sample.frames is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} holds no video to score")
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no video to score")
     return sample.frames
 
 
@@ -92,7 +92,8 @@ def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequ
 
 def numbers(values: Any, count: int) -> list[Score]:
     """Converts `values` to floats, None where one is None, NaN or infinite. True is 1, False 0, and an array or tensor
-    with one number is that number. Raises UserError where they are not `count` numbers; a text is none, also "0.5"."""
+    with one number is that number. Raises UserError where they are not `count` numbers; a string is not a number, also
+    "0.5"."""
     try:
         scores = [None if value is None else _finite(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
@@ -103,10 +104,12 @@ def numbers(values: Any, count: int) -> list[Score]:
 
 
 def _finite(value: Any) -> Score:
+    """Converts a number, or an array or tensor of one, to a float; None for NaN and infinity. Raises ValueError for
+    strings and for values of spans, and TypeError, ValueError or RuntimeError for what `float` does not convert."""
     if isinstance(value, str | bytes | bytearray):
-        raise ValueError(f"{value!r:.40} is a text")
+        raise ValueError(f"{value!r:.40} is a string, not a number")
     if isinstance(value, Spans):
-        raise ValueError("values of spans have no place here")
+        raise ValueError("values of spans are not allowed here")
     if isinstance(value, np.ndarray):
         value = value.item()
     try:

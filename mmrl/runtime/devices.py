@@ -78,7 +78,7 @@ def names(numbers: Iterable[int]) -> str:
     visible = [name.strip() for name in variable.split(",") if name.strip()]
     numbers = list(numbers)
     if beyond := [number for number in numbers if number >= len(visible)]:
-        raise UserError(f"GPU {beyond[0]} is asked for, and {VISIBLE}={variable} shows {len(visible)}")
+        raise UserError(f"GPU {beyond[0]} was requested, but {VISIBLE}={variable} lists {len(visible)}")
     return ",".join(visible[number] for number in numbers)
 
 
@@ -88,5 +88,5 @@ def of_children() -> dict[str, str]:
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:
-    """Returns the environment without launcher variables, for a child that is no rank."""
+    """Returns the environment without launcher variables, for a child that is not a rank."""
     return {name: value for name, value in environment.items() if name not in LAUNCHER and not name.startswith(ELASTIC)}

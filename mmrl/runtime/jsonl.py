@@ -45,9 +45,9 @@ def parsed(text: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise RowError(f"not JSON: {error}") from None
     except RecursionError:
-        raise RowError(f"lists and objects in one another, more than {DEEPEST} levels deep") from None
+        raise RowError(f"nested more than {DEEPEST} levels deep") from None
     except ValueError as error:  # a number of thousands of digits
-        raise RowError(f"not to be read: {error}") from None
+        raise RowError(f"cannot be parsed: {error}") from None
 
 
 def check_length(text: bytes) -> None:
@@ -60,7 +60,7 @@ def check_value(value: object, field: str, depth: int = 0) -> None:
     """Raises RowError naming `field` for values that fail later, when they are written, sent or computed with: text
     with half of a surrogate pair, an integer beyond the range of floats, more than DEEPEST levels."""
     if depth > DEEPEST:
-        raise RowError(f"field {field!r}: more than {DEEPEST} levels of lists and objects")
+        raise RowError(f"field {field!r}: nested more than {DEEPEST} levels deep")
     if isinstance(value, str):
         _check_text(value, field)
     elif isinstance(value, int):

@@ -13,7 +13,7 @@ TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
 
 
 class OutOfTime(BaseException):
-    """Raised in a block that took too long. It is no Exception, so that the block does not catch it."""
+    """Raised in a block that took too long. It is not an Exception, so that the block does not catch it."""
 
 
 @contextmanager

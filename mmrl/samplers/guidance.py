@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 1.0)) -> Tensor:
-    """Returns the guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is no guidance (arXiv
+    """Returns the guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is not guidance (arXiv
     2404.07724)."""
     low, high = interval
     return torch.where((sigma >= low) & (sigma <= high), scale, 1.0).float()

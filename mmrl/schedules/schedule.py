@@ -274,7 +274,7 @@ class Band(Schedule):
 
     def model_post_init(self, context: Any) -> None:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are no band")
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band")
         if self.most < self.start:
             raise ValueError(f"most={self.most:g} is below start={self.start:g}")
 

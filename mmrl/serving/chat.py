@@ -117,9 +117,9 @@ class ChatServer(ThreadingHTTPServer):
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the request is no JSON: {error}") from None
+            raise BadRequest(f"the request is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise BadRequest("the request is no JSON object")
+            raise BadRequest("the request is not a JSON object")
         if fields.get("stream"):
             raise BadRequest("stream: answers come whole; leave it out")
         unsupported = [name for name in _UNSUPPORTED if fields.get(name)]

@@ -182,8 +182,8 @@ class WorkerPool:
         return [sample for part in self._shared(prompts, 1, seeds, {"respond": True}) for sample in part]
 
     def counts(self) -> dict[str, float]:
-        """Returns for each counter the larger of this process's policy's and the workers': a truncated prompt is
-        counted in both."""
+        """Returns the maximum of the local and the workers' count, per counter: a truncated prompt is counted in
+        both, once each."""
         local = self.policy.counts()
         with self._lock:
             remote, self._counted = self._counted, {}
@@ -268,13 +268,14 @@ def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]
 
 
 def compare(worker: int, expected: dict[str, Checksum], actual: dict[str, Checksum], *, trained: bool) -> None:
-    """Raises UserError for a tensor of a worker whose checksum differs from the trainer's or is missing."""
+    """Raises UserError for a tensor of a worker whose checksum differs from the trainer's or is missing. trained:
+    whether these weights were sent to the worker; those that are not trained it has built itself."""
     wrong = [*differing(expected, actual), *absent(expected, actual)]
     if not wrong:
         return
     if trained:
-        raise UserError(f"rollout worker {worker} has {wrong[0]} otherwise than it was sent; set rollout.workers=null")
+        raise UserError(f"rollout worker {worker}: {wrong[0]} differs from what was sent; set rollout.workers=null")
     raise UserError(
-        f"rollout worker {worker} has built {wrong[0]} otherwise than the training process, and it is not trained: a "
-        "policy has to be the same each time it is built; see model.path and model.build, or set rollout.workers=null"
+        f"rollout worker {worker}: {wrong[0]}, which is not trained, differs from the training process's: a policy has "
+        "to be the same each time it is built; see model.path and model.build, or set rollout.workers=null"
     )

@@ -599,7 +599,7 @@ FAULTS = [
           "pending.writing.wait()", "pass", ("checkpoints/test_checkpoints.py",)),
     Fault("background: the last one is lost with an error", "mmrl/checkpoints/saver.py",
           "kind is None or", "kind is None and", ("checkpoints/test_checkpoints.py",)),
-    Fault("background: a failed write is no problem", "mmrl/checkpoints/writing.py",
+    Fault("background: a failed write is not a problem", "mmrl/checkpoints/writing.py",
           "self.problem = one_line(error)", "pass", ("checkpoints/test_checkpoints.py",)),
     Fault("background: views are copied apart", "mmrl/checkpoints/writing.py",
           "if storage._cdata not in storages:", "if True:", ("checkpoints/test_checkpoints.py",)),

@@ -105,7 +105,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "isinstance(self.reference, EMA) and self.needs", ("test_trainer.py", "checkpoints/test_checkpoints.py", "joints/test_steps.py")),
     ("centre: bad steps need not be in a row", T, "self.bad_steps = 0 if changed else self.bad_steps + 1",
      "self.bad_steps += not changed", ("test_trainer.py",)),
-    ("centre: a gap that is no number is small", T, "if not gap <= limit:", "if gap > limit:",
+    ("centre: a gap that is not a number is small", T, "if not gap <= limit:", "if gap > limit:",
      ("test_trainer.py", "joints/test_correction.py")),
     # --- records ---
     ("centre: records of any kind pass", R, "if not isinstance(record, kind):", "if record is None:", RECORDS),

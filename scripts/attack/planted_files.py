@@ -1,5 +1,5 @@
-"""Faults of files of prompts, of images to edit, pairs of videos, streams, and rewards of other libraries. A name, a file, a
-text that it holds once, what takes its place, and the tests that could notice."""
+"""Faults of files of prompts, of images to edit, pairs of videos, streams, and rewards of other libraries. A name, a
+file, a text that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("files: a text file's prompts have another column", PROMPTS, "{field: line.strip().decode()}", '{"prompt": line.strip().decode()}', PROMPT_TESTS),
     ("files: the prompt is among the other columns", PROMPTS, "for key, value in row.items() if key != field}", "for key, value in row.items()}", PROMPT_TESTS),
     ("files: rows of a saved data set begin with 0", PROMPTS, "TableEntry(start + offset + 1, row)", "TableEntry(start + offset, row)", PROMPT_TESTS),
-    ("files: a bad row is no part of the share", PROMPTS, "        total += 1\n", "        total += 10\n", PROMPT_TESTS),
+    ("files: a bad row is not part of the share", PROMPTS, "        total += 1\n", "        total += 10\n", PROMPT_TESTS),
     ("edits: each has the first image alone", EDITS, "[*value] if isinstance", "[value[0]] if isinstance", EDIT_TESTS),
     ("edits: images lie in the working directory", "tasks/image_generation/settings.py", "ImagesToEdit(path.parent, self.image_field)", "ImagesToEdit(Path(), self.image_field)", EDIT_TESTS),
     ("edits: a mask is not looked at", EDITS, "(*images, *_mask(row))", "images", EDIT_TESTS),

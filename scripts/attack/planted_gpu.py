@@ -53,7 +53,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "    if not findings and problem is None:\n", DOCTOR),
     ("doctor: children outlive the time limit", D + "run.py", "        child.kill()\n",
      "        child.running.kill()\n", DOCTOR),
-    ("doctor: a renderer is no name", D + "checks.py", '["mujoco"].text', '["mujoco"]', DOCTOR),
+    ("doctor: a renderer is not a name", D + "checks.py", '["mujoco"].text', '["mujoco"]', DOCTOR),
     ("doctor: NCCL works without a GPU", D + "checks.py", "    if not gpus:\n", "    if gpus < 0:\n", DOCTOR),
     ("doctor: ranks on one GPU are well", D + "checks.py", "if len(set(uuids)) < len(uuids):",
      "if len(set(uuids)) > len(uuids):", DOCTOR),

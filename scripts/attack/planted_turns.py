@@ -14,7 +14,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("ocr tool: reads the whole image", P, "fitted(_part(whole, box), pixels)", "fitted(whole, pixels)", TOOLS),
     ("ocr tool: reads what is shown, not the original", P,
      "whole = scene.image(image)\n        box = 0.0", "whole = scene.shown[image]\n        box = 0.0", TOOLS),
-    ("ocr tool: half a box is no box", P, "elif (left, top, right, bottom) != (None, None, None, None):",
+    ("ocr tool: half a box is not a box", P, "elif (left, top, right, bottom) != (None, None, None, None):",
      "elif None not in (left, top, right, bottom):", TOOLS),
     ("ocr tool: tells all that it read", P, "if len(content) > characters:", "if len(content) > 10 * characters:", TOOLS),
     # --- conversations from files ---

@@ -311,7 +311,7 @@ def lerobot(folder: Path) -> Cases:
     cases += [
         ("missing Parquet", _demonstrations(root), "episode_000000.parquet"),
         ("folder that is not there", _demonstrations(Path("/nope")), "/nope"),
-        ("folder that is no data set", _demonstrations(folder / "empty"), "empty"),
+        ("folder that is not a data set", _demonstrations(folder / "empty"), "empty"),
         ("camera that is not there", _demonstrations(good, "camera: wrist"), "wrist"),
         ("more cameras than the simulator has", _demonstrations(good, "camera: [a, b]"), "must be 1 different names"),
         ("state that is not there", _demonstrations(good, "state: qpos"), "qpos"),

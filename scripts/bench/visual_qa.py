@@ -16,8 +16,8 @@ What differs: the random numbers, hence the rollouts. mmrl and TRL compute entro
 mmrl and `plain` leave suppressed tokens out of the softmax when they train; TRL has no such option. TRL takes its
 images from a `datasets.Dataset`, which decodes them when they are used, as its users do; mmrl draws them when they
 are used; `plain` has them at hand. TRL runs without gradient checkpointing, progress bar, logging and saving, which its
-users mostly have on; mmrl writes its log. `plain` is no trainer, only the least that one has to do with transformers'
-own generate and forward on every rollout: a yardstick for what a framework adds or saves.
+users mostly have on; mmrl writes its log. `plain` is not a trainer, only the least that one has to do with
+transformers' own generate and forward on every rollout: a yardstick for what a framework adds or saves.
 
 With --width the model is a larger one of random weights, and nothing is expected of its answers: with --cells 4 --scale
 8, images of 256 tokens, prompts are of about 300 tokens, and with --length 256 most responses are as long as that.

@@ -43,14 +43,14 @@ def read_image(written: object) -> Image.Image:
             file = base64.b64decode(written.rpartition(";base64,")[2], validate=True)
             return as_shown(Image.open(io.BytesIO(file)))
         except (binascii.Error, OSError, ValueError) as error:
-            raise ValueError(f"no image in base64 ({' '.join(str(error).split())})") from None
+            raise ValueError(f"not an image in base64 ({' '.join(str(error).split())})") from None
     try:
         pixels = np.asarray(written)
         if pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.min() >= 0 and pixels.max() <= 255:
             return Image.fromarray(pixels.astype(np.uint8))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"no image [height, width, 3] of numbers from 0 to 255 ({error})") from None
-    raise ValueError(f"no image [height, width, 3] of numbers from 0 to 255, but {pixels.shape}")
+        raise ValueError(f"not an image [height, width, 3] of numbers from 0 to 255: {error}") from None
+    raise ValueError(f"not an image [height, width, 3] of numbers from 0 to 255: shape {pixels.shape}")
 
 
 def joined(parts: Iterable[Part]) -> tuple[Part, ...]:

@@ -129,7 +129,7 @@ def _checked(messages: object) -> tuple[Message, ...]:
     if not sequence or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in sequence):
         raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")
     if not all(map(_is_part, (part for message in sequence for part in message.parts))):
-        raise Fault("the environment gave a message with a part that is no text, no image and no video")
+        raise Fault("the environment gave a message with a part that is neither text, an image nor a video")
     return sequence
 
 

@@ -62,7 +62,7 @@ class OpenEnvWorld(Environment):
         return dict(observation), float(result.reward or 0.0), bool(result.done)
 
     def _action(self, response: str) -> object:
-        """Parses a response. Raises ValueError for one that is no action."""
+        """Parses a response. Raises ValueError for one that is not an action."""
         field = self.settings.action_field
         fields = json.loads(response) if field is None else {field: response.strip()}
         if not isinstance(fields, dict):

@@ -52,7 +52,7 @@ class Workers:
         importable there, and its worker takes one CPU. A host that is lost costs the episodes it was playing.
     restarts: how many workers had to be replaced.
 
-    Raises UserError for options that are no JSON, for what the simulator itself refuses, for a cluster that is not
+    Raises UserError for options that are not JSON, for what the simulator itself refuses, for a cluster that is not
     there or has no room, and if a worker does not start.
     """
 

@@ -97,7 +97,7 @@ class ImageFiles:
             raise RowError(f"cannot read {path!r}: {error}") from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise RowError(f"{path!r} is no regular file")
+            raise RowError(f"{path!r} is not a regular file")
         return os.fdopen(descriptor, "rb")
 
     def _below_root(self, path: str) -> str:

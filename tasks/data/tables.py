@@ -47,8 +47,8 @@ def stem_of(path: Path) -> str:
 
 
 def contents(path: Path) -> bytes:
-    """Returns all bytes of a file, unpacked where its name ends in .gz. Raises ValueError for one that is no gzip file,
-    or unpacks to more than UNPACKED."""
+    """Returns all bytes of a file, unpacked where its name ends in .gz. Raises ValueError for one that is not a gzip
+    file, or unpacks to more than UNPACKED."""
     if path.suffix != ".gz":
         return path.read_bytes()
     try:

@@ -182,7 +182,7 @@ class _Dataset:
         names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *where]
         files = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
         if not files:
-            raise UserError(f"{self.root}/meta/episodes holds no parquet file")
+            raise UserError(f"{self.root}/meta/episodes has no parquet file")
         return [row for file in files for row in _table(file, names).to_pylist()]
 
     def _data_file(self, episode: dict[str, Any]) -> Path:

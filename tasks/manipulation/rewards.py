@@ -39,5 +39,5 @@ def reasoning(sample: Sample) -> float | None:
 def episode_of(sample: Sample) -> Episode:
     """Returns the episode of a sample. Raises UserError where its rollout is none."""
     if sample.episode is None:
-        raise UserError(f"the rollout of prompt {sample.prompt.id!r} is no episode of a simulator")
+        raise UserError(f"the rollout of prompt {sample.prompt.id!r} is not an episode of a simulator")
     return sample.episode

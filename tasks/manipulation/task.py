@@ -113,7 +113,7 @@ class Manipulation:
 
 def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Returns the success that a judge sees, and whether the simulator disagrees, [sample]: NaN where the judge gives
-    no verdict, and for episodes that a resumed evaluation has read from its file, which holds no images."""
+    no verdict, and for episodes that a resumed evaluation has read from its file, which has no images."""
     indices = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]

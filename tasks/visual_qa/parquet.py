@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def opened(path: Path, keep: int) -> ParquetRows:
-    """Opens a file; keep: bytes of row groups that stay in memory. Raises ValueError for a file that is no Parquet
+    """Opens a file; keep: bytes of row groups that stay in memory. Raises ValueError for a file that is not a Parquet
     file, or too large."""
     try:
         return ParquetRows(path, keep)

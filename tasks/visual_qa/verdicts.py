@@ -53,7 +53,7 @@ def recall(facts: Sequence[Any], count: int) -> dict[int, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        log.info("%s is no verdict on rows; they are checked again", path)
+        log.info("%s is not a verdict on rows; they are checked again", path)
         return None
     return bad if saved.get("count") == count and all(0 <= row < count for row in bad) else None
 

@@ -247,7 +247,7 @@ def test_a_torn_checkpoint_is_never_loaded(tmp_path):
 
 def test_resume_refuses_what_it_can_not_continue(tmp_path):
     trainer = make(tmp_path, "steps=1", "checkpoint.resume=true")
-    with pytest.raises(UserError, match="holds no finished checkpoint"):
+    with pytest.raises(UserError, match="has no finished checkpoint"):
         trainer.resume()
     trainer.config = trainer.config.model_copy(
         update={"checkpoint": trainer.config.checkpoint.model_copy(update={"every": 1})}

@@ -119,7 +119,7 @@ def test_of_one_that_nobody_vouches_for_only_some_records_are_made():
     assert came.role == "user" and came.parts[0] == "a" and came.parts[1].fps == 3.0
     assert came.parts[1].frames[0].tobytes() == bytes([1, 2, 3, 1, 2, 3])
     for records in ((), (Message,)):
-        with pytest.raises(ValueError, match="mmrl.rollouts:(Message|Video) is no record that is known here"):
+        with pytest.raises(ValueError, match="mmrl.rollouts:(Message|Video) is not a record that is known here"):
             decode(message, records=records)
 
 

@@ -139,7 +139,7 @@ def test_a_policy_of_two_cameras(tmp_path):
             "echo no recipe\n",
             "no configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf or SimpleVLA-RL",
         ),
-        ("a.toml", "[train]\noptm_lr = 1\n", "vla.vla_type is not set, so this is no recipe of cosmos-rl for a robot"),
+        ("a.toml", "[train]\noptm_lr = 1\n", "vla.vla_type is not set, so this is not a recipe of cosmos-rl"),
         ("a.toml", "[train\n", "a.toml: Expected"),
         ("a.toml", TOML.replace("libero_spatial", "robotwin"), "the suite robotwin has no simulator here; there are"),
         ("a.toml", TOML.replace('"openvla-oft"', '"pi05"'), "a policy of kind pi05 can not be converted"),

@@ -89,7 +89,7 @@ def test_each_is_rewritten(key, former, now):
 
 @pytest.mark.parametrize("former", ["{type: sqrt_clip, delta: 0.3}", "{type: sqrt_clip, delta: 0.3, cap: null}"])
 def test_an_option_without_an_equal_is_dropped(former):
-    """RIPO's bounds are no function of the former distance: the present ones are those of its released code."""
+    """RIPO's bounds are not a function of the former distance: the present ones are those of its released code."""
     found = yaml.safe_load(with_present_kinds(f"algorithm: {{surrogate: {former}}}\n"))["algorithm"]["surrogate"]
     assert found == {key: value for key, value in yaml.safe_load(former).items() if key != "delta"}
     with pytest.raises(SettingsError, match="sqrt_clip"):

@@ -60,7 +60,7 @@ def test_every_kind_is_a_module_a_valid_recipe_and_a_test(kind, tmp_path, monkey
 
 
 def test_what_it_refuses(tmp_path):
-    with pytest.raises(UserError, match="'my_task' is no name of a class; write it like MyAlgorithm"):
+    with pytest.raises(UserError, match="'my_task' is not a name of a class; write it like MyAlgorithm"):
         new.write("task", "my_task", tmp_path)
     new.write("task", "MyTask", tmp_path)
     with pytest.raises(UserError, match="my_task.py exists; choose another name or remove it"):

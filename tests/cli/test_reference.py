@@ -63,7 +63,7 @@ def test_a_class_of_ones_own_is_described():
 
 
 def test_what_is_no_method_is_refused():
-    with pytest.raises(UserError, match="UserError is no method: it inherits from none of Algorithm, Surrogate"):
+    with pytest.raises(UserError, match="UserError is not a method: it inherits from none of Algorithm, Surrogate"):
         describe_methods("mmrl.errors:UserError")
 
 
@@ -156,7 +156,7 @@ def test_a_method_is_told_with_equation_source_and_options():
 
 
 def texts(path):
-    """The string constants of a module that are no docstrings; what is filled in stands as *."""
+    """The string constants of a module that are not docstrings; what is filled in stands as *."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

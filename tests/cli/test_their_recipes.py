@@ -337,7 +337,7 @@ def test_a_divergence_in_the_reward_and_whitened_advantages_of_verl(tmp_path):
         (VERL.replace("low_var_kl", "mse"), "a divergence of kind mse can not be converted"),
         (
             TRL.replace("--num_generations 4", "--num_generations 5"),
-            "128 responses is no multiple of num_generations=5",
+            "128 responses is not a multiple of num_generations=5",
         ),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Saved:
-    """Bytes that a forward pass keeps for the backward pass, of tensors that are no parameters."""
+    """Bytes that a forward pass keeps for the backward pass, of tensors that are not parameters."""
 
     def __init__(self, module):
         self.own = {p.untyped_storage().data_ptr() for p in module.parameters()}

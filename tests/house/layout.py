@@ -29,7 +29,7 @@ def modules() -> dict[str, Path]:
 
 
 def arrows(source: str, module: str, is_package: bool = False) -> list[Arrow]:
-    """All arrows of a module, also those for type checkers, from inside functions, and by strings that are no
+    """All arrows of a module, also those for type checkers, from inside functions, and by strings that are not
     docstrings."""
     found: list[Arrow] = []
 

@@ -83,7 +83,7 @@ def fault(module: str, arrow: Arrow) -> str | None:
     if top in ("tasks", "sims"):
         return f"it is mmrl.{top}"
     if top == "tests":
-        return "tests are no part of the program"
+        return "tests are not part of the program"
     if top == "mmrl":
         there = room_of(arrow.target)
         if there not in FLOOR:

@@ -81,14 +81,14 @@ def test_groups_whose_accuracy_is_unknown_are_a_bucket_of_their_own(given):
 REFUSED = [
     (
         "shaping=[{type: stratified, by: calls}]",
-        r"stratified\) reads calls, which is no fact .* .they have kind, level",
+        r"stratified\) reads calls, which is not a fact .* .they have kind, level",
     ),
     ("shaping=[{type: stratified, by: kind}]", "compares rollouts of a group by kind, which is the same for all"),
     ("shaping=[{type: stratified, by: group/length}]", "by group/length, which is the same for all"),
     ("masks=[{type: best_of_group, by: level, count: 1}]", "compares rollouts of a group by level"),
-    ("masks=[{type: best_of_group, by: lenght, count: 1}]", "reads lenght, which is no fact"),
+    ("masks=[{type: best_of_group, by: lenght, count: 1}]", "reads lenght, which is not a fact"),
     ("masks=[{type: band, fact: reward/sharp, low: 1}]", "reads reward/sharp, and the rewards are mark"),
-    ("scale={type: bucket_std, by: task}", "algorithm.scale=bucket_std reads task, which is no fact"),
+    ("scale={type: bucket_std, by: task}", "algorithm.scale=bucket_std reads task, which is not a fact"),
     ("scale={type: quantile_bucket_std, by: task}", "algorithm.scale=quantile_bucket_std reads task"),
     ("transforms=[{type: rank, by: task}]", r"transforms.0 \(rank\) reads task"),
     ("shaping=[{type: turn_returns, gate: sharp}]", "reads reward/sharp, and the rewards are mark"),
@@ -108,5 +108,5 @@ def test_facts_of_turns_need_turns():
 
 def test_metadata_of_the_task_s_own_prompts_is_known(tmp_path):
     options = [f"run_dir={tmp_path}", "task.data={type: digits, train_size: 4, eval_size: 2}"]
-    with pytest.raises(UserError, match="reads colour, which is no fact of rollouts"):
+    with pytest.raises(UserError, match="reads colour, which is not a fact of rollouts"):
         build_task(load("visual_qa_digits", [*options, "algorithm.scale={type: bucket_std, by: colour}"]))

@@ -105,7 +105,7 @@ def test_it_is_the_clip_without_demonstrations(given):
 
 @pytest.mark.parametrize(("shown", "good"), [(0.5, 0.1), (0.0, 0.4), (2.0, 0.0)])
 def test_weights_by_entropy(given, shown, good):
-    """The demonstration's mean entropy is 1.5, and it is no rollout of positive advantage; that of the right rollout
+    """The demonstration's mean entropy is 1.5, and it is not a rollout of positive advantage; that of the right rollout
     0.5."""
     of_shown = f"{{type: likelihood, of: demonstrations, coefficient: {shown}, doubt: -1}}"
     of_good = f"{{type: likelihood, of: own_positive, coefficient: {good}, doubt: 1}}"

@@ -268,5 +268,5 @@ def test_the_best_weights_are_those_of_the_metric_that_is_asked_for(given):
 
 
 def test_a_metric_that_evaluations_do_not_have(given):
-    with pytest.raises(UserError, match="checkpoint.best_by=evaluation/entropie is no metric.*evaluation/entropy"):
+    with pytest.raises(UserError, match="checkpoint.best_by=evaluation/entropie is not a metric.*evaluation/entropy"):
         kept(given, [0.5], "checkpoint.best_by=evaluation/entropie")

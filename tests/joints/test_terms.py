@@ -317,7 +317,7 @@ def test_a_loss_of_whole_rollouts_leaves_masked_decisions_out(given):
 
 
 def test_entropy_is_ranked_over_all_ranks_and_only_where_it_counts(given):
-    """The third decision is no decision: its garbage would be the last of all, or the first."""
+    """The third decision is not a decision: its garbage would be the last of all, or the first."""
     table = Table([[-1.0, -1.0, -1.0], [-1.0]], rewards=[2.0, 0.0], entropy=[[0.1, 0.9, 0.2], [0.5]])
     made = given(table, *ONE, "rollout.prompts=2", "algorithm.masks=[{type: entropy_share, share: 0.5}]", world=2)
     made.prepare()

@@ -79,7 +79,7 @@ def test_tags_and_case_do_not_count():
 
 
 def test_what_joined_the_group_is_matched_too(given):
-    """A demonstration is no response under the view, and its prompt's group was asked."""
+    """A demonstration is not a response under the view, and its prompt's group was asked."""
     table = Table([[-1.0]] * 10, group=[*GROUPS, 4, 4], rewards=[*REWARDS, 7.0, 7.0], responses=[*"01220025", "0", "0"])
     made = given(table, *BARE, AGREEMENT % "", "rollout.extras=[guided_groups]")
     rollouts = made.prepare(made.next())

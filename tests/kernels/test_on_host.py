@@ -32,7 +32,8 @@ def environment(folder, sanitize):
     found = {**os.environ, "MMRL_ON_HOST": str(folder), "MMRL_SANITIZE": sanitize, "OMP_NUM_THREADS": "1"}
     if sanitize:
         found["LD_PRELOAD"] = " ".join(on_host.runtime(name) for name in ("asan", "ubsan", "stdc++"))
-        # What python itself never frees is no fault of the kernels; neither is memory that torch gives back at its end.
+        # What python itself never frees is not a fault of the kernels; neither is memory that torch gives back at its
+        # end.
         found["ASAN_OPTIONS"] = "detect_leaks=0:halt_on_error=1"
         found["UBSAN_OPTIONS"] = "halt_on_error=1:print_stacktrace=1"
     return found
@@ -103,7 +104,7 @@ print(kernels.token_logprob(logits, torch.tensor([0, -1, 9001])).logp.isnan().to
     ids=["sound", "a row too many", "a column that is not there"],
 )
 def test_a_planted_fault_is_found_by_the_sanitizer(sound, fault, said, tmp_path, monkeypatch):
-    """And in the sound source what is no standard deviation and no token gives NaN in its own row alone."""
+    """And in the sound source what is not a standard deviation and no token gives NaN in its own row alone."""
     sources = tmp_path / "csrc"
     shutil.copytree(toolchain.SOURCES, sources)
     text = (sources / "cuda.cu").read_text()

@@ -122,7 +122,7 @@ class TestClips:
         assert GuardReward(of="flicker").score(clips) == [2.0, None]
         assert GuardReward(of="brightness").score(clips[:1]) == [pytest.approx(1 / 3)]
         assert GuardReward(of="brightness").score([Sample(Prompt("a", "a"), image=torch.ones(1, 3, 3))]) == [1.0]
-        with pytest.raises(UserError, match="holds no video"):
+        with pytest.raises(UserError, match="has no video"):
             GuardReward(of="static").score([Sample(Prompt("a", "a"), image=torch.ones(1, 3, 3))])
         with pytest.raises(ValueError, match="of must be one of out_of_gamut"):
             GuardReward(of="beauty")

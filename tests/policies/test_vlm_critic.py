@@ -74,7 +74,7 @@ def test_it_is_saved_and_found_again(tmp_path):
 
 
 def test_what_it_can_not_be(tmp_path):
-    with pytest.raises(UserError, match="algorithm.critic.type=separate is no critic of a vision-language model"):
+    with pytest.raises(UserError, match="algorithm.critic.type=separate is not a critic of a vision-language model"):
         policy_of(tmp_path, PPO, "algorithm.critic.type=separate")
     with pytest.raises(UserError, match="algorithm.type=ppo needs turns of a conversation"):
         policy_of(tmp_path, PPO, "algorithm.time_step=turn")

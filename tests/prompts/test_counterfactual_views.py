@@ -61,7 +61,7 @@ def test_shuffled_patches():
         return [pixels[y : y + 2, x : x + 2].tobytes() for y in range(0, 4, 2) for x in range(0, 6, 2)]
 
     assert sorted(patches(first[0])) == sorted(patches(image())) and patches(first[0]) != patches(image())
-    odd = np.array(first[1])  # 5 x 3: the last column and the last row are no whole patch
+    odd = np.array(first[1])  # 5 x 3: the last column and the last row are not a whole patch
     assert (odd[:, 4] == np.array(image(5, 3))[:, 4]).all() and (odd[2] == np.array(image(5, 3))[2]).all()
 
 

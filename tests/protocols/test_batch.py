@@ -117,7 +117,7 @@ def test_what_is_missing_is_unknown(parts):
 def test_what_no_prompt_or_not_every_prompt_has_is_no_fact(parts):
     del parts[1].samples[2].prompt.metadata["level"]
     for name in ("levels", "level"):
-        with pytest.raises(KeyError, match=f"{name} is no fact of rollouts"):
+        with pytest.raises(KeyError, match=f"{name} is not a fact of rollouts"):
             together(lambda batch, name=name: batch.fact(name), *parts)
 
 

@@ -143,7 +143,7 @@ def test_three_prompts_are_too_few_for_standard_errors(tmp_path):
 
 
 def test_a_calm_second_scorer_may_drift(tmp_path):
-    """-1.56 to -1.57 is no fall, -1.56 to -1.9 is one."""
+    """-1.56 to -1.57 is not a fall, -1.56 to -1.9 is one."""
     for end, wrong in ((-1.57, False), (-1.9, True)):
         rows = healthy(16)
         for step, row in enumerate(rows):
@@ -597,7 +597,7 @@ def test_the_command_writes_beside_the_run_and_imports_no_torch(tmp_path):
     )
     assert done.returncode == 0 and (tmp_path / "report.html").is_file()
     done = subprocess.run([sys.executable, "-m", "mmrl", "report", "no"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr == "mmrl: no is no run directory: there is no such folder\n"
+    assert done.returncode == 2 and done.stderr == "mmrl: no is not a run directory: there is no such folder\n"
     away = ["report", one, "--output", tmp_path / "no" / "x.html"]
     done = subprocess.run([sys.executable, "-m", "mmrl", *away], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(f"mmrl: --output={tmp_path}/no/x.html: ")

@@ -136,7 +136,7 @@ def test_broken_images_leave_the_others_alone(clip_folder):
     assert reward.score(broken) == [
         pytest.approx(whole[0], abs=1e-5), None, pytest.approx(whole[2], abs=1e-5), pytest.approx(whole[3], abs=1e-5)
     ]  # fmt: skip
-    with pytest.raises(UserError, match="holds no image"):
+    with pytest.raises(UserError, match="has no image"):
         reward.score([Sample(Prompt("p", "text"))])
 
 

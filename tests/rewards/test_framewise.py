@@ -45,5 +45,5 @@ def test_bad_input():
         Framewise(**BRIGHTNESS, pool="most")
     with pytest.raises(ValueError, match="every must be at least 1, not 0"):
         Framewise(**BRIGHTNESS, every=0)
-    with pytest.raises(UserError, match="holds no video"):
+    with pytest.raises(UserError, match="has no video"):
         Framewise(**BRIGHTNESS).score([Sample(Prompt("p", "p"), image=CLIP[0])])

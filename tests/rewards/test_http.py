@@ -268,7 +268,7 @@ def npz(request=b'{"samples": []}', **arrays):
         (b"\xff", "json", "decode"),
         (b"[]", "json", "list of samples"),
         (b'{"samples": 3}', "json", "list of samples"),
-        (b'{"samples": [3]}', "json", "sample 0 is no JSON object"),
+        (b'{"samples": [3]}', "json", "sample 0 is not a JSON object"),
         (b'{"samples": [{}, {"txt": "a"}]}', "json", "sample 1 has unknown keys txt"),
         (b'{"samples": [{"text": 3}]}', "json", "text must be of type str"),
         (b'{"samples": [{"image": 3}]}', "json", "no image in base64 PNG"),

@@ -55,7 +55,7 @@ def test_broken_and_missing_images(name):
     good = sample(noise(), 1, 'a sign that says "A"')
     scores = rewards.score([sample(broken, 1, '"A"'), good, sample(broken * math.inf, 1, '"A"')])
     assert scores.isnan().flatten().tolist() == [True, False, True]
-    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no image"):
+    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' has no image"):
         rewards.score([good, sample(None, 1, '"A"')])
 
 

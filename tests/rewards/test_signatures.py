@@ -55,7 +55,7 @@ def test_trl_gets_texts_and_the_columns_that_it_names():
     assert scores("of_texts", BATCH, "trl_text", scale=0.5) == [0.5, 0.0, 0.5]
     assert SEEN == [(["How many?"] * 3, ["7", "8", "9"], [1, 2, None])]
     with pytest.raises(
-        UserError, match=rf"'{HERE}:of_texts'.*'level' is no column of prompt rows:3 \(columns: answer,"
+        UserError, match=rf"'{HERE}:of_texts'.*'level' is not a column of prompt rows:3 \(columns: answer,"
     ):
         scores("of_texts", [sample("a")], "trl_text")
 

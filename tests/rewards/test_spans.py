@@ -131,7 +131,7 @@ def test_the_accuracy_does_not_take_the_place_of_a_reward_of_its_name():
         ({"split": "word"}, "split must be newline, sentence or separator, not 'word'"),
         ({"split": "separator"}, "go together"),
         ({"separator": ";"}, "go together"),
-        ({"scorer": f"{HERE}:BAD"}, "is no function and no class"),
+        ({"scorer": f"{HERE}:BAD"}, "is neither a function nor a class"),
         ({"scorer": f"{HERE}:nothing"}, "has no 'nothing'"),
     ],
 )

@@ -93,5 +93,5 @@ def test_broken_images_are_unscored(name):
     broken[0, 0, 0] = math.nan
     scores = rewards.score([sample(broken), sample(photograph("coffee"))])
     assert scores.isnan().flatten().tolist() == [True, False]
-    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' holds no image"):
+    with pytest.raises(UserError, match=f"reward '{name}': the rollout of prompt 'p' has no image"):
         rewards.score([sample(None)])

@@ -131,7 +131,7 @@ def test_servers_on_gpus_that_are_taken_or_not_there_are_refused(cuda, monkeypat
 
 def test_a_gpu_that_is_not_shown_is_named(monkeypatch):
     monkeypatch.setenv(devices.VISIBLE, "4,5")
-    with pytest.raises(UserError, match="GPU 2 is asked for, and CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+    with pytest.raises(UserError, match="GPU 2 was requested, but CUDA_VISIBLE_DEVICES=4,5 lists 2"):
         devices.names([1, 2])
 
 

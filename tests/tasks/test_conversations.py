@@ -241,7 +241,7 @@ def called(call):
         (changed(5, content=[{"type": "image", "image": "https://a.b/c.png"}]), "images are not fetched"),
         (called({"function": {"name": "a b"}}), "message 2: a tool call is"),
         (called({"name": "zoom", "arguments": "{"}), "message 2: the arguments of zoom are not JSON"),
-        (called({"name": "zoom", "arguments": [1]}), "message 2: the arguments of zoom are no object"),
+        (called({"name": "zoom", "arguments": [1]}), "message 2: the arguments of zoom are not an object"),
         (zoomed(tools="{"), "field 'tools' is not JSON"),
         (zoomed(tools=["zoom"]), "field 'tools' must be a list of JSON schemas"),
     ],

@@ -127,7 +127,7 @@ def test_bad_options(options, message):
 
 def test_a_rollout_without_an_image_is_refused():
     task = build("image_generation", {}, seed=0)
-    with pytest.raises(Exception, match="'p' holds no image"):
+    with pytest.raises(Exception, match="'p' has no image"):
         task.score([Sample(Prompt(id="p", text="a handwritten seven", answer=7), response="seven")])
 
 

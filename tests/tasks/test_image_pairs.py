@@ -55,7 +55,7 @@ def test_bad_rows_are_named_at_the_start(folder, change, message):
 def test_bad_images_are_named(folder):
     with pytest.raises(UserError, match=r"row pairs:1: chosen is \[3, 8, 8\], rejected \[3, 16, 16\]"):
         pairs(folder, ROW | {"rejected": "large.png"})[0]
-    with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is no image"):
+    with pytest.raises(UserError, match=r"row pairs:1: .*broken.png is not an image"):
         pairs(folder, ROW | {"rejected": "broken.png"})[0]
     (folder / "eval2.txt").write_text("x\n")
     with pytest.raises(ValueError, match="row eval2:1: key 'chosen' must be the path of an image"):

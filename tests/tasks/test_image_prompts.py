@@ -36,7 +36,7 @@ def test_geneval_metadata(tmp_path):
     assert [p.id for p in prompts] == [
         "prompts:1",
         "prompts:3",
-    ]  # a blank line is no row, and counts
+    ]  # a blank line is not a row, and counts
     assert prompts[0].text == GENEVAL["prompt"]
     assert prompts[0].metadata == {"tag": "position", "include": GENEVAL["include"]}
 
@@ -66,7 +66,7 @@ def included(**changes):
         ("plain", '{"prompt": "half \\ud83d"}', "field 'prompt': half of a surrogate pair"),
         ("plain", "[" * 100_000, "more than 64 levels deep"),
         ("plain", '{"prompt": "a", "more": ' + "[" * 99 + "]" * 99 + "}", "field 'more': more than 64 levels"),
-        ("plain", '{"prompt": "a", "more": ' + "9" * 5000 + "}", "not to be read: Exceeds the limit"),
+        ("plain", '{"prompt": "a", "more": ' + "9" * 5000 + "}", "cannot be parsed: Exceeds the limit"),
         ("plain", '["a cat"]', "a row must be an object, not list"),
         ("plain", {"text": "a cat"}, r"key 'prompt' is missing \(keys: text\)"),
         ("plain", {"prompt": " "}, "key 'prompt' is empty"),

@@ -68,7 +68,7 @@ def test_reads_an_image_drawn_by_hand():
             # Blue's three pixels in a line are too few, and the fourth only touches them at a corner.
             PlacedShape("red", "circle", 0, 0),
             PlacedShape("blue", "square", 0, 12),
-            PlacedShape("green", None, 9, 2),  # half a square is no shape
+            PlacedShape("green", None, 9, 2),  # half a square is not a shape
             PlacedShape("red", "triangle", 12, 9),
         ],
         key=str,

@@ -179,7 +179,7 @@ def test_what_an_episode_earns():
     for name, value in (("episode/length", 3), ("episode/success_at_end", 0)):
         assert measured[name][0] == value and measured[name][1].isnan()  # an average leaves out what was lost
     assert "episode/reasoning" not in measured
-    with pytest.raises(UserError, match="'c' is no episode"):
+    with pytest.raises(UserError, match="'c' is not an episode"):
         task.score([Sample(Prompt("c", "go"))])
 
 

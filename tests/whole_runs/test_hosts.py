@@ -140,7 +140,7 @@ def test_an_engine_whose_host_loses_power_is_lost_within_its_seconds(hosts):
     asking = f"""
 import time
 from mmrl.generation.vllm import client
-client.SILENT = 4
+client.SILENCE_S = 4
 server = client.Server(lambda: "http://{HOSTS[1]}:9000", 100)
 for _ in range(2):
     began = time.monotonic()

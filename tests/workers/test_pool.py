@@ -182,7 +182,7 @@ def test_weights_that_arrive_otherwise_are_named(tmp_path, threads, monkeypatch)
         for parameter in trainer.policy.module.parameters():
             parameter.add_(torch.linspace(0, 1, parameter.numel()).view(parameter.shape))
     monkeypatch.setattr(pool, "write_weights", wrongly)
-    with pytest.raises(UserError, match=r"rollout worker 0 has \S+ otherwise than it was sent; set rollout.workers"):
+    with pytest.raises(UserError, match=r"rollout worker 0: \S+ differs from what was sent; set rollout.workers"):
         trainer.generator.synchronise()
     release(trainer)
 

@@ -1,5 +1,5 @@
 """A point on a line that shall reach 0, as a Gymnasium environment. From some places it gives
-rewards that are no numbers."""
+rewards that are not numbers."""
 
 import gymnasium
 import numpy as np

@@ -34,7 +34,7 @@ class Components(Choice):
         return Needs()
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ValueError for a name that is no reward of the task."""
+        """Raises ValueError for a name that is not a reward of the task."""
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         """Combines rewards [rollout, component] to one reward [rollout]."""

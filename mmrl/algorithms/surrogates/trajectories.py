@@ -54,7 +54,7 @@ class TrajectoryTrustRegion(Surrogate):
     @model_validator(mode="after")
     def _bounds_something(self) -> TrajectoryTrustRegion:
         if self.bound == math.inf and self.price.extremes[1] == 0:
-            raise ValueError("price=0 without a bound is no trust region; set either, or use surrogate=reinforce")
+            raise ValueError("price=0 without a bound is not a trust region; set either, or use surrogate=reinforce")
         return self
 
     @property

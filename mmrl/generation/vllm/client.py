@@ -23,7 +23,7 @@ from mmrl.generation.vllm.api_key import KEY
 PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts, the first time and at most
 ATTEMPTS = 3  # of a request that a running server fails to answer
 LOST = requests.RequestException  # raised by a request to a server that has ended or is ending
-SILENT = 60  # seconds without a sign of a host's network after which it is lost
+SILENCE_S = 60  # seconds without a sign of life from a host's network, after which its connections are closed
 MAX_ANSWER = 2**30  # bytes
 Step = tuple[str, Callable[[], Any]]  # what a server is to do, for messages, and the call that does it
 
@@ -49,15 +49,15 @@ Give = Callable[["Server", EngineWeights], None]  # raises one of LOST, and User
 
 
 class Watched(HTTPAdapter):
-    """Connections that end where the other host has gone silent: one without power does not say that it is gone, and a
-    response may be long in coming."""
+    """TCP connections with keepalive: they end where the other host no longer answers on the network. A host that lost
+    power closes no connection, and a response may take long, so that no read timeout would tell."""
 
     def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
         watching = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-        if sys.platform == "linux":  # others wait as long as they are set to
-            tcp, probe = socket.IPPROTO_TCP, SILENT // 4
+        if sys.platform == "linux":  # other systems keep their own timeout
+            tcp, probe = socket.IPPROTO_TCP, SILENCE_S // 4
             watching += [(tcp, socket.TCP_KEEPIDLE, probe), (tcp, socket.TCP_KEEPINTVL, probe)]
-            watching += [(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENT)]
+            watching += [(tcp, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)]
         super().init_poolmanager(*arguments, socket_options=watching, **options)
 
 
@@ -126,7 +126,7 @@ class Server:
             return parsed(text) if "json" in answer.headers.get("content-type", "") else {}
 
     def _read(self, status: int, text: str, path: str) -> str:
-        """The text of an answer that is no refusal."""
+        """The text of an answer that is not a refusal."""
         message = " ".join(text.split())[:300]
         if status >= 500:
             raise Failed(f"{status} {message}")
@@ -213,7 +213,7 @@ def parsed(text: str) -> Any:
     try:
         return json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        raise Failed(f"the answer is no JSON: {' '.join(text.split())[:100]!r}") from None
+        raise Failed(f"the answer is not JSON: {' '.join(text.split())[:100]!r}") from None
 
 
 def _text(answer: requests.Response, end: float) -> str:

@@ -67,7 +67,7 @@ def read(payload: object, count: int, limit: int, sampling: Sampling, eos: tuple
 def choices(payload: object) -> list[dict[str, Any]]:
     rows = payload.get("choices") if isinstance(payload, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise BadAnswer("what came is no JSON object with a list of choices")
+        raise BadAnswer("what came is not a JSON object with a list of choices")
     return rows
 
 
@@ -89,14 +89,14 @@ def _answer(choice: dict[str, Any]) -> Answer:
     except (KeyError, TypeError):
         raise BadAnswer("a response has no log-probabilities") from None
     if not all(type(value) in (int, float) and abs(value) < 1e30 for value in logp):  # NaN is not smaller
-        raise BadAnswer(f"a response has log-probabilities that are no finite numbers: {str(logp)[:80]}")
+        raise BadAnswer(f"a response has log-probabilities that are not finite numbers: {str(logp)[:80]}")
     ids = torch.tensor(_integers(choice.get("token_ids"), "token_ids"), dtype=torch.int64)
     return Answer(ids, torch.tensor(logp, dtype=torch.float32), _experts(choice.get("routed_experts")))
 
 
 def _integers(values: object, name: str) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int and abs(value) < 2**31 for value in values):
-        raise BadAnswer(f"{name} is no list of tokens: {str(values)[:80]}")
+        raise BadAnswer(f"{name} is not a list of tokens: {str(values)[:80]}")
     return values
 
 
@@ -107,7 +107,7 @@ def _experts(text: Any) -> Tensor | None:
     try:
         return recorded(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
     except (ValueError, TypeError, EOFError, OSError, binascii.Error) as error:
-        raise BadAnswer(f"routed_experts is no array: {error}") from None
+        raise BadAnswer(f"routed_experts is not an array: {error}") from None
 
 
 def recorded(experts: NDArray[Any] | None) -> Tensor | None:

@@ -115,7 +115,7 @@ class Servers:
             self.transfer = Broadcast(self.exchange, describe, self.servers, timeout=timeout, rank=rank, say=say)
         for process in self.processes:
             process.loading = self.transfer.arguments()
-        self._giving = threading.Lock()  # of weights to all engines, or to one that was started again
+        self._weights_lock = threading.Lock()  # held while weights are sent, to all engines or to a restarted one
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep_alive, daemon=True)
 
@@ -159,7 +159,7 @@ class Servers:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Collective. Replaces the weights of all engines; see `VLLM.load`. Raises UserError on every rank."""
         weights, problem, before = iter(weights), None, self.current.folder
-        with self._giving:
+        with self._weights_lock:
             if self.rank == 0:
                 problem = self._tried(partial(self.transfer.prepare, weights, self._weights(self.number + 1)))
             self.number += 1
@@ -172,7 +172,7 @@ class Servers:
             self._share(problem, before)
 
     def _tried(self, step: Callable[[], None]) -> str | None:
-        """Runs a step. Returns what went wrong, or None."""
+        """Runs a step. Returns its error message, or None."""
         try:
             step()
         except (UserError, ConnectionError) as error:
@@ -187,7 +187,7 @@ class Servers:
             write(coming if self.rank == 0 else None)
         except (OSError, SafetensorError) as error:
             problem = unwritten(coming, error)
-        with self._giving:
+        with self._weights_lock:
             self.adapters += 1
             self._share(problem, self.exchange.path / f"adapter-{self.adapters - 1}")
 
@@ -230,7 +230,7 @@ class Servers:
         server.refresh(self.current, self.transfer.give, alive)
 
     def _give(self) -> str | None:
-        """Gives engines the weights, each in its own time. Returns what went wrong, or None."""
+        """Sends the current weights to all engines at once. Returns an error message, or None."""
         if problem := self._tried(
             lambda: at_once(lambda server: self._refresh(server, self._may_recover), self.servers)
         ):
@@ -244,7 +244,7 @@ class Servers:
         return all(process.failures < 3 for process in self.processes)
 
     def _keep_alive(self) -> None:
-        """Starts engines again that have ended, and gives them the weights of now: other ranks may wait for that."""
+        """Restarts engines that have ended, and sends them the current weights: other ranks may wait for that."""
         while not self._closed.wait(PAUSE):
             for process, server in zip(self.processes, self.servers, strict=True):
                 if process.ended() and self._may_recover() and not self._closed.is_set():
@@ -259,8 +259,9 @@ class Servers:
                         threading.Thread(target=self._bring_up_to_date, args=(server,), daemon=True).start()
 
     def _bring_up_to_date(self, server: Server) -> None:
-        """Gives an engine the weights of now. An error is raised again when this engine is asked next."""
-        with self._giving, suppress(UserError):
+        """Sends a restarted engine the current weights. An error is dropped here: the engine's next request raises
+        it."""
+        with self._weights_lock, suppress(UserError):
             self._refresh(server, lambda: self._may_recover() and not self._closed.is_set())
 
     # --- generation ---

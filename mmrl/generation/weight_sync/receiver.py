@@ -261,7 +261,7 @@ def whole(weights: Iterator[tuple[str, Tensor]], problems: list[Exception]) -> I
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            for name in file.keys():  # noqa: SIM118  (it is not a mapping)
                 yield name, file.get_tensor(name)
 
 

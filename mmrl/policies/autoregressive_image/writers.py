@@ -43,7 +43,7 @@ class ImageTokenWriter:
     """A language model that writes text and image tokens.
 
     first, count: the range of image tokens. tokens_per_image: image tokens of an image. between: tokens between text
-    and image tokens, which are no decisions.
+    and image tokens, which are not decisions.
     """
 
     first: int
@@ -52,7 +52,7 @@ class ImageTokenWriter:
     between: tuple[int, ...] = ()
 
     def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Raises UserError where image tokens are no tokens of the model."""
+        """Raises UserError where image tokens are not tokens of the model."""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
         """Returns a user's text as the chat template takes it."""

@@ -45,7 +45,7 @@ class ConditionInputs:
 @dataclass(frozen=True)
 class Remarks:
     """Notes on a model for the user. facts: how it differs from its own library's call, a line each;
-    held_guidance: how a model distilled from a guided one has its guidance, None for one that holds none."""
+    held_guidance: how a model distilled from a guided one has its guidance, None for one that has none."""
 
     facts: tuple[str, ...] = ()
     held_guidance: str | None = None

@@ -119,13 +119,13 @@ def family_of(name: object, named: str | None, where: str) -> type[Pipeline]:
 
 
 def own_family(named: str) -> type[Pipeline]:
-    """Returns the class at package.module:Class. Raises UserError where that is no family."""
+    """Returns the class at package.module:Class. Raises UserError where that is not a family."""
     try:
         kind = load_attribute(named)
     except (ImportError, KeyError, ValueError) as error:
-        raise UserError(f"model.family={named} is not there: {describe_error(error)}") from None
+        raise UserError(f"model.family={named} cannot be imported: {describe_error(error)}") from None
     if not (isinstance(kind, type) and issubclass(kind, Pipeline)):
-        raise UserError(f"model.family={named} is no class that inherits from {Pipeline.__module__}:Pipeline")
+        raise UserError(f"model.family={named} is not a subclass of {Pipeline.__module__}:Pipeline")
     return kind
 
 

@@ -188,7 +188,8 @@ class SmallFamily:
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         if resolution not in (None, self.config.size, (self.config.size,) * 2):
-            raise UserError(f"denoising.resolution={resolution}: this model draws {self.config.size} pixels only")
+            size = self.config.size
+            raise UserError(f"denoising.resolution={resolution}: this model draws {size} x {size} pixels only")
         if frames is not None:
             raise UserError(f"denoising.frames={frames}: this model draws images; leave it out")
         return self.config.channels, self.config.size, self.config.size

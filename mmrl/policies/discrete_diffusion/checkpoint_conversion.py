@@ -69,7 +69,7 @@ class Published:
 
 def convert(folder: Path, out: Path) -> Path:
     """Writes the model in `folder` to `out` as transformers reads it without remote code. Returns `out`. Raises
-    UserError for another kind of model, for one with parts that its class does not compute, for weights that are no
+    UserError for another kind of model, for one with parts that its class does not compute, for weights that are not
     safetensors, and where `out` exists."""
     values, kind = _read(folder)
     files = sorted(folder.glob("*.safetensors"))

@@ -136,8 +136,8 @@ def mask_of(tokenizer: Tokenizer, settings: MaskedModel) -> int:
         mask = tokenizer.get_vocab().get(settings.mask_token)
     if mask is None:
         raise UserError(
-            f"model.mask_token={settings.mask_token} is no token of the model's tokenizer; name the one that stands at "
-            "empty positions"
+            f"model.mask_token={settings.mask_token} is not a token of the model's tokenizer; name the one that "
+            "stands at empty positions"
         )
     return int(mask)
 
@@ -147,7 +147,7 @@ def vocabulary_of(
 ) -> Vocabulary:
     """Returns the vocabulary of a policy. size: rows of the output layer. Special tokens other than the end, and rows
     beyond the tokenizer, are never drawn; with a codebook alone, only its tokens are. With both a codebook and `text`
-    each kind has positions of its own; text holds no image tokens.
+    each kind has positions of its own; text has no image tokens.
 
     Raises UserError without an end token.
     """

@@ -112,11 +112,14 @@ class MaskedLikelihood(Choice):
 
     @abstractmethod
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
-        """Returns the states of one rollout. prompt: number of tokens of its prompt; steps: [position] the step in
-        which each was filled; last: number of steps of a rollout."""
+        """Returns the partly masked copies of one rollout in which the model scores its response.
+
+        seed: of the rollout; prompt: number of prompt tokens; steps: [position] int64, the sampling step that filled
+        each position of the response; last: number of sampling steps of a rollout."""
 
     def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
-        """Returns `states` of a response with `blocks` [position]; most estimates do not depend on them."""
+        """Returns `states` of a response that is decoded block by block. blocks: [position] int64, the block of each;
+        most estimates do not depend on it."""
         return self.states(seed, prompt, steps, last)
 
 
@@ -139,6 +142,7 @@ class OneStep(RandomStates):
     prompt_mask: float = option(0.15, "chance that a token of the prompt is hidden", ge=0, lt=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns one state, in which the whole response and a random part of the prompt are masked."""
         from mmrl.policies.discrete_diffusion.likelihoods import one_step
 
         return one_step(seed, prompt, len(steps), self.prompt_mask)
@@ -167,6 +171,7 @@ class Coupled(RandomStates):
         return self
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns the fully masked state, then `pairs` pairs of complementary masks."""
         from mmrl.policies.discrete_diffusion.likelihoods import coupled
 
         return coupled(seed, len(steps), self.pairs, self.levels)
@@ -190,6 +195,7 @@ class ELBO(RandomStates):
         return self
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns `draws` states, whose numbers of masked positions are stratified over 1 .. L."""
         from mmrl.policies.discrete_diffusion.likelihoods import elbo
 
         return elbo(seed, len(steps), self.draws, self.antithetic)
@@ -210,6 +216,7 @@ class Spread(RandomStates):
     draws: int = option(4, "states of a response", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns `draws` states, whose mask ratios are evenly spaced from a random start."""
         from mmrl.policies.discrete_diffusion.likelihoods import spread
 
         return spread(seed, len(steps), self.draws)
@@ -227,6 +234,7 @@ class Trace(MaskedLikelihood):
     shrink: int = option(1, "steps that filled a position and become one state", unit="steps", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns the states in which the rollout drew its tokens, `shrink` steps merged into one."""
         from mmrl.policies.discrete_diffusion.likelihoods import trace
 
         return trace(steps, last, self.shrink)
@@ -244,6 +252,7 @@ class StepMerge(MaskedLikelihood):
     segments: int = option(4, "states of a response; at most as many as it has steps", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns the states before each of `segments` runs of sampling steps."""
         from mmrl.policies.discrete_diffusion.likelihoods import step_merge
 
         return step_merge(steps, last, self.segments)
@@ -261,6 +270,7 @@ class AnyOrder(MaskedLikelihood):
     type: str = "any_order"
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns one state, which scores all positions in the order in which they were filled."""
         from mmrl.policies.discrete_diffusion.likelihoods import any_order
 
         return any_order(steps)
@@ -283,11 +293,13 @@ class StaircaseBound(RandomStates):
     draws: int = option(2, "states of a response, each of which has empty positions in every block", ge=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+        """Returns the states of a response that is a single block."""
         import torch
 
         return self.states_in_blocks(seed, prompt, steps, last, torch.zeros_like(steps))
 
     def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+        """Returns `draws` states; in each of them every block [position] has masked positions."""
         from mmrl.policies.discrete_diffusion.likelihoods import staircase
 
         return staircase(seed, blocks, self.draws)
@@ -449,7 +461,7 @@ def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -
         return
     if not isinstance(critic, SharedCritic):
         raise ValueError(
-            f"algorithm.critic.type={critic.type} is no critic of a masked diffusion model; use shared, with "
+            f"algorithm.critic.type={critic.type} is not a critic of a masked diffusion model; use shared, with "
             "detach=true where the model shall not learn from it"
         )
     if not likelihood.of_trace:

@@ -64,7 +64,7 @@ def build(settings: CriticSettings, width: int, state_dim: int) -> Critic:
     if isinstance(settings, SharedCritic):
         return Shared(settings, width, state_dim)
     if not isinstance(settings, SeparateCritic):
-        raise UserError(f"algorithm.critic.type={settings.type} is no critic of a vision-language-action model")
+        raise UserError(f"algorithm.critic.type={settings.type} is not a critic of a vision-language-action model")
     if state_dim == 0:
         raise UserError("algorithm.critic.type=separate reads the robot's state, and the simulator shows none")
     return Separate(settings, state_dim)

@@ -134,7 +134,8 @@ def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: 
 
 
 def trajectory_of(steps: Sequence[PolicyStep], *, success: bool) -> Trajectory | None:
-    """Returns an episode; None for one that was not recorded to its end, or in which an action is no finite number."""
+    """Returns an episode; None for one that was not recorded to its end, or in which an action is not a finite
+    number."""
     records = [step.record for step in steps if step.record is not None]
     if not records or len(records) < len(steps):
         return None

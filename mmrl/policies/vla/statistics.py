@@ -227,7 +227,7 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
 
 
 def _file(path: str) -> Path:
-    """Returns the file itself, or that of a folder. Raises UserError for a folder that holds none, or several."""
+    """Returns the file itself, or that of a folder. Raises UserError for a folder that has none, or several."""
     folder = Path(path)
     if not folder.is_dir():
         return folder

@@ -37,8 +37,9 @@ class Draft:
         return {"response": self.tokens.response, "logp": self.logp, "experts": self.tokens.experts}
 
     def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
-        """Adds tokens [token] with their logp. experts: of all tokens but the last, where they are recorded. Earlier
-        records stay: a token keeps the experts with which the token after it was drawn, like that one's likelihood."""
+        """Appends sampled tokens. ids: [token] int64; logp: [token], their log-probabilities; experts: [token, layer,
+        k] int16 of prompt and response but for the last token, None where routing is not recorded. Earlier records
+        stay: a token keeps the experts with which the token after it was drawn, like that one's log-probability."""
         old = self.tokens.experts
         if experts is not None and old is not None:
             experts = torch.cat([old, experts[len(old) :]])

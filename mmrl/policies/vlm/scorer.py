@@ -41,7 +41,7 @@ class FusedHead(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self._layer = (layer,)  # in a tuple, so that it is no submodule
+        self._layer = (layer,)  # in a tuple, so that it is not a submodule
 
     @property
     def weight(self) -> Tensor:

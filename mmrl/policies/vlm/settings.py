@@ -145,7 +145,7 @@ class VisionLanguageModel(ModelSettings):
         critic, sampling = config.needs.critic, config.rollout
         if not (critic is None or isinstance(critic, SharedCritic)):
             raise ValueError(
-                f"algorithm.critic.type={critic.type} is no critic of a vision-language model; use shared, with "
+                f"algorithm.critic.type={critic.type} is not a critic of a vision-language model; use shared, with "
                 "detach=true where the model shall not learn from it"
             )
         if not isinstance(sampling, TokenSampling):

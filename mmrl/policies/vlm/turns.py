@@ -1,7 +1,7 @@
 """Responses of several turns: what a policy samples, and the observations in between.
 
 Token in, token out: sampled ids are never made into text and back. The chat template's text between two responses and
-an observation's images are added as tokens of their own, which are no decisions.
+an observation's images are added as tokens of their own, which are not decisions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ConversationDraft(Draft):
     turn_tokens: int
     begin: int = 0  # index in the response at which the present turn begins
     turns: list[Tensor] = field(default_factory=list)  # [token] int64 each, the turn of each token of the response
-    marked: list[int] = field(default_factory=list)  # ids of prompt and response with one marker an image
+    marked: list[int] = field(default_factory=list)  # token ids for vLLM: one placeholder an image, not expanded
     images: tuple[Image.Image, ...] = ()
 
     def finished(self, eos: tuple[int, ...]) -> bool:
@@ -78,6 +78,8 @@ class ConversationDraft(Draft):
         )
 
     def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        """Appends sampled tokens to the present turn, as tokens that the policy chose (`decided`), not observations.
+        ids: [token] int64; logp: [token]; experts: not recorded in conversations."""
         self.tokens = self.tokens.extended(ids, decided=True)
         self.logp = torch.cat([self.logp, logp])
         self.turns.append(torch.full_like(ids, len(self.dialogue.turns)))
@@ -87,7 +89,8 @@ class ConversationDraft(Draft):
         return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
 
     def observe(self, observation: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
-        """Appends an observation to the response, if that leaves room for an answer; else the conversation ends."""
+        """Appends an observation to the response, if that leaves tokens for an answer; else the conversation ends.
+        marked: the observation's token ids with one placeholder an image, as vLLM takes them."""
         if len(self.tokens.response) + len(observation.prompt) >= self.request.limit:
             self.dialogue.finish("length")
             return

@@ -25,7 +25,7 @@ ATTRIBUTES = {"img": {"src"}, "video": SHOWS, "b": {"class"}, "td": {"rowspan"}}
 
 @dataclass
 class Moment:
-    """The output of one step."""
+    """One step's images, videos and table of samples."""
 
     step: int | None  # None: by mmrl sample
     table: str = ""  # HTML that has been cleaned
@@ -57,8 +57,8 @@ class Gallery:
 
 
 def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
-    """Returns the galleries of a run within `budget` characters. The last and first moments precede those in
-    between."""
+    """Returns the galleries of a run within `budget` characters. Where not all steps fit, the last and the first go
+    before those in between."""
     by_kind = {kind: files(run.folder, kind) for kind in TITLES}
     wanted = sorted(
         ((rank, kind, step) for kind, by_step in by_kind.items() for rank, step in ranked(list(by_step))),
@@ -104,7 +104,8 @@ def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
 
 
 def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
-    """Returns the moment of some files. Videos are embedded in the table rows that name them, other videos above."""
+    """Returns one step's images, videos and table of samples, from its files. A video that the table names is embedded
+    in its row, the others are listed above the table. step: None for files written by `mmrl sample`."""
     shown = {path: data_url(path) for path in paths if path.suffix in KINDS}
     videos = {path.name: url for path, url in shown.items() if path.suffix == ".mp4"}
     moment = Moment(step, images=[url for path, url in shown.items() if path.suffix != ".mp4"])

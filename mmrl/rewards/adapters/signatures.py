@@ -33,7 +33,7 @@ def resembling(function: Callable[..., Any]) -> Signature | None:
 def adapted(name: str, target: Callable[..., Any], signature: Signature, options: dict[str, Any]) -> Any:
     """Returns the reward around a function of another library, or around what a class of such functions makes.
 
-    Raises ValueError for options that it does not take, and for what is no function of that signature.
+    Raises ValueError for options that it does not take, and for what is not a function of that signature.
     """
     if inspect.isclass(target):
         instance: Any = target(**options)
@@ -96,7 +96,7 @@ class TrlReward(BatchReward):
         for name, must in self._columns.items():
             if must and name not in available:
                 raise UserError(
-                    f"its parameter {name!r} is no column of prompt {samples[0].prompt.id} "
+                    f"its parameter {name!r} is not a column of prompt {samples[0].prompt.id} "
                     f"(columns: {', '.join(available)}); give it a default, or set it in options"
                 )
         names = available if self._takes_all else [name for name in self._columns if name in available]

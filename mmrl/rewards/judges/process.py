@@ -29,7 +29,7 @@ def process(
     scorer: module:function, called as f(sample, steps, **options) with the texts of the steps, or module:Class, which
     is called as Class(**options) and its object likewise without options; either returns a number a step. split: a
     step ends with a "newline", a "sentence" (a mark and a space behind it, or a full stop of Chinese), or with the text
-    `separator`. What is blank is no step. Raises ValueError for an unknown split, and a separator without
+    `separator`. What is blank is not a step. Raises ValueError for an unknown split, and a separator without
     split=separator or the reverse.
     """
     if split not in ("newline", "sentence", "separator"):
@@ -58,7 +58,7 @@ def steps(text: str, ending: re.Pattern[str]) -> list[tuple[int, int]]:
 def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
     target = load_object(name)
     if not callable(target):
-        raise ValueError(f"scorer {name!r} is no function and no class")
+        raise ValueError(f"scorer {name!r} is neither a function nor a class")
     if not inspect.isclass(target):
         return lambda sample, texts: target(sample, texts, **options)
     instance: Any = target(**options)

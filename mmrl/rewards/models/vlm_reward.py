@@ -145,7 +145,7 @@ def _checked_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -
         raise ValueError(f"tokens are weights by special token, not {dict(tokens)!r}")
     unknown = next((token for token in normal if token not in tokens), None)
     if unknown is not None:
-        raise ValueError(f"normal: {unknown!r} is no token of {', '.join(tokens)}")
+        raise ValueError(f"normal: {unknown!r} is not a token of {', '.join(tokens)}")
     if any(len(pair) != 2 or not pair[1] > 0 for pair in normal.values()):
         raise ValueError("normal is a mean and a positive std by token")
     return {token: float(weight) for token, weight in tokens.items()}

@@ -32,7 +32,7 @@ def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def linear_chain(state: Mapping[str, Tensor], between: type[nn.Module] | None, what: str) -> nn.Sequential:
     """Returns the linear layers of `state`, with or without biases, in the order of the numbers in their names, fp32.
     between: a module between two of them, such as nn.ReLU. what: their name in a message. Raises ValueError where they
-    are no chain."""
+    are not a chain."""
     names = [name.removesuffix("weight") for name in state if name.endswith("weight")]
     names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
     weights = [state[name + "weight"] for name in names]

@@ -68,7 +68,7 @@ def boxes_in(text: str) -> list[Numbers]:
 
 
 def points_in(text: str) -> list[Numbers]:
-    """Every point of a text, two numbers each, in order; the numbers of a box of four are no points."""
+    """Every point of a text, two numbers each, in order; the numbers of a box of four are not points."""
     return _shapes(text)[1]
 
 

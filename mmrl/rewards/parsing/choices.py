@@ -11,7 +11,7 @@ from mmrl.rewards.parsing.wording import wording
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]++")
 _MARKDOWN = re.compile(r"[*`]++|(?<!\w)_++|_++(?!\w)")
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*+|[{}$]")
-# What follows the letter A where it is no article.
+# What follows the letter A where it is not an article.
 _NO_NOUN = re.compile(
     r"is|was|and|or|because|since|as|but|not|if|would|seems|looks|nor|vs|versus|for|should|must|can|will|fits|matches|"
     r"has|does|alone|only|both|instead|while|so|then|than|with"

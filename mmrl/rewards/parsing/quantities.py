@@ -9,7 +9,7 @@ from fractions import Fraction
 from mmrl.rewards.parsing.typography import plain
 from mmrl.rewards.parsing.units import CURRENCIES, Unit, unit_behind
 
-LONGEST = 400  # digits of a number, and the largest power of ten; what is longer is no number
+LONGEST = 400  # digits of a number, and the largest power of ten; what is longer is not a number
 NUMBER = (  # groups of digits have a bound: else each of n groups could be the first of a number without an end
     r"(?:(?:\d{1,3}+(?:,\d{3}){1,134}+(?!\d)|\d{1,3}+(?: \d{3}){1,134}+(?![\d/])|\d{1,3}+(?:'\d{3}){1,134}+(?!\d)"
     r"|\d{1,2}+(?:,\d\d(?=,)){1,9}+,\d{3}(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
@@ -76,7 +76,7 @@ class Quantity:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number of a text; None where it holds none."""
+    """The last number of a text; None where it has none."""
     text = _without_latex(plain(text))
     last = None
     for match in _QUANTITY.finditer(text):

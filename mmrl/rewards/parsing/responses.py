@@ -37,7 +37,7 @@ def extract_answer(response: str) -> str:
 
 
 def extract_from(text: str) -> str:
-    """The answer of a text that holds no thoughts."""
+    """The answer of a text that has no thoughts."""
     tagged = last_tagged(text)
     text = text if tagged is None else tagged
     boxed = _last_boxed(text)

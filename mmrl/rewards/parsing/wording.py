@@ -57,7 +57,7 @@ def _is_article(words: list[str], i: int) -> bool:
 
 
 def _bare_words(text: str) -> list[str]:
-    """Words without the marks around them; "a," keeps its comma, for it is no article."""
+    """Words without the marks around them; "a," keeps its comma, for it is not an article."""
     if "," in text or "'" in text:
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", "").replace("'", ""), text)
     if "%" in text or "\xb0" in text:

@@ -55,7 +55,7 @@ class SolidCode(ProgramReward):
         self._golds: OrderedDict[str, Trimesh] = OrderedDict()  # by the answer
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores programs; raises UserError for a row whose answer is no solid."""
+        """Scores programs; raises UserError for a row whose answer is not a solid."""
         golds = [self._gold(sample.prompt) for sample in samples]
         rows = [row for row, sample in enumerate(samples) if program(sample)]
         answers = self.runner.run([{"source": program(samples[row])} for row in rows])
@@ -97,7 +97,7 @@ class SolidCode(ProgramReward):
 
 
 def mesh_of(answer: Mapping[str, Any]) -> Trimesh | None:
-    """Returns the mesh of an answer; None for a failure, and for anything that is no mesh, for a program may have
+    """Returns the mesh of an answer; None for a failure, and for anything that is not a mesh, for a program may have
     written the answer."""
     import trimesh
 

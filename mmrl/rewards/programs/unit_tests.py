@@ -42,7 +42,7 @@ class UnitTests(ProgramReward):
         super().__init__(**options)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores programs; raises UserError for a row whose answer holds no tests."""
+        """Scores programs; raises UserError for a row whose answer has no tests."""
         tests = [read_tests(sample.prompt) for sample in samples]
         scores: list[Score] = [0.0] * len(samples)
         rows = [row for row, sample in enumerate(samples) if program(sample)]
@@ -62,13 +62,13 @@ class UnitTests(ProgramReward):
 
 def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
     """Returns the kind of a row's tests, "calls" or "inputs", these, and the outputs that they expect. Raises UserError
-    where the answer holds none."""
+    where the answer has none."""
     tests = prompt.answer
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise UserError(f"prompt {prompt.id!r}: its tests are no JSON: {error}") from None
+            raise UserError(f"prompt {prompt.id!r}: its tests are not JSON: {error}") from None
     if isinstance(tests, str):
         tests = [line for line in tests.splitlines() if line.strip()]
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):

@@ -77,7 +77,7 @@ class HttpReward:
         if spans is None:
             return scores
         if not isinstance(spans, list) or len(spans) != len(scores):
-            raise UserError(f"reward server {self.url} answered with spans that are no list, one a score")
+            raise UserError(f"reward server {self.url} answered with spans that are not a list, one a score")
         return [_marked(self.url, score, each) for score, each in zip(scores, spans, strict=True)]
 
 
@@ -102,7 +102,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
     """Posts `body` and returns the JSON object of the answer.
 
     Raises UserError after 1 + `retries` requests that found no connection, were not answered in `deadline_s` seconds or
-    with a status of 5xx or 429; at once for another status that is not 200 and for an answer that is no JSON object.
+    with a status of 5xx or 429; at once for another status that is not 200 and for an answer that is not a JSON object.
     """
     import requests
 
@@ -245,14 +245,14 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     except zipfile.BadZipFile as error:
         raise ValueError(f"no npz: {error}") from None
     if contents.get("request", np.empty(0)).dtype != np.uint8:
-        raise ValueError("the npz holds no array `request` of uint8")
+        raise ValueError("the npz has no array `request` of uint8")
     return contents
 
 
 def _sample(row: object, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
     """Decodes one sample. array, film: the generated image and the frames of the generated video, from an npz."""
     if not isinstance(row, dict):
-        raise ValueError(f"sample {number} is no JSON object")
+        raise ValueError(f"sample {number} is not a JSON object")
     unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
     if unknown:
         raise ValueError(f"sample {number} has unknown keys {', '.join(sorted(unknown))}")

@@ -31,7 +31,7 @@ class IsolatedReward:
     answer, and all end with this process. A worker gets the prompt without its images unless `images=True`.
 
     score() raises UserError if the reward cannot be built in the worker, if the worker does not start, and for a value
-    that is no number.
+    that is not a number.
     """
 
     scope: Literal["sample"] = "sample"
@@ -87,7 +87,7 @@ class IsolatedReward:
 
 
 def _read(answer: dict[str, Any]) -> Score | Spans | Failure:
-    """Reads a worker's answer. Raises UserError for a value that is no number, and where the reward raised one."""
+    """Reads a worker's answer. Raises UserError for a value that is not a number, and where the reward raised one."""
     if "refused" in answer:
         raise UserError(str(answer["refused"]))
     if "raised" in answer:

@@ -47,7 +47,7 @@ def total_of(spans: Spans, total: Total) -> Score:
 
 
 def plain(spans: Spans) -> Spans:
-    """Returns spans with Python's own numbers. Raises ValueError for what are no triples of two integers and a number,
+    """Returns spans with Python's own numbers. Raises ValueError for what are not triples of two integers and a number,
     for an unknown unit and for numbers that are not finite."""
     if spans.of not in UNITS:
         raise ValueError(f"spans are of {', '.join(UNITS)}, not of {spans.of!r}")

@@ -202,7 +202,7 @@ def _gold(sample: Sample, pair: CoordinatePair) -> list[Box] | None:
 
 
 def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | None:
-    """The gold objects; None where the gold answer holds none and does not say that there is nothing."""
+    """The gold objects; None where the gold answer has none and does not say that there is nothing."""
     gold = sample.prompt.answer
     if isinstance(gold, str):
         text = extract_answer(gold)

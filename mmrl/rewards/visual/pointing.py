@@ -133,7 +133,8 @@ def _numbers(value: object, count: int) -> tuple[float, ...] | None:
 
 
 def _distance(point: Sequence[float], box: Sequence[float]) -> float:
-    """Computes the distance from a point to a box, 0 inside, in shares of the sides."""
+    """Computes the distance from a point (x, y) to a box (x0, y0, x1, y1), 0 inside. All are relative to the image's
+    width and height, 0..1, and so is the distance."""
     outside = [max(low - p, 0.0, p - high) for p, low, high in zip(point, box[:2], box[2:], strict=True)]
     return math.hypot(*outside)
 

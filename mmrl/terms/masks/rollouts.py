@@ -72,7 +72,7 @@ class BandMask(Mask):
     @model_validator(mode="after")
     def _rises(self) -> BandMask:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are no band")
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band")
         return self
 
     def keep(self, batch: Batch) -> Tensor:

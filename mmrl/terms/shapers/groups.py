@@ -44,7 +44,7 @@ class Stratified(Shaper):
         stratum = pairs.unique(dim=0, return_inverse=True)[1]
         pairs_of_one = torch.bincount(stratum)[stratum] == 1
         rewards = batch.combined()
-        # A stratum of one has nothing to compare with, which is no mistake here.
+        # A stratum of one has nothing to compare with, which is not a mistake here.
         within, _ = group_advantages(rewards.where(~pairs_of_one, torch.nan), stratum)
         return self.alpha * batch.local(within)[:, None] + (1 - self.alpha) * advantages
 

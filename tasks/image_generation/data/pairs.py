@@ -31,5 +31,5 @@ class ImagePairs(Pairs):
             with Image.open(path, formats=FORMATS) as opened:
                 pixels = np.asarray(as_shown(opened).convert(self.mode), dtype=np.float32) / 255
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise UserError(f"{row}: {path} is no image that can be read: {error}") from None
+            raise UserError(f"{row}: {path} is not an image that can be read: {error}") from None
         return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

@@ -29,7 +29,7 @@ from mmrl.tasks.image_generation.data.shapes import (
     template,
 )
 
-SPECK = 4  # connected pixels of a colour below which they are no object
+SPECK = 4  # connected pixels of a colour below which they are not an object
 MATCH = 0.7  # intersection over union with the template from which a component has a shape
 _MARGIN = 1  # how far, in pixels, the template may lie from the top left of a component that misses or adds some
 _FRAME = OBJECT + 2 * _MARGIN
@@ -153,8 +153,8 @@ class ShapesChecked:
 class ShapesRedrawn:
     """Measure: 1 minus the mean absolute difference between the image and a clean drawing of what `read` finds in it.
 
-    It falls where an image passes the check and yet is smeared, faint or strewn with what is no object. The image is
-    clamped to 0..1 first; None for one that holds NaN or inf.
+    It falls where an image passes the check and yet is smeared, faint or strewn with what is not an object. The image
+    is clamped to 0..1 first; None for one that holds NaN or inf.
     """
 
     scope: Literal["sample"] = "sample"

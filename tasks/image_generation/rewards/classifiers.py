@@ -85,7 +85,7 @@ def _recall(network: nn.Module, file: Path) -> bool:
     try:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
-        log.info("%s holds no classifier, which is trained again: %s", file, error)
+        log.info("%s has no classifier, which is trained again: %s", file, error)
         return False
     return True
 

@@ -84,7 +84,7 @@ class ConversationFields:
         )
 
     def check(self, row: object) -> None:
-        """Raises RowError for a row that is no conversation that can be learned from, naming the field and the
+        """Raises RowError for a row that is not a conversation that can be learned from, naming the field and the
         message."""
         self._read(row, self._checked_image)
 
@@ -220,7 +220,7 @@ class ConversationFields:
             except (ValueError, RecursionError):
                 raise RowError(f"the arguments of {name} are not JSON") from None
         if not isinstance(arguments, Mapping | None):
-            raise RowError(f"the arguments of {name} are no object")
+            raise RowError(f"the arguments of {name} are not an object")
         filled_arguments = filled(arguments or {})
         if self.calls == "python":
             return f"{name}({', '.join(f'{key}={value!r}' for key, value in filled_arguments.items())})"

@@ -24,9 +24,10 @@ class FileSource(RowSource):
     """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` (all four also packed, .gz) or `.parquet` file, of the columns
     problem, answer and images (see `Fields`) or in a shape of another library (see `shaped`).
 
-    Construction reads every row once, with the headers of its images, and holds none of them: only the position of each
-    good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib` GiB are kept.
-    `bad` lists the rows left out, counted from 1 (a blank line of a JSONL file is no row, and counts as a line).
+    Construction reads every row once, with the headers of its images, and keeps none of them in memory: only the
+    position of each good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib`
+    GiB are kept. `bad` lists the rows left out, counted from 1 (a blank line of a JSONL file is not a row, and counts
+    as a line).
 
     Images may be up to `max_pixels` large and lie below `image_root`, the file's own folder unless given. Prompt ids
     are '<stem>:<line>'. Raises FileNotFoundError; ValueError for another kind of file, and as `RowSource`.
@@ -88,7 +89,7 @@ def parquet_rows(path: Path, keep: int) -> Rows:
 
 
 class _JsonLines:
-    """Rows of a JSONL file by byte offset; blank lines are no rows."""
+    """Rows of a JSONL file by byte offset; blank lines are not rows."""
 
     unit = "line"
 

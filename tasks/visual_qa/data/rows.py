@@ -65,7 +65,7 @@ class Mapped(Protocol):
 
 
 class RowSource:
-    """Prompts from rows: a pass that checks every row and holds none of them, then lazy access to the good ones.
+    """Prompts from rows: a pass that checks every row and keeps none in memory, then lazy access to the good ones.
 
     The pass reads the rows and the headers of their images; its verdict is cached for the next start with the same
     file (see `verdicts`). Bad rows are left out, counted and listed in `bad`. Images are decoded when they are

@@ -97,8 +97,8 @@ class Fields:
         )
 
     def check(self, row: object) -> None:
-        """Raises RowError for a row that is no object, a problem or an answer that is missing or empty, markers that do
-        not match the images, values that cannot be used, and an image whose header says that it cannot be."""
+        """Raises RowError for a row that is not an object, a problem or an answer that is missing or empty, markers
+        that do not match the images, values that cannot be used, and an image whose header says that it cannot be."""
         question = self._checked(row)
         self._each(self.images, "image", question.images, self.image_files.check)
         self._each(self.videos, "video", question.videos, self._video_files.check)

@@ -76,9 +76,9 @@ def test_what_is_refused(folders):
     with pytest.raises(UserError, match="is a OwnPipeline; supported are .* by model.family=package.module:Class"):
         load(str(own), DiffusionModel())
     for named, why in (
-        (f"{HERE}:OwnPipeline", "is no class that inherits from mmrl.policies.diffusion.families.pipeline:Pipeline"),
-        (f"{HERE}:Nobody", "is not there: "),
-        ("nowhere:Nobody", "is not there: "),
+        (f"{HERE}:OwnPipeline", "is not a subclass of mmrl.policies.diffusion.families.pipeline:Pipeline"),
+        (f"{HERE}:Nobody", "cannot be imported: "),
+        ("nowhere:Nobody", "cannot be imported: "),
     ):
         with pytest.raises(UserError, match=why) as error:
             load(str(own), DiffusionModel(family=named))

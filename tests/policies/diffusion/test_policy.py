@@ -650,7 +650,7 @@ class TestBadInput:
                 "denoising.likelihood: no step of this chain has noise: raise transition.noise",
             ),
             ("mlp", {"window": {"type": "random", "size": 9}}, "likelihood: a window of 9 steps does not fit"),
-            ("mlp", {"resolution": 16}, "denoising.resolution=16: this model draws 8 pixels only"),
+            ("mlp", {"resolution": 16}, "denoising.resolution=16: this model draws 8 x 8 pixels only"),
             ("mlp", {"chunks": (2, 2)}, r"likelihood.chunks=\[2, 2\] cover 4 steps, the window has 3"),
             ("mlp", {"branching": (2,) * 4}, r"likelihood.branching=\[2, 2, 2, 2\] cover 4 steps, the window has 3"),
             ("sd15", {"likelihood": "matching", "weight": "elbo"}, "denoising.likelihood.weight=elbo"),

@@ -85,7 +85,7 @@ def images(policy, batch):
 
 
 def told(policy, batch):
-    """What the policy's state is to its model, if it is no word: a list of tensors."""
+    """What the policy's state is to its model, if it is not a word: a list of tensors."""
     return [] if policy.name == "pi05" else [policy.prepare_state(batch)]
 
 
@@ -159,7 +159,7 @@ def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
         return velocities[-1]
 
     usual, at = model.denoise_step, torch.stack([look.chosen["x"] for look in looks], 1)
-    at = torch.cat([at, at[-1:]])  # the last step is no decision
+    at = torch.cat([at, at[-1:]])  # the last step is not a decision
     model.denoise_step = recorded
     with torch.no_grad():
         model.sample_actions(views, there, *words, *told(policy, batch), noise=at[0])

@@ -98,7 +98,7 @@ class TestConversion:
             (folder / file).write_bytes(pickle.dumps({"module.more": Trap(trap)}, protocol=2))
         else:
             torch.save(given, folder / file)
-        said = f"{file} is no pickle of tensors alone and was not opened: it asks for io.open"
+        said = f"{file} is not a pickle of tensors alone and was not opened: it asks for io.open"
         with pytest.raises(UserError, match=said) as refusal:
             checkpoint_conversion.convert(folder, 4)
         assert "\n" not in str(refusal.value)
@@ -110,7 +110,7 @@ class TestConversion:
     def test_other_files_are_refused(self, checkpoints, tmp_path, content):
         folder = copy(checkpoints, tmp_path / "c", converted=False)
         (folder / reference.HEAD).write_bytes(content)
-        with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (is no pickle of tensors alone|is no head)"):
+        with pytest.raises(UserError, match=rf"^\S*{reference.HEAD} (is not a pickle of tensors alone|is not a head)"):
             checkpoint_conversion.convert(folder, 4)
 
     def test_what_is_not_known_is_named(self, checkpoints, tmp_path):
@@ -143,7 +143,7 @@ class TestConversion:
             UserError, match="holds action_head--150000_checkpoint.pt and action_head--50000_checkpoint"
         ):
             checkpoint_conversion.convert(folder, 4)
-        with pytest.raises(UserError, match="holds no action_head--STEP_checkpoint.pt or proprio_projector--STEP"):
+        with pytest.raises(UserError, match="has no action_head--STEP_checkpoint.pt or proprio_projector--STEP"):
             checkpoint_conversion.convert(checkpoints[True][0] / "..", 4)
 
     @pytest.mark.parametrize(("action", "state", "chunk"), [(7, 8, 8), (7, 7, 5), (7, None, None), (14, 14, None)])
@@ -436,12 +436,12 @@ BAD = {
     "no projector": (
         {},
         {FILES[1]: None, reference.PROJECTOR: None},
-        "holds no proprio_projector.safetensors, through",
+        "has no proprio_projector.safetensors, through",
     ),
     "no head": (
         {},
         {FILES[0]: None, reference.HEAD: None},
-        "action.head.type=l1, but .* holds no action_head.safetensors",
+        "action.head.type=l1, but .* has no action_head.safetensors",
     ),
     "pickles": ({}, {FILES[0]: None}, r"holds action_head--150000_checkpoint\.pt, a pickle, which no run opens"),
     "state's pickle": ({}, {FILES[1]: None}, r"holds proprio_projector--.*, a pickle, which no run opens"),

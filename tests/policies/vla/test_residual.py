@@ -275,7 +275,7 @@ class TestRefusals:
         monkeypatch.setattr(loading, "load_backbone", None)
         head = {"type": "residual", "base": {"type": "gaussian"}}
         config = validate({**TREE, "action": {**TREE["action"], "head": head}}, "test")
-        said = "is built around a trained head of type gaussian, but model.path=.* holds none; train one with"
+        said = "is built around a trained head of type gaussian, but model.path=.* has none; train one with"
         with pytest.raises(UserError, match=f"action.head.type=residual {said} action.head.type=gaussian"):
             config.model.load(config, Line(), str(backbones["small"]))
 
@@ -287,7 +287,7 @@ class TestRefusals:
             action["head"] = {"type": "residual", "base": BASES["autoregressive"]}
             config = validate({**TREE, "action": action}, "test")
             if proprioception:  # the state would be read by weights that nobody has trained
-                with pytest.raises(UserError, match="a trained head of type token, but model.path=.* holds none"):
+                with pytest.raises(UserError, match="a trained head of type token, but model.path=.* has none"):
                     config.model.load(config, Line(), str(backbones["small"]))
             else:
                 policy = config.model.load(config, Line(), str(backbones["small"]))

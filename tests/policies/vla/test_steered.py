@@ -214,7 +214,7 @@ def test_a_model_without_a_flow_can_not_be_steered(backbones):
     from tests.policies.vla.test_policy import Line
 
     config = validate({**TREE, "action": {**TREE["action"], "head": {"type": "steered"}}}, "test")
-    with pytest.raises(UserError, match="steered is built around a trained head of type flow, but .* holds none"):
+    with pytest.raises(UserError, match="steered is built around a trained head of type flow, but .* has none"):
         config.model.load(config, Line(), str(backbones["small"]))
 
 

@@ -153,7 +153,7 @@ def test_source_and_result_under_two_instructions(folder, trained):
         ({"tokens": {MOTION: 1.0}}, "lacks <|MQ_reward|>".replace("|", r"\|")),
         ({"tokens": {}}, "weights by special token"),
         ({"normal": {QUALITY: [0.0, 0.0]}}, "positive std"),
-        ({"normal": {MOTION: [0.0, 1.0]}}, "is no token"),
+        ({"normal": {MOTION: [0.0, 1.0]}}, "is not a token"),
         ({"instruction": {"head_7": "one.txt"}}, "no chain of linear layers"),
     ],
 )

@@ -29,35 +29,36 @@ class Adapter:
     form: Literal["peft", "diffusers"]
     base: str
 
-    def load(self, pipe: DiffusersPipeline, trained: str) -> Any:
-        """Puts the adapter named "default" on the trained component, and returns its peft configuration. Raises
-        UserError where the file holds anything that would be lost."""
-        network = pipe.components[trained]
+    def load(self, pipe: DiffusersPipeline, component: str) -> Any:
+        """Loads the LoRA weights as adapter "default" of a component of the pipeline, such as "transformer", and
+        returns its peft configuration. Raises UserError where the file also changes a text encoder or modules that
+        the component does not have (they would be ignored), and where it does not change the component."""
+        network = pipe.components[component]
         names = _names(self.file)
         encoder = next((name for name in names if name.startswith(OF_ENCODERS)), None)
         if encoder is not None:
             raise UserError(
                 f"model.path={self.path}: {self.file.name} changes a text encoder too ({encoder}), and mmrl trains the "
-                f"{trained} alone; merge that part into the pipeline first"
+                f"{component} alone; merge that part into the pipeline first"
             )
         try:
             if self.form == "peft":
                 self._load_peft(network)
             else:
-                self._check_names(names, network, trained)
+                self._check_names(names, network, component)
                 pipe.load_lora_weights(self.file.parent, weight_name=self.file.name, adapter_name="default")
         except (ValueError, RuntimeError, KeyError) as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(f"model.path={self.path} does not fit the pipeline {self.base}: {first}") from None
         if not network._hf_peft_config_loaded:
-            raise UserError(f"model.path={self.path}: {self.file.name} holds no LoRA weights of the {trained}")
+            raise UserError(f"model.path={self.path}: {self.file.name} has no LoRA weights of the {component}")
         return network.peft_config["default"]
 
-    def _check_names(self, names: list[str], network: Any, trained: str) -> None:
+    def _check_names(self, names: list[str], network: Any, component: str) -> None:
         """Raises UserError for weights in diffusers' own names of a module that the network has not; diffusers itself
         only warns of them."""
         modules = {name for name, _ in network.named_modules()}
-        prefix = f"{trained}."
+        prefix = f"{component}."
         own = {name.removeprefix(prefix).split(".lora")[0] for name in names if name.startswith(prefix)}
         self._refuse(sorted(own - modules))
 

@@ -44,7 +44,7 @@ def convert(folder: Path, chunk: int | None) -> Written:
     parts = {kind: tensors(file) for kind, file in paths.items() if file is not None}
     if not parts:
         kinds = " or ".join(f"{kind}--STEP_checkpoint.pt" for kind in oft.FILES)
-        raise UserError(f"{folder} holds no {kinds}, but {len(names)} other files; give a checkpoint of OpenVLA-OFT")
+        raise UserError(f"{folder} has no {kinds}, but {len(names)} other files; give a checkpoint of OpenVLA-OFT")
     metadata: dict[str, dict[str, str]] = {kind: {} for kind in parts}
     robot = None
     if (head := parts.get("action_head")) is not None:
@@ -73,7 +73,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # of the pickle's protocol
             loaded: object = torch.load(file, map_location="cpu", weights_only=True)
     except DAMAGED as error:
-        raise UserError(f"{file} is no pickle of tensors alone and was not opened: {error_summary(error)}") from None
+        raise UserError(f"{file} is not a pickle of tensors alone and was not opened: {error_summary(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
         raise UserError(f"{file} holds other things than tensors by name")
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
@@ -92,7 +92,7 @@ def size_of_action(file: Path | None, head: dict[str, Tensor]) -> int:
     assert file is not None
     last = head.get("model.fc2.weight", torch.empty(0, 0))
     if last.dim() != 2 or any(name.startswith("noise_predictor.") for name in head):
-        raise UserError(f"{file} is no head of OpenVLA-OFT's L1 regression")
+        raise UserError(f"{file} is not a head of OpenVLA-OFT's L1 regression")
     oft.check_shapes(file, oft.shapes_of(head), oft.head_shapes(last.shape[1], last.shape[0]))
     return last.shape[0]
 
@@ -101,7 +101,7 @@ def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
     assert file is not None
     first = projector.get("fc1.weight", torch.empty(0, 0))
     if first.dim() != 2:
-        raise UserError(f"{file} is no projector of a robot's state")
+        raise UserError(f"{file} is not a projector of a robot's state")
     oft.check_shapes(file, oft.shapes_of(projector), oft.projector_shapes(*first.shape))
 
 

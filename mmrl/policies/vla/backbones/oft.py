@@ -120,7 +120,7 @@ def check_shapes(file: Path, actual: Shapes, expected: Shapes) -> None:
         ("has an unknown", actual.keys() - expected.keys()),
     ):
         if names:
-            raise UserError(f"{file} {kind} {min(names)}; it is no part of a supported OpenVLA-OFT")
+            raise UserError(f"{file} {kind} {min(names)}; it is not part of a supported OpenVLA-OFT")
     for name in sorted(expected):
         if actual[name] != expected[name]:
             raise UserError(f"{file}: {name} must be {list(expected[name])}, it is {list(actual[name])}")
@@ -140,7 +140,7 @@ class Parts:
         l1_head = isinstance(action.head.core, L1Actions)
         if l1_head and self.head is None:
             raise UserError(
-                f"action.head.type=l1, but model.path={path} holds no {FILES['action_head']}, which mmrl convert makes "
+                f"action.head.type=l1, but model.path={path} has no {FILES['action_head']}, which mmrl convert makes "
                 "of a published action_head--STEP_checkpoint.pt; for actions as tokens use action.head.type=token"
             )
         if not l1_head and self.head is not None:
@@ -158,7 +158,7 @@ class Parts:
         if self.projector is None:
             if l1_head and action.proprioception:
                 raise UserError(
-                    f"action.proprioception=true, but model.path={path} holds no {FILES['proprio_projector']}, through "
+                    f"action.proprioception=true, but model.path={path} has no {FILES['proprio_projector']}, through "
                     "which it would read the robot's state; copy it there, or set action.proprioception=false"
                 )
             return

@@ -451,7 +451,7 @@ def _folder(path: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *EXTRA_FILES]))
     oft.check_readable(path, names)
     if not set(fnmatch.filter(names, WEIGHTS)) - set(oft.FILES.values()):
-        raise UserError(f"model.path={path} holds no {WEIGHTS}; convert its weights, pickles are never opened")
+        raise UserError(f"model.path={path} has no {WEIGHTS}; convert its weights, pickles are never opened")
     return folder
 
 

@@ -119,8 +119,8 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Converts demonstrated actions [n, chunk, action] in [-1, 1] to inputs of `score`; random numbers come from
-        the seed of each."""
+        """Encodes demonstrated actions [n, chunk, action] in [-1, 1] as if the head had sampled them, for `score`.
+        seeds: one a chunk of actions, [n]; heads that draw noise or a timestep take it from there."""
         return {"actions": actions}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -154,6 +154,7 @@ class LevelledHead(Head):
         return {"token": chunk * size, "action": chunk, "chunk": 1}[self.level]
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
+        """Encodes demonstrated actions, which are scored at temperature 1."""
         return {"actions": actions, "temperature": torch.ones(len(actions), dtype=torch.float64)}
 
     def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
@@ -248,6 +249,7 @@ class TokenHead(LevelledHead):
         return {"logp": self._by_level(logp, valid), "entropy": self._by_level(entropy, valid)}
 
     def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
+        """Encodes demonstrated actions as the nearest bins, "columns" [n, chunk x action]."""
         return {**super().teach(actions, seeds), "columns": self.codec.encode(actions).flatten(1)}
 
     def _begin(self, reading: Reading, state: Tensor) -> Tensor:

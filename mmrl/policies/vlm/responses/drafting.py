@@ -1,4 +1,5 @@
-"""Unfinished responses: started, continued by the model or by an engine, and finished."""
+"""Unfinished responses (`Draft`; speculative decoding is not meant): started, continued by the model or by an engine,
+and finished."""
 
 from __future__ import annotations
 
@@ -91,9 +92,9 @@ class Drafter:
         limit: int | None = None,
         temperature: float | None = None,
     ) -> list[Draft]:
-        """Returns responses without tokens, `group_size` a prompt. A group is drawn with the first of its seeds and
-        those that follow it, by which an engine takes it as one request. A draft is sampled at one temperature, by
-        default the present one."""
+        """Returns unfinished responses, still without tokens, `group_size` a prompt. A group is drawn with the first of
+        its seeds and those that follow it, by which an engine takes it as one request. A response is sampled at one
+        temperature, by default the current one."""
         sampling_temperature = self.temperature.value if temperature is None else temperature
         dialogues = None if self.conversations is None else self.conversations.open(prompts, group_size)
         if dialogues is not None:
@@ -108,8 +109,8 @@ class Drafter:
         return drafts if dialogues is None else conversing(drafts, dialogues)
 
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
-        """Extends each draft that is not finished by up to `count` tokens. What is drawn depends on the draft's seed
-        and temperature, its tokens so far and the weights; not on when that is. Without an engine the model draws."""
+        """Extends each unfinished response by up to `count` tokens. What is drawn depends on its seed and temperature,
+        its tokens so far and the weights; not on when that is. Without an engine the model draws."""
         with self.runner.gathered_weights() if engine is None else nullcontext():
             if self.conversations is not None:
                 self.conversations.extend(self, engine, drafts, count)  # type: ignore[arg-type]
@@ -118,7 +119,7 @@ class Drafter:
             self.continue_all(engine, [(draft, draft.next(count)) for draft in unfinished])
 
     def continue_all(self, engine: Answering | None, pairs: Sequence[tuple[Draft, Request]]) -> None:
-        """Extends each draft by the answer to its request; those of one temperature go together."""
+        """Continues each unfinished response by the answer to its request; those of one temperature go together."""
         for temperature in dict.fromkeys(draft.tokens.temperature for draft, _ in pairs):
             drafts, requests = zip(*[pair for pair in pairs if pair[0].tokens.temperature == temperature], strict=True)
             sampling = replace(self.sampling, temperature=temperature)
@@ -128,6 +129,8 @@ class Drafter:
                 self._ask(engine, drafts, requests, sampling)
 
     def _draw(self, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
+        """Continues each unfinished response by the model itself, up to the `limit` tokens of its request. Their
+        log-probabilities stay 0: updates compute them."""
         longest = max(request.limit for request in requests)
         rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
         answers = self.runner.generate(rows, seeds, sampling, longest)
@@ -135,6 +138,8 @@ class Drafter:
             draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
 
     def _ask(self, engine: Answering, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
+        """Continues each unfinished response by the engine, with its log-probabilities and, where they are recorded,
+        the experts that it routed tokens to."""
         drawn = engine.generate(requests, sampling=sampling, eos=self.tokens.eos)
         rows = [draft.tokens for draft in drafts]
         self.runner.flops.sampled(rows, distinct_rows(rows)[0], [answer.ids for answer in drawn])
@@ -146,7 +151,8 @@ class Drafter:
             draft.grow(answer.ids, answer.logp, experts)
 
     def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
-        """Restores the states of drafts. Raises UserError where an environment does not repeat its answers."""
+        """Restores the states of unfinished responses. Raises UserError where an environment does not repeat its
+        answers."""
         for draft, state in zip(drafts, states, strict=True):
             if self.conversations is not None:
                 self.conversations.restore(draft, state)  # type: ignore[arg-type]
@@ -154,7 +160,7 @@ class Drafter:
                 draft.grow(state["response"], state["logp"], state["experts"])
 
     def complete(self, drafts: Sequence[Draft], group_size: int, *, by_model: bool = False) -> Rollouts:
-        """Returns finished drafts as rollouts, `group_size` a prompt. by_model: sampled by the model itself, so that
+        """Returns finished responses as rollouts, `group_size` a prompt. by_model: sampled by the model itself, so that
         there are no log-probabilities of another generator."""
         rows = [replace(draft.tokens, temperature=draft.tokens.temperature or 1.0) for draft in drafts]
         if self.conversations is not None:

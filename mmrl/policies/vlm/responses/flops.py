@@ -14,13 +14,13 @@ from mmrl.rollouts import Rollouts
 
 
 class ResponseFlops:
-    """Adds passes over prompts and responses to a tally, by their tokens: padding is no work. The decoder is counted in
-    its first passes; what reads images, in each. What an engine reads of images is not counted."""
+    """Adds passes over prompts and responses to a tally, by their tokens: padding is not work. The decoder is counted
+    in its first passes; what reads images, in each. What an engine reads of images is not counted."""
 
     def __init__(self, core: PreTrainedModel) -> None:
         self.tally = Tally()
         self.decoder, head = core.get_decoder(), core.get_output_embeddings()
-        self.meter, self._head = SequenceMeter(self.decoder), (head,)  # in a tuple: it is no part of this
+        self.meter, self._head = SequenceMeter(self.decoder), (head,)  # in a tuple: it is not part of this
         for part in beside(core, self.decoder, head):
             CallMeter(part, self.tally)
 

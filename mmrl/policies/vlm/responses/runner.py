@@ -30,7 +30,7 @@ PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_o
 @dataclass
 class Lockstep:
     """Keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
-    `whole` passes of the network are no collectives."""
+    `whole` passes of the network are not collectives."""
 
     max: Callable[[int], int]
     whole: Callable[[], AbstractContextManager[None]]
@@ -155,7 +155,7 @@ class ModelRunner:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
     def with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Adds a row with an image where a batch holds none under ZeRO-3: such a rank would skip the vision tower,
+        """Adds a row with an image where a batch has none under ZeRO-3: such a rank would skip the vision tower,
         whose parameters the others wait for. Nothing of that row is ever counted."""
         if self.lockstep is None or any(r.images for r in rows):
             return rows
