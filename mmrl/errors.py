@@ -27,6 +27,6 @@ def describe_error(error: BaseException, longest: int = 300) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text whose control characters, but for line ends and tabs, are written as \\x1b: foreign text (a
+    """Returns a string whose control characters, but for line ends and tabs, are written as \\x1b: foreign text (a
     response, the answer of a server) could else move a terminal's cursor, clear it or set its title."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

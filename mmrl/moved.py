@@ -46,7 +46,7 @@ def hint_of(error: ImportError) -> str:
 
 
 def renewed(text: str) -> str:
-    """Returns a text with every former name in it replaced by the present one."""
+    """Returns a string with every former name in it replaced by the present one."""
     import re
 
     return re.sub(NAME, lambda match: now(match[0]) or match[0], text)

@@ -318,7 +318,7 @@ Value = TypeVar("Value")
 def require(value: Value | None, name: str) -> Value:
     """Returns `value`. Raises ValueError naming it where it is None."""
     if value is None:
-        raise ValueError(f"{name} are asked for, and were not filled in")
+        raise ValueError(f"{name} are needed, and were not filled in")
     return value
 
 

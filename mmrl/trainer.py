@@ -69,7 +69,7 @@ class Trainer:
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
         self.stopping = 0  # the number of the signal that any rank got; all ranks learn it at the same step
-        self.ends = False  # whether a program asked for the end, see `Job.stop`
+        self.ends = False  # whether a program requested the end, see `Job.stop`
         self.work: Work | None = None  # the progress of the training
         self.line_interval = Interval(config.log.lines_every, at_once=True)  # between printed step lines
 

@@ -24,7 +24,7 @@ TYPES |= {"DT_INT32": torch.int32, "DT_BOOL": torch.bool, 10: torch.bool}
 
 
 class GraphModel(nn.Module):
-    """The graph of `path`; calling it with the input gives the outputs that are asked for by name."""
+    """The graph of `path`; calling it with the input gives the requested outputs, by name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

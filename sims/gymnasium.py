@@ -246,8 +246,8 @@ def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> Vec
             if "render_mode" not in str(error):
                 raise
             raise UserError(
-                f"gymnasium environment {env!r} takes no render_mode, so render() shows nothing; name the image of its "
-                "observation with task.options.image, or null where there is none"
+                f"gymnasium environment {env!r} does not accept render_mode, so render() shows nothing; name the image "
+                "of its observation with task.options.image, or null where there is none"
             ) from error
     if vector_env.num_envs != count:
         raise UserError(f"the vector environment has {vector_env.num_envs} environments, but {count} are needed")

@@ -33,7 +33,7 @@ CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # the origin and scale of po
 TRIES = 1000  # worlds that are drawn in search of one with the task
 STRIDE = 1 << 20  # between the seeds of those worlds
 MAX_GEOMS = 400
-LEAST = 0.4  # an expert's move, in shares of the largest one: slower ones are hard to learn from
+LEAST = 0.4  # an expert's move, as a fraction of the largest one: slower ones are hard to learn from
 
 
 class OGBench:

@@ -339,5 +339,5 @@ def test_a_generator_that_fits_is_taken(config):
 def test_the_script_of_another_library_is_no_configuration(refusal):
     script = "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_epochs=15\n"
     told = refusal(text=script, name="run.sh")
-    assert "run.sh: expected a mapping at the top level, not a text; mmrl convert reads scripts" in told
+    assert "run.sh: expected a mapping at the top level, not a string; mmrl convert reads scripts" in told
     assert "total_epochs" not in told

@@ -48,7 +48,7 @@ class Reduction:
         return reduce(values, self.mask, mode=self.mode, total=total, length=length, segments=self.segments)
 
     def as_decisions(self) -> tuple[ReduceMode, Tensor | None]:
-        """Returns a mode that knows no segments, and the weights of decisions [rollout, decision] with which it is this
+        """Returns a mode without segments, and the weights of decisions [rollout, decision] with which it is this
         reduction; None: all 1."""
         from mmrl.core.reduce import segment_weights
 

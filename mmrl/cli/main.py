@@ -33,7 +33,7 @@ KINDS_OF_NEW = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
     *("baseline", "transform", "view", "transition", "head", "sampler", "source"),
 ]
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk that takes no more, whatever a command writes
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a full or read-only disk, whatever a command writes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -494,7 +494,7 @@ def run_embed(options: argparse.Namespace) -> int:
     task = build_task(config)
     policy: Any = build_policy(config, task)
     if isinstance(policy.family, SmallFamily):
-        raise UserError("mmrl embed is for diffusers pipelines; a small network of our own has no encoders")
+        raise UserError("mmrl embed is for diffusers pipelines; mmrl's small networks have no encoders")
     count = embeddings.write(policy.family, embeddings.condition_inputs_of(task, policy), options.out)
     print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
     return 0

@@ -89,7 +89,7 @@ class ExpertLabels(ExtraSource):
 
 
 def packed(prompt: Prompt) -> dict[str, Any]:
-    """Returns a labelled observation as tensors and texts."""
+    """Returns a labelled observation as tensors and strings."""
     import torch
 
     observation = prompt.metadata["observation"]

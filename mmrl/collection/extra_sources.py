@@ -89,14 +89,16 @@ class ExtraSource(Choice):
         """Observes a step's batch after its updates."""
 
     def state(self) -> dict[str, Any]:
-        """Returns numbers, texts and lists that `load` restores, equal on all ranks; later steps do not change them."""
+        """Returns numbers, strings and lists that `load` restores, equal on all ranks; later steps do not change
+        them."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (many have none)
         """Restores a `state`."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Returns tensors, numbers, texts and lists of this rank alone, which `load_rank` restores on as many ranks."""
+        """Returns tensors, numbers, strings and lists of this rank alone, which `load_rank` restores on as many
+        ranks."""
         return {}
 
     def load_rank(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have none)

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class SelfCorrections(ExtraSource):
-    """A response of a group, a text such as "Wait, I will look again.", and another response of the same group become
+    """A response of a group, a string such as "Wait, I will look again.", and another response of the same group become
     one response that joins it. Only what follows the text is scored and learned from: after a wrong first try a right
     one earns what it would alone, and a second wrong one as little as that."""
 

@@ -169,8 +169,8 @@ def reward_statistics(rewards: Tensor, varied: Tensor, index: Tensor, groups: in
     """Numbers about the combined `rewards` [B] of a step, 0-d each. varied: [B] bool, whether a rollout's group has
     different rewards.
 
-    groups; zero_variance_groups and small_groups, the shares of groups that do not vary though two are scored, and of
-    those with fewer than two scored; reward_nan_rate, the share of the rollouts; reward_mean and reward_std; and
+    groups; zero_variance_groups and small_groups, the fractions of groups that do not vary though two are scored, and
+    of those with fewer than two scored; reward_nan_rate, the share of the rollouts; reward_mean and reward_std; and
     reward_std_within, the std in a group on average over the groups that have one.
     """
     within, overall = moments(rewards, index, groups), moments(rewards, torch.zeros_like(index), 1)

@@ -1,4 +1,4 @@
-"""Distances between sets of features, and similarity of texts."""
+"""Distances between sets of features, and similarity of strings."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def fit_values(
 
 
 def word_counts(text: str, count: int) -> Tensor:
-    """[count] how many words of a text fall into each bucket, by a hash that is the same everywhere."""
+    """[count] how many words of a string fall into each bucket, by a hash that is the same everywhere."""
     counts = torch.zeros(count, dtype=torch.float64)
     for word in text.lower().split():
         counts[zlib.crc32(word.encode()) % count] += 1.0

@@ -45,7 +45,7 @@ def examine() -> Iterator[InstalledCheck]:
     if canonical(DISTRIBUTION) in versions:
         yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), versions)
     else:  # mmrl is on the path, but not installed
-        yield InstalledCheck(DISTRIBUTION, "not installed, so that nobody knows which packages it needs", SET_UP, True)
+        yield InstalledCheck(DISTRIBUTION, "not installed, so the packages that it needs are not known", SET_UP, True)
     broken = [check for check in map(imported, ("torch", "torchvision")) if check is not None]
     yield from broken
     if not broken:

@@ -159,7 +159,7 @@ def weights_of(config: Config, path: str) -> int:
     """Returns the number of weights of another model of the job's kind."""
     memory = config.model.frozen.memory_model(config, path)
     if memory is None:
-        raise UserError(f"teacher {path} is a small network of our own; its memory is not estimated")
+        raise UserError(f"teacher {path} is one of mmrl's small networks; its memory is not estimated")
     return sum(p.numel() for p in memory.module.parameters())
 
 
@@ -255,7 +255,7 @@ def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> 
     """Returns the plan of a job. Raises UserError where the model's size is unknown without its weights."""
     memory = config.model.memory_model(config, path)
     if memory is None:
-        raise UserError(f"model.path={path} is a small network of our own; its memory is not estimated")
+        raise UserError(f"model.path={path} is one of mmrl's small networks; its memory is not estimated")
     return plan(config, memory, ranks, gpu, peaks)
 
 

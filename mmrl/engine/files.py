@@ -26,7 +26,7 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch; DeepSpeed as
 
 @contextmanager
 def weights_only(folder: Path) -> Iterator[None]:
-    """Context in which torch.load reads tensors and plain values alone, whoever calls it and however. A pickle that
+    """Context in which torch.load reads tensors and plain values alone, from whatever code it is called. A pickle that
     names anything else is refused before a line of it runs, with a UserError that names the checkpoint `folder`."""
     before = os.environ.get(FORCE)
     os.environ[FORCE] = "1"

@@ -70,4 +70,4 @@ def _raise_at_exit(signum: int) -> None:
     register = library["__cxa_atexit"]
     register.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     if register(ctypes.cast(library["raise"], ctypes.c_void_p), signum, None):
-        raise OSError("C's exit takes no more handlers")
+        raise OSError("C's exit accepts no more handlers")

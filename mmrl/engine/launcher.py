@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mmrl.runtime import devices
 
 STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpeed's launcher tell their ranks
-ANY_PORT = "0"  # of one process that nobody else joins
+ANY_PORT = "0"  # of a single process, which no other one joins
 LOOPBACK = ("127.0.0.1", "localhost")
 INIT_METHOD = "mmrl://"  # see `_rendezvous`
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

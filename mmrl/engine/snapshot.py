@@ -27,7 +27,7 @@ class Snapshot:
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Moves towards the weights of now: copy <- decay copy + (1 - decay) now."""
+        """Moves towards the current weights: copy <- decay copy + (1 - decay) current."""
         for copy, parameter in zip(self.copies, self._parameters, strict=True):
             copy.lerp_(share(parameter).to(copy), 1 - decay)
 

@@ -76,7 +76,7 @@ def shared_heads(
     """transformers' attention by SDPA, in which the heads of one new token that share keys and values take the place of
     as many tokens: nothing is repeated for them. query: [row, head, token, number], heads that share side by side.
 
-    With more than one token, or what else an attention may be asked for, it is transformers' own.
+    With more than one token, or with any other option of an attention, it is transformers' own.
     """
     heads, shared = query.shape[1], key.shape[1]
     plain = query.shape[2] == 1 and heads != shared and not options.get("output_attentions", False)

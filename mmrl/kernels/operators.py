@@ -34,7 +34,7 @@ class DenoisingStep(NamedTuple):
 
 
 class StepLikelihood(NamedTuple):
-    """Each [N]: logp of x', log-ratio to the old policy, exact KL to the reference; None where not asked for."""
+    """Each [N]: logp of x', log-ratio to the old policy, exact KL to the reference; None where not requested."""
 
     logp: Tensor
     log_ratio: Tensor | None

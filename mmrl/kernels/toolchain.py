@@ -39,26 +39,27 @@ CUDA_FLAGS = (
 
 
 class KernelError(RuntimeError):
-    """A backend that was asked for by name cannot be had; the text is one line that says why."""
+    """A backend that was requested by name is not available; the text is one line that says why."""
 
 
 def build(kinds: Sequence[str] | None = None, into: Path | None = None) -> list[Path]:
     """Builds the libraries that this machine has compilers for, and returns their paths.
 
     "cpu" needs g++ (or $CXX), "cuda" nvcc but no GPU. `into` is a folder other than the cache. Raises KernelError if a
-    compiler fails, or if one of the `kinds` asked for has none.
+    compiler fails, or if one of the requested `kinds` has none.
     """
     wanted = [kind for kind in ("cpu", "cuda") if compiler(kind)] if kinds is None else list(kinds)
     return [library(kind, into) for kind in wanted]
 
 
 def library(kind: str, into: Path | None = None) -> Path:
-    """Path of the library "cpu" or "cuda", built if it is not there yet. Raises KernelError with the reason if not."""
+    """Path of the library "cpu" or "cuda", built if it does not exist yet. Raises KernelError with the reason if
+    not."""
     return built(kind, into or cache())
 
 
 def built(kind: str, folder: Path, for_level: str | None = None) -> Path:
-    """The library in a folder, built if it is not there yet; `for_level`: of another processor than this one."""
+    """The library in a folder, built if it does not exist yet; `for_level`: of another processor than this one."""
     if not compiler(kind):
         raise KernelError(f"no {'nvcc' if kind == 'cuda' else 'C++ compiler'} found")
     target = folder / file_name(kind, for_level)

@@ -37,15 +37,15 @@ class TeacherServer:
     retries: int
 
     def check(self, spelled: Callable[[str], list[int]]) -> None:
-        """Raises UserError where the server does not answer, or splits a text into other tokens than `spelled`, the
+        """Raises UserError where the server does not answer, or splits a string into other tokens than `spelled`, the
         student's tokenizer."""
         theirs = self._post("tokenize", {"model": self.model, "prompt": PROBE, "add_special_tokens": False})
         tokens, ours = theirs.get("tokens") or [], spelled(PROBE)
         if tokens != ours:
             at = next((i for i, pair in enumerate(zip(tokens, ours, strict=False)) if pair[0] != pair[1]), len(tokens))
             raise UserError(
-                f"teacher {self.address} has another vocabulary than the model: it reads a text of {len(ours)} tokens "
-                f"as {len(tokens)}, which differ from number {at} on; serve a model of the model's own family"
+                f"teacher {self.address} has another vocabulary than the model: it reads a string of {len(ours)} "
+                f"tokens as {len(tokens)}, which differ from number {at} on; serve a model of the model's own family"
             )
 
     def likelihoods(self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens) -> Tensor:

@@ -17,7 +17,7 @@ class TokenIds(Protocol):
 
 
 class TokenIdLists(Protocol):
-    """Several texts as token ids."""
+    """Several strings as token ids."""
 
     @property
     def input_ids(self) -> list[list[int]]: ...

@@ -28,7 +28,7 @@ def probe_pairs(prompts: Sequence[Prompt]) -> Iterator[Alarm]:
 
 
 def probe_cut(prompts: Sequence[Prompt], cut: Callable[[str], int]) -> Iterator[Alarm]:
-    """Finds prompts whose end the text encoders do not read. cut: tokens of a text beyond their limit."""
+    """Finds prompts whose end the text encoders do not read. cut: tokens of a string beyond their limit."""
     lost = {prompt.id: tokens for prompt in prompts if (tokens := cut(prompt.text)) > 0}
     if lost:
         yield Alarm(

@@ -49,7 +49,7 @@ class Marks:
 
 
 def written(gold: Any) -> list[str]:
-    """Returns the texts that a gold stands for: of a list of texts any of them, of anything else its JSON."""
+    """Returns the strings that a gold stands for: each one of a list of strings; of anything else its JSON."""
     if isinstance(gold, str):
         return [gold]
     if isinstance(gold, list | tuple) and gold and all(isinstance(one, str) for one in gold):

@@ -54,7 +54,7 @@ def probe_placeholders(prompts: Sequence[Prompt], special: Sequence[str]) -> Ite
 
 
 def probe_lengths(prompts: Sequence[Prompt], count: Callable[[str], int], limit: int) -> Iterator[Alarm]:
-    """Finds golds that no response can hold. count: tokens of a text; limit: rollout.max_response_length."""
+    """Finds golds that no response can hold. count: tokens of a string; limit: rollout.max_response_length."""
     golds = [prompt for prompt in prompts if prompt.answer is not None]
     long = [prompt for prompt in golds if min(count(text) for text in written(prompt.answer)) >= limit]
     if long:

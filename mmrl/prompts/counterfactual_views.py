@@ -85,7 +85,7 @@ class ShuffledPatches(DrawnView):
     lost."""
 
     equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
-    source: ClassVar[str] = "an ablation of our own, beside masked_patches"
+    source: ClassVar[str] = "mmrl's own ablation, beside masked_patches"
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "shuffled_patches"
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)

@@ -120,7 +120,8 @@ class TaskQuotas(Categorised):
 
     equation: ClassVar[str] = (
         "shares = softmax(w); w_c <- w_c - rate share_c (d_c - sum_k share_k d_k), d the fall of log "
-        "loss, loss = 1 - average success, at least 0.001; quotas are shares of the step, largest remainders rounded up"
+        "loss, loss = 1 - average success, at least 0.001; quotas are fractions of the step's prompts, largest "
+        "remainders rounded up"
     )
     source: ClassVar[str] = "FAMO's rule as MT-GRPO uses it, arXiv 2602.05547, by plain steps"
     test: ClassVar[str] = TEST

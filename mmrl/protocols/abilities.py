@@ -51,7 +51,7 @@ class Storing(Protocol):
     """A policy whose rollouts can be stored as plain data and restored."""
 
     def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Returns the numbers, texts and lists of each rollout from which `recalled` restores it."""
+        """Returns the numbers, strings and lists of each rollout from which `recalled` restores it."""
 
     def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
         """Restores rollouts of these prompts, without rewards, from what `stored` returned."""

@@ -148,7 +148,7 @@ def _rewards(rollouts: Rollouts, rollout_mask: Tensor) -> Tensor:
 
 def _mean(values: Tensor | None, rollouts: Rollouts) -> Tensor:
     """Averages over the counted decisions, [rollout]; NaN where there is none."""
-    assert values is not None, "no part asked for this statistic before the advantages"
+    assert values is not None, "no part requested this statistic before the advantages"
     return values.where(rollouts.mask, 0).sum(1) / rollouts.mask.sum(1)
 
 

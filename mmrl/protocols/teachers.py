@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Teachers:
     """The teachers of a policy, by the folder or hub name of their weights, which are read at first use.
 
-    loader: set by whoever builds the policy; it takes a path and a guidance, and returns a policy of the same kind.
+    loader: set by the code that builds the policy; it takes a path and a guidance, and returns a policy of the same
+    kind.
     """
 
     def __init__(self, student: nn.Module) -> None:
@@ -62,7 +63,7 @@ class TokenTeachers(Teachers):
         raise NotImplementedError
 
     def spelled(self, text: str) -> list[int]:
-        """Returns the token ids of a text, without special tokens."""
+        """Returns the token ids of a string, without special tokens."""
         raise NotImplementedError
 
 

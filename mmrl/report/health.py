@@ -363,8 +363,8 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
             turned or late > early + 0.25 or late > 0.8,
             f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter.",
             f"{course}"
-            f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that nobody can "
-            "see.",
+            f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that no reader "
+            "can see.",
             "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the images before and after.",
             gamut.name,
             *up,

@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes event files in FOLDER/tensorboard: metrics, images, texts, and the configuration as a text and as
+    """Writes event files in FOLDER/tensorboard: metrics, images, texts, and the configuration as a string and as
     hyperparameters beside held-out accuracy."""
 
     def __init__(self, folder: Path, config_yaml: str) -> None:

@@ -63,7 +63,9 @@ def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
     if spec.batch_size is None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
-        raise ValueError(f"reward {spec.name!r} takes no batch_size: it scores single samples, groups or whole batches")
+        raise ValueError(
+            f"reward {spec.name!r} does not accept batch_size: it scores single samples, groups or whole batches"
+        )
     if spec.batch_size < 1:
         raise ValueError(f"reward {spec.name!r}: batch_size must be at least 1, not {spec.batch_size}")
 
@@ -179,7 +181,7 @@ class RewardSet:
 
 
 def check_plain(what: str, value: object) -> None:
-    """Raises UserError for anything but numbers, texts, None, tensors, and lists, tuples and dicts of them."""
+    """Raises UserError for anything but numbers, strings, None, tensors, and lists, tuples and dicts of them."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             check_plain(f"{what}[{key!r}]", part)
@@ -188,7 +190,7 @@ def check_plain(what: str, value: object) -> None:
             check_plain(f"{what}[{i}]", part)
     elif not (value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)):
         raise UserError(
-            f"{what} is {type(value).__name__}; a checkpoint holds numbers, texts, tensors, lists and dicts"
+            f"{what} is {type(value).__name__}; a checkpoint holds numbers, strings, tensors, lists and dicts"
         )
 
 

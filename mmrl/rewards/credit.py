@@ -33,7 +33,7 @@ def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> R
     """A score for questions with several right letters. credit: subset gives |chosen| / |right| where nothing wrong is
     chosen, else 0; jaccard |chosen and right| / |chosen or right|; f1 their harmonic mean; exact 1 or 0.
 
-    The gold answer is a list of letters, or a text such as "A, C"; None where it names none.
+    The gold answer is a list of letters, or a string such as "A, C"; None where it names none.
     """
     if credit not in ("subset", "jaccard", "f1", "exact"):
         raise ValueError(f"credit must be subset, jaccard, f1 or exact, not {credit!r}")
@@ -161,7 +161,7 @@ def sections(*, tags: Sequence[str]) -> Reward:
 
 
 def _gold_calls(gold: Any) -> list[dict[str, Any]]:
-    """Gold calls of a list, of its JSON, or of a text with calls in tags as in a response; [] where it is none."""
+    """Gold calls of a list, of its JSON, or of a string with calls in tags as in a response; [] where it is none."""
     if isinstance(gold, str):
         calls = between(gold, "<tool_call>", "</tool_call>")
         gold = [_parsed(text) for text in calls] if calls else _json(gold)

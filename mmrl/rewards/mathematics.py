@@ -66,7 +66,7 @@ def _root(match: re.Match[str]) -> str:
 
 
 def _delimited(text: str) -> str:
-    """Dollar signs around a text without any: LaTeX is looked for between delimiters."""
+    """Dollar signs around a string without any: LaTeX is looked for between delimiters."""
     return text if "$" in text or "\\boxed" in text else f"${text}$"
 
 

@@ -36,7 +36,7 @@ class RewardSpec(Section):
     signature: Literal["mmrl", "trl", "trl_text", "verl", "easyr1"] = option(
         "mmrl",
         "of a custom reward. mmrl: f(sample); trl: f(completions, **columns), completions as lists of one message; "
-        "trl_text: the same, as texts; verl: compute_score(data_source, solution_str, ground_truth, extra_info); "
+        "trl_text: the same, as strings; verl: compute_score(data_source, solution_str, ground_truth, extra_info); "
         "easyr1: compute_score(reward_inputs)",
     )
     label: str | None = option(None, "name of its column, where one reward is used twice; default: its name")

@@ -13,7 +13,7 @@ from mmrl.rollouts import Prompt, Sample
 
 
 def twin_of(prompt: Prompt) -> Prompt:
-    """Returns the prompt in metadata["twin"], a text or a prompt, with this prompt as its twin. Raises UserError
+    """Returns the prompt in metadata["twin"], a string or a prompt, with this prompt as its twin. Raises UserError
     without one."""
     other = prompt.metadata.get("twin")
     metadata = {key: value for key, value in prompt.metadata.items() if key != "twin"}
@@ -21,7 +21,7 @@ def twin_of(prompt: Prompt) -> Prompt:
         other = replace(prompt, id=f"{prompt.id}-twin", text=other, metadata=metadata)
     if not isinstance(other, Prompt):
         raise UserError(
-            f"prompt {prompt.id} has no twin: rollout.twins=true and twin_margin need metadata['twin'], a text that "
+            f"prompt {prompt.id} has no twin: rollout.twins=true and twin_margin need metadata['twin'], a string that "
             "differs in a word, such as the key `twin` of a .jsonl file or task.data.twins=true"
         )
     return replace(other, metadata=other.metadata | {"twin": replace(prompt, metadata=metadata)})

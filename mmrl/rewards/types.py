@@ -41,7 +41,7 @@ class StatefulReward(Protocol):
     it had not stopped."""
 
     def state(self) -> Mapping[str, Any]:
-        """Returns numbers, texts, lists, dicts and tensors."""
+        """Returns numbers, strings, lists, dicts and tensors."""
 
     def load(self, state: Mapping[str, Any]) -> None: ...
 

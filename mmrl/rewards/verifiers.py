@@ -49,7 +49,7 @@ def multiple_choice(*, letters: str = "ABCDEFGHIJ") -> Reward:
 
     Where the question lists its options ("A. a cat" on a line each), the text of one option stands for its letter, in
     the response and in the gold answer. A response that names several letters, or none, gets 0: no guess is made for
-    it. None where the gold answer names no option.
+    it. None where the gold answer is not an option.
     """
     reader = Letters(letters)
 

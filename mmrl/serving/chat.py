@@ -157,7 +157,7 @@ def _message(where: str, message: object) -> Message:
     if isinstance(content, str):
         return Message(role, (content,))
     if not isinstance(content, list):
-        raise BadRequest(f"{where}.content: expected a text or a list of parts")
+        raise BadRequest(f"{where}.content: expected a string or a list of parts")
     return Message(role, tuple(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)))
 
 

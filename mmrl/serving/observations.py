@@ -64,7 +64,7 @@ class RobotReader:
             raise BadObservation("an observation is a map of observation/..., state and prompt")
         prompt = tree.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
-            raise BadObservation("prompt: the instruction is needed, as a text")
+            raise BadObservation("prompt: the instruction is missing or not a string")
         images = [
             self._image(camera, tree) if camera in self.cameras else np.zeros((*self.size, 3), np.uint8)
             for camera in self.every_camera

@@ -95,7 +95,7 @@ class RobotServer:
             _log.debug("a connection broke off")
 
     def _answer(self, data: str | bytes, number: int) -> str | bytes:
-        """Returns an answer, or a text, which clients take for an error."""
+        """Returns an answer, or a string, which clients take for an error."""
         try:
             return packed(self.infer(data, number))
         except BadObservation as error:

@@ -42,9 +42,9 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     if not isinstance(loaded, DictConfig) or not loaded:
         raise TreeError(f"{path}: expected a mapping at the top level")
     tree: dict[str, Any] = OmegaConf.to_container(loaded)  # type: ignore[assignment]
-    if any(len(str(key).split()) > 1 for key in tree):  # a text, which omegaconf reads as a mapping of one key
+    if any(len(str(key).split()) > 1 for key in tree):  # a string, which omegaconf reads as a mapping of one key
         raise TreeError(
-            f"{path}: expected a mapping at the top level, not a text; mmrl convert reads scripts of other libraries"
+            f"{path}: expected a mapping at the top level, not a string; mmrl convert reads scripts of other libraries"
         )
     base = tree.pop("extends", None)
     if base is None:

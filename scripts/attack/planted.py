@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """old: a text that `file` holds once. tests: below tests/, the few that could notice."""
+    """old: a string that `file` holds once. tests: below tests/, the few that could notice."""
 
     name: str
     file: str

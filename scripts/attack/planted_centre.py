@@ -1,5 +1,5 @@
 """Faults of the centre: measurements, what parts ask of one another, how a step's rollouts come to be and are made
-ready, the records they flow in, and what was put together out of several. A name, a file, a text that it holds once,
+ready, the records they flow in, and what was put together out of several. A name, a file, a string that it holds once,
 what takes its place, and the tests that should notice."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Faults of discrete diffusion beside those of `planted.py`: a name, a file, a text that it holds once, what takes its
-place, and the tests that could notice."""
+"""Faults of discrete diffusion beside those of `planted.py`: a name, a file, a string that it holds once, what takes
+its place, and the tests that could notice."""
 
 from __future__ import annotations
 

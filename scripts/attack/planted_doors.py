@@ -1,5 +1,5 @@
-"""Faults of what comes from outside: images as viewers show them, the golds that are tried, spaces of Gymnasium. A name,
-a file, a text that it holds once, what takes its place, and the tests that should notice."""
+"""Faults of what comes from outside: images as viewers show them, the golds that are tried, spaces of Gymnasium. A
+name, a file, a string that it holds once, what takes its place, and the tests that should notice."""
 
 from __future__ import annotations
 

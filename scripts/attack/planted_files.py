@@ -1,5 +1,5 @@
 """Faults of files of prompts, of images to edit, pairs of videos, streams, and rewards of other libraries. A name, a
-file, a text that it holds once, what takes its place, and the tests that could notice."""
+file, a string that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

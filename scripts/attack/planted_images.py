@@ -1,4 +1,4 @@
-"""Faults of image generation: text before codes, sets of images, values of latents. A name, a file, a text that it
+"""Faults of image generation: text before codes, sets of images, values of latents. A name, a file, a string that it
 holds once, what takes its place, and the tests that could notice. `faults.py` plants them."""
 
 from __future__ import annotations

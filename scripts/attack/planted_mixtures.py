@@ -1,4 +1,4 @@
-"""Faults of heads that mix: residuals around a head that is held still, and horizons. A name, a file, a text that
+"""Faults of heads that mix: residuals around a head that is held still, and horizons. A name, a file, a string that
 it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations

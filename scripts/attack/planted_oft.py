@@ -1,4 +1,4 @@
-"""Faults of OpenVLA-OFT's L1 head, of what takes the robot's state, and of their conversion. A name, a file, a text
+"""Faults of OpenVLA-OFT's L1 head, of what takes the robot's state, and of their conversion. A name, a file, a string
 that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations

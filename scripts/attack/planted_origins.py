@@ -18,7 +18,7 @@ PPO, CRITIC = ("joints/test_ppo.py",), ("policies/test_vlm_critic.py",)
 S, A = "mmrl/collection/replay_buffer.py", "mmrl/algorithms/"
 B, G, V = "mmrl/collection/collector.py", "mmrl/collection/guided_groups.py", "mmrl/policies/vlm/"
 
-# Name, file, a text that it holds once, what takes its place, tests. `planted.Fault` says what these are.
+# Name, file, a string that it holds once, what takes its place, tests. `planted.Fault` says what these are.
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- replays ---

@@ -1,5 +1,5 @@
-"""Faults of published masked diffusion models and of steps that are scored as published: a name, a file, a text that it
-holds once, what takes its place, and the tests that could notice."""
+"""Faults of published masked diffusion models and of steps that are scored as published: a name, a file, a string that
+it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of what is reported of a run and printed while it goes on: a name, a file, a text that it holds once, what
+"""Faults of what is reported of a run and printed while it goes on: a name, a file, a string that it holds once, what
 takes its place, and the tests that could notice. `faults.py` plants them with those of `planted.py`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of recipes by name, of controls, and of former names. A name, a file, a text that it
+"""Faults of recipes by name, of controls, and of former names. A name, a file, a string that it
 holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations

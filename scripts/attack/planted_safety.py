@@ -1,5 +1,5 @@
-"""Faults of children, time limits, ports and readers of responses. A name, a file, a text that it holds once, what takes
-its place, and the tests that could notice."""
+"""Faults of children, time limits, ports and readers of responses. A name, a file, a string that it holds once, what
+takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("safety: a close that hangs has the deadline of a step", E, "limit = min(CLOSE_S, self._processes.deadline_s)", "limit = self._processes.deadline_s", APART),
     ("safety: one that hung is asked again", D, "            self._environment = None\n            raise", "            raise", APART),
     ("safety: forks of rewards stay", G, "os.register_at_fork(after_in_child=_watch_parent)", "", OWN),
-    ("safety: a text is a score", "mmrl/rewards/types.py", "if isinstance(value, str | bytes | bytearray):", "if False:", OWN),
+    ("safety: a string is a score", "mmrl/rewards/types.py", "if isinstance(value, str | bytes | bytearray):", "if False:", OWN),
     ("safety: what can not be hashed loses the rollout", T, "except (SyntaxError, ValueError, TypeError, MemoryError", "except (SyntaxError, ValueError, MemoryError", TOOLS),
     ("safety: not (3) is a call", T, "if not name or iskeyword(name):", "if not name:", TOOLS),
     ("safety: halves of characters reach the policy", T, 'value.encode(errors="replace").decode()', "value", TOOLS),

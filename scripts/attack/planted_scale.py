@@ -1,4 +1,4 @@
-"""Faults of what ranks do for one another, and of what is written while training goes on. A name, a file, a text that
+"""Faults of what ranks do for one another, and of what is written while training goes on. A name, a file, a string that
 it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations

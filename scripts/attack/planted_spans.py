@@ -1,5 +1,5 @@
-"""Faults of rewards that return spans and of credit by them. A name, a file, a text that it holds once, what takes its
-place, and the tests that could notice."""
+"""Faults of rewards that return spans and of credit by them. A name, a file, a string that it holds once, what takes
+its place, and the tests that could notice."""
 
 from __future__ import annotations
 

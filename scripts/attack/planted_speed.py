@@ -1,5 +1,5 @@
 """Faults of passes that are saved: old policies, halves of guidance, references without adapters, keys and values that
-stay. A name, a file, a text that it holds once, what takes its place, and the tests that could notice."""
+stay. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

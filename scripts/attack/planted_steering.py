@@ -1,5 +1,5 @@
 """Faults of robots that learn beside their episodes: a frozen flow that is steered by its noise, demonstrations, and an
-expert's labels. A name, a file, a text that it holds once, what takes its place, and the tests that could notice."""
+expert's labels. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Faults of terms with options, of advantages by entropy, and of how former kinds are told and rewritten. A name, a
-file, a text that it holds once, what takes its place, and the tests that could notice."""
+file, a string that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Faults of credit by step: values over traces, branches of denoising steps, regions of edits, parts of masked
-responses. A name, a file, a text that it holds once, what takes its place, and the tests that could notice."""
+responses. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of weights that are broadcast to vLLM's servers. A name, a file, a text that it holds once, what takes its
+"""Faults of weights that are broadcast to vLLM's servers. A name, a file, a string that it holds once, what takes its
 place, and the tests that could notice."""
 
 from __future__ import annotations

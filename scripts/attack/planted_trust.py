@@ -1,4 +1,4 @@
-"""Faults of trust regions over whole chains. A name, a file, a text that it holds once, what takes its place, and the
+"""Faults of trust regions over whole chains. A name, a file, a string that it holds once, what takes its place, and the
 tests that could notice."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of tools, of conversations from files and of environments of other packages: a name, a file, a text that it
+"""Faults of tools, of conversations from files and of environments of other packages: a name, a file, a string that it
 holds once, what takes its place, and the tests that could notice. `faults.py` plants them with `planted.py`'s."""
 
 from __future__ import annotations

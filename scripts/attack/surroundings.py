@@ -54,7 +54,7 @@ FULL = {  # what is written when the disk has no byte left, and the step that is
 
 
 class Surroundings:
-    """What the attacks share: a folder, a run that nobody attacked, and the outcome of one that somebody did."""
+    """What the attacks share: a folder, a run without an attack, and the outcome of one with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def finished(name: str, run: Path, seed: int, *overrides: str) -> list[dict[str, Any]]:
-    """The metrics of one run, which is made if it is not there. The processor's seconds for it are left in it."""
+    """The metrics of one run, which is made if it does not exist. The processor's seconds for it are left in it."""
     if not (run / "final").is_dir():
         before = processor_time()
         command = [sys.executable, "-m", "mmrl", *recipes.command(name)]

@@ -265,7 +265,7 @@ class Bench:
         return f"| {arm.label} | {statistics.mean(accuracy):.3f} | {gain} | {cost:.2f} |"
 
     def finished(self, arm: Arm, seed: int) -> Path:
-        """A run, which is made if it is not there as it would be made now."""
+        """A run, which is made now if it does not exist."""
         run = self.runs / f"{arm.folder}-{seed}"
         model = [f"model.path={self.base()}", "model.warm_start=null"]
         train(self.recipe(), run, [f"seed={seed}", *model, *self.overrides(arm)])

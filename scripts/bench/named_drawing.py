@@ -3,12 +3,12 @@
     .venv/bin/python scripts/bench/named_drawing.py RUN [RUN ...] [--images 480]
 
 RUN: runs of image_named_images*.yaml that reached their end. Each draws the same held-out prompts, twenty a name. A
-careless base draws different things where one was asked for, and so has the greater diversity within a prompt's group:
+careless base draws different things where one was requested, and so has the greater diversity within a prompt's group:
 here it is that of images which show the same thing, as is their sharpness. Prints a Markdown table, whose last row is
 of real images, as many of each name.
 
-accuracy   share that the held-out scorer, which learned from the style that is drawn, takes for what was asked for
-reward     probability of what was asked for by the scorer that rewards, which learned from another style
+accuracy   share that the held-out scorer, which learned from the style that is drawn, takes for the requested thing
+reward     probability of the requested thing by the scorer that rewards, which learned from another style
 diversity  `mmrl.rewards.guards.diversity` of the images of one name which the held-out scorer names rightly
 sharpness  of the same images
 gamut      share of values out of gamut, of all images

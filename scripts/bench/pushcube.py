@@ -326,7 +326,7 @@ def held_out(count: int) -> Callable[[Callable[[NDArray[np.float32]], NDArray[np
 
     task: Any = build_task(recipe(0, []))
     rows = 20
-    sim = task.make_simulator(rows)  # its environments are made when they are first asked for, in an evaluation
+    sim = task.make_simulator(rows)  # its environments are made when they are first used, in an evaluation
     starts = [task.evaluation[i].metadata for i in range(count)]
 
     def success(act: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> float:

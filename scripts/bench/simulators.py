@@ -5,8 +5,9 @@
 
 speed: ROWS environments under random actions, episodes restarting by themselves. A step is one action executed in one
     environment; with a chunk of 8 every eighth is shown. `in process` is the simulator alone, `workers` the same rows
-    in processes of ours, `gymnasium` one row in each of as many processes of AsyncVectorEnv, which knows no chunks.
-    Arms take turns, round after round, so that a busy machine burdens all; figures are median (least .. greatest).
+    in processes of ours, `gymnasium` one row in each of as many processes of AsyncVectorEnv, which has no action
+    chunks. Arms take turns, round after round, so that a busy machine burdens all; figures are median (least ..
+    greatest).
 halves: one policy that leaves the processor alone for --policy-ms milliseconds (as one on a GPU does) plays episodes
     in all rows at once, and in two halves of which one moves while it acts for the other.
 leaks: memory and open files of the trainer and its worker before and after a thousand resets.

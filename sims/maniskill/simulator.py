@@ -202,7 +202,9 @@ class RowBlock:
         images, state = self._observe(self._env(task))
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
-            raise UserError(f"maniskill: {task} takes no flat action but {self._env(task).single_action_space}")
+            raise UserError(
+                f"maniskill: {task} does not accept a flat action, only {self._env(task).single_action_space}"
+            )
         return shape[0], state.shape[1], images.shape[1:]
 
     def reset(

@@ -111,7 +111,7 @@ def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pix
     """Raises Fault, naming the limit, for an observation that exceeds it. images, pixels: those of earlier
     observations."""
     if any(message.videos for message in messages):
-        raise Fault("a video in an observation, which holds texts and images; its frames can be shown as images")
+        raise Fault("a video in an observation, which may hold text and images; its frames can be shown as images")
     text = sum(len(message.text) for message in messages)
     added = [image for message in messages for image in message.images]
     images, pixels = images + len(added), pixels + sum(image.width * image.height for image in added)

@@ -41,7 +41,8 @@ def zoom(pixels: int, *, related: bool = True) -> Tool:
 def _box(
     scene: Scene, left: float, top: float, right: float, bottom: float, image: int
 ) -> tuple[float, float, float, float]:
-    """Returns a box in shares of the image, clipped to it. Raises ToolError for one that is empty."""
+    """Returns a box as fractions of the image's width and height, clipped to 0..1. Raises ToolError for one that is
+    empty."""
     x0, y0 = scene.unit(left, top, image)
     x1, y1 = scene.unit(right, bottom, image)
     x0, y0, x1, y1 = (min(1.0, max(0.0, value)) for value in (x0, y0, x1, y1))
@@ -154,7 +155,7 @@ def mark() -> Tool:
 
 
 def framed(image: Image.Image, box: tuple[float, float, float, float], colour: str = "red") -> Image.Image:
-    """Returns a copy with a frame around a box, which is in shares of its width and height."""
+    """Returns a copy with a frame around a box, whose numbers are fractions of its width and height."""
     drawn = image.convert("RGB")
     width, height = drawn.size
     x0, x1 = (min(width - 1, max(0, round(share * width))) for share in (box[0], box[2]))

@@ -115,7 +115,7 @@ class Zoom(ToolSettings):
 
 
 class UnrelatedZoom(Zoom):
-    """The control of `zoom`: a part of the same size from another place of the image, whatever was asked for."""
+    """The control of `zoom`: a part of the same size from another place of the image, whatever the call says."""
 
     type: str = "unrelated_zoom"
 

@@ -52,7 +52,7 @@ class Scene:
         return self.whole[number]
 
     def unit(self, x: float, y: float, number: int) -> tuple[float, float]:
-        """Returns a point of an image in shares of its width and height."""
+        """Returns a point of an image as fractions of its width and height."""
         width, height = self.shown[number].size if self.coordinates is None else (self.coordinates, self.coordinates)
         return x / width, y / height
 

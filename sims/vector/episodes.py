@@ -24,7 +24,7 @@ def play(
     following: Callable[[int], Start | None] = lambda row: None,
 ) -> None:
     """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `max_chunks` chunks is
-    dropped. following: asked for the next start of a row whose episode has ended, until it gives none.
+    dropped. following: called for the next start of a row whose episode has ended, until it gives none.
 
     act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
     the running rows of a share), and any context; tell(rows, steps, context) gets the steps of the chunks. With several

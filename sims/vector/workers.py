@@ -236,7 +236,7 @@ class SimulatorWorker:
     def ask(self, kind: str, **fields: object) -> dict[str, Any]:
         """Returns the reply to a request. Raises SimulatorError if there is none, after starting another worker in its
         place; UserError if the simulator refuses the request."""
-        if (code := self.child.process.poll()) is not None:  # whoever starts an episode loses nothing
+        if (code := self.child.process.poll()) is not None:  # a caller that starts an episode loses nothing
             self._replace(f"its process ended with {code}")
             if kind != "reset":
                 raise SimulatorError(self.fault)

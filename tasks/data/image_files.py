@@ -86,7 +86,7 @@ class ImageFiles:
             raise
         except Image.UnidentifiedImageError:
             raise RowError(f"cannot read {what}: no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
-        except Exception as error:  # any error of a decoder, for bytes that nobody has checked
+        except Exception as error:  # any error of a decoder, for bytes that have not been checked
             raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _file(self, path: str) -> BinaryIO:

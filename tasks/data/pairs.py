@@ -19,7 +19,7 @@ class Pairs(ABC):
     """Rows of `prompt`, and `chosen` and `rejected`, paths below the file's folder.
 
     Metadata: `target` and `rejected`, float32, 0 to 1. Raises ValueError for a file without such rows; a file of a pair
-    that can not be used raises UserError when it is asked for.
+    that can not be used raises UserError on access.
     """
 
     kind: str  # what a pair is made of
@@ -46,7 +46,7 @@ class Pairs(ABC):
         """Returns the contents of a file. Raises UserError naming the row."""
 
     def _path(self, prompt: Prompt, key: str) -> Path:
-        """Returns a path of a row. Raises ValueError where the row names no file, or one outside of the root."""
+        """Returns a path of a row. Raises ValueError where the row has no file there, or one outside of the root."""
         named = prompt.metadata.get(key)
         if not isinstance(named, str):
             raise ValueError(f"row {prompt.id}: key {key!r} must be the path of {self.kind}")

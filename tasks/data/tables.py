@@ -114,7 +114,7 @@ def _delimited(path: Path, delimiter: str) -> Iterator[TableEntry]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise ValueError(f"{path}, line {start}: {error}; a quote in a text is written twice") from None
+            raise ValueError(f"{path}, line {start}: {error}; a quote inside a quoted cell is written twice") from None
         if cells is None:
             return
         if header is None and any(cell.strip() for cell in cells):
@@ -138,7 +138,7 @@ def _header(path: Path, cells: list[str], delimiter: str) -> list[str]:
 def _cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, str] | RowError:
     if len(cells) != len(header):
         return RowError(
-            f"it has {len(cells)} columns, and the header {len(header)}; put a text that holds {delimiter!r} or a new "
-            "line in double quotes"
+            f"it has {len(cells)} columns, and the header {len(header)}; put a cell that contains {delimiter!r} or a "
+            "new line in double quotes"
         )
     return dict(zip(header, cells, strict=True))

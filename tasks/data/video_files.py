@@ -52,7 +52,7 @@ class VideoFiles:
             raise
         except Image.UnidentifiedImageError:
             raise RowError(f"cannot read {what}: no MP4, MOV, WebM, {', '.join(ANIMATED)}") from None
-        except Exception as error:  # any error of a decoder, for bytes that nobody has checked
+        except Exception as error:  # any error of a decoder, for bytes that have not been checked
             raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:

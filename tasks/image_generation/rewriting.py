@@ -54,8 +54,8 @@ class FrozenImageGenerator:
         self.at_once, self.device = settings.at_once, settings.device
 
     def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> list[Tensor]:
-        """Returns one image a text, [channel, height, width], from its seed alone. Words that a small network does not
-        know are left out of its texts."""
+        """Returns one image per text, [channel, height, width], from its seed alone. Words that a small network does
+        not know are left out of its texts."""
         family = self.policy.family
         if isinstance(family, SmallFamily):
             texts = [family.readable(text) for text in texts]

@@ -66,7 +66,7 @@ def load(
     except (KeyError, TypeError, AttributeError) as error:  # a feature or an episode that lacks something
         raise UserError(f"{folder}/meta: not a data set in LeRobot's format: {type(error).__name__} {error}") from None
     if not dataset.episodes:
-        raise UserError(f"{folder}/meta names no episode to learn from")
+        raise UserError(f"{folder}/meta lists no episode to learn from")
     dataset.check(action_dim, state_dim, image_shape)
     episodes = {episode["episode_index"]: episode for episode in dataset.episodes}
     numbers = chosen.of(folder, list(episodes), dataset.splits)

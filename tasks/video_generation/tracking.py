@@ -78,7 +78,7 @@ def marks(motion: Motion, observed: Track) -> dict[str, float]:
 
     identity   the shape, of an object that is clean in every frame
     direction  the faster of the two slopes is not still and points the way, and the other is still
-    speed      that slope is of the speed asked for, whatever its direction
+    speed      that slope is of the requested speed, whatever its direction
     steady     no position is more than a cell from the least-squares line, nor is a step against the motion
     """
     clean = observed.distance <= CLEAN
@@ -110,7 +110,7 @@ def steady(observed: Track) -> bool:
 
 
 class MotionChecked:
-    """Reward: 1 where the video shows exactly the motion asked for (prompt.metadata["motion"]), else 0.
+    """Reward: 1 where the video shows exactly the requested motion (prompt.metadata["motion"]), else 0.
 
     With `partial` it is the mean of the `marks` instead; `part` names one of them. None for a video that holds NaN or
     inf. Scoring raises UserError for videos of another size.

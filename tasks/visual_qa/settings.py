@@ -86,7 +86,7 @@ class DigitsData(Questions):
 
 
 class ScenesData(Questions):
-    """Scenes of many handwritten digits, of which a coloured one is asked for; a zoom shows it. Training rows follow
+    """Scenes of many handwritten digits, with a question about a coloured one; a zoom shows it. Training rows follow
     the run's seed, held-out rows only `eval_seed`."""
 
     test: ClassVar[str] = "tests/tasks/test_scenes.py"

@@ -121,7 +121,7 @@ def test_sources_that_are_not_installed_are_told(monkeypatch):
     monkeypatch.setattr(doctor, "DISTRIBUTION", "mmrl-elsewhere")
     checks = examine()
     assert next(checks).name == "python"
-    said = "not installed, so that nobody knows which packages it needs"
+    said = "not installed, so the packages that it needs are not known"
     assert next(checks) == InstalledCheck("mmrl-elsewhere", said, "bash scripts/setup.sh", True)
 
 

@@ -151,9 +151,9 @@ def test_options_of_classes_are_checked():
         build(f"{HERE}:Says")
     with pytest.raises(ValueError, match="scores batches"):
         build(f"{HERE}:Doubled", isolated=True)
-    with pytest.raises(ValueError, match="'answer_tag' takes no batch_size"):
+    with pytest.raises(ValueError, match="'answer_tag' does not accept batch_size"):
         build_reward(RewardSpec(name="answer_tag", batch_size=2))
-    with pytest.raises(ValueError, match="takes no batch_size"):
+    with pytest.raises(ValueError, match="does not accept batch_size"):
         build_reward(RewardSpec(name=f"{HERE}:Lead", batch_size=2))
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         build_reward(RewardSpec(name=f"{HERE}:Doubled", batch_size=0))

@@ -185,7 +185,7 @@ def test_prompts_and_detectors_that_do_not_fit_are_named(tmp_path):
     pytest.importorskip("onnxruntime")
     reward = GenEval(detector={"kind": "onnx", "path": fixed(tmp_path)})
     for asked, said in (
-        ([{"class": "dgo", "count": 1}], "knows no 'dgo' .did you mean 'dog'"),
+        ([{"class": "dgo", "count": 1}], "has no class 'dgo' .did you mean 'dog'"),
         ([{"class": "dog", "count": 1, "color": "teal"}], "color must be one of red"),
         ([], "has no `include`"),
     ):

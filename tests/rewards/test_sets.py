@@ -162,5 +162,5 @@ def test_samples_that_do_not_fit_are_named():
     with pytest.raises(UserError, match=r"an image of \[1, 2, 2\] can not be compared with those of \[1, 1, 1\]"):
         reward().score([Sample(Prompt("a", "?"), image=torch.zeros(1, 2, 2))] * 2)
     options = {"features": f"{HERE}:flat", "reference": f"{HERE}:real"}
-    with pytest.raises(ValueError, match="takes no batch_size"):
+    with pytest.raises(ValueError, match="does not accept batch_size"):
         RewardSet([RewardSpec(name="set_distance", batch_size=4, options=options)])

@@ -201,7 +201,7 @@ def test_an_environment_without_images_and_with_old_seeds():
     ("options", "message"),
     [
         ({"success": None}, "task.options.success is missing.*'mmrl/Reach-v0' is solved; or write success: terminated"),
-        ({"image": "render"}, "takes no render_mode"),
+        ({"image": "render"}, "does not accept render_mode"),
         ({"image": "pixels"}, "observation has no 'pixels'; it has agent_pos"),
     ],
 )

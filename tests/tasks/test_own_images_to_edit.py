@@ -59,7 +59,10 @@ def test_the_same_words_for_another_image_are_held_out(folder, caplog):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "q"}, r"rows.jsonl, line 2: key 'image' \(task.data.image_field\) names no image .*keys: prompt\)"),
+        (
+            {"prompt": "q"},
+            r"rows.jsonl, line 2: key 'image' \(task.data.image_field\) does not name an image .*keys: prompt\)",
+        ),
         (DARK | {"image": "none.png"}, "line 2: cannot read 'none.png'"),
         (DARK | {"image": "../dark.png"}, "line 2: .*goes up by"),
         (DARK | {"image": ["dark.png", "rows.jsonl"]}, "line 2: cannot read 'rows.jsonl': no PNG"),

@@ -266,7 +266,7 @@ def test_a_comma_without_quotes_is_a_bad_row(images):
     source = FileSource(path, max_bad_share=0.5)
     assert [source[i].answer for i in range(2)] == ["b", "g"]
     assert [bad.line for bad in source.bad] == [3, 5]
-    assert f"{path}, line 3: it has 4 columns, and the header 3; put a text that holds ','" in source.bad[0].reason
+    assert f"{path}, line 3: it has 4 columns, and the header 3; put a cell that contains ','" in source.bad[0].reason
     with pytest.raises(ValueError, match="2 of 4 rows cannot be used"):
         FileSource(path)
 
@@ -276,7 +276,7 @@ def test_a_comma_without_quotes_is_a_bad_row(images):
     [
         ("problem;answer\na;b\n", ".csv", "write ',' between columns, not ';'"),
         ("problem,answer,problem\na,b,c\n", ".csv", "two columns are named 'problem'"),
-        ('problem,answer\n"a,b\nc,d\n', ".csv", "line 2: .*a quote in a text is written twice"),
+        ('problem,answer\n"a,b\nc,d\n', ".csv", "line 2: .*a quote inside a quoted cell is written twice"),
         (b"problem,answer\n\xe9,b\n", ".csv", "not UTF-8"),
         ("", ".csv", "no question in it"),
         ('{"data": [\n1]}', ".json", "a list of objects"),

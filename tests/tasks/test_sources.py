@@ -600,7 +600,7 @@ def test_a_number_is_the_place_of_an_option(tmp_path):
     ("change", "message"),
     [
         ({"problem": "<image 3>?", "image_3": None}, "the question names <image 3>, and the row has no such image"),
-        ({"options": "['a'"}, "field 'options' is a text that is not a list of options"),
+        ({"options": "['a'"}, "field 'options' is a string that is not a list of options"),
         ({"options": "7"}, "field 'options' must be a list of at most 26 options"),
         ({"options": ["a"] * 27}, "at most 26 options"),
         ({"options": ["a", "b"], "answer": 2}, "field 'answer' is 2, and there are 2 options, counted from 0"),

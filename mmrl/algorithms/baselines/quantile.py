@@ -18,7 +18,7 @@ class Quantile(Baseline):
     rollouts that are among the best be reinforced, a low one only the worst be punished."""
 
     equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), linear between neighbours"
-    source: ClassVar[str] = "robust statistics; as a group baseline a variant of our own"
+    source: ClassVar[str] = "robust statistics; as a group baseline mmrl's own variant"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     type: str = "quantile"
     q: float = option(0.5, "the share of the group below it; 0.5 is the median", ge=0, le=1)

@@ -19,7 +19,7 @@ class Guided(Clipped):
     largest for tokens that are rare but not out of reach. It needs a source such as `guided_groups`."""
 
     equation: ClassVar[str] = (
-        "clip's; of demonstrations -A p / (p + gamma), p = exp(logp): whoever made them, not clipped"
+        "clip's; of demonstrations -A p / (p + gamma), p = exp(logp), from any source, not clipped"
     )
     source: ClassVar[str] = "policy shaping of LUFFY, arXiv 2504.14945"
     test: ClassVar[str] = "tests/joints/test_guidance.py"

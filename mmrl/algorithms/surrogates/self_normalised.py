@@ -1,4 +1,4 @@
-"""A surrogate whose weights are shares of a group, for ratios that are only estimates."""
+"""A surrogate whose ratios are normalised over a group, for ratios that are only estimates."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-KEY = "VLLM_API_KEY"  # vLLM's own name for it, in the environment of servers and of whoever talks to them
+KEY = "VLLM_API_KEY"  # vLLM's own name for it, in the environment of servers and of their clients
 Message = dict[str, Any]  # a message, or the scope of a connection, in ASGI
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]

@@ -113,7 +113,7 @@ class Server:
     def version(self) -> str:
         info = self._exchange("GET", "weight_info")
         if not isinstance(info, dict) or not isinstance(info.get("weight_version"), str):
-            raise Failed(f"/weight_info names no version: {str(info)[:100]}")
+            raise Failed(f"/weight_info gives no version: {str(info)[:100]}")
         return info["weight_version"]
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

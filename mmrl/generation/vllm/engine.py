@@ -292,7 +292,7 @@ class VLLM:
         return (self,)
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-        """The responses that are asked for, in order.
+        """The requested responses, in order.
 
         Raises UserError if a prompt and its response may not fit the context, holds too many images, or is read as
         other tokens than by the trainer.

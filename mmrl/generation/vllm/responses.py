@@ -22,7 +22,7 @@ ROUNDING = 1e-3  # by which rounding may lift the logarithm of a probability abo
 class Answer:
     ids: Tensor  # [token] int64, the end token included
     logp: Tensor  # [token] fp32
-    # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they are asked for
+    # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they were requested
     experts: Tensor | None = None
 
 
@@ -31,10 +31,10 @@ class BadAnswer(ValueError):
 
 
 def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> None:
-    """Raises BadAnswer for a response that can not have been sampled as it was asked for, of at most `limit` tokens."""
+    """Raises BadAnswer for a response that can not have been sampled as requested, of at most `limit` tokens."""
     count, ids, logp = len(answer.ids), answer.ids, answer.logp
     if not 1 <= count <= limit:
-        raise BadAnswer(f"a response has {count} tokens, where 1 to {limit} were asked for")
+        raise BadAnswer(f"a response has {count} tokens, where 1 to {limit} were requested")
     if len(logp) != count:
         raise BadAnswer(f"a response has {len(logp)} log-probabilities for {count} tokens")
     in_vocabulary = (ids >= 0) & ((ids < sampling.vocabulary) if sampling.vocabulary else ids.ge(0))
@@ -58,7 +58,7 @@ def read(payload: object, count: int, limit: int, sampling: Sampling, eos: tuple
     as `check`, and for anything that it would not have written."""
     answers = [_answer(choice) for choice in choices(payload)]
     if len(answers) != count:
-        raise BadAnswer(f"{len(answers)} responses came, where {count} were asked for")
+        raise BadAnswer(f"{len(answers)} responses came, where {count} were requested")
     for answer in answers:
         check(answer, limit, sampling, eos)
     return answers

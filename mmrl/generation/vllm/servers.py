@@ -439,7 +439,7 @@ def answers(
     sampling: Sampling,
     eos: tuple[int, ...],
 ) -> list[Answer]:
-    """The server's answers to one request. version: the weights of now. Raises `BadAnswer` for those of others."""
+    """The server's answers to one request. version: of the current weights. Raises `BadAnswer` for those of others."""
     request = batch.requests[index]
     payload = server.post("inference/v1/generate", batch.bodies[index])
     if (other := responses.versions(payload) - {now := version()}) != set():

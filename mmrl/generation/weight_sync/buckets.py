@@ -42,7 +42,7 @@ def read_header(text: str) -> list[Entry]:
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[Bucket]:
-    """Buckets of about `size` bytes, in order. The iterable is advanced when the next bucket is asked for."""
+    """Buckets of about `size` bytes, in order. The iterable is advanced when the next bucket is requested."""
     entries: list[Entry] = []
     parts: list[Tensor] = []
     filled = 0

@@ -135,7 +135,7 @@ class CopyWatch(TorchDispatchMode):
         return [part for part in self.by_owner.get(_address(memory), []) if not part.owner.expired()]
 
     def finish(self, model: nn.Module) -> None:
-        """Settles parts that landed where they stay; parts that lie otherwise than they landed are packed."""
+        """Settles parts that landed where they stay; parts whose layout differs from how they landed are packed."""
         for tensor in [*model.parameters(), *model.buffers()]:
             for part in self._waiting(tensor):
                 part.settle(tensor)
@@ -238,8 +238,8 @@ class Arrival:
 
     def arrived(self, adapter: str | None = None) -> dict[str, Any]:
         """The report of this worker. tensors: value, count and state of each checksum, by the name it came with. blank:
-        parameters that got nothing. misplaced: tensors that lie otherwise than the engine's kernels read them. adapter:
-        the folder of the LoRA that is in use."""
+        parameters that got nothing. misplaced: tensors whose layout is not the one that the engine's kernels read.
+        adapter: the folder of the LoRA that is in use."""
         assert self.watch is not None
         tensors = self.watch.checksums() | ({} if adapter is None else adapters(self.model_runner, Path(adapter)))
         return {

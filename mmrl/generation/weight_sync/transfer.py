@@ -176,7 +176,7 @@ class Broadcast:
     def _group(
         self, servers: Sequence[Server], standings: Sequence[Any], last: BroadcastGroup | None
     ) -> BroadcastGroup:
-        """The last one, if all workers are still in it, else a new one that nobody has joined yet."""
+        """The last one, if all workers are still in it, else a new one that has no members yet."""
         workers = [state for standing in standings for state in standing]
         if last is not None and {state["group"] for state in workers} == {last.rendezvous.name}:
             return last
@@ -226,7 +226,7 @@ class Broadcast:
                 if not all(future.done() and future.exception() is None for future in receiving):
                     for number in (sent, sent + 1):  # a member may have the last bucket already
                         nccl.close(group, base, number, ABORTED)
-                    group.leave()  # so that nobody waits for rank 0
+                    group.leave()  # so that the other members do not wait for rank 0
         nccl.forget(group, base, sent)
 
     def _gather(self, group: BroadcastGroup, receiving: Sequence[Future[Any]], until: float) -> None:

@@ -48,8 +48,8 @@ class ImageTokenPrompts:
         return next(self.scorer.parameters()).device
 
     def encode(self, text: str) -> Tensor:
-        """Returns the tokens of a request, [token] int64. Raises UserError for a text that is too long, or that has no
-        tokens."""
+        """Returns the tokens of a request, [token] int64. Raises UserError for a string that is too long, or that has
+        no tokens."""
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "user", "content": self.writer.content(text)}]
             with template_limit(f"model.path={self.tokenizer.name_or_path}"):
@@ -89,7 +89,7 @@ class ImageTokenPrompts:
         return torch.tensor([*ids, self.tokenizer.eos_token_id])
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a text inside a prompt."""
+        """Returns the tokens of a string inside a prompt."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def prefixes(self, prompts: Sequence[Tensor], texts: Sequence[Tensor]) -> list[Tensor]:

@@ -49,7 +49,7 @@ class ImageTokenDrawing(Section):
     negative_prompt: str = option(
         "", "the prompt that guidance leads away from; Janus has padding in its place, as it was trained"
     )
-    template: str = option("{}", "how a prompt is asked for, such as a request to plan the image first; {}: it")
+    template: str = option("{}", "text around the prompt, such as a request to plan the image first; {}: the prompt")
 
     question: str = option(
         "", "what stands between an image and its prompt where the model reads it, see `inverse_likelihood`"

@@ -188,7 +188,8 @@ class JanusWriter(ImageTokenWriter):
         return conditional.where(keep, torch.tensor(tokenizer.pad_token_id))
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns placeholders of the vision tower's features: the model reads images otherwise than it writes them."""
+        """Returns placeholders of the vision tower's features: the model reads images in another way than it writes
+        them."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

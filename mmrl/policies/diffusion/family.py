@@ -99,7 +99,7 @@ class Family(Protocol):
         ...
 
     def truncated_tokens(self, text: str) -> int:
-        """Returns the number of tokens of a text beyond the encoders' limit, which are not read."""
+        """Returns the number of tokens of a string beyond the encoders' limit, which are not read."""
         ...
 
     def predict(

@@ -212,7 +212,7 @@ class SmallFamily:
         return 0  # `encode` raises UserError for longer prompts
 
     def readable(self, text: str) -> str:
-        """Returns the words of a text that are in the vocabulary, at most max_words of them."""
+        """Returns the words of a string that are in the vocabulary, at most max_words of them."""
         words = [word for word in text.lower().replace(",", " ").split() if word in self._ids]
         return " ".join(words[: self.config.max_words])
 

@@ -47,7 +47,7 @@ WITHOUT = {
     "clip_qkv": (None,),
     "block_group_size": (1,),
 }
-MASKS = ("<|mdm_mask|>", "<|MASK|>", "<|mask|>", "[MASK]")  # in tokenizers whose config.json names no mask token
+MASKS = ("<|mdm_mask|>", "<|MASK|>", "<|mask|>", "[MASK]")  # in tokenizers whose config.json has no mask token
 OF_QWEN = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),

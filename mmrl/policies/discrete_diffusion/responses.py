@@ -93,7 +93,7 @@ class ResponseLayout:
         )
 
     def _text_tokens(self, prompt: Prompt, text: str, limit: str) -> Tensor:
-        """Returns a text filled up with end tokens, [position]. limit: the key of its length."""
+        """Returns a string filled up with end tokens, [position]. limit: the key of its length."""
         end = self.vocabulary.end
         assert end is not None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids

@@ -35,7 +35,7 @@ class FewStepSampler(Section):
 
 class FewStepModel(DiffusionModel):
     """A diffusion or flow model whose rollouts are drawn by a copy of it in few steps and without guidance. The model
-    learns from final images, whoever drew them; the copy learns to jump where the model goes in many steps."""
+    learns from final images of any sampler; the copy learns to jump where the model goes in many steps."""
 
     source: ClassVar[str] = "reconstructed from DMSampler: a co-evolving few-step sampler, distilled with rewards"
     test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"

@@ -136,7 +136,7 @@ def read(
     inside: bool = False,
 ) -> list[RolloutTokens]:
     """Encodes texts with one marker an image or video by the processor, as prompts. names: of the texts, for messages.
-    inside: a text continues a prompt, so that nothing is put before it. Raises UserError for one that the processor
+    inside: a string continues a prompt, so that nothing is put before it. Raises UserError for one that the processor
     does not take.
 
     Texts with as many images and videos of the same sizes go through the processor together: its outputs then fall into

@@ -86,7 +86,7 @@ def _probed(processor: Processor, template: str) -> TemplateForms:
 
 
 def _form(processor: Processor, role: str, before: Sequence[Rendered], after: Sequence[Rendered] = ()) -> Form | None:
-    """Returns the form in which the template shows a text of this role, parts first; None for neither."""
+    """Returns the form in which the template shows a string of this role, parts first; None for neither."""
     forms: tuple[Form, ...] = ("parts", "text")
     for form in forms:
         try:

@@ -176,7 +176,7 @@ def check_signature(name: str, function: Reward) -> None:
     signature = resembling(function)
     if signature is not None:
         library = {"trl": "TRL", "verl": "verl", "easyr1": "EasyR1"}[signature]
-        texts = "; signature: trl_text gives it completions as texts, not as messages" if signature == "trl" else ""
+        texts = "; signature: trl_text gives it completions as strings, not as messages" if signature == "trl" else ""
         raise ValueError(
             f"reward {name!r} has the parameters of a reward of {library} "
             f"({', '.join(inspect.signature(function).parameters)}); write "

@@ -50,7 +50,7 @@ def process(
 
 
 def steps(text: str, ending: re.Pattern[str]) -> list[tuple[int, int]]:
-    """Returns begin and end of each step of a text, its ending included, without those that are blank."""
+    """Returns begin and end of each step of a string, its ending included, without those that are blank."""
     edges = [0, *(match.end() for match in ending.finditer(text)), len(text)]
     return [(begin, end) for begin, end in pairwise(edges) if text[begin:end].strip()]
 

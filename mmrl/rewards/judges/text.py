@@ -121,7 +121,7 @@ class AnswerJudge(TextJudge):
 class RubricJudge(TextJudge):
     """The weighted share of criteria that a response meets, by one question to the judge for each.
 
-    criteria: a list of texts, or of [text, weight]; or the key of the prompts' metadata that holds such a list, as
+    criteria: a list of strings, or of [text, weight]; or the key of the prompts' metadata that holds such a list, as
     `criteria_key`. Rubrics as Rewards (arXiv:2507.17746), explicit aggregation. The others as `TextJudge`.
     """
 
@@ -187,13 +187,13 @@ def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
 
 
 def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:
-    """Returns criteria with their weights. Raises ValueError for what is neither a text nor a text with a positive
-    weight."""
+    """Returns criteria with their weights. Raises ValueError for what is neither a string nor a pair of a string and a
+    positive weight."""
     weighed = []
     for criterion in criteria:
         text, weight = (criterion, 1.0) if isinstance(criterion, str) else (criterion[0], float(criterion[1]))
         if not isinstance(text, str) or weight <= 0:
-            raise ValueError(f"a criterion is a text, or a text and a positive weight, not {criterion!r}")
+            raise ValueError(f"a criterion is a string, or a pair of a string and a positive weight, not {criterion!r}")
         weighed.append((text, weight))
     if not weighed:
         raise ValueError("criteria are empty")

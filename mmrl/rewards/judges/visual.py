@@ -266,7 +266,7 @@ class VlmJudge(Judged):
 class VlmPreference(Judged):
     """The share of its group that an image beats (Pref-GRPO, Wang et al. 2025, arXiv:2508.20751); 0 to 1.
 
-    Each of the n (n - 1) / 2 pairs of a group is shown to a judge, which is asked for the better one: that answer of
+    Each of the n (n - 1) / 2 pairs of a group is shown to a judge, which has to name the better one: that answer of
     the two `answers` (for the first and for the second image) that is the more probable. A win counts 1, a tie 0.5.
     With orders "both" each pair is asked in both orders and the two outcomes are averaged, so that a judge that always
     prefers one place makes ties; "random" asks once, in an order drawn from `seed`, the prompt's id and the pair. A

@@ -63,23 +63,23 @@ _NOTHING_SAID = re.compile(
 
 
 def boxes_in(text: str) -> list[Numbers]:
-    """Every box of a text, four numbers each, in order."""
+    """Every box of a string, four numbers each, in order."""
     return _shapes(text)[0]
 
 
 def points_in(text: str) -> list[Numbers]:
-    """Every point of a text, two numbers each, in order; the numbers of a box of four are not points."""
+    """Every point of a string, two numbers each, in order; the numbers of a box of four are not points."""
     return _shapes(text)[1]
 
 
 def states_nothing(text: str) -> bool:
-    """Returns whether a text without boxes says that there is nothing: [], "none", "There is no cat in the image"."""
+    """Returns whether a string without boxes says that there is nothing: [], "none", "There is no cat in the image"."""
     text = folded(_FENCE.sub(" ", text)).strip()
     return _NOTHING.fullmatch(text) is not None or _NOTHING_SAID.search(text) is not None
 
 
 def gold_boxes(gold: Any) -> list[Numbers] | None:
-    """Boxes of a gold answer: a box, a list of boxes, objects with boxes, or a text as a response has it. [] where it
+    """Boxes of a gold answer: a box, a list of boxes, objects with boxes, or a string as a response has it. [] where it
     says that there is nothing; None where it can not be read."""
     if isinstance(gold, str):
         text = extract_answer(gold)
@@ -104,7 +104,7 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
 
 
 def gold_points(gold: Any) -> list[Numbers] | None:
-    """Points of a gold answer: a list of [x, y], or a text as a response has it; None where there are none."""
+    """Points of a gold answer: a list of [x, y], or a string as a response has it; None where there are none."""
     if isinstance(gold, str):
         return points_in(extract_answer(gold)) or None
     if not isinstance(gold, (list, tuple)) or not all(_is_pair(part) for part in gold):
@@ -113,8 +113,8 @@ def gold_points(gold: Any) -> list[Numbers] | None:
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """Every innermost JSON object of a text, in order, and every labelled box in tags as such an object; what does not
-    parse is left out."""
+    """Every innermost JSON object of a string, in order, and every labelled box in tags as such an object; what does
+    not parse is left out."""
     objects = [value for match in _OBJECT.findall(text) if (value := _parsed(match)) is not None]
     references = list(_REFERENCE.finditer(text)) if "<" in text else []
     ends = [*(reference.start() for reference in references[1:]), len(text)]

@@ -1,4 +1,4 @@
-"""Letters of options in a text, and the options of a question."""
+"""Letters of options in a string, and the options of a question."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _INLINE = re.compile(r"\(([A-Z])\)\s*+([^()\n]++)")
 
 
 class Letters:
-    """Reads which of certain letters a text names as options."""
+    """Reads which of certain letters a string names as options."""
 
     def __init__(self, letters: str) -> None:
         self.letters = letters.upper()
@@ -61,7 +61,7 @@ class Letters:
         return self._alone_in(text, announced) or (self._alone_in(text, 0) if announced else [])
 
     def _listed(self, text: str) -> list[str]:
-        """Letters of a text that is nothing but letters: "B", "a, c", "AC"."""
+        """Letters of a string that is nothing but letters: "B", "a, c", "AC"."""
         if len(text) > 8 * len(self.letters) or _WORD.search(text):
             return []
         parts = [part for part in _BETWEEN_LETTERS.split(text.strip("\"'*.:() \n")) if part]
@@ -111,7 +111,7 @@ def options_of(question: str) -> dict[str, str]:
 
 
 def without_lead_in(text: str) -> str:
-    """A text without "The answer is" and the like before it."""
+    """A string without "The answer is" and the like before it."""
     text = _tidy(text).strip()
     lead_in = _LEAD_IN.match(text)
     return text if lead_in is None else text[lead_in.end() :].strip()

@@ -76,7 +76,7 @@ class Quantity:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number of a text; None where it has none."""
+    """The last number of a string; None where it has none."""
     text = _without_latex(plain(text))
     last = None
     for match in _QUANTITY.finditer(text):

@@ -37,7 +37,7 @@ def extract_answer(response: str) -> str:
 
 
 def extract_from(text: str) -> str:
-    """The answer of a text that has no thoughts."""
+    """The answer of a string that has no thoughts."""
     tagged = last_tagged(text)
     text = text if tagged is None else tagged
     boxed = _last_boxed(text)
@@ -132,7 +132,7 @@ def _closing(text: str, begin: int) -> int | None:
 
 
 def _unwrapped(text: str) -> str:
-    """A text without what is around all of it: dollar signs, \\text{...} and its kin."""
+    """A string without what is around all of it: dollar signs, \\text{...} and its kin."""
     text = text.strip()
     for _ in range(_WRAPPERS):
         inner = _inside(text) if text and text[-1] in "$})]" else None

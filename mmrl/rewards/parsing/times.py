@@ -42,7 +42,7 @@ _JOINT = re.compile(r"\s*+(?:,\s*+)?(?:and\s++)?")
 
 
 def times_in(text: str) -> list[float]:
-    """Every time of a text in seconds, in order: 3.5, 3.5 s, 1:03, 0:01:03.5, 00:01:03,500, 1m3s, 1 minute 3 seconds.
+    """Every time of a string in seconds, in order: 3.5, 3.5 s, 1:03, 0:01:03.5, 00:01:03,500, 1m3s, 1 minute 3 seconds.
 
     A number without a unit has that of the time behind it: "1 to 2 minutes".
     """
@@ -70,7 +70,7 @@ def times_in(text: str) -> list[float]:
 
 
 def gold_times(gold: Any) -> list[float]:
-    """Times of a gold answer: a list, a mapping, or a text as a response has it."""
+    """Times of a gold answer: a list, a mapping, or a string as a response has it."""
     if isinstance(gold, list) and all(type(part) in (int, float) for part in gold):
         return [float(part) for part in gold]
     return times_in(extract_answer(gold) if isinstance(gold, str) else json.dumps(gold, default=str))

@@ -34,8 +34,8 @@ _STACKED = re.compile(f"([\u0300-\u036f]{{{_COMBINING_AT_ONCE}}})[\u0300-\u036f]
 
 
 def plain(text: str, power: str = "^{}", fraction: str = "{}/{}") -> str:
-    """A text in the typography of ASCII as far as that has it: compatibility forms (NFKC), digits of all scripts,
-    quotes, dashes and minus signs, full stops and commas of other scripts; without marks that nobody sees.
+    """A string in the typography of ASCII as far as that has it: compatibility forms (NFKC), digits of all scripts,
+    quotes, dashes and minus signs, full stops and commas of other scripts; without invisible characters.
 
     Fractions such as \xbd become 1/2 (2\xbd: 2 1/2), powers ^2, subscripts digits. Thin and unbreakable spaces between
     thousands are left out. Case and other spaces stay. power, fraction: formats of theirs.

@@ -89,7 +89,7 @@ class Unit:
 
 
 def unit_behind(text: str, position: int) -> Unit | None:
-    """The unit that begins in a text at a position, or after one space there; None where it is none that is known."""
+    """The unit that begins in a string at a position, or after one space there; None where it is none that is known."""
     match = _UNIT.match(text, position)
     return None if match is None else _unit(match[1])
 

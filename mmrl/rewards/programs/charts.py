@@ -131,7 +131,7 @@ def likeness(shown: Image.Image, target: Tensor, measure: Callable[[Tensor, Tens
 
 def common(elements: object, gold: Mapping[str, Sequence[str]]) -> float:
     """Returns the mean over kinds of elements of the F1 between two multisets; kinds that the gold lacks are left
-    out. What is not a mapping of lists of texts has nothing in common."""
+    out. What is not a mapping of lists of strings has nothing in common."""
     if not isinstance(elements, Mapping):
         return 0.0
     scores = []

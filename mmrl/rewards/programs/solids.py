@@ -115,7 +115,7 @@ def mesh_of(answer: Mapping[str, Any]) -> Trimesh | None:
 
 
 def surface_f1(mesh: Trimesh, gold: Trimesh, points: int, threshold: float) -> float:
-    """Returns the F1 of two surfaces: the harmonic mean of the shares of points on each whose nearest point on the
+    """Returns the F1 of two surfaces: the harmonic mean of the fractions of points on each whose nearest point on the
     other is within `threshold` of the gold's diagonal. The same points for the same mesh."""
     import trimesh
     from scipy.spatial import cKDTree

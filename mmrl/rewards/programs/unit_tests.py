@@ -21,7 +21,7 @@ class UnitTests(ProgramReward):
 
     The row's answer holds the tests, as data sets of programs have them: {"inputs": [...], "outputs": [...]}, also as
     JSON text; with "fn_name" the inputs are lists of arguments of that function (or of that method of a class
-    Solution), without it texts for the standard input, and outputs what is printed. Or it is a list of texts
+    Solution), without it texts for the standard input, and outputs what is printed. Or it is a list of strings
     `assert f(1) == 2`, whose right side is a literal, `assert f(1)` or `assert not f(1)`. Outputs are compared here:
     the program's process never holds them. Printed lines are equal without space at their ends, numbers within
     `tolerance` of their size.

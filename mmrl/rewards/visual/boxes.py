@@ -225,5 +225,5 @@ def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = Fa
 
 
 def _nothing(text: str) -> float:
-    """Returns the reward of a text where there is nothing to find."""
+    """Returns the reward of a string where there is nothing to find."""
     return float(not boxes_in(text) and states_nothing(text))

@@ -42,7 +42,7 @@ class Resize:
 
 
 class Coordinates:
-    """Coordinates of a convention, turned into shares of the image's sides.
+    """Coordinates of a convention, turned into fractions of the image's width and height.
 
     Raises ValueError for an unknown convention and for an unknown key of `resize`.
     """
@@ -56,8 +56,8 @@ class Coordinates:
         self.convention, self.resize = convention, Resize(**(resize or {}))
 
     def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
-        """Converts x, y, x, y, ... to shares of the first image's sides. Raises UserError where the prompt has no image
-        and the convention needs its size."""
+        """Converts x, y, x, y, ... to fractions of the first image's width and height. Raises UserError where the
+        prompt has no image and the convention needs its size."""
         width, height = self.sides(sample)
         return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
 

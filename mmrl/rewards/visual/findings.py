@@ -22,10 +22,10 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
     for the way to an answer where a report tells what there is to see (the process reward of ChestX-Reasoner, arXiv
     2504.20930, and the cue recall of OPPO; reconstructed from summaries).
 
-    findings: key of the prompts' metadata with a list of phrases, each a text or a list of texts of which one will do.
-    absent: key with phrases of what is not there; each that is named counts as invented. everywhere: in the whole
+    findings: key of the prompts' metadata with a list of phrases, each a string or a list of strings of which one will
+    do. absent: key with phrases of absent findings; each that is named counts as invented. everywhere: in the whole
     response. Capitals, spaces and typography do not count, a phrase is found as whole words where its script has them,
-    and not where English words deny it: "no edema" names none. None where a prompt has no findings.
+    and not where English words deny it: "no edema" does not count. None where a prompt has no findings.
     """
 
     def reward(sample: Sample) -> float | None:

@@ -79,7 +79,7 @@ class GenEval:
         for item in [*metadata["include"], *metadata.get("exclude", [])]:
             if item["class"] not in self.detector.labels:
                 close = nearest(item["class"], self.detector.labels)
-                raise UserError(f"prompt {sample.prompt.id!r}: the detector knows no {item['class']!r}{close}")
+                raise UserError(f"prompt {sample.prompt.id!r}: the detector has no class {item['class']!r}{close}")
             if "color" in item and item["color"] not in COLOURS:
                 raise UserError(f"prompt {sample.prompt.id!r}: color must be one of {', '.join(COLOURS)}")
 

@@ -96,11 +96,11 @@ def _class_of(sample: Sample, count: int) -> int:
 def ocr(*, threads: int = 1) -> Reward:
     """1 - min(d, n) / n, with d the edit distance of the text read in the image to the n letters wanted.
 
-    Case, white space and typography do not count, and text asked for that stands somewhere in the text read has d = 0:
-    the measure of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). What is asked for is prompt.metadata["text"], a text
-    or a list of them, else what the prompt puts in quotes. Of several texts each has the least d of the whole text
-    read and its lines, and n counts the letters of all. Text is read by RapidOCR (the extra `ocr`) on `threads` threads
-    of the CPU. None for an image that holds NaN or inf.
+    Case, white space and typography do not count, and a requested text that occurs in the text read has d = 0:
+    the measure of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The requested text is prompt.metadata["text"], a
+    string or a list of them, else what the prompt puts in quotes. Of several strings each has the least d of the whole
+    text read and its lines, and n counts the letters of all. Text is read by RapidOCR (the extra `ocr`) on `threads`
+    threads of the CPU. None for an image that holds NaN or inf.
     """
     read_lines = reader(threads)
 
@@ -125,7 +125,7 @@ def _asked_texts(sample: Sample) -> Sequence[str]:
 
 
 def _distance(letters: str, texts: Sequence[str]) -> int:
-    """The edit distance of letters to the nearest of several texts, at most their number."""
+    """The edit distance of letters to the nearest of several strings, at most their number."""
     if any(letters in text for text in texts):
         return 0
     return min(len(letters), *(edit_distance(text, letters) for text in texts))

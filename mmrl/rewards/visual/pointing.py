@@ -28,7 +28,7 @@ def point_inside(
     resize: Mapping[str, int] | None = None,
     spread: float | None = None,
 ) -> Reward:
-    """1 where the last point of the answer lies in the gold box, else 0. With `spread`, in shares of the image's
+    """1 where the last point of the answer lies in the gold box, else 0. With `spread`, a fraction of the image's
     sides, a point outside gets exp(-d^2 / (2 spread^2)) for its distance d from the box. No point gets 0; None
     where the gold answer is not one box."""
     if spread is not None and spread <= 0:

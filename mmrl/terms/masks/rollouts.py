@@ -57,7 +57,7 @@ class BandMask(Mask):
     what hacks the reward. A fact that could not be measured keeps its rollout."""
 
     equation: ClassVar[str] = "low <= fact <= high"
-    source: ClassVar[str] = "reward guards, as a mask of our own"
+    source: ClassVar[str] = "reward guards as a mask, mmrl's own"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     test: ClassVar[str] = "tests/monitors/test_guards.py"
     type: str = "band"

@@ -170,7 +170,7 @@ def heldout_accuracy(judge: Judge) -> float:
 
 
 class DigitCorrect:
-    """Reward: 1 where a classifier takes the image, clamped to 0..1, for the digit asked for (prompt.answer), else 0.
+    """Reward: 1 where a classifier takes the image, clamped to 0..1, for the requested digit (prompt.answer), else 0.
 
     None for an image that holds NaN or inf. Scoring raises UserError for images that are not [1, 8, 8].
     """

@@ -158,7 +158,7 @@ def read(images: Tensor) -> Tensor:
 
 
 def marks(images: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the shares of cells that are as they should be, [image] each: of those that should change, and of the
+    """Returns the fractions of cells that are as they should be, [image] each: of those that should change, and of the
     others."""
     actual, source, expected = read(images), read(before), read(wanted)
     right, touched = (actual == expected).float().flatten(1), (source != expected).float().flatten(1)

@@ -166,7 +166,7 @@ def real_images(count: int) -> list[Sample]:
 
 
 class Recognised:
-    """Reward: 1 where a scorer takes the image, clamped to 0..1, for the thing asked for (prompt.answer), else 0;
+    """Reward: 1 where a scorer takes the image, clamped to 0..1, for the requested thing (prompt.answer), else 0;
     with `soft` the probability that it gives it.
 
     None for an image that holds NaN or inf. Scoring raises UserError for images that are not [3, SIZE, SIZE].

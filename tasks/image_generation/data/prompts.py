@@ -29,8 +29,8 @@ def load(
     """Reads the prompts of a file or folder as `load_prompts` does. images: those to edit, which each row must name.
 
     `format` says what else a row must hold: geneval a `tag` and `include` (a list of {class, count}, each with `color`
-    or `position`, [relation, index of another], where the prompt has them); ocr a text in double quotes in the prompt,
-    or under the key `text`.
+    or `position`, [relation, index of another], where the prompt has them); ocr a text in double quotes in the
+    prompt, or under the key `text`.
     """
     of_format = CHECKS[format]
 
@@ -44,7 +44,7 @@ def load(
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Splits prompts into training and held-out ones. A text's side depends on the text alone: on no seed, order or
+    """Splits prompts into training and held-out ones. A prompt's side depends on its text alone: on no seed, order or
     repetition.
 
     Raises ValueError where a side stays empty.

@@ -32,7 +32,9 @@ class ImagesToEdit:
         images = self.references(row)
         if not images:
             columns = ", ".join(map(str, row)) or "none"
-            raise RowError(f"key {self.field!r} (task.data.image_field) names no image to edit (keys: {columns})")
+            raise RowError(
+                f"key {self.field!r} (task.data.image_field) does not name an image to edit (keys: {columns})"
+            )
         for image in (*images, *_mask(row)):
             self.files.check(image)
 
@@ -55,7 +57,7 @@ def _mask(row: Mapping[str, Any]) -> list[Any]:
 
 
 class PromptsToEdit:
-    """Prompts whose images are opened when they are asked for. Raises UserError for one that turns out damaged then."""
+    """Prompts whose images are opened on access. Raises UserError for one that turns out damaged then."""
 
     def __init__(self, prompts: Sequence[Prompt], images: ImagesToEdit) -> None:
         self.prompts, self.images = prompts, images

@@ -105,7 +105,7 @@ def marks(scene: ShapeScene, objects: Sequence[PlacedShape]) -> dict[str, float]
     count     the share of phrases of whose colour there are as many objects as they say
     shape     the share of the objects of a named colour that have the shape named with it
     relation  1 where all objects of the first phrase stand so to all of the second's, and both are there (only where a
-              relation is asked for)
+              relation is requested)
     """
     named = {phrase.colour: phrase for phrase in scene.phrases}
     by_colour = {colour: [item for item in objects if item.colour == colour] for colour in named}
@@ -128,7 +128,7 @@ def _related(relation: str, *groups: list[PlacedShape]) -> bool:
 
 
 class ShapesChecked:
-    """Reward: 1 where the image shows exactly the scene asked for (prompt.metadata["scene"]), else 0.
+    """Reward: 1 where the image shows exactly the requested scene (prompt.metadata["scene"]), else 0.
 
     With `partial` it is the mean of the `marks` instead. None for an image that holds NaN or inf. Scoring raises
     UserError for images that are not [3, SIZE, SIZE].

@@ -31,7 +31,7 @@ class ChartColumn:
     """Numbers of a table: one series for each value of the column `apart`, or one in all.
 
     labels: the column that names each value; of a date its first `letters` are kept. decimals: values are rounded to
-    them before they are drawn and asked for.
+    them before they are drawn and questions are written.
     """
 
     table: ChartTable

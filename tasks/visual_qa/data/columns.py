@@ -51,7 +51,7 @@ class Columns:
             try:
                 options = ast.literal_eval(options) if options.strip() else None
             except (ValueError, SyntaxError, MemoryError, RecursionError):
-                raise RowError(f"field {self.options!r} is a text that is not a list of options") from None
+                raise RowError(f"field {self.options!r} is a string that is not a list of options") from None
         if options is None:
             return {}
         if isinstance(options, Mapping):

@@ -163,20 +163,20 @@ class ConversationFields:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind == "text":
                 if not isinstance(part.get("text"), str):
-                    raise RowError("a part of type text without a text")
+                    raise RowError("a part of type text without the key text")
                 if part["text"]:
                     yield part["text"]
             elif kind in ("image", "image_url"):
                 image = part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
                 yield self._image("its image", image, open_image) if image else self._next(shown, open_image)
             else:
-                raise RowError(f"a part of type {kind!r:.40}; texts and images are read")
+                raise RowError(f"a part of type {kind!r:.40}; only text and images are read")
 
     def _marked(
         self, text: str, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Iterator[Part]:
         if VIDEO_MARKER in text:
-            raise RowError(f"{VIDEO_MARKER} in a conversation, of which texts and images are read")
+            raise RowError(f"{VIDEO_MARKER} in a conversation, of which only text and images are read")
         for index, piece in enumerate(text.split(MARKER)):
             if index:
                 yield self._next(shown, open_image)

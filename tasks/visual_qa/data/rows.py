@@ -33,7 +33,7 @@ class BadRow:
 
 
 class Rows(Protocol):
-    """Rows by index, read when asked for, by several threads at once; `unit` is what `number` counts, for messages:
+    """Rows by index, read on access, by several threads at once; `unit` is what `number` counts, for messages:
     'line 7', 'row 7'. `columns` are those that are known without reading a row.
     `stamp` changes when the rows do; None where that cannot be known."""
 
@@ -73,7 +73,7 @@ class RowSource:
     next good row takes its place.
 
     Raises ValueError where the share of bad rows exceeds `max_bad_share` and where no row is left; UserError for the
-    first when a prompt is asked for.
+    first when a prompt is accessed.
     """
 
     def __init__(self, rows: Rows, fields: Mapped, *, name: str, prefix: str, max_bad_share: float, validate: bool):

@@ -1,4 +1,4 @@
-"""Scenes of many handwritten digits, of which coloured ones are asked for: too small to read at the size at which the
+"""Scenes of many handwritten digits, with questions about coloured ones: too small to read at the size at which the
 image is shown, and easy to read in a crop of the right region."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ScenesSource:
     for one of them.
 
     Train and held-out scenes are made of disjoint images. Metadata: `kind` (the colour), `target` (the box of the digit
-    that is asked for, in shares of width and height) and `demonstration`: a list of responses that zooms to a cell and
-    then names its digit, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
+    that is asked for, as fractions of width and height) and `demonstration`: a list of responses that zooms to a cell
+    and then names its digit, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
     them the cell is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
     itself is always right.
 

@@ -177,7 +177,7 @@ class Fields:
         try:
             return json.loads(value)
         except ValueError as error:
-            raise RowError(f"field {field!r} is a text in brackets, and no JSON list: {error}") from None
+            raise RowError(f"field {field!r} is a string in brackets, but not a JSON list: {error}") from None
 
     def _refuse_a_near_name(self, row: Mapping[str, Any], field: str, key: str) -> None:
         others = [name for name, value in row.items() if value and name not in self._used]

@@ -89,7 +89,7 @@ def _part(part: Any) -> tuple[str, Any]:
     if kind in TEXTS and isinstance(part.get("text"), str):
         return part["text"], None
     if kind not in KINDS:
-        raise RowError(f"a part of type {kind!r:.40}; texts, images and videos are read")
+        raise RowError(f"a part of type {kind!r:.40}; only text, images and videos are read")
     return KINDS[kind], next((part[key] for key in REFERENCES if part.get(key)), None)
 
 

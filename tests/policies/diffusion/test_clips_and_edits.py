@@ -232,7 +232,7 @@ class TestBadInput:
         family = families("kontext")
         with pytest.raises(UserError, match="has 0 images; an edit needs one"):
             family.encode([ConditionInputs("make it blue")], (4, 8, 8))
-        with pytest.raises(UserError, match="its image has 20 x 20 pixels, asked for are 16 x 16"):
+        with pytest.raises(UserError, match="its image has 20 x 20 pixels, requested are 16 x 16"):
             family.encode([ConditionInputs.of(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
         with pytest.raises(UserError, match="has an image, but WanPipeline draws from words alone"):
             families("wan").encode([ConditionInputs.of(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))

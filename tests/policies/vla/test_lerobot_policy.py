@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
         ({"head": {**FLOW, "likelihood": "learned"}}, "likelihood.type=learned is not for this policy"),
         ({"action": {"statistics": "x.json"}}, "action.statistics"),
         ({"simulator": "tabletop"}, "policy's action has 1 numbers, the simulator's"),
-        ({"lora": {"rank": 1, "targets": ["nothing"]}}, r"model.lora.targets=\['nothing'\] names no linear layer"),
+        ({"lora": {"rank": 1, "targets": ["nothing"]}}, r"model.lora.targets=\['nothing'\] matches no linear layer"),
     ]:
         with pytest.raises(UserError, match=message):
             load(checkpoint, **options)

@@ -251,7 +251,7 @@ class StableDiffusionXL(NoisePipeline):
         return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
-        """Encodes a text; an empty one becomes zeros where the pipeline's force_zeros_for_empty_prompt is set."""
+        """Encodes a string; an empty one becomes zeros where the pipeline's force_zeros_for_empty_prompt is set."""
         tokens, _, pooled, _ = self.pipe.encode_prompt(text, device=self.device, do_classifier_free_guidance=False)
         if not text and self.pipe.config.force_zeros_for_empty_prompt:
             tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)

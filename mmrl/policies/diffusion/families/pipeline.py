@@ -51,7 +51,7 @@ class Pipeline(ABC):
     patch: ClassVar[int] = 2  # latent sides are multiples of it
     packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of an image
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
-    longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a text, and its usual limit
+    longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a string, and its usual limit
     schedules: ClassVar[ReadSchedules]
     pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # where that of the folder is none of diffusers'
     norm_patch: int | None = None
@@ -231,7 +231,7 @@ class Pipeline(ABC):
         (image,) = inputs.images
         if image.size != size:
             raise UserError(
-                f"prompt {inputs.text!r}: its image has {image.width} x {image.height} pixels, asked for are "
+                f"prompt {inputs.text!r}: its image has {image.width} x {image.height} pixels, requested are "
                 f"{size[0]} x {size[1]} (denoising.resolution); resize it"
             )
         mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"

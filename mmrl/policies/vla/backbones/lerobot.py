@@ -471,7 +471,7 @@ def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel
         names = [n for n in names if check_target_module_exists(lora_config, n)]
     if not names:
         raise UserError(
-            f"model.lora.targets={lora.targets} names no linear layer that would be trained: see model.freeze and "
+            f"model.lora.targets={lora.targets} matches no linear layer that would be trained: see model.freeze and "
             f"{base}'s {CONFIG}"
         )
     lora_config.target_modules = set(names)  # type: ignore[assignment]  # as peft converts a list

@@ -11,7 +11,7 @@ from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.prompts import RolloutTokens, chat, encode
 from mmrl.rollouts import Prompt
 
-MARKERS = ("<image>", "<video>")  # of our own prompts, which are counted against their images
+MARKERS = ("<image>", "<video>")  # of mmrl's own prompts, which are counted against their images
 
 
 class PromptEncoder:
@@ -22,7 +22,7 @@ class PromptEncoder:
     """
 
     def __init__(self, processor: Processor, max_length: int, placeholders: Iterable[str] = ()) -> None:
-        """placeholders: tokens that stand for images and videos, which a text can not hold."""
+        """placeholders: tokens that stand for images and videos, which a string can not hold."""
         self.processor, self.max_length = processor, max_length
         self.placeholders = tuple(token for token in placeholders if token not in MARKERS)
         self._cached: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}

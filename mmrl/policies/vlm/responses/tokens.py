@@ -64,7 +64,7 @@ class ChatTokenizer:
         return self.encoder.take(prompt) if read is None else read
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a text inside a response."""
+        """Returns the tokens of a string inside a response."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def pieces(self, ids: Tensor) -> list[str]:
