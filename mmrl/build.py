@@ -36,6 +36,8 @@ from mmrl.tasks.settings import TaskSettings
 
 
 def build_task(config: Config) -> Task:
+    """Builds the task, and checks that it fits the algorithm: names of rewards, rewards of turns, the metadata that
+    terms read, and the prompts that measurements need. Raises UserError, which names the key."""
     try:
         task = open_elsewhere(config.task, config.algorithm.needs.gates).build(config.seed)
         if isinstance(task, ConversationTask) and task.environment is not None:
@@ -100,6 +102,8 @@ def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:
 
 
 def build_policy(config: Config, task: Task) -> Policy:
+    """Builds the policy from model.path, or from the model that model.build writes into a temporary folder. Raises
+    UserError where both are null, where the function fails, and as `load_policy`."""
     choose_kernels(config)
     model = config.model
     if model.build is None:

@@ -101,6 +101,8 @@ class Job:
         self._parts.__exit__(kind, error, traceback)
 
     def _build(self, parts: ExitStack) -> None:
+        """Builds the parts of the job in order: task, policy, engine, generator; what has to be closed goes on `parts`.
+        Raises UserError."""
         if self._trains:
             self.config = warm_started(self.config)
             check_start(self.config)

@@ -77,6 +77,8 @@ def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _filled(form: object, tree: Mapping[str, Any]) -> Any:
+    """Fills a template of the present configuration: "$key" is the former key's value, "$key|default" with a JSON
+    default, {"$key": {value: form}} a choice by value."""
     import json
 
     if isinstance(form, Mapping):

@@ -551,6 +551,8 @@ def _cut(record: ExtraKind, step: Tensor, steps: int) -> ExtraKind:
 
 
 def _joined(column: Field[Any], values: list[Any]) -> Any:
+    """Joins one column of several batches: lists, records by name, or tensors, padded where the column says so. Raises
+    ValueError where it is None in some of them."""
     if isinstance(values[0], list):
         return [item for value in values for item in value]
     if isinstance(values[0], dict):

@@ -187,6 +187,8 @@ class Trainer:
         return parts, stats
 
     def _report_bad_step(self, minibatch: Minibatch, what: str) -> None:
+        """Saves the rollouts of an update that was skipped, and prints where. Raises UserError after
+        engine.max_bad_steps in a row."""
         path = self.run.skipped_update(self.step + 1, self.engine.rank, minibatch)
         ids = ", ".join(sorted({s.prompt.id for micro in minibatch for s in micro.samples})[:3])
         self.run.line(
@@ -240,6 +242,7 @@ class Trainer:
     # --- log, save, resume, stop ---
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
+        """Logs a step: metrics of all ranks, guards, monitors, and from time to time samples."""
         metrics.add_rollouts(rollouts, self.task)
         metrics.add_counts(self.collector.sampling.counts())
         metrics.set(self.controls.values())

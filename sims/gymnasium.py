@@ -135,6 +135,8 @@ class GymnasiumSimulator:
         self._env.close()
 
     def _restart(self, rows: list[int], seeds: Sequence[int | None], task: str) -> tuple[NDArray, NDArray]:
+        """Resets the environments of `rows`, each with its seed. Returns images [count, height, width, 3] and states
+        [count, state] of all rows."""
         mask = np.zeros(self.count, bool)
         row_seeds: list[int | None] = [None] * self.count
         for row, seed in zip(rows, seeds, strict=True):
@@ -195,6 +197,8 @@ class GymnasiumSimulator:
                 self._live[row] = not self._over[row]
 
     def _step(self, executed: NDArray) -> tuple[Any, ...]:
+        """Executes one action in every row, [count, action]. Raises UserError for an environment whose step() returns 4
+        values."""
         try:
             return self._env.step(executed)
         except ValueError as error:
@@ -229,6 +233,8 @@ class GymnasiumSimulator:
 
 
 def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> VectorEnv:
+    """Makes a vector environment of `count` rows, from its name or from a function. Raises UserError for an unknown
+    name, and for one that does not report the ends of episodes."""
     if not isinstance(env, str):
         vector_env = env(count, **kwargs)
     else:

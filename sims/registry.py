@@ -125,6 +125,8 @@ def renderers() -> dict[str, RendererStatus]:
 
 
 def _load(name: str) -> Callable[..., Simulator]:
+    """Imports the class of a simulator, by its registered name or as package.module:Class. Raises UserError where there
+    is none."""
     if ":" not in name and name not in SIMULATORS:
         names = f"{', '.join(SIMULATORS)}, or 'package.module:Class'"
         raise UserError(f"unknown simulator {name!r}{nearest(name, SIMULATORS)}; known: {names}")

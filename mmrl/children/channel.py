@@ -75,6 +75,8 @@ class Channel:
         self.socket.close()
 
     def _exactly(self, count: int, patience: Patience) -> bytearray:
+        """Receives exactly `count` bytes. Raises TimeoutError by `patience`, and ConnectionResetError where the other
+        side ends."""
         buffer = bytearray(count)
         view = memoryview(buffer)
         while view:

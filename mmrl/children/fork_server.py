@@ -128,6 +128,8 @@ class ForkServerProcess:
         self._workers = {}
 
     def _order(self, kind: bytes, pid: int, *descriptors: int) -> dict[str, Any]:
+        """Sends the fork server an order about the child `pid`, with open file descriptors, and returns its answer,
+        {"done", "why"}. Raises ConnectionAbortedError where there is none in ORDER_S seconds."""
         with self._ordering:
             try:
                 self._control.socket.settimeout(ORDER_S)

@@ -79,6 +79,8 @@ def _end(pid: int, workers: set[int]) -> None:
 
 
 def _built(control: Channel) -> tuple[ForkedService, Limits]:
+    """Builds the service that the first message names, and reports success or the problem. Returns the service and the
+    limits of its workers."""
     name, arguments, limits = pickle.loads(control.receive())
     _end_with(control.socket, True)  # also where the service hangs while it is built
     try:
@@ -107,6 +109,7 @@ def _end_with(control: socket.socket, ends: bool) -> None:
 
 
 def _fork_worker(control: Channel, descriptor: int, service: ForkedService, limits: Limits) -> int:
+    """Forks a worker that answers on the socket `descriptor`. Returns its process id."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -122,6 +122,8 @@ class Reader:
         self.numbers, self.shared, self.records = numbers, shared, records
 
     def value(self, tree: object) -> Any:
+        """Decodes a JSON tree to Python objects: a one-entry mapping {kind: content} is a tuple, dict, record, image,
+        tensor, array or number; lists and plain values stay."""
         if isinstance(tree, list):
             return [self.value(one) for one in tree]
         if not isinstance(tree, dict):
@@ -140,6 +142,8 @@ class Reader:
         return self.numeric(kind, name, shape, self.numbers[begin : begin + size])
 
     def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> object:
+        """Decodes a slice of the binary part to an image, tensor, array or NumPy scalar of dtype (or image mode) `name`
+        and `shape`."""
         if kind == "image":
             return image(name, shape, part)
         if kind == "tensor":

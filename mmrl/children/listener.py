@@ -62,6 +62,7 @@ class Listener:
         self._listener.close()
 
     def _listen(self) -> None:
+        """Accepts connections until the listener is closed; each is authenticated in a thread of its own."""
         while True:
             try:
                 caller, _ = self._listener.accept()

@@ -62,6 +62,8 @@ def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[
 
 
 def _answer(services: list[Service], make: Callable[[Any], Service], request: object) -> bytes:
+    """Returns the encoded answer to a request: the service's answer, "refused" for UserError, "raised" for any other
+    error. The first request builds the service."""
     try:
         if not services:
             services.append(make(request))
@@ -83,6 +85,7 @@ def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]
 
 
 def main() -> None:
+    """Runs a service (module:name) on an inherited socket, or on a connection to HOST PORT; ends with its parent."""
     quieten_environment()
     leave_signals_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()

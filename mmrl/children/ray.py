@@ -55,6 +55,8 @@ class Cluster:
         self.host: str = ray.util.get_node_ip_address()
 
     def _join(self, address: str) -> None:
+        """Connects to the Ray cluster at HOST:PORT or auto, and keeps this process's own handler of SIGTERM. Raises
+        UserError where there is none."""
         import ray
 
         before = signal.getsignal(signal.SIGTERM)

@@ -96,6 +96,8 @@ class JobCheck:
         return None
 
     def _rollout(self, task: Task, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        """Samples two rollouts and scores them, so that rewards and the policy run once; adds what they show to the
+        findings."""
         if isinstance(policy, DiffusionPolicy):
             with self.findings.guarded("data"):
                 self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))

@@ -106,6 +106,8 @@ def convert(path: Path) -> Converted:
 def applied(
     settings: Settings, rules: Mapping[str, Rule], memory: tuple[str, ...], path: Path, needed: str, system: str
 ) -> Converted:
+    """Applies the rule of each key to it: a name copies the value, a function sets several keys. Keys without a rule
+    are listed as without a counterpart. Raises UserError where `needed` is missing."""
     if needed not in settings:
         raise UserError(f"{path}: {needed} is not set, so this is not a recipe of {system} for a robot")
     converted = Converted(ours={"run_dir": f"runs/{path.stem}", **COMMON})
@@ -160,6 +162,7 @@ COMMON: dict[str, Any] = {
 
 
 def suite(value: str, converted: Converted, settings: Settings) -> None:
+    """Sets task and evaluation of one of LIBERO's suites, all its tasks with their 50 published starts."""
     if value not in SUITES:
         raise UserError(f"the suite {value} has no simulator here; there are {', '.join(SUITES)}")
     converted.ours |= {

@@ -134,6 +134,7 @@ def _sections_of(annotation: object) -> list[tuple[type[Section], tuple[str, ...
 
 
 def _in_full(path: str, meaning: Meaning) -> list[str]:
+    """Returns the lines on one key: description, type, default, unit, bounds, and the jobs that have it."""
     field = meaning.field
     default = "must be given" if field.is_required() else f"default {written(field.default)}"
     extra: Mapping[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

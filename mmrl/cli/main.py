@@ -37,6 +37,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a full or read-only disk,
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Runs a command of mmrl and exits with its code: 2 for UserError and a full disk, in one line on stderr; 130 for
+    Ctrl-C."""
     end_with_starter()
     root = parser()
     options, more = root.parse_known_args(arguments)
@@ -242,6 +244,7 @@ def run_model_check(path: str, *, random: bool) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
+    """Runs `mmrl check`: of a configuration, or of a model alone. Returns 1 where a finding refuses the job."""
     if options.model is not None:
         if options.config is not None:
             raise UserError(f"--model checks a model alone; leave {options.config} out, or --model")
@@ -267,6 +270,8 @@ def run_recipes(options: argparse.Namespace) -> int:
 
 
 def run_train(options: argparse.Namespace) -> int:
+    """Runs `mmrl train`: prints the configuration, estimates memory, takes a dry step, or trains. Returns the exit
+    code."""
     from mmrl.config import load, to_yaml
 
     config = load(options.config, options.overrides)
@@ -327,6 +332,7 @@ def one_step(config: Config, folder: str) -> Config:
 
 
 def train(config: Config, *, dry: bool = False) -> int:
+    """Trains the job and prints its last line. Returns the exit code: 0, or 128 + the signal that stopped the run."""
     gc.disable()  # until the job is built: hardly anything of it is garbage
     from mmrl.job import Job, RunEnded, WarmStartStopped
 
@@ -365,6 +371,7 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
+    """Runs `mmrl eval`: measures a model on held-out prompts or episodes, and writes evaluation.json."""
     from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
@@ -430,6 +437,8 @@ def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
+    """Prints the numbers of an evaluation, and writes all of it to evaluation.json beside the model. Returns exit code
+    0."""
     from mmrl.report.run import replace
 
     for name, value in record.items():
@@ -442,6 +451,7 @@ def write_evaluation(model: str, record: dict[str, Any]) -> int:
 
 
 def run_sample(options: argparse.Namespace) -> int:
+    """Runs `mmrl sample`: prints rollouts of held-out prompts, and writes them to samples.html."""
     from mmrl.job import Job
     from mmrl.report.run import write_samples
 
@@ -478,6 +488,8 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def run_embed(options: argparse.Namespace) -> int:
+    """Runs `mmrl embed`: writes the text embeddings of all prompts of a diffusion job to a folder, for
+    model.embeddings."""
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
     from mmrl.job import quieten, warm_started
@@ -501,6 +513,7 @@ def run_embed(options: argparse.Namespace) -> int:
 
 
 def run_report(options: argparse.Namespace) -> int:
+    """Runs `mmrl report`: writes report.html of one or several runs."""
     from mmrl.report.html.page import write_report
     from mmrl.report.records import read_run
 
@@ -517,6 +530,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_push(options: argparse.Namespace) -> int:
+    """Runs `mmrl push`: writes the repository of a run's model, with its card, to a folder or uploads it to the hub."""
     from tempfile import TemporaryDirectory
 
     from mmrl.report.model_card import upload, write_repository
@@ -532,6 +546,7 @@ def run_push(options: argparse.Namespace) -> int:
 
 
 def run_watch(options: argparse.Namespace) -> int:
+    """Runs `mmrl watch`: shows a run's curves in the terminal, or serves its report."""
     if options.serve:
         from mmrl.report.html.serve import serve
 
@@ -571,6 +586,7 @@ def run_new(options: argparse.Namespace) -> int:
 
 
 def run_convert(options: argparse.Namespace) -> int:
+    """Runs `mmrl convert`: a recipe of another library, a former configuration, or the folder of a checkpoint."""
     if options.source.is_dir():
         return run_model_conversion(options)
     from mmrl.cli.convert import convert, convert_former
@@ -609,6 +625,7 @@ def run_model_conversion(options: argparse.Namespace) -> int:
 
 
 def run_unpickling(options: argparse.Namespace) -> int:
+    """Converts an OpenVLA-OFT checkpoint: writes its pickled head and projector as safetensors beside them."""
     from mmrl.policies.vla.backbones.checkpoint_conversion import convert
 
     if options.out is not None:
@@ -622,6 +639,8 @@ def run_unpickling(options: argparse.Namespace) -> int:
 
 
 def run_diagnosis(options: argparse.Namespace) -> int:
+    """Runs `mmrl doctor --gpu`: trains tiny jobs, each in a process of its own, and writes report.md. Returns 1 where
+    one fails."""
     from mmrl.doctor.checks import CHECKS
     from mmrl.doctor.run import RECIPE, Check, diagnose, machine
 
@@ -639,6 +658,8 @@ def run_diagnosis(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    """Runs `mmrl doctor`: lists the packages, compilers and devices of this machine. Returns 1 where something needed
+    is missing."""
     if options.gpu:
         return run_diagnosis(options)
     gpu_options = {"--only": options.only, "--again": options.again, "--recipe": options.recipe}

@@ -212,6 +212,8 @@ def _fills(node: ast.FunctionDef) -> bool:
 
 
 def _run(node: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], values: Settings, depth: int) -> None:
+    """Evaluates the assignments of a configuration function into `values`, without executing it; functions that it
+    calls are followed `depth` levels deep."""
     for line in node.body:
         if not isinstance(line, ast.Assign) or not (name := _name(line.targets[0])):
             continue

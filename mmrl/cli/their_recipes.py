@@ -179,6 +179,8 @@ def _present(key: str, settings: Settings) -> bool:
 def _carry(
     system: System, key: str, value: Any, converted: Converted, settings: Settings, table: Mapping[str, list[str]]
 ) -> None:
+    """Carries one key of another system over by its table: into a key of mmrl, by a rule, or to the list of keys
+    without a counterpart."""
     why = next((why for beginning, why in system.skipped.items() if key.startswith(beginning)), None)
     entry = _entry(system, key, table) if why is None else None
     if why is not None:

@@ -149,6 +149,7 @@ def warmup_steps(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def estimator(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets algorithm, baseline and scale of verl's adv_estimator. Raises UserError for an unknown one."""
     kinds: dict[str, dict[str, Any]] = {
         "grpo": {},
         "rloo": {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"},

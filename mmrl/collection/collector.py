@@ -60,6 +60,8 @@ class Collector:
         self.steps_ahead = 0 if config.generator is None else config.generator.steps_ahead
 
     def _rounds(self, policy: Policy) -> Rounds:
+        """Returns how a step's rollouts are collected: demonstrations, whole responses, or responses that may stay
+        unfinished over steps (partial rollouts)."""
         config, draws = self.config, self.draws
         if config.algorithm.collects == "demonstrations":
             return DemonstratedRounds(config, draws, policy)

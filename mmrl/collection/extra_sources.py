@@ -149,6 +149,7 @@ class ExtraRolloutSources:
         return self._joined(fresh, self.sources)
 
     def _joined(self, fresh: Rollouts, sources: Sequence[ExtraSource]) -> Rollouts:
+        """Appends the rollouts of each source to the sampled ones, and marks the origin of each rollout."""
         import torch
 
         from mmrl.rollouts import FRESH, Rollouts, alike, with_nodes

@@ -143,6 +143,8 @@ def compared(credits: Sequence[Tensor], group: Tensor, against: str, scale: str,
 
 
 def _in_groups(credits: Sequence[Tensor], group: Tensor, scale: str, eps: float) -> list[Tensor]:
+    """Centres the credits [turn] of each rollout by their group's mean, and divides by the group's standard deviation
+    where `scale` is group_std. Groups without variance get 0. group: [rollout]."""
     result = [torch.zeros_like(credit) for credit in credits]
     for g in group.unique():
         rows = (group == g).nonzero().flatten().tolist()

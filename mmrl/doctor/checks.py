@@ -134,6 +134,8 @@ def vllm_server(folder: Path) -> list[Finding]:
 
 
 def with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[Finding]:
+    """Trains a tiny language model with vLLM as the generator. on_gpus: names of checks that the same run answers on
+    GPUs."""
     name = f"{kind} gets weights and answers"
     if importlib.util.find_spec("vllm") is None:
         advice = "pip install 'vllm==0.32.0', or keep rollout.generator=transformers"
@@ -249,6 +251,8 @@ def trained(folder: Path, name: str, settings: Recipe, overrides: list[str], met
 
 
 def of_run(name: str, file: Path, run: Path, overrides: list[str], metrics: tuple[str, ...] = ()) -> Finding:
+    """Trains a configuration in a process of its own, and returns the finding on its metrics, or on its last line of
+    stderr."""
     command = [sys.executable, "-m", "mmrl", "train", str(file), *overrides, f"run_dir={run}"]
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
@@ -333,6 +337,7 @@ def last_line(text: str) -> str:
 
 
 def main() -> None:
+    """Runs one check by name in this process, and writes findings.json into a folder."""
     name, folder, *more = sys.argv[1:]
     target = Path(folder)
     try:

@@ -115,6 +115,7 @@ def imported(module: str) -> InstalledCheck | None:
 
 
 def device() -> InstalledCheck:
+    """Returns the check on the device: a GPU, or why torch sees none."""
     import torch
 
     if torch.cuda.is_available():

@@ -17,6 +17,8 @@ ROUNDS = 5
 
 
 def main() -> None:
+    """Checks sums and gathers over ranks, and measures their speed: bus bandwidth in GB/s as in nccl-tests. Rank 0
+    writes the report."""
     take_device()
     ranks = Ranks(timeout=60)
     on_gpu = ranks.device.type == "cuda"

@@ -275,6 +275,7 @@ class Engine(Ranks):
             self._engine.enable_backward_allreduce = False
 
     def _deepspeed_config(self, clip_grad_norm: float, offload: str, dtype: str) -> dict[str, Any]:
+        """Returns DeepSpeed's configuration. offload: none, optimizer or all; dtype: float32 or bfloat16."""
         # Sums of gradients over NCCL go on beside the backward pass; gloo would take its processor from it. DeepSpeed
         # refuses it below stage 2 where the caller owns the accumulation.
         overlaps = dist.get_backend() == "nccl" and self.zero_stage >= 2

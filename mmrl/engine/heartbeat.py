@@ -102,6 +102,8 @@ class Heartbeat:
                 self._states[rank] = (state, beat, mark)
 
     def _judge(self, now: float) -> None:
+        """Warns of a rank that keeps the others waiting, and ends the run with code 2 after engine.timeout seconds.
+        now: seconds."""
         if self.state.rank not in self._states:
             return
         waited = now - self._states[self.state.rank][2]

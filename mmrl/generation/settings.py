@@ -176,6 +176,8 @@ class VLLMServer(VLLMGenerator):
 
     @model_validator(mode="after")
     def _addresses_are_addresses(self) -> VLLMServer:
+        """Raises ValueError for addresses without http, addresses beside Ray, and partial rollouts that can not go with
+        async_steps."""
         if self.ray and self.addresses:
             raise ValueError(f"ray={self.ray} starts engines, and addresses names some; keep one")
         if wrong := [address for address in self.addresses if not address.startswith(("http://", "https://"))]:

@@ -9,6 +9,7 @@ from mmrl.kernels import KernelError, build, prebuilt, status
 
 
 def main(arguments: list[str]) -> int:
+    """Runs `build` or `status` of the kernels. Returns the exit code."""
     missing = ""
     if arguments[:1] == ["build"] and len(arguments) < 3:
         try:

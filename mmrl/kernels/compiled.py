@@ -67,6 +67,7 @@ _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _load(kind: str) -> None:
+    """Loads the kernels "cpu" or "cuda": those that came with mmrl, else compiled ones. Records why not in `_state`."""
     if kind in _state and not _state[kind]:
         return None
     shipped, why = prebuilt.fitting(kind)

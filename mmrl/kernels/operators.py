@@ -339,6 +339,8 @@ def clipped_surrogate(
 def _denoise_shapes(
     x: Tensor, v: Tensor, other: Tensor, name: str, a_x: Tensor, a_v: Tensor, std: Tensor, reduction: str
 ) -> torch.Size:
+    """Checks the shapes and dtypes of a denoising kernel's arguments: x, v and `other` [N, ...], a_x, a_v and std [N].
+    Returns x's shape. Raises ValueError."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
     if x.dim() < 2:

@@ -57,6 +57,10 @@ def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -
 def hidden_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, excluded: Tensor | None, inverse_temperature: float, chunk: int
 ) -> tuple[Tensor, ...]:
+    """Computes log-probability, entropy and sum of squared probabilities of targets [N] from hidden states [N, width]
+    and the head's weight [vocabulary, width], `chunk` rows at a time; logits are recomputed in backward. excluded: ids
+    of probability 0."""
+
     def of_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = h @ weight.t()
         if excluded is not None:
@@ -71,6 +75,8 @@ def hidden_logprob(
 def group_advantage(
     rewards: Tensor, weights: Tensor, group: Tensor, groups: int, baseline: int, scale: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes advantages, counts, means and standard deviations of groups. rewards, weights: [N, component]; group:
+    [N]; baseline: 0 mean, 1 leave-one-out, 2 none; scale: 0 group, 1 batch, 2 none."""
     _assert((group >= 0) & (group < groups), f"group must be in [0, {groups})")
     reward = torch.where(weights != 0, _wide(rewards) * weights, 0).sum(1)
     count, mean, std, equal = _moments(reward, group, groups)
@@ -93,6 +99,8 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
+    """Computes GAE advantages and returns (advantages + values), both [B, T]. mask: [B, T], real steps; bootstrap: [B,
+    T], the value after a step where an episode is cut off."""
     followed = torch.zeros_like(mask)
     followed[:, :-1] = mask[:, 1:]
     runs_on = mask & followed & ~terminated & ~truncated
@@ -123,6 +131,8 @@ def clipped_surrogate(
     total: Tensor | None,
     divisor: float,
 ) -> tuple[Tensor, Tensor]:
+    """Computes PPO's clipped loss of log-ratios and advantages [B, T], and (mean ratio, clipped below, clipped above).
+    reduction: 0 token mean, 1 sequence mean, 2 sequence sum."""
     ratio = log_ratio.where(mask, 0).exp()
     a = advantages.where(mask, 0)
     rows = -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a).where(mask, 0).sum(1)

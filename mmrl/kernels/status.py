@@ -33,6 +33,7 @@ def status() -> list[str]:
 
 
 def _health(kind: compiled.Backend) -> Health:
+    """Returns whether a backend loads and agrees with the torch reference, and the command that mends it."""
     compiled._load(kind)
     if why := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
@@ -60,6 +61,7 @@ def _agree(kind: compiled.Backend, call: Callable[[], Iterable[Tensor | None]]) 
 
 
 def _calls(device: str) -> dict[str, Callable[[], Iterable[Tensor | None]]]:
+    """Returns a small call of each kernel, by name, whose results are compared with the torch reference."""
     g = torch.Generator().manual_seed(0)
     x, v, noise = (torch.randn(4, 9001, generator=g).to(device) for _ in range(3))
     c = torch.rand(4, generator=g).to(device) + 0.1

@@ -129,6 +129,8 @@ def file_name(kind: str, for_level: str | None = None) -> str:
 
 
 def _compile(kind: str, target: Path, for_level: str | None = None) -> None:
+    """Compiles the kernels "cpu" or "cuda" to the library `target`. for_level: x86 level of another processor. Raises
+    KernelError with the compiler's message."""
     root = Path(torch.__file__).parent
     libraries = [f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

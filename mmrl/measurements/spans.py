@@ -59,6 +59,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         )
 
     def _check(self, rollouts: Rollouts, spans: Sequence[Spans]) -> None:
+        """Raises UserError where the reward returned no spans, or spans of another unit (`of`)."""
         if rollouts.samples and not any(sample.spans.get(self.reward) for sample in rollouts.samples):
             scored = rollouts.rewards is not None and bool(rollouts.rewards.isfinite().any())
             if scored:

@@ -115,6 +115,7 @@ class TeacherServer:
         return parsed
 
     def _post(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts JSON to the server and returns its answer. Raises UserError after the deadline or the retries."""
         import json
 
         from mmrl.rewards.services.http import post

@@ -39,6 +39,7 @@ def probe_boxes(
 
 
 def _frames(spec: RewardSpec, prompts: Sequence[Prompt], key: str) -> Iterator[Alarm]:
+    """Yields alarms for gold boxes in 0..1 that are read as pixels, and for boxes outside of their image."""
     boxed = [(prompt, numbers) for prompt in prompts if prompt.images and len(numbers := _numbers(prompt.answer)) >= 2]
     shares = [prompt for prompt, numbers in boxed if max(numbers) <= 1 and min(prompt.images[0].size) > 2]
     if shares:

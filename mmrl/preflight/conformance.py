@@ -99,6 +99,7 @@ class ModelCheck:
         return AutoProcessor.from_pretrained(self.path, trust_remote_code=False)
 
     def _model(self) -> Any:
+        """Loads the model, or builds it from its config.json with random weights (seed 0)."""
         if not self.random:
             return loading.load_model(self.path, VisionLanguageModel(path=self.path))[0]
         with torch.random.fork_rng(devices=[]):

@@ -130,6 +130,7 @@ def probe_golds(spec: RewardSpec, rows: Sequence[Marks], key: str, reason: str =
 
 
 def _unscored(name: str, rows: Sequence[Marks], key: str, reason: str) -> Iterator[Alarm]:
+    """Yields an alarm where the gold itself, as a response, is left unscored."""
     lost = [row for row in rows if math.isnan(row.gold)]
     if not lost:
         return
@@ -144,6 +145,7 @@ def _unscored(name: str, rows: Sequence[Marks], key: str, reason: str) -> Iterat
 
 
 def _silence(name: str, rows: Sequence[Marks], key: str) -> Iterator[Alarm]:
+    """Yields alarms where an empty response earns as much as the gold."""
     paid = [row for row in rows if row.silence >= row.gold and row.gold > 0]
     if paid:
         yield Alarm(

@@ -67,6 +67,8 @@ def image_token_of(config: Any) -> int:
 
 
 def placeholder_line(processor: Processor, path: str) -> str:
+    """Counts the image tokens of prompts with one, two and no images, and returns a line on them. Raises FailedTrial
+    where they do not fit."""
     token = image_token_of(loading.load_config(path))
     counts = []
     for prompt in PROMPTS:
@@ -216,6 +218,8 @@ def gradient_line(policy: VisionLanguagePolicy) -> str:
 
 
 def saved_line(policy: VisionLanguagePolicy) -> str:
+    """Saves and reloads the model and returns a line on the largest difference of log-probabilities. Raises FailedTrial
+    where the processor changed."""
     rollouts = sampled(policy)
     with tempfile.TemporaryDirectory(prefix="mmrl-check-") as folder:
         policy.save(Path(folder), policy.module.state_dict())

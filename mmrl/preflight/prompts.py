@@ -63,6 +63,7 @@ def probe_images(prompts: Sequence[Prompt]) -> Iterator[Alarm]:
 
 
 def _content(prompt: Prompt) -> str:
+    """Returns a SHA-256 of what a prompt shows and asks, images and frames included, to find duplicates."""
     digest = hashlib.sha256(
         repr((prompt.text, str(prompt.answer), prompt.system, prompt.metadata.get("seed"))).encode()
     )

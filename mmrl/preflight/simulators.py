@@ -34,6 +34,7 @@ class Complaints(logging.Handler):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
+        """Context in which warnings of simulators are collected in `texts`."""
         logger = logging.getLogger("mmrl.sims")
         logger.addHandler(self)
         try:

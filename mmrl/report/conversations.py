@@ -34,6 +34,8 @@ def conversation_html(talk: Conversation) -> str:
 
 
 def _message_html(message: Message, boxes: dict[int, list[list[float]]], number: Iterator[int]) -> str:
+    """Returns the HTML of a message. boxes: by number of the image, to be drawn on it; number: counts the
+    conversation's images."""
     shown = []
     for part in message.parts:
         if isinstance(part, str):

@@ -51,6 +51,7 @@ def judged(
 
 
 def rewards(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges whether each reward varies over the steps: always 0, constant, or moving."""
     for name in (n for n in run.names if n.startswith("reward/")):
         values = run.series(name).finite
         if len(values) < FEW:
@@ -80,6 +81,7 @@ def rewards(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def signal(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the share of groups without reward variance, and steps with a gradient of exactly 0."""
     flat = run.series("advantages/zero_variance_groups")
     if flat.finite:
         share = mean(flat.late)
@@ -108,6 +110,7 @@ def signal(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def unscored(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the share of rollouts that no reward could score."""
     lost = run.series("unscored")
     if not lost.finite:
         return
@@ -129,6 +132,7 @@ def unscored(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges how far the policy ratio is from 1, where it should be 1 by definition."""
     gap = run.series("surrogate/ratio_gap_max")
     if not gap.finite:
         return
@@ -159,6 +163,7 @@ def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def clipped(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the share of decisions that PPO's clip leaves without gradient."""
     low, high = run.series("surrogate/clip_low"), run.series("surrogate/clip_high")
     if not low.finite or not high.finite:
         return
@@ -175,6 +180,8 @@ def clipped(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges whether the sampling engine's log-probabilities drift from the trained model's, and whether weights
+    arrived."""
     gap = run.series("correction/logp_gap")
     if len(gap.finite) >= FEW:
         early, late, change = median(gap.early), median(gap.late), turn(gap, factors=True)
@@ -222,6 +229,7 @@ def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def staleness(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges how many steps ago the oldest rollouts were sampled, beside the limit of the configuration."""
     behind = run.series("generation/staleness_max")
     behind = behind if behind.finite else run.series("generation/staleness")
     if not behind.finite:
@@ -243,6 +251,7 @@ def staleness(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def gradient(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the gradient's norm: growth over the run, jumps and peaks."""
     norm = run.series("grad_norm")
     positive = [value for value in norm.finite if value > 0]
     if len(positive) < FEW:
@@ -274,6 +283,7 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def skipped(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges updates that were skipped, and metrics that are NaN or infinite."""
     share = run.series("updates_skipped")
     wrong = [step for step, value in zip(share.steps, share.values, strict=True) if value > 0]
     odd = sorted({n for n in run.names for v in run.series(n).values if not math.isfinite(v)})
@@ -299,6 +309,7 @@ def skipped(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def entropy(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges whether the policy's entropy collapses."""
     course = run.series("entropy")
     if len(course.finite) < FEW:
         return
@@ -314,6 +325,7 @@ def entropy(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def responses(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the share of truncated responses."""
     cut = run.series("response/truncated")
     if cut.finite:
         share = mean(cut.late)
@@ -347,6 +359,8 @@ def noise(series: Series) -> float:
 
 
 def guards(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges signs of reward hacking: pixel values out of range, a second scorer that falls while the reward rises, and
+    the like."""
     up = [name for name in run.names if name.startswith("reward/") and risen(run.series(name))]
     gamut = run.series("guard/out_of_gamut")
     if len(gamut.finite) >= FEW:
@@ -422,6 +436,7 @@ def evaluated_prompts(run: RunRecord) -> int:
 
 
 def gain(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges whether the change of held-out accuracy is beyond two standard errors."""
     accuracy = run.series("evaluation/accuracy")
     if len(accuracy.finite) < 2:
         return
@@ -457,6 +472,7 @@ def sampled(run: RunRecord) -> str:
 
 
 def stragglers(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges how much longer the slowest rank takes than the median, in rollouts and updates."""
     for phase in ("rollout", "update"):
         most, usual = run.series(f"time/{phase}_max"), run.series(f"time/{phase}_median")
         if len(most.finite) < FEW or not usual.finite:

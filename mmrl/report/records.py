@@ -147,6 +147,7 @@ def _text(path: Path, problems: list[str]) -> str | None:
 
 
 def _mapping(path: Path, read: Callable[[], object], text: str | None, problems: list[str]) -> dict[str, Any]:
+    """Reads a mapping from YAML or JSON; {} for a missing file. What is wrong with it is appended to `problems`."""
     if text is None:
         return {}
     if not text.strip():
@@ -195,6 +196,8 @@ def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
 def _ending(
     folder: Path, rows: list[Row], evaluations: list[Row], config: dict[str, Any], problems: list[str]
 ) -> Ending:
+    """Returns how a run ended, or that it is running, from its lock, its end file, its final weights and its
+    metrics."""
     step = int(max((row["step"] for row in [*rows, *evaluations]), default=0))
     steps = config.get("steps")
     reached = f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")

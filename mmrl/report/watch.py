@@ -80,6 +80,7 @@ def metrics_of(run: RunRecord) -> list[str]:
 
 
 def table(run: RunRecord, names: list[str]) -> Table:
+    """Returns the terminal table of metrics: last value, mean of recent steps and a sparkline."""
     grid = Table(box=None, pad_edge=False)
     for head in ("metric", "last", f"mean of {RECENT}", "course"):
         grid.add_column(head, justify="left" if head in ("metric", "course") else "right", no_wrap=True)

@@ -143,6 +143,8 @@ class CallingThread:
         return self._thread.is_alive()
 
     def _serve(self, device: int | None) -> None:
+        """Runs calls of the queue until None comes; results and exceptions go to the caller. device: the GPU of this
+        thread."""
         _SERVING.add(threading.get_ident())
         if device is not None:
             torch.cuda.set_device(device)

@@ -173,6 +173,7 @@ def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for an option that the reward does not have, and for a required one that is missing."""
     parameters = list(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -51,6 +51,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
+    """Converts an image of any mode to RGB: transparency on white, 16 bits rounded to 8."""
     if image.mode in SIXTEEN_BIT:
         values = np.asarray(image).astype(np.uint32)
         grey = ((values + 128) // 257).astype(np.uint8)

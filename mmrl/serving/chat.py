@@ -150,6 +150,7 @@ def read_messages(messages: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, message: object) -> Message:
+    """Parses one message of a chat request. where: its place in the request, for errors. Raises BadRequest."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise BadRequest(f"{where}: expected an object with a role of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else str(message["role"])
@@ -162,6 +163,7 @@ def _message(where: str, message: object) -> Message:
 
 
 def _part(where: str, part: object) -> Any:
+    """Parses a part of a message: text, or an image as a data: URL. Raises BadRequest."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return part["text"]

@@ -72,6 +72,8 @@ class RobotReader:
         return Observation(np.concatenate(images, 1)[None], self._state(tree)[None], [prompt], self.every_camera)
 
     def _image(self, camera: str, tree: Mapping[Any, Any]) -> NDArray[np.uint8]:
+        """Returns a camera's image [height, width, 3] uint8 from an observation, also from [3, height, width]. Raises
+        BadObservation."""
         if not self.size[0]:
             return np.zeros((*self.size, 3), np.uint8)
         key, image = next(self._candidates(camera, tree), (None, None))

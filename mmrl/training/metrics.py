@@ -103,6 +103,8 @@ class Metrics:
         self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
+        """Returns the step's metrics over all ranks: means, maxima (_max), scalars, and times in seconds. A
+        collective."""
         everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory(), dict(self._work)))
         merged: dict[str, list[float]] = {}
         for sums, maxima, *_ in everyone:

@@ -288,6 +288,8 @@ class LiberoScene:
 
 
 def _tasks(suite: str, step_limit: str | int) -> Iterator[LiberoTask]:
+    """Yields the tasks of a suite, with their limit of steps: a number, or the key of a published table. Raises
+    UserError where there is none, and for files that are not installed."""
     scenes, starts = get_libero_path("bddl_files"), get_libero_path("init_states")
     limits: Mapping[str, int] = STEP_LIMITS[step_limit] if isinstance(step_limit, str) else {}
     base = next((name for name in limits if suite == name or suite.startswith(f"{name}_")), None)

@@ -75,6 +75,8 @@ class TabletopRow:
         raise RuntimeError(f"no scene with {len(self.cubes)} cubes found in {DRAWS} draws")
 
     def _paint(self, rng: np.random.Generator) -> None:
+        """Sets the scene's colours, with a random shade each, and the positions of its pads."""
+
         def shade(colour: str) -> NDArray:
             return np.append(np.clip(np.array(COLOURS[colour]) + rng.uniform(-0.06, 0.06, 3), 0, 1), 1)
 

@@ -35,6 +35,7 @@ def value(expression: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
+    """Evaluates the syntax tree of an arithmetic expression. Raises ToolError for anything else, and above LARGEST."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         number: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:

@@ -140,6 +140,8 @@ def _is_part(part: object) -> bool:
 
 
 def _alike(one: tuple[Message, ...], other: tuple[Message, ...]) -> bool:
+    """Returns whether two lists of messages are equal, pixels included."""
+
     def shown(part: str | Image.Image | Video) -> object:
         if isinstance(part, Video):
             return [part.fps, *map(shown, part.frames)]

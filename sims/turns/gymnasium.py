@@ -94,6 +94,8 @@ class GymnasiumWorld(Environment):
         self.env.close()
 
     def _image(self, observation: Any) -> Image.Image:
+        """Returns the image of an observation, or what render() shows, resized to `settings.pixels` where that is
+        set."""
         settings = self.settings
         if self.image == RENDER:
             pixels = self.env.render()

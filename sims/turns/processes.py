@@ -94,6 +94,8 @@ class RemoteEnvironment(Environment):
             raise Fault(f"close(): {answer['raised']}")
 
     def _call(self, request: tuple[str, Any]) -> dict[str, Any]:
+        """Sends a request to the environment's process and returns its answer. Raises Fault where it raises, ends or
+        does not answer in time."""
         deadline = self._processes.deadline_s
         try:
             self._worker = self._worker or self._processes.hire()

@@ -106,6 +106,8 @@ class Tool:
 
 
 def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
+    """Returns the JSON schema of one parameter of a tool, from its type annotation. Raises ValueError for an unknown
+    type."""
     if typing.get_origin(kind) is Annotated:
         inner, meaning, *_ = typing.get_args(kind)
         return {**_schema(tool, key, inner), "description": str(meaning)}
@@ -139,6 +141,7 @@ def _converted(tool: str, key: str, kind: Any, value: object) -> object:
 
 
 def _parts(value: object) -> tuple[str | Image.Image, ...]:
+    """Converts what a tool returned to parts of a message: strings and images. Raises TypeError for anything else."""
     if isinstance(value, list | tuple):
         return tuple(part for one in value for part in _parts(one))
     if isinstance(value, str):  # without halves of characters, which JSON can hold and no tokenizer reads

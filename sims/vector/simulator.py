@@ -288,6 +288,8 @@ class VectorSim:
         return text
 
     def _step(self, rows: NDArray[np.int64], chunk: NDArray[np.float64]) -> Transition:
+        """Executes a chunk [row, action, number] in `rows`. Rows that do nothing MOST_IDLE times, or do not end in
+        LONGEST actions, get an error."""
         length = chunk.shape[1]
         transition = self._call_simulator("step", len(rows), length, lambda: self.simulator.step(rows.tolist(), chunk))
         ended: NDArray[np.bool_] = np.any(transition.terminated | transition.truncated, axis=1)

@@ -29,6 +29,8 @@ class Transition:
 
     @staticmethod
     def empty(n: int, length: int, image_shape: tuple[int, int, int], state_dim: int) -> Transition:
+        """Returns a transition of n rows and chunks of `length` actions, filled with zeros, in which nothing was
+        executed."""
         return Transition(
             np.zeros((n, *image_shape), np.uint8),
             np.zeros((n, state_dim), np.float32),

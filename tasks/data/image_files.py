@@ -101,6 +101,7 @@ class ImageFiles:
         return os.fdopen(descriptor, "rb")
 
     def _below_root(self, path: str) -> str:
+        """Returns the real path of a file below image_root. Raises RowError for one outside of it."""
         if self.root is None:
             raise RowError(f"{path!r} is a path, but there is no image_root that it could lie in")
         parts = path.split("/")

@@ -73,6 +73,7 @@ def prompt_rows(path: Path, field: str) -> tuple[str, Iterator[TableEntry]]:
 
 
 def _lines(path: Path, kind: str, field: str) -> Iterator[TableEntry]:
+    """Yields the lines of a .jsonl or text file that are not blank; a text line becomes {field: line}."""
     for number, line in enumerate(contents(path).removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if line.strip():
             try:
@@ -85,6 +86,8 @@ def _lines(path: Path, kind: str, field: str) -> Iterator[TableEntry]:
 
 
 def _parquet(path: Path) -> Iterator[TableEntry]:
+    """Yields the rows of a Parquet file, without columns that hold bytes. Raises UserError without pyarrow, ValueError
+    for another file."""
     if importlib.util.find_spec("pyarrow") is None:
         raise UserError(f"{path}: a Parquet file needs pyarrow: {extra_command('parquet')}, or write it as .jsonl")
     import pyarrow as pa
@@ -138,6 +141,7 @@ def _holds_bytes(kind: Any) -> bool:
 
 
 def _prompt(entry: TableEntry, prompt_id: str, field: str, check: Check | None) -> Prompt:
+    """Returns the prompt of a row: its text under `field`, all else as metadata. Raises RowError."""
     row = entry.value
     if isinstance(row, RowError):
         raise row

@@ -81,6 +81,7 @@ def read_table(path: Path) -> Table:
 
 
 def _lines(path: Path, data: bytes) -> Iterator[TableEntry]:
+    """Yields the objects of a .json file that has one on each line. Raises ValueError for a file of another form."""
     lines = [(n, line) for n, line in enumerate(data.removeprefix(BOM_UTF8).splitlines(), 1) if line.strip()]
     if not lines or not _is_row(lines[0][1]):
         raise ValueError(
@@ -102,6 +103,8 @@ def _is_row(line: bytes) -> bool:
 
 
 def _delimited(path: Path, delimiter: str) -> Iterator[TableEntry]:
+    """Yields the rows of a CSV or TSV file as mappings by its header, with the number of their first line. Raises
+    ValueError for a broken quote."""
     try:
         text = contents(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:

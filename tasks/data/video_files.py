@@ -56,6 +56,8 @@ class VideoFiles:
             raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:
+        """Reads up to max_frames evenly spaced frames of an animated image, with the rate in frames a second that this
+        makes. header: the first one only."""
         with Image.open(file, formats=ANIMATED) as opened:
             self.image_files.check_size(what, *opened.size)
             count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
@@ -70,6 +72,8 @@ class VideoFiles:
         return Video(tuple(frames), fps * len(indices) / count)
 
     def _film(self, what: str, data: bytes, extension: str, header: bool) -> Video:
+        """Reads up to max_frames evenly spaced frames of a video by FFmpeg, with the rate in frames a second that this
+        makes. header: the first one only."""
         import imageio.v3 as iio
 
         file: dict[str, Any] = {"uri": data, "plugin": "FFMPEG", "extension": extension}

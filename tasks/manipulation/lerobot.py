@@ -173,6 +173,7 @@ class _Dataset:
         return lambda first, count: resized(self._images(camera, file, number)[first : first + count], size)
 
     def _episodes(self) -> list[dict[str, Any]]:
+        """Returns the metadata of all episodes, from episodes.jsonl (v2) or Parquet files (v3)."""
         if not self.shared:
             path = _existing(self.root / "meta/episodes.jsonl")
             return [_parsed(path, line) for line in path.read_text().splitlines() if line.strip()]

@@ -115,6 +115,7 @@ class ParquetRows:
         return pa.Table.from_batches(parts, self._file.schema_arrow).combine_chunks(), size
 
     def _advise(self, sizes: list[int]) -> None:
+        """Warns where the unpacked row groups, `sizes` in bytes, do not fit the memory that is kept for them."""
         if sum(sizes) > self._keep:
             log.warning(
                 "%s unpacks to %.3g GiB, of which parquet_gib=%.3g are kept, in row groups of up to %.3g GiB: each "

@@ -265,6 +265,7 @@ class RowsData(RowReading):
 
     @property
     def _reading(self) -> dict[str, Any]:
+        """Returns the arguments of a source of rows that come from these settings."""
         return {
             "image_field": self.image_field,
             "options_field": self.options_field,
@@ -341,6 +342,7 @@ class ConversationRows(RowReading):
     image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
     def _fields(self, root: Path | None) -> ConversationFields:
+        """Returns the reader of rows with conversations. root: the file's folder, below which images lie by default."""
         from mmrl.tasks.data.image_files import ImageFiles
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 

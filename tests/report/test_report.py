@@ -409,7 +409,7 @@ def test_an_empty_folder_and_one_that_is_missing(tmp_path):
     assert [p.split(" ")[0] for p in found.problems] == ["config.yaml", "versions.json", "metrics.jsonl"]
     page = report_html([found])
     assert "It has not logged anything." in page and "metrics.jsonl is missing, so there are no curves." in page
-    with pytest.raises(UserError, match=r"no run directory: there is no such folder"):
+    with pytest.raises(UserError, match=r"not a run directory: there is no such folder"):
         read_run(tmp_path / "none")
 
 

@@ -271,14 +271,14 @@ def npz(request=b'{"samples": []}', **arrays):
         (b'{"samples": [3]}', "json", "sample 0 is not a JSON object"),
         (b'{"samples": [{}, {"txt": "a"}]}', "json", "sample 1 has unknown keys txt"),
         (b'{"samples": [{"text": 3}]}', "json", "text must be of type str"),
-        (b'{"samples": [{"image": 3}]}', "json", "no image in base64 PNG"),
-        (b'{"samples": [{"image": "AAAA"}]}', "json", "no image in base64 PNG"),
-        (b'{"samples": [{"images": ["?"]}]}', "json", "no image in base64 PNG"),
+        (b'{"samples": [{"image": 3}]}', "json", "not an image in base64 PNG"),
+        (b'{"samples": [{"image": "AAAA"}]}', "json", "not an image in base64 PNG"),
+        (b'{"samples": [{"images": ["?"]}]}', "json", "not an image in base64 PNG"),
         (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a video has frames and fps"),
-        (b'{"samples": [{"frames": ["?"]}]}', "json", "no image in base64 PNG"),
+        (b'{"samples": [{"frames": ["?"]}]}', "json", "not an image in base64 PNG"),
         (b'{"samples": [{}], "group": [1, 2]}', "json", "one integer a sample"),
         (b'{"samples": [{}], "group": ["a"]}', "json", "one integer a sample"),
-        (b"PK nonsense", "npz", "no npz"),
+        (b"PK nonsense", "npz", "not an npz file"),
         (npz(None), "npz", "no array `request`"),
         (npz(image_0=np.zeros((3, 2, 2), np.uint8)), "npz", "belong to no sample: image_0"),
         (npz(b'{"samples": [{}]}', image_0=np.zeros((2, 2), np.uint8)), "npz", "sample 0: image is uint8"),
@@ -304,7 +304,7 @@ def test_only_png_is_opened():
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "BMP")
     body = json.dumps({"samples": [{"image": base64.b64encode(file.getvalue()).decode()}]}).encode()
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="not an image"):
         decode(body, "json", max_bytes=10**6)
 
 
@@ -389,7 +389,7 @@ def exchange(server, body, **headers):
         (b"", {"Content_Type": JSON, "Content_Length": "-1"}, 411, "Content-Length"),
         (b"", {"Content_Type": JSON, "Content_Length": "100001"}, 413, "at most 100000"),
         (b"{}", {"Content_Type": JSON, "Content_Length": "2"}, 400, "list of samples"),
-        (b"{}", {"Content_Type": NPZ, "Content_Length": "2"}, 400, "no npz"),
+        (b"{}", {"Content_Type": NPZ, "Content_Length": "2"}, 400, "not an npz file"),
         (b"[" * 90_000, {"Content_Type": JSON, "Content_Length": "90000"}, 400, ""),
     ],
 )

@@ -101,7 +101,7 @@ def test_images_as_others_write_them():
     assert read_image(f"data:image/png;base64,{png(30)}").getpixel((0, 0)) == (30, 0, 0)
     assert read_image([[[1, 2, 3]] * 4] * 2).size == (4, 2)
     for wrong in ("no", 3, [[[300, 0, 0]]], [[[0]]]):
-        with pytest.raises(ValueError, match="no image"):
+        with pytest.raises(ValueError, match="not an image"):
             read_image(wrong)
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png(30)}"}}
     found = message({"role": "user", "content": [url, {"type": "text", "text": "there"}]})

@@ -236,7 +236,7 @@ def called(call):
         (changed(4, content=None), "message 4: it is empty"),
         (changed(4, content=[{"type": "image"}]), "message 4: an image in an assistant's message"),
         (changed(5, content=[{"type": "video"}]), "message 5: a part of type 'video'; only text and images are read"),
-        (changed(5, content=[{"type": "text"}]), "message 5: a part of type text without a text"),
+        (changed(5, content=[{"type": "text"}]), "message 5: a part of type text without the key text"),
         (changed(5, content="<video>"), "message 5: <video> in a conversation"),
         (changed(5, content=[{"type": "image", "image": "https://a.b/c.png"}]), "images are not fetched"),
         (called({"function": {"name": "a b"}}), "message 2: a tool call is"),

@@ -65,7 +65,7 @@ def included(**changes):
         ("plain", '{"prompt": "a cat"', "not JSON"),
         ("plain", '{"prompt": "half \\ud83d"}', "field 'prompt': half of a surrogate pair"),
         ("plain", "[" * 100_000, "more than 64 levels deep"),
-        ("plain", '{"prompt": "a", "more": ' + "[" * 99 + "]" * 99 + "}", "field 'more': more than 64 levels"),
+        ("plain", '{"prompt": "a", "more": ' + "[" * 99 + "]" * 99 + "}", "field 'more': nested more than 64 levels"),
         ("plain", '{"prompt": "a", "more": ' + "9" * 5000 + "}", "cannot be parsed: Exceeds the limit"),
         ("plain", '["a cat"]', "a row must be an object, not list"),
         ("plain", {"text": "a cat"}, r"key 'prompt' is missing \(keys: text\)"),

@@ -222,7 +222,10 @@ ROWS = {
     "surrogate": ('{"problem": "half \\ud83d", "answer": "1"}', "field 'problem': half of a surrogate pair"),
     "surrogate inside": ('{"problem": "?", "answer": "1", "more": [{"a": "\\udc00"}]}', "field 'more': half of a"),
     "surrogate in a name": ('{"problem": "?", "answer": "1", "a\\udc00": 1}', "half of a surrogate pair"),
-    "deep": ('{"problem": "?", "answer": "1", "more": ' + "[" * 100 + "]" * 100 + "}", "field 'more': more than 64"),
+    "deep": (
+        '{"problem": "?", "answer": "1", "more": ' + "[" * 100 + "]" * 100 + "}",
+        "field 'more': nested more than 64",
+    ),
     "very deep": ("[" * 100_000, "more than 64 levels deep"),
     "many digits": ('{"problem": "?", "answer": ' + "9" * 5000 + "}", "cannot be parsed: Exceeds the limit"),
     "digits": ('{"problem": "?", "answer": ' + "9" * 400 + "}", "field 'answer': an integer of 1329 bits"),

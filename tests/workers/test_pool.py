@@ -197,7 +197,9 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         assert name in trainer.generator.frozen and name not in trainer.generator.current.checksums
     else:
         parameter.data.add_(1e-3)
-        with pytest.raises(UserError, match=rf"rollout worker 0 has built {name} otherwise .* model.build"):
+        with pytest.raises(
+            UserError, match=rf"rollout worker 0: {name}, .* differs from the training process's.* model.build"
+        ):
             trainer.generator.synchronise()
     release(trainer)
 

@@ -175,6 +175,8 @@ class StepRing:
 
 
 def _write(path: Path, episodes: Sequence[Trajectory], outcomes: Sequence[float]) -> None:
+    """Writes episodes to a safetensors file: their steps one behind the other, [step, ...], and facts by episode as
+    JSON."""
     facts = {
         "instructions": [episode.instruction for episode in episodes],
         "cameras": list(episodes[0].cameras),

@@ -161,6 +161,8 @@ class Server:
         return results
 
     def _persist(self, steps: Callable[[], Iterator[Step]], alive: Callable[[], bool]) -> None:
+        """Tries the steps from the beginning until all succeed. Raises UserError after `timeout` seconds or ATTEMPTS
+        failures of a running server, and where it is no longer alive."""
         deadline, failures, pause = time.monotonic() + self.timeout, 0, PAUSE
         doing, last = "answer", "no answer"
         with self.lock:
@@ -217,6 +219,8 @@ def parsed(text: str) -> Any:
 
 
 def _text(answer: requests.Response, end: float) -> str:
+    """Reads the body of an answer. Raises requests.Timeout after `end` (monotonic seconds), and Failed beyond
+    MAX_ANSWER bytes."""
     content = b""
     try:
         while chunk := answer.raw.read1(2**16, decode_content=True):

@@ -12,6 +12,7 @@ from mmrl.runtime.logging import quieten_environment
 
 
 def main() -> None:
+    """Starts vLLM's API server, which ends with its parent, after a check that this host sees the model's folder."""
     quieten_environment()
     threading.Thread(target=end_with_parent, daemon=True).start()
     model = Path(sys.argv[sys.argv.index("--model") + 1])

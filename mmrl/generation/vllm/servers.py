@@ -208,6 +208,8 @@ class Servers:
         return [self._arrived(server) for server in self.servers] if self.rank == 0 else []
 
     def _arrived(self, server: Server) -> Report:
+        """Returns one engine's report on the weights it has; an engine that was restarted gets them again first. Raises
+        UserError after ATTEMPTS failures."""
         adapter, last = self.current.adapter, ""
         for _ in range(ATTEMPTS):
             try:

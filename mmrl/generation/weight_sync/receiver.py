@@ -107,6 +107,8 @@ class CopyWatch(TorchDispatchMode):
                 self.repacked.add(_address(target))
 
     def _after(self, target: Tensor, source: Tensor) -> None:
+        """Records a copy: which tensor of the checkpoint landed in which parameter, or that a parameter was copied into
+        another layout."""
         self.written.add(_address(target))
         name, memory = self.sources.get(_address(source), ("", None))
         if memory is not None and not memory.expired():
@@ -118,6 +120,7 @@ class CopyWatch(TorchDispatchMode):
             self.by_owner.pop(_address(source), None)
 
     def _landed(self, name: str, target: Tensor, source: Tensor) -> None:
+        """Records the checksums of a part of tensor `name` at its source and where it was copied to."""
         view = _view(source)
         part = ReceivedPart(
             name,

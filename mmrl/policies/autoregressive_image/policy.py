@@ -97,6 +97,8 @@ class ImageTokenPolicy:
         return self._rollouts(list(prompts), records, 1)
 
     def _rollouts(self, prompts: list[Prompt], records: list[ImageTokenRecord], group_size: int) -> Rollouts:
+        """Decodes image tokens and returns the rollouts. Decisions are the text's positions, then the image's; those
+        behind the text's end are masked."""
         images = self.writer.images(self.module.model, torch.stack([record.tokens for record in records]))
         samples = [self._sample(*row) for row in zip(prompts, records, images, strict=True)]
         lengths = torch.tensor([len(record.text) for record in records])
@@ -110,6 +112,7 @@ class ImageTokenPolicy:
         return rollouts
 
     def _sample(self, prompt: Prompt, record: ImageTokenRecord, image: Tensor) -> Sample:
+        """Returns one sample: the image [channel, height, width], and the text before it where the model reasons."""
         if not self.reasoning_length:
             return Sample(prompt, image=image)
         return Sample(

@@ -174,6 +174,7 @@ def _check_scheduler(where: str, base: str, name: str, family: type[Pipeline], p
 
 
 def add_lora(network: Any, lora: LoRA) -> None:
+    """Adds a new LoRA adapter to the network. Raises UserError where its targets match no module."""
     from peft import LoraConfig  # takes a second to import
 
     targets = lora.targets

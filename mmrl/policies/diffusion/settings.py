@@ -79,6 +79,8 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
 
     @model_validator(mode="after")
     def _positive(self) -> ImageChain:
+        """Raises ValueError for branching and chunks below 1, and for combinations of shared states, trunk and old that
+        exclude each other."""
         if any(n < 1 for n in (*self.branching, *self.chunks)):
             raise ValueError("branching and chunks hold positive numbers")
         if self.shared_states and self.branching:

@@ -165,6 +165,7 @@ def t5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> T5En
 
 
 def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
+    """Returns the configuration of a T5 encoder with one layer."""
     return dict(
         vocab_size=len(tokenizer),
         d_model=width,

@@ -99,6 +99,9 @@ class MaskScorer(nn.Module):
         return scores if self.critic is None or hidden is None else (*scores, self.critic(hidden))
 
     def _scores(self, logits: Tensor, targets: Tensor, distributions: bool, old: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns log-probability, entropy and sum of squared probabilities of targets [n] under logits [n,
+        vocabulary]; with `distributions` all log-probabilities too, and with `old` [n, vocabulary] the cross entropy
+        from it."""
         selected = token_logprob(logits, targets)
         scores = (selected.logp, selected.entropy, selected.square_sum)
         if not distributions:

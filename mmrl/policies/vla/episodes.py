@@ -91,6 +91,7 @@ class EpisodeRecord:
         self.labels.append(Prompt(name, self.instruction, metadata=label))
 
     def add_step(self, step: Step, row: int, film: bool) -> None:
+        """Adds one executed chunk of a row of the batch: reward, success, length, and its image where `film`."""
         valid = step.valid[row]
         self.lost |= bool(step.dropped[row])
         if valid.any():

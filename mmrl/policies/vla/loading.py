@@ -320,6 +320,8 @@ def check_cameras(action: Actions, sim: VectorSim) -> None:
 
 
 def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
+    """Loads a LeRobot policy of type `kind`. Raises UserError for an unknown type, and where LeRobot is not
+    installed."""
     if kind not in LEROBOT:
         names = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
         raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {names} are known")

@@ -144,6 +144,8 @@ def notes_of(config: JobConfig) -> list[str]:
 
 
 def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_config: dict[str, Any]) -> MemoryModel:
+    """Returns the memory model of an OpenVLA, built on the meta device from its config.json. Raises UserError where the
+    extra is not installed."""
     try:
         from mmrl.policies.vla.backbones import oft
         from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction

@@ -479,6 +479,7 @@ class VisionLanguageActionPolicy:
         return collate(prepared, self.device)
 
     def _rollouts(self, samples: list[Sample], policy_steps: list[list[PolicyStep]]) -> Rollouts:
+        """Returns rollouts whose mask [episode, step x decision] is true where actions were executed."""
         head = self.module.head
         longest = max(1, *map(len, policy_steps))
         mask = torch.zeros(len(policy_steps), longest, head.decisions, dtype=torch.bool)

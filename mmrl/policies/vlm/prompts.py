@@ -164,6 +164,8 @@ class _Row:
 
 
 def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
+    """Encodes prompts that all have the same number of images and videos in one call of the processor. Raises UserError
+    naming the prompt that it refuses."""
     texts = [row.text for row in rows]
     more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:

@@ -48,6 +48,8 @@ class Arrivals:
         unused: Mapping[str, Checksum],
         first: bool,
     ) -> str | None:
+        """Returns what is wrong with the weights that an engine reports, or None: tensors that are missing or differ, a
+        changed layout, parameters that got nothing, trained ones that it does not take."""
         sent = {**base, **adapter}
         if missing := [name for name in adapter if name not in report.tensors]:
             return f"its LoRA lacks {names(missing)}"
@@ -96,6 +98,7 @@ class Limit:
         return None
 
     def _stale(self, gap: Gap, compared: bool) -> str:
+        """Returns the message for a probe beyond the limit. compared: whether the engine's checksums were compared."""
         what = "weights or caches are stale"
         if compared and not self.calibrated:
             what = (

@@ -176,6 +176,7 @@ def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[
 
 
 def _check_shown(processor: Processor, forms: TemplateForms, messages: Sequence[Message]) -> None:
+    """Raises UserError where messages have images or videos that the chat template drops."""
     present = {
         "image": any(message.images for message in messages),
         "video": any(message.videos for message in messages),

@@ -115,6 +115,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLConfig | Qwen3VLConfig:
+    """Returns the configuration of a tiny Qwen2.5-VL or Qwen3-VL with the tokenizer's vision tokens."""
     ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in VISION]
     vision_start, vision_end, image, video = ids
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}

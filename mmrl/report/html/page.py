@@ -37,6 +37,7 @@ def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
 
 
 def report_html(runs: Sequence[RunRecord]) -> str:
+    """Renders the report page of one or several runs, with everything embedded."""
     chapters = [
         chapter(run, COLOURS[i % len(COLOURS)], galleries(run, BUDGET // len(runs))) for i, run in enumerate(runs)
     ]
@@ -63,6 +64,7 @@ def chapter(run: RunRecord, colour: str, shown: list[Gallery]) -> Chapter:
 
 
 def environment() -> Environment:
+    """Returns the Jinja environment; values are escaped, and unknown names raise."""
     templates = Environment(
         loader=PackageLoader("mmrl.report.html"),
         autoescape=True,
@@ -89,6 +91,7 @@ def paragraph(run: RunRecord) -> str:
 
 
 def trained(run: RunRecord) -> str:
+    """Returns the sentence on what a run trains: model, task, data, algorithm, step size."""
     if not run.config:
         return f"What {run.name} trained is unknown, since its configuration can not be read."
     model, task = str(run.key("model.type", "model")).replace("_", "-"), str(run.key("task.type", "a task"))
@@ -112,6 +115,7 @@ def lasted(run: RunRecord) -> str:
 
 
 def outcome(run: RunRecord) -> str:
+    """Returns the sentence on held-out accuracy, first and last, with standard errors."""
     accuracy, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
     if not len(accuracy):
         return "Nothing was evaluated."

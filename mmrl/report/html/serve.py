@@ -33,6 +33,7 @@ class ReportHandler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
+        """Answers with the report of the run as it is now; 404 for other paths and hosts."""
         # A page elsewhere that makes the browser ask by another name (DNS rebinding) gets nothing.
         if self.path != "/" or self.headers.get("Host") != self.server.address.removeprefix("http://").rstrip("/"):
             self.send_error(404)

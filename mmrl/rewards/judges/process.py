@@ -56,6 +56,8 @@ def steps(text: str, ending: re.Pattern[str]) -> list[tuple[int, int]]:
 
 
 def _scorer(name: str, options: dict[str, Any]) -> StepScorer:
+    """Returns the function that scores the steps of a response: the one named, or an instance of the class named.
+    Raises ValueError for anything else."""
     target = load_object(name)
     if not callable(target):
         raise ValueError(f"scorer {name!r} is neither a function nor a class")

@@ -168,6 +168,7 @@ def _head(state: Mapping[str, Tensor], name: str, path: str) -> nn.Sequential:
 
 
 def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, max_pixels: int | None) -> Any:
+    """Loads a reward model's processor, with its reward tokens added and pixels bounded. Raises ValueError."""
     from transformers import AutoProcessor
 
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}

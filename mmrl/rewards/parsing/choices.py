@@ -71,6 +71,8 @@ class Letters:
         return list(dict.fromkeys(upper)) if upper and all(len(p) == 1 and p in self.letters for p in upper) else []
 
     def _alone_in(self, text: str, begin: int) -> list[str]:
+        """Returns the option letters that stand alone in a text from index `begin` on, without words such as "a" and
+        "I"."""
         named: dict[str, None] = {}
         for match in self._alone.finditer(text, begin):
             bracket, letter, behind = match[1], match[2], (match[3] or "")

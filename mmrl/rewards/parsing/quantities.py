@@ -126,6 +126,8 @@ def _is_negative(text: str, start: int) -> bool:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
+    """Converts a matched number to a fraction: mixed, ratio, decimal, exponent, power. None for a division by 0 and
+    beyond LONGEST digits."""
     whole, part, parts, numerator, denominator, number, exponent, ten, power = match.groups()
     if len(match[0]) > LONGEST:
         return None

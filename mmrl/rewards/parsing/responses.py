@@ -143,6 +143,8 @@ def _unwrapped(text: str) -> str:
 
 
 def _inside(text: str) -> str | None:
+    """Returns what stands inside a LaTeX wrapper or math delimiters that enclose the whole text; None where nothing
+    does."""
     wrapped = _WRAPPER.match(text) if text[0] == "\\" else None
     if wrapped:
         closed = _closing(text, wrapped.end()) == len(text) - 1

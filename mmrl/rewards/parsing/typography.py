@@ -75,6 +75,7 @@ class Characters(dict[int, str]):
 
 
 def _replacement(code: int) -> str:
+    """Returns the ASCII form of a Unicode code point; "" for invisible ones, itself where there is none."""
     character = chr(code)
     if code < 128:
         return character

@@ -96,6 +96,7 @@ def unit_behind(text: str, position: int) -> Unit | None:
 
 @lru_cache(maxsize=4096)
 def _unit(text: str) -> Unit | None:
+    """Parses a unit such as km/h or m^2: scale in base units and powers of these. None where it is unknown."""
     scale, powers = Fraction(1), dict[str, int]()
     for division, name, exponent in _FACTOR.findall(text):
         factor = _factor(name)

@@ -71,6 +71,8 @@ def _bare_words(text: str) -> list[str]:
 
 
 def _bare(word: str, listed: bool) -> str:
+    """Strips the punctuation around a word, and the dots of initials. listed: whether the word is one of a list "a, b",
+    whose commas are kept."""
     begin, end = 0, len(word)
     left = _LEFT_OF_LISTS if listed else _LEFT
     while begin < end and word[begin] in left:

@@ -70,6 +70,8 @@ class ChartCode(ProgramReward):
         return sum(weight * parts[name]() for name, weight in self.weights.items())
 
     def _draw_golds(self, prompts: Sequence[Prompt]) -> None:
+        """Draws the charts of gold programs that are not cached yet. Raises UserError for a prompt without one, or
+        whose program draws none."""
         sources = {str(prompt.answer): prompt for prompt in prompts if prompt.answer is not None}
         if without := next((prompt for prompt in prompts if prompt.answer is None), None):
             raise UserError(f"prompt {without.id!r} has no program in its answer, which weights.elements compares with")

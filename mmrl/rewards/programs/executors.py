@@ -88,6 +88,8 @@ def functions(request: Request) -> dict[str, Any]:
 
 
 def _outcome(names: dict[str, Any], call: str | tuple[str, list[Any]]) -> str | None:
+    """Returns the JSON of what an expression, or a call (function, arguments), gives in the names of the program; None
+    where it fails or is too long."""
     try:
         if isinstance(call, str):
             value = eval(compile(call, "test", "eval"), names)

@@ -62,6 +62,8 @@ class ProgramRunner:
         self._folder.cleanup()
 
     def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs a program in a forked worker with a scratch folder of its own. Returns its answer, or {"failed":
+        why}."""
         with self._numbering:
             scratch = Path(self._folder.name) / str(next(self._numbers))
         scratch.mkdir()

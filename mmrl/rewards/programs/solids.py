@@ -82,6 +82,8 @@ class SolidCode(ProgramReward):
         return self._golds[answer]
 
     def _built(self, prompt: Prompt, answer: str) -> Trimesh:
+        """Returns the mesh of a gold answer: a file, or a program that builds it. Raises UserError where there is
+        none."""
         if "\n" not in answer and Path(answer).suffix.lower() in (".stl", ".obj", ".ply"):
             import trimesh
 

@@ -139,6 +139,7 @@ def _json_same(text: object, expected: Any, tolerance: float) -> bool:
 
 
 def _same(value: Any, expected: Any, tolerance: float) -> bool:
+    """Returns whether a result is the expected one; floats within the tolerance, booleans never equal to numbers."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):

@@ -236,6 +236,8 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
 
 
 def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
+    """Reads the arrays of an npz file without pickles. Raises ValueError for another file, and beyond `max_bytes`
+    unpacked."""
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             if sum(member.file_size for member in archive.infolist()) > max_bytes:
@@ -243,7 +245,7 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             contents = {name: arrays[name] for name in arrays.files}
     except zipfile.BadZipFile as error:
-        raise ValueError(f"no npz: {error}") from None
+        raise ValueError(f"not an npz file: {error}") from None
     if contents.get("request", np.empty(0)).dtype != np.uint8:
         raise ValueError("the npz has no array `request` of uint8")
     return contents
@@ -283,7 +285,7 @@ def _image(text: Any, number: int) -> Image.Image:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
         image.load()
     except (OSError, SyntaxError, TypeError, binascii.Error, Image.DecompressionBombError) as error:
-        raise ValueError(f"sample {number}: no image in base64 PNG: {error}") from None
+        raise ValueError(f"sample {number}: not an image in base64 PNG: {error}") from None
     return image
 
 

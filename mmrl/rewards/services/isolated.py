@@ -116,6 +116,7 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
 
 
 def _scored(reward: Reward, sample: Sample) -> dict[str, Any]:
+    """Scores a sample and returns the value, its spans, or the error, as plain values."""
     try:
         value = reward(sample)
         if isinstance(value, Spans):

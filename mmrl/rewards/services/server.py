@@ -102,6 +102,7 @@ def serve(spec: RewardSpec, host: str = "127.0.0.1", port: int = 8000) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Serves one reward over HTTP until Ctrl-C. Returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m mmrl.rewards.services.server", description="Serve one reward over HTTP."
     )

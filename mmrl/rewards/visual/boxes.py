@@ -53,6 +53,9 @@ def box_giou(
 def _box_reward(
     overlap: Callable[[Box, Box], float], missing: float, threshold: float | None, pair: CoordinatePair
 ) -> Reward:
+    """Returns the reward of the best `overlap` between the last box of the answer and a gold box; 1 or 0 by `threshold`
+    where it is set. missing: the reward without a box. It is None where the gold is not a box."""
+
     def value(sample: Sample) -> float | None:
         golds = _gold(sample, pair)
         if golds is None:

@@ -85,6 +85,8 @@ class OnnxDetector:
         return [self._one(image, least) for image in images]
 
     def _one(self, image: Image.Image, least: float) -> list[DetectedObject]:
+        """Detects objects of one image, letterboxed on white to the model's square input. Boxes are in the image's
+        pixels; least: lowest score."""
         scale = self._side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         left, top = (self._side - size[0]) // 2, (self._side - size[1]) // 2

@@ -109,6 +109,8 @@ def _psnr(image: Tensor, source: Tensor, weight: Tensor) -> Tensor:
 
 
 def _ssim(image: Tensor, source: Tensor, weight: Tensor) -> Tensor:
+    """Computes SSIM (11 x 11 Gaussian window, sigma 1.5) of images [channel, height, width] in 0..1, averaged with
+    weights [height, width]."""
     image, source = image.double(), source.double()  # differences of squares are small
     offset = torch.arange(11).double() - 5
     line = (-(offset**2) / (2 * 1.5**2)).exp()

@@ -73,6 +73,8 @@ class GenEval:
         return scores
 
     def _check(self, sample: Sample) -> None:
+        """Raises UserError for a prompt without GenEval's metadata, with a class that the detector lacks, or with an
+        unknown colour."""
         metadata = sample.prompt.metadata
         if not metadata.get("include"):
             raise UserError(f"prompt {sample.prompt.id!r} has no `include`; set task.data.format=geneval")

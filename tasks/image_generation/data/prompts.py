@@ -75,6 +75,7 @@ def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: 
 
 
 def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:
+    """Raises RowError where a row lacks GenEval's metadata (tag; include with class, count, color, position)."""
     text_of(row, "tag")
     include = value_of(row, "include", list, "a list")
     for index, item in enumerate(include):

@@ -83,6 +83,8 @@ def _read(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
 
 
 def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
+    """Returns the shape that fits a mask [height, width] of one colour best, None below MATCH (intersection over
+    union), and its top left corner in pixels."""
     if max(mask.shape) > _FRAME - _MARGIN:
         return PlacedShape(colour, None, top, left)
     frame = np.zeros((_FRAME, _FRAME), dtype=np.float32)

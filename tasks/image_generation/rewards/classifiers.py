@@ -42,6 +42,7 @@ def trained(images: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
 
 
 def _train(network: nn.Module, images: Tensor, labels: Tensor, rate: float) -> None:
+    """Trains a classifier on images [n, 1, SIZE, SIZE] with added noise and labels [n]. rate: peak learning rate."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, STEPS)
     for _ in range(STEPS):

@@ -97,6 +97,7 @@ def every_series() -> dict[str, tuple[ChartSeries, ...]]:
 
 
 def _read(column: ChartColumn) -> list[ChartSeries]:
+    """Returns the series of labels and values of a table of vega_datasets; one by group where `apart` names columns."""
     from vega_datasets import local_data
 
     frame = local_data(column.table).dropna(subset=[column.values])

@@ -137,6 +137,8 @@ class ConversationFields:
     def _message(
         self, message: object, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Message:
+        """Reads one message of a row. Raises RowError for an unknown role, an empty message, and images or tool calls
+        where they can not be."""
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
             raise RowError(f"role must be one of {', '.join(ROLES)}, not {role!r:.40}")
@@ -209,6 +211,7 @@ class ConversationFields:
         return "\n".join([text, *written] if text else written)
 
     def _call(self, call: object) -> str:
+        """Returns a tool call as the text that the assistant writes: Python or <tool_call> JSON. Raises RowError."""
         function = call.get("function") or call if isinstance(call, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -228,6 +231,7 @@ class ConversationFields:
         return f"<tool_call>\n{text}\n</tool_call>"
 
     def _schemas(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """Returns the JSON schemas of a row's tools. Raises RowError for anything else."""
         schemas = row.get(self.tools)
         if isinstance(schemas, str):
             try:

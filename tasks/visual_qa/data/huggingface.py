@@ -137,6 +137,8 @@ class _StreamedRows:
 
 
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
+    """Loads a split with the package datasets: of the hub, or saved by it to a folder. Raises ModuleNotFoundError
+    without it, ValueError for an unknown split."""
     if importlib.util.find_spec("datasets") is None:
         raise ModuleNotFoundError(
             f"task.data.type=huggingface needs the package datasets: {extra_command('huggingface')}"

@@ -185,6 +185,8 @@ class RowSource:
         return f"{self.name}, {self._rows.unit} {self._rows.number(row)}: {self._reasons[row]}"
 
     def _too_many(self) -> str | None:
+        """Returns the message for more bad rows than max_bad_share allows, which names the first of each kind; else
+        None."""
         total, bad = len(self._rows), sorted(self._reasons)
         if len(bad) <= self.max_bad_share * total:
             return None

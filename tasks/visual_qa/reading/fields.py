@@ -112,6 +112,8 @@ class Fields:
         return (self.images, self.videos, self.problem, self.answer, *self.columns.used)
 
     def _checked(self, row: object) -> Question:
+        """Reads question, answer, images and videos of a row, and checks that markers and images agree. Raises
+        RowError."""
         if not isinstance(row, Mapping):
             raise RowError(f"a row must be an object, not {type(row).__name__}")
         for key, value in row.items():
@@ -131,6 +133,7 @@ class Fields:
         return Question(question.text, answer, question.system, images, videos)
 
     def _question(self, problem: Any) -> ReadQuestion:
+        """Reads the question: a string, or messages. Raises RowError for anything else."""
         if isinstance(problem, str):
             return ReadQuestion(problem)
         if not is_messages(problem):
@@ -144,6 +147,8 @@ class Fields:
         return question
 
     def _match(self, row: Mapping[str, Any], text: str, marker: str, field: str, shown: list[Any], what: str) -> None:
+        """Raises RowError where the text has another number of <image> or <video> markers than the row has images or
+        videos."""
         count = len([one for one in shown if one is not None])
         if (markers := text.count(marker)) != count:
             absent = ""

@@ -87,6 +87,7 @@ def build(path: str | Path, seed: int = 0) -> None:
 
 
 def _joined(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
+    """Joins a language model to a small vision tower with random weights, as an Idefics3."""
     language.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     image: Any = tokenizer.convert_tokens_to_ids("<image>")
     text = language.config.to_dict()

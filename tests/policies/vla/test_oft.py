@@ -125,7 +125,9 @@ class TestConversion:
         head, projector = reference.parts().values()
         refused("noisy_action_projector--150000_checkpoint.pt: its actions are denoised", noisy_action_projector={})
         refused(r"vision_backbone--.*: its images are read in the light of the words \(FiLM\)", vision_backbone={})
-        refused("no head of OpenVLA-OFT's L1 regression", action_head={"noise_predictor.fc1.weight": torch.ones(2, 2)})
+        refused(
+            "not a head of OpenVLA-OFT's L1 regression", action_head={"noise_predictor.fc1.weight": torch.ones(2, 2)}
+        )
         lacking = {name: t for name, t in head.items() if name != "model.fc1.bias"}
         refused(r"action_head--.* lacks model\.fc1\.bias", action_head=lacking)
         refused(r"action_head--.* has an unknown model\.more", action_head=head | {"model.more": torch.ones(1)})

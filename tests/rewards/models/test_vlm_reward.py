@@ -154,7 +154,7 @@ def test_source_and_result_under_two_instructions(folder, trained):
         ({"tokens": {}}, "weights by special token"),
         ({"normal": {QUALITY: [0.0, 0.0]}}, "positive std"),
         ({"normal": {MOTION: [0.0, 1.0]}}, "is not a token"),
-        ({"instruction": {"head_7": "one.txt"}}, "no chain of linear layers"),
+        ({"instruction": {"head_7": "one.txt"}}, "not a chain of linear layers"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, change, message):

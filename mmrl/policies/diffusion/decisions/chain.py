@@ -40,6 +40,8 @@ class ChainDecisions:
         return len(self._window(0, 0))
 
     def _check(self) -> None:
+        """Raises UserError where the transition does not fit what the model predicts, and where chunks or branching do
+        not fit the number of steps."""
         likelihood, space = self.likelihood, self.denoiser.family.space
         transition = likelihood.transition
         if transition.space != space:

@@ -71,6 +71,8 @@ class Adapter:
             )
 
     def _load_peft(self, network: Any) -> None:
+        """Loads LoRA weights in peft's format into the network, as adapter "default". Raises UserError for weights that
+        are missing or do not fit."""
         from peft import LoraConfig, PeftConfig, set_peft_model_state_dict  # takes a second to import
 
         config = PeftConfig.from_pretrained(str(self.file.parent))
@@ -124,6 +126,8 @@ def single_file(path: Path) -> UserError:
 
 
 def _weights_at(path: Path) -> tuple[Path, Literal["peft", "diffusers"]] | None:
+    """Returns the file with LoRA weights at `path` and its format; None where there is another kind of model. Raises
+    UserError for a single-file checkpoint and an ambiguous folder."""
     if path.is_file() and path.suffix in SINGLE_FILES:
         raise single_file(path)
     if path.is_file() and path.suffix == ".safetensors":

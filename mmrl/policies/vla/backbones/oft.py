@@ -165,6 +165,8 @@ class Parts:
         self._check_projector(self.projector, path, action, width, state_dim)
 
     def _check_head(self, file: Path, chunk: int, width: int, action_dim: int) -> None:
+        """Raises UserError where the L1 head's file has other sizes than the job: action_dim, chunk, or the hidden
+        width."""
         shapes, metadata = header(file)
         size = shapes.get("model.fc2.bias", torch.Size([action_dim]))[0]
         if size != action_dim:
@@ -176,6 +178,8 @@ class Parts:
             raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}")
 
     def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
+        """Raises UserError where the projector of the robot's state does not fit the job: switched off, another state
+        size, or a second standardisation."""
         if not action.proprioception:
             raise UserError(
                 f"action.proprioception=false, but model.path={path} reads the robot's state through {file.name}; set "

@@ -311,6 +311,8 @@ class OpenVLABackbone(Backbone):
         return torch.from_numpy(middle(fitted, self.preprocessing.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str, cameras: int) -> Tensor:
+        """Encodes a prompt, [token] int64, with the token that stands before actions. Raises UserError where prompt and
+        image patches exceed rollout.max_prompt_length."""
         ids = self.tokenizer.encode(text).ids
         ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
         vit: Any = self.core.vision_backbone.get_submodule("featurizer")
@@ -456,6 +458,7 @@ def _folder(path: str) -> Path:
 
 
 def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
+    """Loads the OpenVLA model. Raises UserError for missing, unexpected and mismatched weights."""
     model_class: Any = OpenVLAForActionPrediction
     model, report = model_class.from_pretrained(
         folder,

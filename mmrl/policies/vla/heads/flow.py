@@ -319,6 +319,8 @@ class ExpertHead(FlowHead):
     def _score_learned(
         self, likelihood: LearnedNoise, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor
     ) -> dict[str, Tensor]:
+        """Scores denoising chains under a Gaussian with learned noise: log-probability and entropy, both [n, 1],
+        reduced over executed actions and denoising steps. valid: [n, chunk]."""
         chain = chosen["chain"]
         n, k = len(chain), chain.shape[1] - 1
         x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))

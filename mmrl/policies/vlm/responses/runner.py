@@ -125,6 +125,7 @@ class ModelRunner:
     def _generate_shared(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
     ) -> list[Tensor]:
+        """Samples responses, [token] int64 each; rows with equal prompts share one prefill."""
         distinct, which = distinct_rows(rows)
         return generate_groups(
             self.core,
@@ -139,6 +140,7 @@ class ModelRunner:
     def _generate_apart(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
     ) -> list[Tensor]:
+        """Samples responses, [token] int64 each, every row with a prefill of its own, as ZeRO-3 needs."""
         padded = self.with_ballast(rows)
         return generate(
             self.core,
