@@ -129,7 +129,7 @@ class BabyAI:
     ) -> None:
         if around and (around < 3 or around % 2 == 0):
             raise UserError(
-                f"babyai: around is 0 or an odd number from 3 on, so that a square is the middle: {around=}"
+                f"babyai: around must be 0 or an odd number of at least 3, so that a square is the middle; got {around}"
             )
         if not levels or tile < 0 or max_steps < 1:
             raise UserError(

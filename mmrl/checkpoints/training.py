@@ -55,8 +55,8 @@ def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any,
 
 
 def why_fixed(key: str, before: object, after: object) -> str | None:
-    """Returns why a key that differs can not change within a run, None where it can: of those that may be named in
-    checkpoint.may_change, numbers alone may differ."""
+    """Returns why a run can not be resumed with another value of a key, or None. Only numbers of the keys that
+    checkpoint.may_change accepts may differ."""
     if _under(key, SHAPES) or not _under(key, NUMBERS):
         return f"{key} decides what a checkpoint holds"
     if not _alike(before, after):

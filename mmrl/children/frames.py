@@ -45,7 +45,7 @@ def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Coll
     try:
         return Reader(memoryview(message)[begin:], shared, records).value(json.loads(message[LENGTH:begin]))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # RuntimeError: too deep
-        raise ValueError(f"no message of ours ({error!r:.200})") from None
+        raise ValueError(f"not an mmrl message ({error!r:.200})") from None
 
 
 def decode_mapping(

@@ -22,13 +22,13 @@ class Packer(pickle.Pickler):
 
 
 def packed(value: object, instead: str) -> bytes:
-    """Pickles a value. Raises UserError for what can not be sent, such as an open file in a prompt's metadata; it names
-    `instead`, the setting with which nothing is sent."""
+    """Pickles a value. Raises UserError for what can not be pickled, such as an open file in a prompt's metadata.
+    instead: a setting for the message, with which nothing has to be sent."""
     stream = io.BytesIO()
     try:
         Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UserError(
-            f"a rollout holds what can not be sent to another rank: {describe_error(error)}; set {instead}"
+            f"a rollout can not be sent to another rank: {describe_error(error)}; set {instead}"
         ) from None
     return stream.getvalue()

@@ -108,6 +108,8 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         return character_shares(pieces, bounds)
 
     def _texts(self, sample: Sample, bounds: list[Bounds]) -> list[str]:
+        """Returns the text of each span of a response; "" for spans of decisions, whose text is not kept. bounds: begin
+        and end in the unit `of`, turns or characters."""
         if self.of == "turns" and sample.conversation is not None:
             turns = [turn.response for turn in sample.conversation.turns]
             return ["\n".join(turns[begin:end]) for begin, end in bounds]

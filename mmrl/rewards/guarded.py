@@ -179,6 +179,7 @@ def _watch_parent() -> None:
 
 
 def _end_behind(parent: int) -> None:
+    """Ends this process once its parent, a process id, has ended."""
     while os.getppid() == parent:
         time.sleep(FORK_POLL_S)
     os._exit(1)

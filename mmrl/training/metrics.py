@@ -167,8 +167,8 @@ class UnscoredMonitor:
         self.most, self.steps = most, 0
 
     def judge(self, step: int, values: dict[str, float], reasons: Mapping[str, str] | None = None) -> None:
-        """Raises UserError after `most` such steps in a row, which names the components with unscored rollouts.
-        `values` are of all ranks, so all ranks raise. reasons: by component, why it did not score a rollout."""
+        """Raises UserError after `most` steps in a row without a scored rollout; it names the rewards at fault.
+        values: metrics over all ranks, so that all ranks raise. reasons: by reward, why it did not score a rollout."""
         if UNSCORED not in values:
             return
         self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0

@@ -129,12 +129,13 @@ def outcome(path: Path) -> str:
 
 
 def lines(root: Path, *texts: str | bytes | dict) -> Path:
+    """Writes questions.jsonl: a good row, then these lines. Returns its path."""
     path = root / "questions.jsonl"
-    told = [
+    written = [
         text if isinstance(text, bytes) else (text if isinstance(text, str) else json.dumps(text)).encode()
         for text in texts
     ]
-    path.write_bytes(b"\n".join([json.dumps(row()).encode(), *told]) + b"\n")
+    path.write_bytes(b"\n".join([json.dumps(row()).encode(), *written]) + b"\n")
     return path
 
 

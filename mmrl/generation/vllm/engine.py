@@ -234,7 +234,7 @@ def versions() -> str:
 
 
 def last_error(text: str) -> str:
-    """One line of a report: of vLLM's, the last that says what went wrong."""
+    """Returns the last line of vLLM's log with an error, else its last line, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line and not any(wrapper in line for wrapper in WRAPPERS)]
     line = (telling or lines or ["nothing"])[-1]

@@ -54,8 +54,8 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
 
 
 def read(payload: object, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-    """Reads the responses of an answer of /inference/v1/generate, `count` of at most `limit` tokens. Raises BadAnswer
-    as `check`, and for anything that it would not have written."""
+    """Parses the answer of /inference/v1/generate: `count` responses of at most `limit` tokens each. Raises BadAnswer
+    as `check`, and for another form or number of responses."""
     answers = [_answer(choice) for choice in choices(payload)]
     if len(answers) != count:
         raise BadAnswer(f"{len(answers)} responses came, where {count} were requested")

@@ -110,7 +110,7 @@ def _lines(value: Any) -> str:
 
 
 def _arguments(value: Any) -> list[Any]:
-    """Arguments of a call: a list, or as LeetCode writes them a JSON value a line."""
+    """Arguments of a call: a list, or, as LeetCode writes them, one JSON value per line."""
     return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
 
 

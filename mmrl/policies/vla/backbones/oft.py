@@ -74,6 +74,7 @@ class ProprioProjector(nn.Module):
         self.act = nn.GELU()
 
     def forward(self, state: Tensor) -> Tensor:
+        """Projects states [n, state] to one token each, [n, 1, width]."""
         return rearrange(self.fc2(self.act(self.fc1(state.to(self.fc1.weight.dtype)))), "n w -> n 1 w")
 
 
