@@ -200,7 +200,7 @@ def as_rgb(images: Any, name: str) -> NDArray[np.uint8]:
     no image of 8 bits."""
     images = np.asarray(images)
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise UserError(f"gymnasium: {name} gives {images.dtype} {list(images.shape)}, no images uint8 [n, H, W, 3]")
+        raise UserError(f"gymnasium: {name} gives {images.dtype} {list(images.shape)}, not images uint8 [n, H, W, 3]")
     if images.ndim == 3:
         images = images[..., None]
     if images.shape[-1] not in (1, 3) and images.shape[1] in (1, 3):

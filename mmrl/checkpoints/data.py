@@ -61,8 +61,9 @@ def check_data(folder: Path, config: dict[str, Any]) -> None:
             log.warning("%s=%s has changed since run_dir=%s began (%s), and it goes on", key, path, folder, sizes)
         else:
             raise UserError(
-                f"{key}={path} has changed since run_dir={folder} began ({sizes}), so its rows are others than those "
-                "that were drawn and evaluated; restore it, name another run_dir, or set checkpoint.changed_data=accept"
+                f"{key}={path} has changed since run_dir={folder} began ({sizes}), so its rows differ from those "
+                "that were sampled and evaluated; restore it, name another run_dir, or set "
+                "checkpoint.changed_data=accept"
             )
 
 

@@ -157,7 +157,7 @@ class ForkedProcess:
             received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)
             answer = decode_mapping(received, records=self.fork_server.records)
             if answer.get("number") != self._requests:
-                raise ValueError("an answer to nothing that was asked")
+                raise ValueError("an answer without a request")
         except (TimeoutError, ConnectionError, ValueError) as error:
             if (why := self.fork_server.dismiss(self)) is None and isinstance(error, TimeoutError):
                 raise

@@ -166,7 +166,7 @@ def divided(value: Any, converted: Converted, settings: Settings) -> None:
     """Sets the scale of advantages of verl's norm_adv_by_std_in_grpo and TRL's scale_rewards."""
     scales = {"True": "group_std", "group": "group_std", "batch": "batch_std", "False": "none", "none": "none"}
     if str(value) not in scales:
-        raise UserError(f"scale_rewards={value} is none of {', '.join(scales)}")
+        raise UserError(f"scale_rewards={value} is not one of {', '.join(scales)}")
     if str(of(settings, "adv_estimator", default="grpo")) == "grpo":  # verl divides no other one by it
         converted.ours["algorithm.scale"] = scales[str(value)]
 

@@ -28,7 +28,5 @@ def packed(value: object, instead: str) -> bytes:
     try:
         Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"a rollout can not be sent to another rank: {describe_error(error)}; set {instead}"
-        ) from None
+        raise UserError(f"a rollout can not be sent to another rank: {describe_error(error)}; set {instead}") from None
     return stream.getvalue()

@@ -90,7 +90,7 @@ class Stop(Action):
     type: str = "stop"
 
     def act(self, run: GuardedRun, why: str) -> None:
-        raise UserError(f"guard: {why}; the run was told to stop there (guards)")
+        raise UserError(f"guard: {why}; the run stops there, as guards says")
 
 
 class Guard(Section):
@@ -137,7 +137,9 @@ class Guards:
                 continue
             if guard.metric not in metrics:
                 known = ", ".join(sorted(name for name in metrics if not name.startswith("time/")))
-                raise UserError(f"guards.{index}: metric {guard.metric!r} is none of this job's; it has {known}")
+                raise UserError(
+                    f"guards.{index}: metric {guard.metric!r} is not a metric of this job, which has {known}"
+                )
             value = metrics[guard.metric]
             self.outside[index] = self.outside[index] + 1 if guard.outside(value) else 0
             if self.outside[index] and self.outside[index] % guard.patience == 0:

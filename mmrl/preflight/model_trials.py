@@ -80,7 +80,7 @@ def placeholder_line(processor: Processor, path: str) -> str:
             "and its model do not belong together"
         )
     if counts[2]:
-        raise FailedTrial(f"a question without an image holds {counts[2]} image tokens")
+        raise FailedTrial(f"a question without an image contains {counts[2]} image tokens")
     return f"an image of 64 x 48 pixels becomes {counts[0]} tokens, two others {counts[1]}"
 
 

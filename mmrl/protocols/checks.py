@@ -30,7 +30,7 @@ def check_mask(key: str, mask: object, shape: torch.Size) -> None:
 def check_loss(key: str, loss: object) -> None:
     """Raises UserError unless `loss` is a 0-d tensor with a gradient."""
     if not _tensor_of(key, loss, torch.Size()).requires_grad:
-        raise UserError(f"{key} gave a loss without a gradient: nothing of the policy's is in it")
+        raise UserError(f"{key} gave a loss without a gradient: it does not depend on the policy")
 
 
 def _tensor_of(key: str, values: object, shape: torch.Size) -> Tensor:

@@ -71,7 +71,7 @@ class Staircase(Schedule):
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if not name.startswith(("time/", "control/"))))
-            raise UserError(f"metric {self.metric!r} is none of this job's; it has {known}")
+            raise UserError(f"metric {self.metric!r} is not a metric of this job, which has {known}")
         measured = metrics[self.metric]
         reached = measured >= self.bound if self.when == "above" else measured <= self.bound
         self._reached = self._reached + 1 if reached and math.isfinite(measured) else 0

@@ -305,7 +305,7 @@ def measured_metric(name: str, metrics: Mapping[str, float]) -> float:
     """Raises UserError naming the metrics that there are."""
     if name not in metrics:
         known = ", ".join(sorted(other for other in metrics if not other.startswith(("time/", "control/"))))
-        raise UserError(f"metric {name!r} is none of this job's; it has {known}")
+        raise UserError(f"metric {name!r} is not a metric of this job, which has {known}")
     return metrics[name]
 
 

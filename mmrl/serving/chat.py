@@ -217,13 +217,13 @@ class ChatHandler(BaseHTTPRequestHandler):
 
     def _models(self) -> dict[str, Any]:
         if self.path.rstrip("/") != "/v1/models":
-            raise BadRequest(f"there is no {self.path}; ask GET /v1/models or POST /v1/chat/completions", 404)
+            raise BadRequest(f"there is no {self.path}; use GET /v1/models or POST /v1/chat/completions", 404)
         model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "mmrl"}
         return {"object": "list", "data": [model]}
 
     def _completion(self) -> dict[str, Any]:
         if self.path.rstrip("/") != "/v1/chat/completions":
-            raise BadRequest(f"there is no {self.path}; ask GET /v1/models or POST /v1/chat/completions", 404)
+            raise BadRequest(f"there is no {self.path}; use GET /v1/models or POST /v1/chat/completions", 404)
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise BadRequest("Content-Length is missing", 411)

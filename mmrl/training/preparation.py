@@ -243,7 +243,9 @@ class Preparation:
     def reference_weights(self) -> AbstractContextManager[Any]:
         """Returns a context in which the policy has the reference's weights."""
         if self.reference is None:
-            raise ValueError("a measurement asks for the reference's weights; `Needs.reference` of its method does not")
+            raise ValueError(
+                "a measurement needs the reference's weights, but its method does not set `Needs.reference`"
+            )
         return self.reference.applied()
 
     def move_reference(self, step: int) -> None:

@@ -135,7 +135,7 @@ def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
         word = chosen if isinstance(chosen, str) else names.get(int(chosen), str(chosen))
         if word not in world.actions:
             raise UserError(
-                f"task.game.expert={settings.expert} gave {word}, which is none of {', '.join(world.actions)}"
+                f"task.game.expert={settings.expert} gave {word}, which is not one of {', '.join(world.actions)}"
             )
         responses.append(word)
         observation, _, terminated, truncated, _ = world.env.step(world.actions[word])

@@ -205,7 +205,7 @@ def test_a_server_that_was_started_again_gets_the_weights_before_it_is_asked_for
         made.servers[0].call = once
         assert made.arrived()[0].tensors.keys() == {"a"} and not lost
         made.servers[0].call = lambda method, **arguments: {}
-        with pytest.raises(UserError, match="does not tell what weights it has .*results"):
+        with pytest.raises(UserError, match="does not report which weights it has .*results"):
             made.arrived()
         made.close()
 

@@ -181,7 +181,7 @@ REFUSED = [
     (["algorithm.baseline=running", "algorithm.components=normalise_each"], "algorithm.components=sum or gated"),
     (["algorithm.baseline=quantile", "rollout.group_size=1"], "raise group_size"),
     (["algorithm.baseline=median"], "algorithm.baseline.type=median is unknown"),
-    (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is none of the rewards, mark"),
+    (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is not one of the rewards, mark"),
 ]
 
 

@@ -76,9 +76,11 @@ class TestBands:
         assert log.done[:-1] == done[:-1] and log.done[-1].startswith(done[-1])
 
     def test_stop_and_a_metric_that_is_not_there(self):
-        with pytest.raises(UserError, match="guard: m is 3, outside -inf to 1; the run was told to stop"):
+        with pytest.raises(UserError, match="guard: m is 3, outside -inf to 1; the run stops there"):
             Guards([guard(high=1, action="stop")]).judge({"m": 3}, Log())
-        with pytest.raises(UserError, match="guards.0: metric 'm' is none of this job's; it has accuracy, loss"):
+        with pytest.raises(
+            UserError, match="guards.0: metric 'm' is not a metric of this job, which has accuracy, loss"
+        ):
             Guards([guard(high=1)]).judge({"loss": 3, "accuracy": 1, "time/x": 1}, Log())
         on_evaluation = Guards([guard(metric="evaluation/accuracy", low=0.5)])
         on_evaluation.judge({"loss": 3}, Log())  # a step's metrics are not asked for it

@@ -153,7 +153,9 @@ def test_what_is_not_finite_moves_nothing():
 def test_a_controller_without_its_metric_names_those_there_are():
     tree = {"coefficient": {"type": "additive", "start": 0, "metric": "entropi", "target": 0.3, "rate": 0.25}}
     controls = Schedules(make(Bounded, tree))
-    with pytest.raises(UserError, match="^coefficient: metric 'entropi' is none of this job's; it has entropy, loss$"):
+    with pytest.raises(
+        UserError, match="^coefficient: metric 'entropi' is not a metric of this job, which has entropy, loss$"
+    ):
         controls.update(1, {"loss": 1.0, "entropy": 2.0, "time/step": 3.0, "control/coefficient": 0.0})
 
 

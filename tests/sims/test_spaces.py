@@ -125,7 +125,7 @@ def test_images_of_every_layout():
     for wrong, text in (
         (first.astype(np.float32), "float32"),
         (first[..., :2], r"\[2, 4, 2\]; three channels"),
-        (first[0, 0], "no images"),
+        (first[0, 0], "not images"),
     ):
         with pytest.raises(UserError, match=f"x gives.*{text}"):
             as_rgb(wrong, "x")

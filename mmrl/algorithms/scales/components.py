@@ -106,7 +106,7 @@ class Gated(Components):
     def check_names(self, names: list[str]) -> None:
         for name in self.gates:
             if name not in names:
-                raise ValueError(f"algorithm.components.gates: {name} is none of the rewards, {', '.join(names)}")
+                raise ValueError(f"algorithm.components.gates: {name} is not one of the rewards, {', '.join(names)}")
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         from mmrl.core.advantages import gated_reward

@@ -80,7 +80,7 @@ def versions(payload: object) -> set[str]:
     try:
         return {part["version"] for choice in choices(payload) for part in choice["weight_versions"]}
     except (KeyError, TypeError):
-        raise BadAnswer("a response does not tell the version of the weights that made it") from None
+        raise BadAnswer("a response does not name the version of the weights that sampled it") from None
 
 
 def _answer(choice: dict[str, Any]) -> Answer:

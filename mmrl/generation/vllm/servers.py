@@ -219,7 +219,7 @@ class Servers:
                 self._refresh(server, self._may_recover)
             except (LookupError, TypeError, ValueError) as error:
                 last = repr(error)
-        raise UserError(f"the vLLM server at {server.address} does not tell what weights it has ({last})")
+        raise UserError(f"the vLLM server at {server.address} does not report which weights it has ({last})")
 
     def _start(self) -> None:
         """Starts engines that do not run yet. Raises UserError and ConnectionError, see `Process.start`."""

@@ -188,7 +188,7 @@ def _of_llada(name: str) -> str:
         part, kind = match.groups()
         if part in WHOLE:
             return f"{WHOLE[part]}.{kind}"
-    raise UserError(f"the tensor {name} is none of a Llama's")
+    raise UserError(f"the tensor {name} does not belong to a Llama")
 
 
 def _qwen(model_type: str) -> Callable[[Values], Values]:

@@ -80,7 +80,7 @@ class PromptRewritingModel(DiffusionModel):
             raise ValueError("model.type=prompt_rewriting learns from rewards; warm its parts up apart")
         if self.embeddings is not None:
             raise ValueError(
-                "model.embeddings holds embeddings of prompts that are known before; those of model.type="
+                "model.embeddings holds embeddings of prompts that are known before training; those of model.type="
                 "prompt_rewriting are written while it trains"
             )
         likelihood = denoising.likelihood
@@ -97,7 +97,7 @@ class PromptRewritingModel(DiffusionModel):
             )
         if rollout.generator.type != "transformers":
             raise ValueError(
-                f"rollout.generator.type={rollout.generator.type} does not know model.type=prompt_rewriting; use "
+                f"rollout.generator.type={rollout.generator.type} does not support model.type=prompt_rewriting; use "
                 "transformers"
             )
         if rollout.segment is not None:

@@ -66,5 +66,5 @@ def build(settings: CriticSettings, width: int, state_dim: int) -> Critic:
     if not isinstance(settings, SeparateCritic):
         raise UserError(f"algorithm.critic.type={settings.type} is not a critic of a vision-language-action model")
     if state_dim == 0:
-        raise UserError("algorithm.critic.type=separate reads the robot's state, and the simulator shows none")
+        raise UserError("algorithm.critic.type=separate reads the robot's state, but the simulator has none")
     return Separate(settings, state_dim)

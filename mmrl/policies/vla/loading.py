@@ -306,8 +306,8 @@ def check_labels(path: str, policy: VisionLanguageActionPolicy) -> None:
     good, bad = policy.advantage_labels
     if not tells_apart(policy, good, bad):
         raise UserError(
-            f"action.labels: model.path={path} does not tell {good!r} from {bad!r}: it reads no words, or has none "
-            "of these; choose words that it knows"
+            f"action.labels: model.path={path} does not tell {good!r} from {bad!r}: it reads no text, or has none "
+            "of these words; choose words of its vocabulary"
         )
 
 

@@ -215,7 +215,7 @@ class VisionLanguageActionPolicy:
         missing = next((p.id for p in prompts if "actions" not in p.metadata), None)
         if missing is not None:
             raise UserError(
-                f"prompt {missing} shows no actions to learn from: algorithm.type=supervised needs task.demonstrations"
+                f"prompt {missing} has no demonstrated actions: algorithm.type=supervised needs task.demonstrations"
             )
         observations = [p.metadata["observation"] for p in prompts]
         batch = Observation(

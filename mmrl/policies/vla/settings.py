@@ -607,7 +607,7 @@ class VisionLanguageActionModel(ModelSettings):
         if config.algorithm.collects == "demonstrations" and not action.head.teachable:
             raise ValueError(
                 f"action.head.type={action.head.type} learns from episodes, for a demonstrated chunk does not say from "
-                f"which noise it comes; teach its base with action.head.type={action.head.core.type}"
+                f"which noise it comes; train its base with action.head.type={action.head.core.type}"
             )
         taught = config.algorithm.collects == "demonstrations"
         if taught and action.labels is not None and AdvantageLabelling not in config.needs.offers:

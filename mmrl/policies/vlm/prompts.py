@@ -182,7 +182,7 @@ def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> lis
     except ValueError as error:
         if len(rows) > 1:  # find out which
             return [tokens for row in rows for tokens in _read_alike(processor, [row], inside)]
-        raise UserError(f"{rows[0].name}: the model's processor does not take it: {error}") from error
+        raise UserError(f"{rows[0].name}: the model's processor does not accept it: {error}") from error
     real = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}

@@ -96,7 +96,7 @@ class VlmReward:
         for number, (token, weight) in enumerate(self.tokens.items()):
             at = inputs["input_ids"] == self.token_ids[number]
             if not bool((at.sum(1) == 1).all()):
-                raise UserError(f"the instruction holds the token {token} other than once, or a prompt holds it too")
+                raise UserError(f"the instruction must have the token {token} exactly once, and no prompt may have it")
             outputs = self.heads[name].to(device)(hidden[at].float())
             value = outputs[:, number if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
             mean, std = self.normal.get(token, (0.0, 1.0))

@@ -287,7 +287,7 @@ class KL(Term):
     def _comparable(self) -> KL:
         if self.estimator not in self.against.estimators:
             raise ValueError(
-                f"estimator={self.estimator} is none of against={self.against.type}; use one of "
+                f"estimator={self.estimator} is not for against={self.against.type}; use one of "
                 f"{', '.join(self.against.estimators)}"
             )
         return self

@@ -103,7 +103,7 @@ class EntropyShaping(Shaper):
     @model_validator(mode="after")
     def _does_something(self) -> EntropyShaping:
         if self.sure is None and self.bonus is None:
-            raise ValueError("neither sure nor bonus is given, by which advantages would follow entropies")
+            raise ValueError("set sure or bonus, by which advantages follow entropies")
         return self
 
     @property

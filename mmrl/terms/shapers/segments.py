@@ -69,7 +69,7 @@ class PartCredit(Shaper):
         for key in ("text_rewards", "image_rewards"):
             for name in vars(self)[key]:
                 if name not in names:
-                    raise ValueError(f"algorithm.shaping: {key}: {name} is none of the rewards, {', '.join(names)}")
+                    raise ValueError(f"algorithm.shaping: {key}: {name} is not one of the rewards, {', '.join(names)}")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.rollouts import IMAGE, TEXT, in_part

@@ -35,7 +35,7 @@ class SpanShaper(Shaper):
 
     def check_rewards(self, names: list[str]) -> None:
         if self.reward not in names:
-            raise ValueError(f"algorithm.shaping: reward: {self.reward} is none of the rewards, {', '.join(names)}")
+            raise ValueError(f"algorithm.shaping: reward: {self.reward} is not one of the rewards, {', '.join(names)}")
 
 
 class SpanCredit(SpanShaper):

@@ -198,7 +198,7 @@ class TestCritics:
         from mmrl.policies.vla.critic import build as made
         from mmrl.protocols.critic import SeparateCritic
 
-        with pytest.raises(UserError, match="separate reads the robot's state, and the simulator shows none"):
+        with pytest.raises(UserError, match="separate reads the robot's state, but the simulator has none"):
             made(SeparateCritic(), 32, 0)
 
 

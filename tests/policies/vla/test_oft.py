@@ -136,8 +136,8 @@ class TestConversion:
             action_head=head | {"model.layer_norm1.bias": torch.ones(1)},
         )
         refused(r"proprio_projector--.* lacks fc2\.bias", proprio_projector=dict(list(projector.items())[:3]))
-        refused("holds other things than tensors by name", proprio_projector=[1])
-        refused("holds other things than tensors by name", proprio_projector={"fc1.weight": 1})
+        refused("holds more than named tensors", proprio_projector=[1])
+        refused("holds more than named tensors", proprio_projector={"fc1.weight": 1})
         refused("no file says how many actions a chunk has; give it, such as --chunk 8", chunk=None)
         folder = copy(checkpoints, tmp_path / "two", converted=False)
         shutil.copy(folder / reference.HEAD, folder / "action_head--50000_checkpoint.pt")
@@ -463,7 +463,7 @@ BAD = {
     "no statistics": (
         {"statistics": None},
         {},
-        "action.statistics is not set, but model.path=.* knows actions and states",
+        "action.statistics is not set, but model.path=.* was trained on scaled actions",
     ),
     "another data set": ({"statistics_key": "leg"}, {}, "action.statistics_key=leg is not in .*; it holds arm"),
     "twice scaled": ({"standardise": True}, {}, "action.standardise=true, but OpenVLA-OFT scales the state"),

@@ -195,7 +195,7 @@ class TestSaved:
         ({"base": {"type": "token"}}, {}, "action.head.base.type=token is unknown"),
         ({"noises": 0}, {}, "action.head.noises"),
         ({}, {"model": {"lora": {"rank": 2}}}, "model.lora trains the backbone, which action.head.type=steered holds"),
-        ({}, {"algorithm": {"type": "supervised"}}, "teach its base with action.head.type=flow"),
+        ({}, {"algorithm": {"type": "supervised"}}, "train its base with action.head.type=flow"),
     ],
 )
 def test_settings_that_can_not_be(head, more, message):

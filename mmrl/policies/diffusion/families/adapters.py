@@ -77,7 +77,7 @@ class Adapter:
 
         config = PeftConfig.from_pretrained(str(self.file.parent))
         if not isinstance(config, LoraConfig):
-            raise UserError(f"model.path={self.path} holds a {config.peft_type} of peft; LoRA can be started from")
+            raise UserError(f"model.path={self.path} holds a {config.peft_type} of peft; only LoRA is supported")
         config.inference_mode, config.lora_dropout = False, 0.0  # with dropout replay would differ from sampling
         network.add_adapter(config, adapter_name="default")
         state = {name.removeprefix(PEFT_PREFIX): value for name, value in load_file(self.file).items()}

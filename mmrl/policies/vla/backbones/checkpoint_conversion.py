@@ -39,7 +39,7 @@ def convert(folder: Path, chunk: int | None) -> Written:
     names = [file.name for file in folder.iterdir()]
     for pattern, why in oft.UNKNOWN.items():
         for file in folder.glob(pattern):
-            raise UserError(f"{file}: {why}, which is not known here")
+            raise UserError(f"{file}: {why}, which is not supported")
     paths = {kind: published(folder, kind) for kind in oft.FILES}
     parts = {kind: tensors(file) for kind, file in paths.items() if file is not None}
     if not parts:
@@ -62,7 +62,7 @@ def convert(folder: Path, chunk: int | None) -> Written:
 def published(folder: Path, kind: oft.Kind) -> Path | None:
     paths = sorted(folder.glob(oft.PUBLISHED[kind]))
     if len(paths) > 1:
-        raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; leave the one that is meant")
+        raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; remove the one that is not meant")
     return paths[0] if paths else None
 
 
@@ -75,7 +75,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
     except DAMAGED as error:
         raise UserError(f"{file} is not a pickle of tensors alone and was not opened: {error_summary(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
-        raise UserError(f"{file} holds other things than tensors by name")
+        raise UserError(f"{file} holds more than named tensors")
     return {name.removeprefix(oft.DISTRIBUTED): value.contiguous() for name, value in loaded.items()}
 
 
@@ -110,9 +110,7 @@ def chunk_of(
 ) -> tuple[int, str | None]:
     """Returns the length of a chunk, and the robot from which it is known. Raises UserError where it is not known."""
     if action_dim == ALOHA:
-        raise UserError(
-            f"{folder}: actions of {ALOHA} numbers are ALOHA's, whose scaling by extremes is not known here"
-        )
+        raise UserError(f"{folder}: actions of {ALOHA} numbers are ALOHA's, whose min/max scaling is not supported")
     if requested is not None:
         return requested, None
     projector = parts.get("proprio_projector", {}).get("fc1.weight")

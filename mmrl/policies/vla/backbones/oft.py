@@ -153,8 +153,8 @@ class Parts:
             self._check_head(self.head, action.chunk, width, action_dim)
         if action.statistics is None and (self.head or self.projector) is not None:
             raise UserError(
-                f"action.statistics is not set, but model.path={path} knows actions and states as its data scales "
-                "them; set it to the folder with dataset_statistics.json"
+                f"action.statistics is not set, but model.path={path} was trained on scaled actions and "
+                "states; set it to the folder with dataset_statistics.json"
             )
         if self.projector is None:
             if l1_head and action.proprioception:
@@ -207,7 +207,7 @@ def check_readable(path: str, names: Sequence[str]) -> None:
     """Raises UserError for parts that are not supported, or that are still pickles. names: of all files at `path`."""
     for pattern, why in UNKNOWN.items():
         for name in fnmatch.filter(names, pattern):
-            raise UserError(f"model.path={path} holds {name}: {why}, which is not known here")
+            raise UserError(f"model.path={path} holds {name}: {why}, which is not supported")
     for kind, pattern in PUBLISHED.items():
         for name in fnmatch.filter(names, pattern):
             if FILES[kind] not in names:
