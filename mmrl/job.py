@@ -327,7 +327,7 @@ def use_deterministic_kernels() -> None:
 
 
 def quieten() -> None:
-    """Replaces the progress bars of libraries by ours, also where the libraries are imported already."""
+    """Replaces the progress bars of libraries by mmrl's, also where the libraries are imported already."""
     from transformers.utils.logging import set_tqdm_hook
 
     quieten_environment()

@@ -49,7 +49,7 @@ class Channel:
         self.socket, self._sending = connection, threading.Lock()
 
     def send(self, payload: bytes = b"", limit_s: float | None = None) -> None:
-        """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where nobody listens any more."""
+        """Sends a frame, by default a sign of life. Raises TimeoutError, and OSError where the other side is gone."""
         head = len(payload).to_bytes(LENGTH, "big")
         with self._sending:
             self.socket.settimeout(None if limit_s == math.inf else limit_s)

@@ -64,7 +64,7 @@ class LocalProcess:
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Runs a command of ours to its end and returns its return code. It stays in this process's group, where Ctrl-C
+    """Runs a command of mmrl to its end and returns its return code. It stays in this process's group, where Ctrl-C
     reaches it, gets the signals HANDED_ON that reach this process, and ends with it (`end_with_starter`)."""
     running = subprocess.Popen(list(command), env=os.environ | {PARENT: str(os.getpid())})
 

@@ -62,7 +62,7 @@ class Cluster:
         before = signal.getsignal(signal.SIGTERM)
         try:
             address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address  # as Ray has it
-            if address != "auto":  # where nobody listens Ray itself tries for minutes
+            if address != "auto":  # where nothing listens Ray itself tries for minutes
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)

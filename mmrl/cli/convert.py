@@ -98,7 +98,7 @@ def convert(path: Path) -> Converted:
     if "actor_rollout_ref.model.vla" not in settings:
         raise UserError(
             f"{path}: no configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf or SimpleVLA-RL, nor a "
-            "TOML of cosmos-rl; configs/coming_from.md has their keys and ours"
+            "TOML of cosmos-rl; configs/coming_from.md has their keys and mmrl's"
         )
     return applied(settings, SIMPLEVLA, MEMORY_OF_SIMPLEVLA, path, "actor_rollout_ref.model.vla", "SimpleVLA-RL")
 

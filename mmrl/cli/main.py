@@ -192,7 +192,7 @@ def _add_writing(commands: Commands) -> None:
     check.set_defaults(run=run_check)
     conversion = commands.add_parser(
         "convert",
-        help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of ours, as a configuration of today; "
+        help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of mmrl, as a current configuration; "
         "OpenVLA-OFT's pickles as safetensors; LLaDA, MMaDA, Dream and SDAR as Llama, Qwen2 and Qwen3",
     )
     text = "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of a checkpoint"

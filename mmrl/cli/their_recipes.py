@@ -1,7 +1,7 @@
-"""Converts configurations of verl, EasyR1, TRL, ms-swift, flow_grpo and RLinf into ours, key by key.
+"""Converts configurations of verl, EasyR1, TRL, ms-swift, flow_grpo and RLinf into mmrl's, key by key.
 
 What a key of theirs is here stands in one table, `mmrl/settings/their_keys.json`, which also answers unknown keys: the
-library, ours in words, and the rule of `their_rules` where it is more than a new name. Keys are looked up by their
+library, mmrl's key, and the rule of `their_rules` where it is more than a new name. Keys are looked up by their
 longest ending that the table has, those of one system as SYSTEM:KEY first.
 """
 
@@ -28,8 +28,8 @@ _PLAIN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
 @dataclass(frozen=True)
 class System:
     """Another system. marks: any of these keys, or beginnings of keys that end in a dot, tell its files. defaults: its
-    own values of keys that a file may leave out and that ours differ from. skipped: beginnings of keys about parts that
-    do not exist here, with why."""
+    own values of keys that a file may leave out and whose values mmrl's differ from. skipped: beginnings of keys about
+    parts that do not exist here, with why."""
 
     name: str
     marks: tuple[str, ...]
@@ -127,7 +127,7 @@ SYSTEMS = (
 def system_of(settings: Settings) -> System | None:
     """Returns the system whose file it is; None for a file of none of them."""
     if "actor_rollout_ref.model.vla" in settings or "extends" in settings:
-        return None  # SimpleVLA-RL, and ours
+        return None  # SimpleVLA-RL, and mmrl's own
     return next((system for system in SYSTEMS if system.fits(settings)), None)
 
 
@@ -163,7 +163,7 @@ def converted_from(system: System, settings: Settings, name: str) -> Converted:
 
 
 def their_table() -> dict[str, list[str]]:
-    """Returns the table of their keys: library, ours in words, and the name of a rule where there is one."""
+    """Returns the table of their keys: library, mmrl's key, and the name of a rule where there is one."""
     file = Path(settings_package.__file__).with_name("their_keys.json")
     table: dict[str, list[str]] = json.loads(file.read_text())
     return table

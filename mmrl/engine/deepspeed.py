@@ -51,7 +51,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
     """Mixin before an optimizer of torch's: clips gradients, and leaves weights alone when the gradient's norm is not
     finite.
 
-    ZeRO's optimizers do both around the optimizer they wrap; without ZeRO (`clip_grad_norm` given) nobody does. The
+    ZeRO's optimizers do both around the optimizer they wrap; without ZeRO this class does (`clip_grad_norm` given). The
     gradients are already summed over ranks here, so all ranks decide alike. The attributes are those that DeepSpeed
     reads from its own optimizers.
     """
@@ -226,7 +226,7 @@ class Ranks:
     def close(self) -> None:
         """Leaves the process group in order; without this gloo's thread aborts the interpreter at exit.
 
-        Called while an exception unwinds it waits for nobody: the other ranks may be in the middle of a step, and the
+        Called while an exception unwinds it waits for no other rank: they may be in the middle of a step, and the
         launcher ends them once this one has ended.
         """
         if self._watch is not None:

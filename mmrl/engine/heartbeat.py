@@ -128,7 +128,7 @@ def missing_rank(
     states: dict[int, tuple[RankState, float, float]], me: int, now: float, silent_after: float
 ) -> tuple[RankState, str, float] | None:
     """The rank that rank `me` waits for, why, and for how many seconds it has not moved: one that is not heard of any
-    more, or one that has begun fewer phases and collectives. None where nobody can be named."""
+    more, or one that has begun fewer phases and collectives. None where no rank can be named."""
     others = [(state, now - beat, now - mark) for rank, (state, beat, mark) in states.items() if rank != me]
     silent = [(state, "has not been heard of", beat) for state, beat, _ in others if beat > silent_after]
     behind = [(state, "has not gone on", mark) for state, _, mark in others if state.marks < states[me][0].marks]

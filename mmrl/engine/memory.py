@@ -153,7 +153,7 @@ def _ones(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def full_attention_mask(rows: int, length: int) -> Tensor:
-    """An attention mask [row, 1, token, token] that hides nothing; on the meta device nobody reads its values."""
+    """An attention mask [row, 1, token, token] that hides nothing; on the meta device its values are not read."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta").expand(rows, -1, -1, -1)
 
 

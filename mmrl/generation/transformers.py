@@ -88,7 +88,7 @@ class Prefix:
         self.cache.batch_select_indices(index)
         self.mask, self.next_position = self.mask[index], self.next_position[index]
         self.last = self.last[index]
-        # Of prompts, not of rows: a copy for every response would be large, and nobody needs it.
+        # Of prompts, not of rows: a copy for every response would be large, and is not needed.
         self.hidden = self.hidden.new_empty(0)
         return self
 

@@ -1,4 +1,5 @@
-"""The gold is tried: full marks for it in the asked form, the least for silence, and not its marks for other golds."""
+"""Tries golds as responses: full marks for the gold in the required form, the least for an empty response, and not the
+gold's marks for other golds."""
 
 from __future__ import annotations
 

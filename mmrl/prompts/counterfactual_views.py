@@ -49,7 +49,9 @@ class HiddenRegions(View):
     else."""
 
     equation: ClassVar[str] = "pixels in the boxes of metadata[boxes] = 0"
-    source: ClassVar[str] = "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is ours"
+    source: ClassVar[str] = (
+        "CFPO, arXiv 2606.23206: critical visual cues are suppressed; whose boxes they are is mmrl's choice"
+    )
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "hidden_regions"
     boxes: str = option("boxes", "key of the prompts' metadata with [x1, y1, x2, y2] of the first image", unit="pixels")

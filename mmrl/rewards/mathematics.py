@@ -31,7 +31,7 @@ def math(*, precision: int = 6) -> Reward:
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def parsed(text: str) -> list:
-        # its own timeouts use SIGALRM, which works in a main thread only; ours is the deadline of the process
+        # its own timeouts use SIGALRM, which works in a main thread only; here the deadline is that of the process
         return parse(text, kinds, parsing_timeout=None, raise_on_error=False)
 
     def same(gold: list, response: list) -> bool:

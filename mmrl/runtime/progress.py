@@ -125,7 +125,7 @@ class Items(Sized, Iterable[Any], Protocol):
 
 
 def weights_read(factory: Callable[..., Any], items: tuple[Items, ...], options: dict[str, Any]) -> Any:
-    """Replaces transformers' progress bars (see its `set_tqdm_hook`): loading weights gets one of ours, anything else
+    """Replaces transformers' progress bars (see its `set_tqdm_hook`): loading weights gets one of mmrl's, anything else
     none."""
     what = str(options.get("desc"))
     if not items or not what.startswith("Loading"):

@@ -20,7 +20,7 @@ class Proportional(Follower):
 
     equation: ClassVar[str] = "value (target / metric)^rate, at most a factor of 1 + most, and at least its reciprocal"
     source: ClassVar[str] = (
-        "temperature that follows the entropy, as E3-RL4LLMs and AceReason-Nemotron say; the law is ours"
+        "temperature that follows the entropy, as E3-RL4LLMs and AceReason-Nemotron say; the control law is mmrl's own"
     )
     test: ClassVar[str] = "tests/schedules/test_controllers.py"
     type: str = "proportional"

@@ -5,7 +5,7 @@ that torchrun starts again, other ranks and ZeRO stages. Prints a table of what 
     python scripts/attack/resume.py --kills 100 --only kills --folder runs/campaign     # goes on where it was stopped
 
 Everything runs on this machine, in a temporary directory or that of --folder, on the tiny models of the tests. Exits
-with 1 if a run ended otherwise than one that nobody attacked.
+with 1 if a run ended otherwise than one without an attack.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DAMAGES: dict[str, Callable[[Path, int], None]] = {
 
 
 class Attack:
-    """What all attacks share: a place, chance, an end, and the runs that nobody attacked. In a folder that was used
+    """What all attacks share: a place, chance, an end, and the runs without an attack. In a folder that was used
     before it goes on: what was noted there counts."""
 
     def __init__(self, folder: Path, seed: int, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Attack:
 
     def compare(self, attack: str, kind: str, run: Path) -> None:
         same = state_of(run) == state_of(self.whole(kind)[0])
-        self.judge(attack, same, "runs equal to one that nobody attacked", f"different: {run}")
+        self.judge(attack, same, "runs equal to one without an attack", f"different: {run}")
 
 
 def state_of(run: Path) -> tuple[dict[str, str], list[dict]]:

@@ -4,7 +4,7 @@ that jump, files of another user, chat templates that loop, killed ranks, kills 
     python scripts/attack/surroundings.py [--part] [--only PATTERN]
 
 A run has to end in one line that says what is wrong, with an exit code that is not a success, and to go on by the same
-command once the cause is gone, equal to a run that nobody attacked. Linux; disks are mounted, which needs root: without
+command once the cause is gone, equal to a run without an attack. Linux; disks are mounted, which needs root: without
 it they are left out. Exits with 1 where an outcome was not wanted.
 """
 

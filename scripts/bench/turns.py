@@ -66,7 +66,7 @@ class SlowSettings(EnvironmentSettings):
 
 
 class LockStep(turns.ThreadedSteps):
-    """Nobody goes on before all have been answered."""
+    """None goes on before all have been answered."""
 
     def done(self, *, block: bool) -> list[Any]:
         while self.waiting and any(not future.done() for _, future in self.waiting.values()):

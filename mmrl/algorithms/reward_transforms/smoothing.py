@@ -20,7 +20,7 @@ class Smoothing(Transform):
     equation: ClassVar[str] = "r <- r - tau mean_t logp_t where r > threshold, logp of the policy that made the rollout"
     source: ClassVar[str] = (
         "reconstructed from the abstract of differential smoothing, which changes the reward of right trajectories "
-        "alone; the mean over tokens is ours"
+        "alone; the mean over tokens is mmrl's choice"
     )
     type: str = "smoothing"
     tau: float = option(0.05, "weight of the log-likelihood", gt=0)

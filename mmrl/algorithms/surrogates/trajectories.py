@@ -36,7 +36,7 @@ class TrajectoryTrustRegion(Surrogate):
     )
     source: ClassVar[str] = (
         "reconstructed from what TruDi, arXiv 2606.15260, says: a constraint on the KL divergence over the entire "
-        "diffusion trajectory; that both a price and a bound enforce it is ours"
+        "diffusion trajectory; that both a price and a bound enforce it is mmrl's choice"
     )
     test: ClassVar[str] = "tests/joints/test_trajectories.py"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: divergence and price are 0"

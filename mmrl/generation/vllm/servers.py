@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Servers:
-    """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one holds nobody
+    """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one delays none
     up. Requests of an engine that died go to another one. Engines that were started here are started again.
 
     Methods marked collective are called by all ranks. Rank 0 starts engines, gives weights and looks after both.

@@ -163,8 +163,8 @@ class CopyWatch(TorchDispatchMode):
         ]
 
     def misplaced(self) -> list[str]:
-        """Names of tensors of which a part lies as it came where the engine had packed it, or that lie otherwise than
-        the first time."""
+        """Names of tensors of which a part lies as it came where the engine had packed it, or that lie in another
+        layout than the first time."""
         unpacked = {x.name for x in self.parts if x.home is not None and _address(x.home) in self.repacked}
         return sorted(
             unpacked | {name for name, layout in self.new_layouts.items() if self.layouts.get(name) != layout}

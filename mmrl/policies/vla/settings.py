@@ -349,7 +349,7 @@ class L1Actions(NormalActions):
     """OpenVLA-OFT's own L1 regression head, from a converted checkpoint: evaluated at temperature 0 it makes the
     published actions, and rollouts are drawn around them."""
 
-    source: ClassVar[str] = "OpenVLA-OFT, arXiv 2502.19645; the spread around its actions is ours"
+    source: ClassVar[str] = "OpenVLA-OFT, arXiv 2502.19645; the standard deviation around its actions is mmrl's own"
     test: ClassVar[str] = "tests/policies/vla/test_oft.py"
     type: str = "l1"
     bounded: ClassVar[bool] = False

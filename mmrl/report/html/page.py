@@ -102,7 +102,7 @@ def trained(run: RunRecord) -> str:
     text = f"{run.name} trains a {model} model" + (f" ({origin})" if origin else "")
     text += f" on {task.replace('_', ' ')}" + (f" ({data})" if data else "")
     text += f" with {run.key('algorithm.type')}: a step is {each}, the learning rate {run.key('optim.lr')}"
-    return f"{text}, the seed {run.key('seed')}, and {run.steps} steps are asked for."
+    return f"{text}, the seed {run.key('seed')}, and {run.steps} steps are planned."
 
 
 def lasted(run: RunRecord) -> str:

@@ -115,7 +115,9 @@ class TopKDivergence(ListedDivergence):
     lower bound of the whole one."""
 
     equation: ClassVar[str] = "sum_i p_i log(p_i / q_i) over the teacher's k likeliest tokens, and the rest as one"
-    source: ClassVar[str] = "top-k distillation on own rollouts, as in verl's and ROLL's recipes; the tail is ours"
+    source: ClassVar[str] = (
+        "top-k distillation on own rollouts, as in verl's and ROLL's recipes; the tail is mmrl's own"
+    )
     type: str = "top_k"
     k: int = option(32, "alternatives of a decision", ge=1)
 

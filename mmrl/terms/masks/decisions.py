@@ -72,7 +72,7 @@ class TokenBudget(Mask):
     larger one."""
 
     equation: ClassVar[str] = "keep the decisions with the `budget` smallest draws, uniform, over all ranks"
-    source: ClassVar[str] = "C3PO of Ring-lite, arXiv 2506.14731; that they are drawn one by one is ours"
+    source: ClassVar[str] = "C3PO of Ring-lite, arXiv 2506.14731; that they are drawn one by one is mmrl's choice"
     test: ClassVar[str] = "tests/joints/test_masks.py"
     type: str = "token_budget"
     budget: int = option(description="decisions of a step, over all ranks", unit="decisions", ge=1)

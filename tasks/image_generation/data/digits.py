@@ -78,8 +78,8 @@ class DigitPromptSource:
     The answer is the digit. Metadata: `image` (an index into `load_digits`) and `target`, that image for supervised
     training, [1, 8, 8] float32, 0 to 1. For the share `careless` it shows another digit, so that a supervised run ends
     with a base that often draws the wrong one. Training and held-out prompts share neither texts nor
-    images nor random streams. With `rejected` the metadata also has such an image of another digit than the one that
-    was asked for; with `reasoning` a text that names what is shown ("the digit seven"); with `twins` the prompt
+    images nor random streams. With `rejected` the metadata also has such an image of another digit than the
+    requested one; with `reasoning` a text that names what is shown ("the digit seven"); with `twins` the prompt
     that asks for another digit in the same words.
     """
 

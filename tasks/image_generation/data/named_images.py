@@ -1,7 +1,7 @@
 """Sentences that ask for a thing by name, images of it in one artist's style, and scorers that learned from others.
 
 Things are those of `mmrl.tasks.data.named_images`, made small, mirrored or not, moved a little, on paper of any light
-colour. What draws learns them in one style, and what rewards it in another, so that the reward knows none of the
+colour. What draws learns them in one style, and what rewards it in another, so that the reward has seen none of the
 images that are drawn. What measures learned them in the style that is drawn, and has no part in the reward.
 """
 

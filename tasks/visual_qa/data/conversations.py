@@ -127,7 +127,7 @@ class ConversationFields:
         if roles[-1] != "assistant":
             raise RowError(f"{field}: the last message is the {roles[-1]}'s; it must be an assistant's")
         if roles[0] == "assistant" or roles[:2] == ["system", "assistant"]:
-            raise RowError(f"{field}: the assistant answers nobody; a user's message must come first")
+            raise RowError(f"{field}: the assistant's message comes first; a user's must come before it")
         for index, (one, other) in enumerate(zip(roles, roles[1:], strict=False), 1):
             if one == other == "assistant":
                 raise RowError(f"{field}, message {index}: an assistant's after an assistant's; join the two")

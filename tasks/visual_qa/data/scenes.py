@@ -20,7 +20,7 @@ class ScenesSource:
     for one of them.
 
     Train and held-out scenes are made of disjoint images. Metadata: `kind` (the colour), `target` (the box of the digit
-    that is asked for, as fractions of width and height) and `demonstration`: a list of responses that zooms to a cell
+    in question, as fractions of width and height) and `demonstration`: a list of responses that zooms to a cell
     and then names its digit, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
     them the cell is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
     itself is always right.

@@ -28,7 +28,8 @@ class ResidualActions(NormalActions):
         "z = tanh(V h) + temperature x noise x e, e ~ N(0, 1) kept"
     )
     source: ClassVar[str] = (
-        "after DyGRO-VLA, reconstructed from its abstract; the code, its noise and the bound of what is added are ours"
+        "after DyGRO-VLA, reconstructed from its abstract; the code, its noise and the bound of what is added "
+        "are mmrl's own"
     )
     test: ClassVar[str] = "tests/policies/vla/test_residual.py"
     type: str = "residual"
