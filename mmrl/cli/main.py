@@ -371,7 +371,7 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    """Runs `mmrl eval`: measures a model on held-out prompts or episodes, and writes evaluation.json."""
+    """Runs `mmrl eval`: measures a model on held-out prompts or episodes, and writes the results as JSON."""
     from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
@@ -437,7 +437,7 @@ def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
-    """Prints the numbers of an evaluation, and writes all of it to evaluation.json beside the model. Returns exit code
+    """Prints the numbers of an evaluation, and writes all of it as JSON beside the model. Returns exit code
     0."""
     from mmrl.report.run import replace
 
