@@ -197,6 +197,8 @@ def check_abilities(config: Config, policy: Policy) -> None:
 
 
 def build_engine(config: Config, policy: Policy) -> Engine:
+    """Builds the engine around the policy's module. Raises UserError where no parameter is trained and for a teacher
+    that does not fit."""
     if not any(p.requires_grad for p in policy.module.parameters()):
         raise UserError("model.freeze leaves nothing to train")
     check_teachers(config, policy)

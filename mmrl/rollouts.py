@@ -529,6 +529,7 @@ def log_ratio(micro: Rollouts, replay: Replay) -> Tensor:
 
 
 def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
+    """Selects rows of one column. index: [n] int64, and `rows` the same as a list."""
     if isinstance(value, list):
         return [value[row] for row in rows]
     if isinstance(value, dict):

@@ -131,6 +131,7 @@ class OGBench:
                 break
 
     def _show(self, playing: OGBenchRow, out: Transition, i: int) -> None:
+        """Writes the state and, where images are shown, the rendered image into row i of `out`."""
         out.state[i] = playing.state[: self.state_dim]
         if self._shows_images:
             model = playing.env.model

@@ -188,6 +188,7 @@ class ObservationReader:
 
 
 def _flat(space: gymnasium.Space, values: Any, count: int) -> NDArray[np.float32]:
+    """Flattens `count` values of a space to [count, number] float32."""
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return np.asarray(values, np.float32).reshape(count, -1)
     batched = gymnasium.vector.utils.batch_space(space, count)

@@ -87,6 +87,7 @@ def _folder_facts(path: Path) -> Facts:
 
 
 def _checksum(path: Path, size: int) -> str:
+    """Returns a SHA-256 of a file's size and content; of a large file, of BLOCKS evenly spaced blocks."""
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         starts = range(0, size, BLOCK) if size <= WHOLE else [i * (size - BLOCK) // (BLOCKS - 1) for i in range(BLOCKS)]

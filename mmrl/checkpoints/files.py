@@ -109,6 +109,7 @@ def _record(file: Path) -> Record:
 
 
 def _size_damage(folder: Path, file_records: dict[str, Record]) -> str | None:
+    """Returns which recorded file is missing or has another size, or None."""
     for name, record in file_records.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -118,6 +119,7 @@ def _size_damage(folder: Path, file_records: dict[str, Record]) -> str | None:
 
 
 def _checksum_damage(folder: Path, file_records: dict[str, Record], names: list[str]) -> str | None:
+    """Returns which of the named files has another checksum than recorded, or None."""
     for name in names:
         try:
             if name not in file_records or _record(folder / name) != file_records[name]:

@@ -115,6 +115,8 @@ def finish(
 
 
 def check_finite(engine: Engine, target: Path) -> None:
+    """Raises UserError where weights are NaN or infinite. A collective. target: what would have been written, for the
+    message."""
     if not engine.finite():
         raise UserError(
             f"{target} is not written, because weights are NaN or infinite by now; earlier checkpoints are intact: "

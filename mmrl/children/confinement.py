@@ -60,6 +60,7 @@ def confine(readable: Iterable[Path], writable: Path) -> None:
 
 
 def _allow(ruleset: int, path: Path, rights: int) -> None:
+    """Adds a Landlock rule to a ruleset: what a process may do below a path. rights: access bits of Landlock."""
     if not path.exists():
         return
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

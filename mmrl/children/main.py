@@ -76,6 +76,7 @@ def _answer(services: list[Service], make: Callable[[Any], Service], request: ob
 
 
 def _beat(channel: Channel, busy: threading.Event, abandoned: Callable[[], None]) -> None:
+    """Sends signs of life while a request is computed, until the other side is gone; then calls `abandoned`."""
     with suppress(OSError):
         while busy.wait():
             time.sleep(BEAT_S)

@@ -183,6 +183,7 @@ class RayProcess:
             self._finish(-signal.SIGKILL, "")
 
     def _finish(self, code: int, output: str) -> None:
+        """Records the return code, kills the actor and appends its last output to the log."""
         import ray
 
         self.returncode = code

@@ -88,6 +88,7 @@ class JobCheck:
         return train or held_out
 
     def _policy(self, config: Config, task: Task) -> Policy | None:
+        """Builds the policy where its weights are small or --weights is set; else records that they were not read."""
         size = 0 if config.model.build is not None else weights_at(config.model.path)
         if self.weights or size is not None and size <= SMALL:
             return build_policy(config, task)

@@ -189,6 +189,7 @@ def weights(value: str, converted: Converted, settings: Settings) -> None:
 
 
 def images(value: int, converted: Converted, settings: Settings) -> None:
+    """Sets one or two cameras of LIBERO."""
     if value not in (1, 2):
         raise UserError(f"num_images_in_input={value}: LIBERO has two cameras")
     if value == 2:

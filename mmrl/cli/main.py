@@ -233,6 +233,7 @@ def run_control(options: argparse.Namespace) -> int:
 
 
 def run_model_check(path: str, *, random: bool) -> int:
+    """Runs `mmrl check --model`. Returns 1 where a check fails."""
     from mmrl.job import quieten
 
     quieten()

@@ -272,6 +272,8 @@ def _piece(node: ast.expr, values: Settings) -> str:
 
 
 def _called(name: str, node: ast.Call, values: Settings) -> Any:
+    """Evaluates a call of a configuration file: numbers, os.path.join and os.getcwd. Raises KeyError for any other
+    function."""
     if name == "os.getcwd":
         return ""
     arguments = [_worked_out(argument, values) for argument in node.args]

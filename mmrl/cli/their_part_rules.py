@@ -31,6 +31,7 @@ DATA = "task.data"
 
 
 def dtype(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets model.dtype to bfloat16 or float32."""
     kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "true": "bfloat16", "fp32": "float32", "float32": "float32"}
     kind = kinds.get(str(value).lower().removeprefix("torch."))
     if kind is None and value not in (False, None, "auto", "no"):
@@ -40,6 +41,7 @@ def dtype(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def attention(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets model.attention where the kind is known."""
     kinds = {
         "flash_attn": "flash_attention_2",
         "flash_attention_2": "flash_attention_2",
@@ -77,6 +79,7 @@ def frozen(part: str) -> Rule:
 
 
 def zero(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets ZeRO stage and offload from the name of a DeepSpeed file, such as zero3_offload."""
     match = re.search(r"zero_?([0-3])(_offload)?", str(value))
     if match is None:
         converted.remarks.append(f"engine.zero_stage: what {value} says.")
@@ -224,6 +227,7 @@ def optimizer_betas(value: Any, converted: Converted, settings: Settings) -> Non
 
 
 def schedule(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets the learning rate's schedule where the kind is known."""
     kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
     if value in kinds:
         converted.ours["optim.schedule"] = kinds[value]
@@ -244,6 +248,7 @@ def transition(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def window(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets flow_grpo's random window of stochastic steps."""
     size, bounds = of(settings, "sde_window_size", default=0), of(settings, "sde_window_range", default=None)
     if size and bounds:
         converted.ours["denoising.likelihood.window"] = {

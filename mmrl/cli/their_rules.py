@@ -73,6 +73,7 @@ def put(**ours: Any) -> Rule:
 
 
 def minibatches(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets the number of minibatches from their size in prompts."""
     prompts = of(settings, "train_batch_size", "rollout_batch_size")
     if prompts is None:
         converted.remarks.append(f"algorithm.minibatches: prompts of a step over {value}, which no key says here.")
@@ -131,6 +132,7 @@ def steps(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def warmup_share(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets the warmup's steps from a share of all updates, where their number is known."""
     total = of(settings, "max_steps", "total_training_steps")
     if not value:
         return
@@ -241,6 +243,7 @@ def entropy(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def level(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets the level of the importance ratio: token or sequence."""
     levels = {"token": "decision", "sequence": "sequence"}
     if value in levels:
         converted.ours["algorithm.level"] = levels[value]
@@ -249,6 +252,7 @@ def level(value: Any, converted: Converted, settings: Settings) -> None:
 
 
 def filtered(value: Any, converted: Converted, settings: Settings) -> None:
+    """Sets dynamic sampling, with its bounds on the mean reward of a group."""
     if value:
         low = of(settings, "filter_low", "rewards_lower_bound", default=0.0)
         high = of(settings, "filter_high", "rewards_upper_bound", default=1.0)

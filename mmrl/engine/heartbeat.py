@@ -127,11 +127,12 @@ class Heartbeat:
 def missing_rank(
     states: dict[int, tuple[RankState, float, float]], me: int, now: float, silent_after: float
 ) -> tuple[RankState, str, float] | None:
-    """The rank that rank `me` waits for, why, and for how many seconds it has not moved: one that is not heard of any
-    more, or one that has begun fewer phases and collectives. None where no rank can be named."""
+    """Returns the rank that rank `me` waits for, why, and for how many seconds: one without a heartbeat for
+    `silent_after` seconds, else one that has begun fewer phases and collectives. None where no rank can be named.
+    states: by rank, (state, time of the last heartbeat, time of the last progress), in seconds like `now`."""
     others = [(state, now - beat, now - mark) for rank, (state, beat, mark) in states.items() if rank != me]
-    silent = [(state, "has not been heard of", beat) for state, beat, _ in others if beat > silent_after]
-    behind = [(state, "has not gone on", mark) for state, _, mark in others if state.marks < states[me][0].marks]
+    silent = [(state, "has sent no heartbeat", beat) for state, beat, _ in others if beat > silent_after]
+    behind = [(state, "has made no progress", mark) for state, _, mark in others if state.marks < states[me][0].marks]
     return max(silent or behind, key=lambda entry: entry[2], default=None)
 
 

@@ -56,6 +56,7 @@ class Interruption:
         raise SystemExit(f"os._exit({status}) in the process of the training, which goes on or ends by name")
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        """Handles a signal: records it; a second Ctrl-C ends the process at once."""
         self.signum = signum
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own: it works while a collective waits, too

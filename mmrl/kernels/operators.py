@@ -361,6 +361,7 @@ def _fits(
     like: Tensor,
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
+    """Raises ValueError for a tensor of another shape, device or dtype, and for an empty one. name: for the message."""
     if t.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
     if t.numel() == 0:
@@ -379,6 +380,8 @@ def _rows(t: Tensor, wide: bool = False) -> Tensor:
 
 
 def _columns(t: Tensor, axis: int, targets: Tensor, columns: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    """Cuts columns (start, stop) out of logits or the head's weight along `axis`, and shifts the targets accordingly.
+    Raises ValueError."""
     if columns is None:
         return t, targets
     start, stop = columns

@@ -207,6 +207,7 @@ def _save_hidden(ctx: Any, inputs: Grads, output: Grads) -> None:
 
 
 def _hidden_backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor, g_square: Tensor, *_: object) -> Grads:
+    """Computes gradients for hidden states and, where it is trained, the head's weight."""
     grads = (g.contiguous() for g in (g_logp, g_entropy, g_square))
     for_weight = ctx.needs_input_grad[1]
     d_hidden, d_weight = torch.ops.mmrl.hidden_logprob_backward(

@@ -36,6 +36,8 @@ def denoise_logprob(
     v_ref: Tensor | None,
     total: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log-probability, log-ratio to the old step and KL to the reference of Gaussian denoising steps, [N]
+    each. x, v, x_next: [N, element]; a_x, a_v, std: [N]; total: sum over elements instead of mean."""
     x, v = _wide(x), _wide(v)
     mean = a_x[:, None] * x + a_v[:, None] * v
     moved = None if mean_old is None else mean - _wide(mean_old)
@@ -46,6 +48,8 @@ def denoise_logprob(
 
 
 def token_logprob(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log-probability, entropy and sum of squared probabilities of targets [...] under softmax(logits [...,
+    vocabulary] x inverse temperature)."""
     _assert((targets >= 0) & (targets < logits.shape[-1]), f"targets must be in [0, {logits.shape[-1]})")
     logp = (_wide(logits) * inverse_temperature).log_softmax(-1)
     p = logp.exp()

@@ -52,6 +52,7 @@ def _without_gpu() -> str:
 
 
 def _agree(kind: compiled.Backend, call: Callable[[], Iterable[Tensor | None]]) -> bool:
+    """Returns whether a backend's results equal the torch reference's, to 1e-4."""
     before, results = compiled._backend, []
     for backend in (kind, "torch"):
         compiled._backend = backend  # type: ignore[assignment]

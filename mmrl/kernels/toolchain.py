@@ -113,6 +113,8 @@ def sources() -> str:
 
 
 def _flags(kind: str, for_level: str | None = None) -> list[str]:
+    """Returns the compiler's flags for "cpu" (an x86-64 level) or "cuda" (all supported architectures, and PTX of the
+    last). Raises KernelError."""
     if kind != "cuda":
         march = LEVELS[for_level or level()] if platform.machine() == "x86_64" else ""
         return [*CPU_FLAGS, *DEFINES, *([f"-march={march}"] if march else [])]

@@ -90,6 +90,8 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         ]
 
     def _bounded(self, number: Tensor, bounds: list[Bounds]) -> Tensor:
+        """Returns (decision, span, share) [3, entry], see `unit_shares`. number: [decision], the
+        unit of each decision. Raises UserError for a span beyond the last one."""
         from mmrl.core.turns import unit_shares
 
         decisions = int(number.max()) + 1

@@ -34,6 +34,7 @@ def check_loss(key: str, loss: object) -> None:
 
 
 def _tensor_of(key: str, values: object, shape: torch.Size) -> Tensor:
+    """Returns `values` where they are a tensor of that shape. Raises UserError naming the key."""
     if not isinstance(values, Tensor):
         raise UserError(f"{key} gave {type(values).__name__}; expected a tensor of shape {list(shape)}")
     if values.shape != shape:

@@ -40,6 +40,7 @@ class Teachers:
         return self._loaded[path, guidance]
 
     def _load(self, path: str, guidance: float | None) -> Policy:
+        """Loads a teacher, frozen and on the student's device, without drawing from the run's random numbers."""
         import torch
 
         if self.loader is None:

@@ -64,6 +64,7 @@ def _rewards(run: RunRecord) -> str:
 
 
 def _loading(library: tuple[str, str, str] | None, name: str) -> str:
+    """Returns the model card's section on loading: package and line of code. library: (name, package, line)."""
     if library is None:
         return ""
     _, package, line = library

@@ -138,6 +138,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _text(path: Path, problems: list[str]) -> str | None:
+    """Returns a file's text; None, with an entry in `problems`, where it can not be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:

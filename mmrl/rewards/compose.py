@@ -52,6 +52,7 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
+    """Raises ValueError for a deadline that is not positive, or of a reward that can not be stopped in time."""
     if spec.deadline_s is not None and spec.deadline_s <= 0:
         raise ValueError(f"reward {spec.name!r}: deadline_s must be positive, not {spec.deadline_s}")
     option = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
@@ -60,6 +61,7 @@ def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
+    """Raises ValueError for a batch_size of a reward that does not score batches of samples, or below 1."""
     if spec.batch_size is None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":

@@ -184,6 +184,8 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _call_score(arguments: object, gold: dict[str, Any]) -> float:
+    """Scores a tool call against the gold one in 0..1: the mean of 1 for the name, the overlap of parameter names, and
+    the share of right values."""
     arguments = arguments if isinstance(arguments, dict) else {}
     names = set(arguments) | set(gold)
     shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0

@@ -54,6 +54,8 @@ class GuardedReward:
         return checked([value], [sample], self.failures)[0]
 
     def _batch(self, score: Callable[[list[Sample]], Any], samples: list[Sample]) -> list[Score | Spans]:
+        """Scores samples; where the call fails, halves them until the failing sample is alone. One that can not be
+        scored is recorded as lost."""
         values = self._attempt(lambda part: _listed(score(part)), samples)
         if not isinstance(values, Failure):
             return checked(values, samples, self.failures)

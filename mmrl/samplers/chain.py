@@ -66,6 +66,8 @@ class Sampler:
         return points, drawn & (points[:, :-1] < torch.tensor(stop)[:, None])
 
     def _visits(self, window: list[int], start: int, stop: int) -> list[int]:
+        """Returns the points of the noise grid between `start` and `stop` that a chain visits: all up to the window's
+        end, then `tail.steps` evenly spaced ones."""
         last = len(self.grid)
         free = max(window) + 1 if window else start  # the first point behind the window
         if stop < last:

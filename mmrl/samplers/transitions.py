@@ -153,6 +153,7 @@ def reduce_elements(values: Tensor, reduction: str) -> Tensor:
 
 
 def _ddim(s: Tensor, after: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns DDIM's a_x, a_v and std, [row] each, from noise levels s to `after`."""
     signal, signal_after = 1 - s.square(), 1 - after.square()
     std = eta * (after.square() / s.square() * (1 - signal / signal_after)).sqrt()
     direction = (after.square() - std.square()).clamp(min=0).sqrt()
@@ -161,6 +162,8 @@ def _ddim(s: Tensor, after: Tensor, eta: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _below_one(s: Tensor, second: Tensor | float | None) -> Tensor:
+    """Replaces sigma 1 by the grid's second sigma, at which flow_sde's variance is finite. Raises ValueError where it
+    is not given."""
     if second is None:
         if bool((s >= 1).any()):
             raise ValueError("flow_sde at sigma 1 divides by zero: give sigma_second, the grid's second sigma")

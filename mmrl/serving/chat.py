@@ -232,6 +232,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         return self.server.complete(self.rfile.read(int(length)))
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
+        """Sends a JSON answer; after an error the connection is closed."""
         text = json.dumps(answer).encode()
         self.close_connection |= status != 200  # the unread rest of a refused request would be taken for the next one
         self.send_response(status)

@@ -102,6 +102,7 @@ def _of_another_type(base: Mapping[str, Any], extra: Mapping[str, Any]) -> bool:
 
 
 def _with_items(base: list[Any], extra: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
+    """Merges overrides of list items by number ("0", "1") into a list. Raises TreeError for a number beyond it."""
     items = list(base)
     for key, value in extra.items():
         where = ".".join((*path, str(key)))

@@ -190,6 +190,7 @@ class LiberoRow:
         self.scene, self.steps = scene, 0
 
     def play(self, actions: NDArray, end_on_success: bool, out: Transition, i: int) -> None:
+        """Executes a chunk of actions [chunk, action] until the episode ends, and writes row i of `out`."""
         for c, action in enumerate(actions):
             success = self.scene.act(action)
             self.steps += 1

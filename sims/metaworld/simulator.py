@@ -122,6 +122,7 @@ class MetaWorld:
                 break
 
     def _show(self, playing: MetaWorldRow, out: Transition, i: int) -> None:
+        """Writes the state and, where images are shown, the rendered image into row i of `out`."""
         out.state[i] = playing.observation[: self.state_dim]
         if self._shows_images:
             model = playing.env.model

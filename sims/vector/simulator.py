@@ -322,6 +322,7 @@ class VectorSim:
         return lost_transition(rows, length or 0, self.simulator, SimulatorFault(f"{call} {problem}"))
 
     def _count_lost(self, rows: NDArray[np.int64], transition: Transition) -> NDArray[np.bool_]:
+        """Counts restarts, reports rows with an error, and returns which these are, [row] bool."""
         self.counters["restarts"] += transition.restarts
         for row, error in zip(rows, transition.errors, strict=True):
             if error is not None:
@@ -329,6 +330,7 @@ class VectorSim:
         return np.array([error is not None for error in transition.errors], dtype=bool)
 
     def _report_loss(self, row: int, error: Exception) -> None:
+        """Warns that a row lost its episode, and why."""
         self.counters["dropped_episodes"] += 1
         warnings.warn(
             f"environment {row} (task {self.tasks[row]}, seed {self.seeds[row]}) of simulator {self.name} lost its "

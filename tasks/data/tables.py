@@ -128,6 +128,7 @@ def _delimited(path: Path, delimiter: str) -> Iterator[TableEntry]:
 
 
 def _header(path: Path, cells: list[str], delimiter: str) -> list[str]:
+    """Returns the column names. Raises ValueError for a name that occurs twice, and for another delimiter."""
     names = [cell.strip() for cell in cells]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -139,6 +140,7 @@ def _header(path: Path, cells: list[str], delimiter: str) -> list[str]:
 
 
 def _cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, str] | RowError:
+    """Returns a row as a mapping by the header, or the RowError for another number of cells."""
     if len(cells) != len(header):
         return RowError(
             f"it has {len(cells)} columns, and the header {len(header)}; put a cell that contains {delimiter!r} or a "

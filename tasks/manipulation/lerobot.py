@@ -200,6 +200,7 @@ class _Dataset:
         return _existing(file), start
 
     def _video_file(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
+        """Returns the video file of an episode, and the frame at which the episode begins in it."""
         number, key = episode["episode_index"], f"videos/{camera}/"
         if self.shared:
             fields = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
@@ -255,6 +256,7 @@ def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float3
 
 
 def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | None = None) -> pa.Table:
+    """Reads columns of a Parquet file. Raises UserError for another file, and where a column is missing."""
     try:
         columns = parquet.read_schema(file).names
     except pa.ArrowInvalid as error:
@@ -266,6 +268,7 @@ def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | N
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
+    """Parses a JSON object. Raises UserError."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -39,8 +39,8 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_its_phase(tmp_path):
     processes[1].kill()
     wait(processes, log)
     named = f"rank 1 (process {processes[1].pid} on {os.uname().nodename}, in phase rollout)"
-    assert f"waiting for {named}: it has not gone on for" in log.read_text()
-    assert f"mmrl: {named} has not gone on for" in log.read_text() and "engine.timeout=6" in log.read_text()
+    assert f"waiting for {named}: it has made no progress for" in log.read_text()
+    assert f"mmrl: {named} has made no progress for" in log.read_text() and "engine.timeout=6" in log.read_text()
     assert [row["step"] for row in metrics(run)] == [1]
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, rank):
     processes[rank].kill()
     wait(processes, log)
     assert f"mmrl: rank {rank} (process {processes[rank].pid} on" in log.read_text()
-    assert "has not been heard of for" in log.read_text()
+    assert "has sent no heartbeat for" in log.read_text()
 
 
 @pytest.mark.parametrize("timeout", [6, 1800])
@@ -107,12 +107,12 @@ def life(rank, marks):
 @pytest.mark.parametrize(
     ("others", "named"),
     [
-        ([(9, 100, 100)], (1, "has not gone on", 0)),  # behind, lives
+        ([(9, 100, 100)], (1, "has made no progress", 0)),  # behind, lives
         ([(10, 100, 60)], None),  # as far as this one: nobody can be named
         ([(11, 100, 60)], None),  # further: this one is missing itself
-        ([(10, 50, 60)], (1, "has not been heard of", 50)),
-        ([(9, 100, 70), (9, 100, 40)], (2, "has not gone on", 60)),  # he who has stood still longest
-        ([(9, 100, 40), (9, 50, 70)], (2, "has not been heard of", 50)),  # the silent one before the slow one
+        ([(10, 50, 60)], (1, "has sent no heartbeat", 50)),
+        ([(9, 100, 70), (9, 100, 40)], (2, "has made no progress", 60)),  # he who has stood still longest
+        ([(9, 100, 40), (9, 50, 70)], (2, "has sent no heartbeat", 50)),  # the silent one before the slow one
     ],
 )
 def test_who_is_missing(others, named):

@@ -100,7 +100,7 @@ def test_the_policy_is_shown_both_of_a_pair_with_the_same_seed(given):
 def test_a_target_is_replaced_by_what_is_rejected():
     prompt = Prompt("p", "?", metadata={"target": 1, "rejected": 2})
     assert [p.metadata["target"] for p in OfflinePreference().shown([prompt])] == [1, 2]
-    with pytest.raises(UserError, match="prompt p has nothing under `rejected`"):
+    with pytest.raises(UserError, match="prompt p has no `rejected` in its metadata"):
         OfflinePreference().shown([Prompt("p", "?")])
 
 

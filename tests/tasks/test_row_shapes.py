@@ -217,7 +217,7 @@ def test_messages_by_hand():
     [
         (user("a", assistant="b", user="c"), "messages of user, assistant, user"),
         ([{"role": "assistant", "content": "b"}], "messages of assistant"),
-        ([{"role": "robot", "content": "b"}], "message 0: role 'robot' is none of"),
+        ([{"role": "robot", "content": "b"}], "message 0: role 'robot' is not one of"),
         (["a"], "message 0 must be an object, not str"),
         (user(None), "content of a message must be text or a list of parts, not NoneType"),
         (user([{"type": "audio", "audio": "x"}]), "a part of type 'audio'"),

@@ -127,8 +127,8 @@ def rejected(prompt: Prompt) -> Prompt:
     """Returns the prompt with its rejected answer as the demonstration. Raises UserError where it has none."""
     if "rejected" not in prompt.metadata:
         raise UserError(
-            f"prompt {prompt.id} has nothing under `rejected`: algorithm.type=offline_preference learns from pairs, "
-            "such as those of task.data.type=pairs or task.data.rejected=true"
+            f"prompt {prompt.id} has no `rejected` in its metadata: algorithm.type=offline_preference learns from "
+            "pairs, such as those of task.data.type=pairs or task.data.rejected=true"
         )
     key = "target" if "target" in prompt.metadata else "demonstration"
     return replace(prompt, metadata=prompt.metadata | {key: prompt.metadata["rejected"]})

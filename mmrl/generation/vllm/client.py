@@ -71,6 +71,7 @@ class Bearer(requests.auth.AuthBase):
 
 
 def watched() -> requests.Session:
+    """Returns an HTTP session whose connections are watched by keepalive."""
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, Watched(pool_maxsize=1024))  # more than are ever in flight with one engine

@@ -266,6 +266,7 @@ def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
 
 
 def _no_base(path: str, head: ActionHead) -> str:
+    """Returns the message for a head that needs a trained base head which the model does not have."""
     return (
         f"action.head.type={head.type} is built around a trained head of type {head.core.type}, but "
         f"model.path={path} has none; train one with action.head.type={head.core.type}, and name its run's final "

@@ -103,6 +103,7 @@ class Routing:
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}
 
     def _choose(self, number: int, router: nn.Module, args: Inputs, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Hooks a router's output: replaces its experts [token, k] by recorded ones, and counts where they differ."""
         logits, weights, chosen = output
         if self.current is None:
             return output

@@ -65,6 +65,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def _check_parameters(name: str, parameters: Sequence[str], signature: Signature) -> None:
+    """Raises ValueError for a function without the parameter that its signature needs."""
     wanted = {"verl": "solution_str", "trl": "completions", "trl_text": "completions"}.get(signature)
     if wanted is not None and wanted not in parameters:
         raise ValueError(
@@ -149,6 +150,7 @@ class EasyR1Reward(BatchReward):
 
 
 def _number(value: Any, key: str) -> Score:
+    """Returns the score, or that under `key` of a mapping. Raises UserError where the key is missing."""
     if isinstance(value, Mapping):
         if key not in value:
             raise UserError(f"it returned a mapping without {key!r} (keys: {', '.join(map(str, value)) or 'none'})")

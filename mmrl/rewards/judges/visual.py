@@ -306,6 +306,7 @@ class VlmPreference(Judged):
         return [sum(row) / len(row) if row else None for row in wins]
 
     def _orders(self, sample: Sample, pair: tuple[int, int]) -> list[tuple[int, int]]:
+        """Returns in which order(s) a pair is shown to the judge: both, or one drawn from seed, prompt and pair."""
         i, j = pair
         if self.orders == "both":
             return [(i, j), (j, i)]

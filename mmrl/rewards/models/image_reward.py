@@ -159,6 +159,7 @@ def _renamed(name: str) -> str:
 
 
 def _loaded(model: nn.Module, state: Mapping[str, Tensor], what: str) -> nn.Module:
+    """Loads weights strictly and freezes the module. Raises ValueError, with `what` for the message."""
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:

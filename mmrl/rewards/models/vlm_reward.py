@@ -141,6 +141,8 @@ def _shown(sample: Sample) -> Tensor:
 
 
 def _checked_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -> dict[str, float]:
+    """Returns the weights of reward tokens. Raises ValueError for bad weights, and for a bad mean or standard deviation
+    in `normal`."""
     if not tokens or not all(isinstance(weight, int | float) for weight in tokens.values()):
         raise ValueError(f"tokens are weights by special token, not {dict(tokens)!r}")
     unknown = next((token for token in normal if token not in tokens), None)
@@ -152,6 +154,7 @@ def _checked_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -
 
 
 def _instruction(path: str, tokens: Mapping[str, float]) -> str:
+    """Reads the instruction. Raises ValueError where the file, its placeholder or a token is missing."""
     if not Path(path).is_file():
         raise ValueError(f"instruction: there is no file {path}")
     text = Path(path).read_text()

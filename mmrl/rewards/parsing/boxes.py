@@ -176,6 +176,8 @@ def _named(text: str) -> Iterator[tuple[int, Numbers]]:
 
 
 def _of_names(begin: int, run: dict[str, float]) -> Iterator[tuple[int, Numbers]]:
+    """Yields the box or point that named numbers make, with where they begin: x1 y1 x2 y2, x y width height, x1 y1
+    width height, or x y."""
     if {"x1", "y1", "x2", "y2"} <= set(run):
         yield begin, (run["x1"], run["y1"], run["x2"], run["y2"])
     elif {"x", "y", "width", "height"} <= set(run):

@@ -86,6 +86,8 @@ class Letters:
         return list(named)
 
     def _is_lower_option(self, bracket: str, behind: str, first: bool, before: str) -> bool:
+        """Returns whether a lower-case letter is an option: in brackets, first in the answer, or after a noun such as
+        "option"."""
         mark = behind.strip()[:1]
         if bracket:
             return mark == ")"

@@ -46,6 +46,7 @@ def wording(text: str, articles: bool = False, punctuation: bool = False) -> str
 
 
 def _is_article(words: list[str], i: int) -> bool:
+    """Returns whether word i is an article, not the letter of an option."""
     if words[i] not in ARTICLES or i + 1 == len(words) or not words[i + 1]:
         return False
     if words[i] == "the":

@@ -128,6 +128,7 @@ def scripts(request: Request) -> dict[str, Any]:
 
 
 def _printed(source: str, text: str) -> str | None:
+    """Runs a program with `text` as standard input and returns what it prints; None where it fails."""
     out = io.StringIO()
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")  # programs read sys.stdin.buffer, too
     try:

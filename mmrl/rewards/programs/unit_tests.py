@@ -129,6 +129,8 @@ def _plain(value: Any) -> Any:
 
 
 def _json_same(text: object, expected: Any, tolerance: float) -> bool:
+    """Returns whether JSON is the expected value, floats within the tolerance; a single value also equals a list of
+    it."""
     if not isinstance(text, str):
         return False
     try:
@@ -153,6 +155,8 @@ def _same(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _printed_same(text: object, expected: str, tolerance: float) -> bool:
+    """Returns whether printed output is the expected one, word by word and line by line, floats within the
+    tolerance."""
     if not isinstance(text, str):
         return False
     lines, wanted = ([line.split() for line in one.strip().splitlines()] for one in (text, expected))
@@ -163,6 +167,7 @@ def _printed_same(text: object, expected: str, tolerance: float) -> bool:
 
 
 def _word_same(word: str, expected: str, tolerance: float) -> bool:
+    """Returns whether two words are equal, or floats within the tolerance."""
     if word == expected:
         return True
     if not {".", "e", "E"} & set(word + expected):

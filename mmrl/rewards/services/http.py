@@ -164,6 +164,7 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
 
 
 def _json_object(url: str, text: bytes) -> dict[str, Any]:
+    """Parses an answer. Raises UserError where it is not a JSON object."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
@@ -281,6 +282,7 @@ def _video(video: object, number: int) -> Video:
 
 
 def _image(text: Any, number: int) -> Image.Image:
+    """Decodes a PNG in base64. Raises ValueError naming the sample's number."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
         image.load()

@@ -50,7 +50,7 @@ def plain(spans: Spans) -> Spans:
     """Returns spans with Python's own numbers. Raises ValueError for what are not triples of two integers and a number,
     for an unknown unit and for numbers that are not finite."""
     if spans.of not in UNITS:
-        raise ValueError(f"spans are of {', '.join(UNITS)}, not of {spans.of!r}")
+        raise ValueError(f"spans must be of {', '.join(UNITS)}, not of {spans.of!r}")
     try:
         values = tuple((index(begin), index(end), float(value)) for begin, end, value in spans.values)
         total = None if spans.total is None else float(spans.total)
@@ -66,6 +66,7 @@ def plain(spans: Spans) -> Spans:
 
 
 def _at_the_door(spans: Spans, sample: Sample, failures: Failures) -> Score | Spans:
+    """Returns the spans with plain numbers, or records the sample as lost where they are not valid."""
     try:
         numbers_only = plain(spans)
         _check_bounds(numbers_only, sample)

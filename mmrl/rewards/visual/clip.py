@@ -85,6 +85,7 @@ class TransformersClip:
         return nn.functional.normalize(self.model.get_image_features(pixel_values=inputs).pooler_output, dim=-1)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
+        """Returns normalised embeddings of texts, [text, width]."""
         length = self.model.config.text_config.max_position_embeddings
         inputs = self._processor(text=texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(
             device

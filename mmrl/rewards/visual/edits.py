@@ -76,6 +76,7 @@ def weight_of(sample: Sample, size: Sequence[int]) -> Tensor:
 
 
 def _mask(mask: object, sample: Sample) -> Image.Image:
+    """Returns the mask of an edit in grey, from an image or a path. Raises UserError."""
     if isinstance(mask, Image.Image):
         return mask.convert("L")
     try:

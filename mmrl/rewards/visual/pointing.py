@@ -107,6 +107,7 @@ def _gold_action(gold: Any) -> dict[str, Any] | None:
 
 
 def _argument(action: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair, sample: Sample) -> float:
+    """Scores the argument of a GUI action: point inside the gold box, F1 of typed words, else 1."""
     if "box" in gold:
         point = _numbers(action.get("coordinate"), 2)
         if point is None:

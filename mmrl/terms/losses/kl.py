@@ -324,6 +324,8 @@ class KL(Term):
     def _weighted(
         weighting: KLWeighting, values: Tensor, kl: Tensor, micro: Rollouts
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights the KL's values [rollout, decision] by a column of the rollouts; the metric leaves out those of
+        weight 0."""
         import torch
 
         from mmrl.rollouts import DecisionColumn

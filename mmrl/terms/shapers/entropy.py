@@ -175,6 +175,8 @@ class EntropyRedistribution(Shaper):
         return shaped
 
     def _standardised(self, shaped: Tensor, right: Tensor, scored: Tensor, batch: Batch) -> Tensor:
+        """Standardises advantages of right and of wrong rollouts separately, over all ranks. right, scored: [rollout]
+        bool."""
         for of in (right & scored, ~right & scored):
             chosen = of[:, None] & batch.rollouts.mask
             selected = batch.gathered(shaped[chosen])

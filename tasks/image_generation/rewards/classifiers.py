@@ -72,6 +72,7 @@ def _convolutions() -> nn.Module:
 
 
 def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
+    """Returns a key for the cache of a trained classifier: of its data, this file and torch's version."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update(f"{torch.__version__} {convolutions}".encode())
     for values in (images, labels):

@@ -176,6 +176,7 @@ def _above(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
 
 
 def _difference(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
+    """Asks for the difference of two drawn values."""
     one, other = (int(index) for index in rng.choice(len(series.values), 2, replace=False))
     if series.values[one] < series.values[other]:
         one, other = other, one

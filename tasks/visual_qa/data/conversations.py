@@ -177,6 +177,7 @@ class ConversationFields:
     def _marked(
         self, text: str, shown: Iterator[tuple[int, object]], open_image: Callable[[object], Image.Image]
     ) -> Iterator[Part]:
+        """Yields the parts of a text, with an image for each <image> in it. Raises RowError for <video>."""
         if VIDEO_MARKER in text:
             raise RowError(f"{VIDEO_MARKER} in a conversation, of which only text and images are read")
         for index, piece in enumerate(text.split(MARKER)):

@@ -56,6 +56,7 @@ def _above_five(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuest
 
 
 def _where(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion | None:
+    """Asks where a digit is that occurs once; None where there is none."""
     single = [index for index, digit in enumerate(digits) if digits.count(digit) == 1]
     if not single:
         return None  # every digit stands twice or more: no position is the answer

@@ -81,6 +81,8 @@ def file_rows(path: Path, parquet_gib: float) -> Rows:
 
 
 def parquet_rows(path: Path, keep: int) -> Rows:
+    """Opens a Parquet file. keep: bytes of unpacked row groups that stay in memory. Raises UserError without
+    pyarrow."""
     try:
         from mmrl.tasks.visual_qa import parquet
     except ModuleNotFoundError as error:

@@ -144,6 +144,7 @@ class RowSource:
         return prompt
 
     def _lose(self, row: int, reason: str) -> None:
+        """Leaves a bad row out and logs why. Raises UserError beyond max_bad_share."""
         self._reasons[row] = reason
         log.warning("left out, the next row takes its place: %s", self._line(row))
         if problem := self._too_many():

@@ -64,11 +64,12 @@ def filled(inside: Sequence[Any], column: Sequence[Any]) -> list[Any]:
 
 
 def _role(message: object, index: int) -> str:
+    """Returns the role of a message, in OpenAI's names. Raises RowError for an unknown one."""
     if not isinstance(message, Mapping):
         raise RowError(f"message {index} must be an object, not {type(message).__name__}")
     role = message.get("role") or message.get("from")
     if role not in ROLES:
-        raise RowError(f"message {index}: role {role!r:.40} is none of {', '.join(ROLES)}")
+        raise RowError(f"message {index}: role {role!r:.40} is not one of {', '.join(ROLES)}")
     return ROLES[role]
 
 

@@ -35,6 +35,7 @@ class FluxKontext(Flux):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
+        """Adds positions for the source image's tokens, with 1 in the first coordinate."""
         inputs = super()._inputs(time, texts, size, guidance)
         positions = inputs["img_ids"]
         inputs["img_ids"] = torch.cat([positions, positions + positions.new_tensor([1, 0, 0])])

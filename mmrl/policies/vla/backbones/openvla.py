@@ -367,6 +367,8 @@ class BidirectionalPrefix:
         return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
 
     def _forward(self, embeddings: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Computes hidden states [n, token, width] of embeddings under bidirectional attention. mask: [n, token], 0 for
+        padding."""
         # bidirectional attention: every position attends to all that are not padding
         attention_bias = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
         output = self.model.base_model(

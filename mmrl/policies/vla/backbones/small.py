@@ -70,6 +70,8 @@ class SmallBackbone(Backbone):
         self.norm = nn.LayerNorm(config.width)
 
     def _build_vision(self, a: int, b: int, c: int) -> None:
+        """Builds three convolutions with FiLM by the instruction, and a spatial soft-argmax. a, b, c: their
+        channels."""
         width = self.config.width
         self.films = nn.ModuleList(nn.Linear(width, 2 * n) for n in (a, b, c))
         sizes = [(3, a, 5, 2), (a, b, 3, 2), (b + 2, c, 3, 1)]

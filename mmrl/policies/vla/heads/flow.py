@@ -296,6 +296,8 @@ class ExpertHead(FlowHead):
         return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())
 
     def _act_learned(self, likelihood: LearnedNoise, reading: Reading, state: Tensor, seeds: Sequence[int]) -> Chosen:
+        """Samples denoising chains with learned noise: actions [n, chunk, action] and chain [n, step + 1, chunk,
+        action]."""
         x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
         rows = torch.arange(len(x), device=x.device)
         chain = [x]

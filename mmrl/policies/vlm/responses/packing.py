@@ -115,6 +115,7 @@ def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Hooks a decoder's output: scatters packed hidden states [1, token, width] back to [row, length, width]."""
     tokens = _row_tokens.get()
     if tokens is not None and output.last_hidden_state.shape[:2] != tokens.shape:
         states = output.last_hidden_state[0]

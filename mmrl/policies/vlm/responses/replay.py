@@ -116,6 +116,8 @@ class ResponseReplay:
         return Layout(inputs, None, torch.tensor(first, device=runner.device)[row] + decision - 1)
 
     def _continuations(self, rows: list[RolloutTokens], which: list[int]) -> PrefixContinuations:
+        """Returns responses without their last token, padded, as continuations of shared prompts. which: [row], the
+        prompt of each."""
         device, pad = self.runner.device, self.runner.tokens.pad
         ids = [tokens.response[:-1] for tokens in rows]
         return PrefixContinuations(
