@@ -204,7 +204,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(UserError, match=r"ray=127.0.0.1:9: there is no Ray cluster to join \(.*refused.*ray start"):
         Cluster("127.0.0.1:9", "ray")
-    with pytest.raises(UserError, match="ray=there is no address of a Ray cluster; write HOST:PORT or auto"):
+    with pytest.raises(UserError, match="ray=there is not an address of a Ray cluster; write HOST:PORT or auto"):
         Cluster("there", "ray")
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -124,7 +124,7 @@ class TestConversion:
 
         head, projector = reference.parts().values()
         refused("noisy_action_projector--150000_checkpoint.pt: its actions are denoised", noisy_action_projector={})
-        refused(r"vision_backbone--.*: its images are read in the light of the words \(FiLM\)", vision_backbone={})
+        refused(r"vision_backbone--.*: its image features are conditioned on the words \(FiLM\)", vision_backbone={})
         refused(
             "not a head of OpenVLA-OFT's L1 regression", action_head={"noise_predictor.fc1.weight": torch.ones(2, 2)}
         )
@@ -448,7 +448,7 @@ BAD = {
     "pickles": ({}, {FILES[0]: None}, r"holds action_head--150000_checkpoint\.pt, a pickle, which no run opens"),
     "state's pickle": ({}, {FILES[1]: None}, r"holds proprio_projector--.*, a pickle, which no run opens"),
     "diffusion": ({}, {"noisy_action_projector--1_checkpoint.pt": b""}, "its actions are denoised"),
-    "film": ({}, {"vision_backbone--1_checkpoint.pt": b""}, r"in the light of the words \(FiLM\), which is not known"),
+    "film": ({}, {"vision_backbone--1_checkpoint.pt": b""}, r"the words \(FiLM\), which is not supported"),
     "torn": ({}, {FILES[0]: b"torn"}, r"action_head\.safetensors: .*header"),
     "state is not asked for": (
         {"proprioception": False},

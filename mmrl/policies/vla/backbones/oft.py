@@ -33,7 +33,7 @@ SAVED: dict[Kind, str] = {kind: f"{kind}--latest_checkpoint.pt" for kind in FILE
 DISTRIBUTED = "module."  # begins every name in the published files
 UNKNOWN = {
     "noisy_action_projector--*.pt": "its actions are denoised (OpenVLA-OFT's use_diffusion)",
-    "vision_backbone--*.pt": "its images are read in the light of the words (FiLM)",
+    "vision_backbone--*.pt": "its image features are conditioned on the words (FiLM)",
 }
 Shapes = Mapping[str, torch.Size]
 
