@@ -26,7 +26,7 @@ JOBS = {
 }
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "the same command again": (),
-    "killed after two steps, and gone on": ("RESUME",),
+    "killed after two steps, and resumed": ("RESUME",),
     "two threads": ("threads=2",),
     "micro-batches of half the size": ("engine.micro_batch=2",),
     "ZeRO stage 0": ("engine.zero_stage=0",),
