@@ -94,7 +94,7 @@ def probe_template(
 
 
 def rendered(processor: Processor | None, prompt: Prompt) -> str:
-    """Returns the text that the model reads, as far as it can be told."""
+    """Returns the text that the model reads, as far as it is known."""
     if processor is None:
         return prompt.text
     try:

@@ -16,7 +16,7 @@ from mmrl.report.records import RunRecord, Series
 GOOD, WARNING, BAD = "good", "warning", "bad"
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
 FEW = 4  # values that a check of a course needs at least
-TOO_FEW = 20  # held-out prompts, with which no gain can be told from chance
+TOO_FEW = 20  # held-out prompts, with which a gain can not be distinguished from chance
 SIZE = 0.05  # of a metric's level: a smaller change is none, however calm the metric was before
 FAR = 0.1  # gap of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
 
@@ -452,7 +452,7 @@ def gain(run: RunRecord) -> Iterator[HealthFinding]:
         "Held-out accuracy",
         change <= 2 * error,
         f"It changes by {difference}: more than chance would give.",
-        f"It changes by {difference}: that is not a gain that can be told from chance{beside}.",
+        f"It changes by {difference}: that can not be distinguished from chance{beside}.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,

@@ -229,7 +229,7 @@ class LiberoScene:
         published = seed < min(EVALUATION_STARTS, len(self._starts))
         with _numpy_seed([0] if published else [seed & 0xFFFFFFFF, seed >> 32]):
             self._env.reset()
-        gripper = self._env.robots[0].gripper  # remembers how far it was told to close, also across a reset
+        gripper = self._env.robots[0].gripper  # remembers how far it was commanded to close, also across a reset
         gripper.current_action = np.zeros(gripper.dof)
         if published:
             self._env.set_init_state(self._starts[seed])

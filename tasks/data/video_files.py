@@ -23,7 +23,8 @@ class VideoFiles:
     """Opens the videos that rows refer to, within the folder and the frame size of `image_files`; of each video at most
     `max_frames` are kept, evenly spaced, the first among them.
 
-    Formats are told by a file's first bytes: a playlist, which would make the decoder open other files, is not a video.
+    Formats are recognised by a file's first bytes: a playlist, which would make the decoder open other files, is not a
+    video.
     """
 
     image_files: ImageFiles = ImageFiles()

@@ -79,7 +79,7 @@ class Folder:
         return {}
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """Does nothing: they lie where engines will be told to read them."""
+        """Does nothing: they lie where engines will read them."""
 
     def give(self, server: Server, weights: EngineWeights) -> None:
         server.call("receive_folder", folder=str(weights.folder))

@@ -3,7 +3,7 @@ become, and an exact reading of what was done to it.
 
 A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of
 FLUX. One is to be given another colour or to be taken away; all else shall stay. Every cell is one of five colours, so
-that what has changed and what has not can be told without error.
+that what has changed and what has not is known without error.
 """
 
 from __future__ import annotations

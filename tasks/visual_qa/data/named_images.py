@@ -35,7 +35,7 @@ def _alone(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
 
 
 def _alike(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    """Asks about a row that shows one thing everywhere: names are learned before positions are told apart."""
+    """Asks about a row that shows one thing everywhere: names are learned before positions are."""
     return NamedImageQuestion(_at(POSITIONS[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
 
 
