@@ -165,7 +165,7 @@ def test_aesthetic_head(clip_folder, tmp_path):
     [
         ({"weight": torch.zeros(1, 9), "bias": torch.zeros(1)}, "takes 9 features, and .* embeds in 8"),
         ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, "has 2 outputs, not one"),
-        ({"other": torch.zeros(2)}, "no chain"),
+        ({"other": torch.zeros(2)}, "not a chain"),
         ({"weight": torch.zeros(1, 8)}, "has no bias for weight"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_view_all_round_shows_what_stands_behind_and_keeps_it_in_place():
         assert np.array_equal(squares(after), np.rot90(squares(first), -1))
         assert not np.array_equal(squares(after), squares(first))
     for wrong in (1, 8, -3):
-        with pytest.raises(UserError, match="around is 0 or an odd number"):
+        with pytest.raises(UserError, match="around must be 0 or an odd number"):
             build("babyai", 1, {"around": wrong})
 
 

@@ -322,7 +322,7 @@ def test_a_server_of_another_vocabulary_is_refused(tmp_path, address, monkeypatc
     monkeypatch.setattr(
         Published, "policy", type("Other", (), {"tokens": type("Ids", (), {"ids": lambda self, text: [1, 2]})()})()
     )
-    with pytest.raises(UserError, match="has another vocabulary than the model: it reads a text of"):
+    with pytest.raises(UserError, match="has another vocabulary than the model: it reads a string of"):
         make(tmp_path, f"algorithm={{type: distillation, teacher: {{server: '{address}', model: tiny}}}}")
 
 

@@ -126,7 +126,7 @@ def test_all_or_nothing_by_default_and_in_the_order_of_the_samples():
         (None, "inputs and outputs"),
         ({"inputs": [], "outputs": []}, "inputs and outputs"),
         ({"inputs": ["1"], "outputs": []}, "no outputs of the same number"),
-        ("{broken", "no JSON"),
+        ("{broken", "not JSON"),
         (["assert math.isclose(f(1), 2)"], "literal"),
         (["assert f(1) == g(2)"], "literal"),
         (["f(1) == 2"], "literal"),
