@@ -2,6 +2,8 @@
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -9,6 +11,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 class UserError(Exception):
     """Input that cannot be used. The command line prints the message and exits with 2, without a traceback."""
+
+
+@contextmanager
+def of_second_model(key: str) -> Iterator[None]:
+    """Names `key` where a message names model.path: a teacher or a frozen generator is loaded by the code of the
+    trained model, and its own key is the one to change."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", f"{key}=")) from error
 
 
 def describe_error(error: BaseException, longest: int = 300) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mmrl.errors import of_second_model
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
@@ -45,7 +46,8 @@ class FrozenImageGenerator:
     def __init__(self, settings: FrozenGenerator) -> None:
         """Raises UserError as `policies.diffusion.loading.load`."""
         model_options = {name: vars(settings)[name] for name in ("dtype", "text_tokens", "decoding")}
-        family = load(settings.path, DiffusionModel(path=settings.path, **model_options))
+        with of_second_model("task.generator.path"):
+            family = load(settings.path, DiffusionModel(path=settings.path, **model_options))
         sampling_options = {name: vars(settings)[name] for name in ("guidance", "resolution", "negative_prompt")}
         self.policy = DiffusionPolicy(
             family, Denoising(steps=settings.steps, evaluation_steps=settings.steps, **sampling_options)

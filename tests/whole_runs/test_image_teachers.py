@@ -80,6 +80,9 @@ def test_a_reference_beside_a_teacher_is_refused(tmp_path, teacher):
     taught = f"algorithm={{type: distillation, teacher: {{path: {teacher}}}, estimator: velocity, {terms}}}"
     with pytest.raises(UserError, match="takes the place of the reference"):
         prepared(tmp_path, taught)
+    with pytest.raises(UserError, match=r"teacher\.path=nowhere/at/all") as refused:
+        prepared(tmp_path, "algorithm={type: distillation, teacher: {path: nowhere/at/all}, estimator: velocity}")
+    assert "model.path" not in str(refused.value)
     with pytest.raises(UserError, match="estimator=exact has one direction"):
         options = "estimator: exact, direction: forward"
         load(IMAGES, [f"run_dir={tmp_path}", f"algorithm={{type: distillation, teacher: {{path: x}}, {options}}}"])
