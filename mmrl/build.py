@@ -31,7 +31,7 @@ from mmrl.protocols.parts import (
     Task,
 )
 from mmrl.protocols.teachers import Taught
-from mmrl.settings import SettingsError, choices_in, locate
+from mmrl.settings import SettingsError, locate, sections_in
 from mmrl.tasks.settings import TaskSettings
 
 
@@ -179,11 +179,11 @@ def load_teacher(config: Config, task: Task, path: str, guidance: float | None) 
 
 def check_teachers(config: Config, policy: Policy) -> None:
     """Raises UserError in one line for a teacher that can not judge what the policy decides."""
-    for key, teacher in choices_in(config.algorithm, Teacher, ("algorithm",)):
+    for key, teacher in sections_in(config.algorithm, Teacher, ("algorithm",)):
         try:
             teacher.check(policy, config)
         except UserError as error:
-            raise UserError(f"{key}: {error}") from None
+            raise type(error)(f"{key}: {error}") from None
 
 
 def check_abilities(config: Config, policy: Policy) -> None:

@@ -28,7 +28,6 @@ from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
-from mmrl.measurements.teachers import PathTeacher
 from mmrl.preflight.fitting import try_sources
 from mmrl.preflight.quick import probe_policy, probe_quickly
 from mmrl.protocols.parts import Responding
@@ -39,7 +38,8 @@ from mmrl.report.trackers import check_trackers
 from mmrl.rollouts import Sample
 from mmrl.runtime.logging import quieten_environment
 from mmrl.runtime.progress import weights_read
-from mmrl.settings import choices_in, plain
+from mmrl.settings import plain, sections_in
+from mmrl.settings.origins import WeightsOrigin
 from mmrl.workers.local import without_workers
 
 log = logging.getLogger(__name__)
@@ -260,13 +260,13 @@ def check_start(config: Config) -> None:
 
 def warm_started(config: Config) -> Config:
     """Returns the configuration with model.path set to the final weights of its warm start. Runs or resumes the warm
-    start, and recipes of teachers, where their weights are missing. Raises UserError if such a run fails, if there are
-    several ranks, or if the weights are those of another configuration."""
+    start, and the recipes of second models such as teachers, where their weights are missing. Raises UserError if such
+    a run fails, if there are several ranks, or if the weights are those of another configuration."""
     if config.model.warm_start is not None:
         finish_run("model.warm_start", config.model.warm_start)
-    for key, teacher in choices_in(config.algorithm, PathTeacher, ("algorithm",)):
-        if teacher.recipe is not None:
-            finish_run(f"{key}.recipe", teacher.recipe)
+    for key, origin in sections_in(config, WeightsOrigin):
+        if origin.recipe is not None:
+            finish_run(f"{key}.recipe", origin.recipe)
     return after_warm_start(config)
 
 

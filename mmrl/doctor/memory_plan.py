@@ -11,7 +11,7 @@ from mmrl.engine.memory import GIB, MemoryModel, peak, standing, sums_in_fp32
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.measurements.teachers import PathTeacher
-from mmrl.settings import choices_in, plain
+from mmrl.settings import plain, sections_in
 
 ROOM = 0.9  # share of a GPU that a job may fill; the rest is for fragmentation and what is not counted
 CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
@@ -151,7 +151,7 @@ def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks
 def teachers(config: Config) -> int:
     """Returns the number of weights of all teachers that lie beside the policy; those of recipes, which are small, are
     not counted. Raises UserError where a teacher's size is unknown."""
-    loaded = {teacher.path for _, teacher in choices_in(config.algorithm, PathTeacher) if teacher.path is not None}
+    loaded = {teacher.path for _, teacher in sections_in(config.algorithm, PathTeacher) if teacher.path is not None}
     return sum(weights_of(config, path) for path in sorted(loaded))
 
 

@@ -16,6 +16,7 @@ from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs, Reference
 from mmrl.protocols.teachers import Taught, TaughtTokens
 from mmrl.settings import Choice, option
+from mmrl.settings.origins import WeightsOrigin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,34 +72,15 @@ class Teacher(Choice):
         as in `logp`."""
 
 
-class PathTeacher(Teacher):
+class PathTeacher(Teacher, WeightsOrigin):
     """A model of the student's kind, in a folder or on a hub. It reads the tokens and pixels of the student, whose
     vocabulary it has to share, at the temperature of the rollouts, and lies beside the student on each rank."""
 
     equation: ClassVar[str] = "log pi_T(y_t | x, y_<t)"
     source: ClassVar[str] = "GKD, arXiv 2306.13649, whose rollouts are the student's"
     type: str = "path"
-    path: str | None = option(None, "a folder or a hub name")
-    recipe: str | None = option(None, "in its place a recipe's name: it is run first, and its final weights teach")
     view: View | None = option(None, "the view of the prompt that the teacher reads; null: what the student reads")
     guidance: float | None = option(None, "guidance of a teacher that denoises; null: denoising.guidance", ge=0)
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> PathTeacher:
-        if (self.path is None) == (self.recipe is None):
-            raise ValueError("set path, a folder or a hub name, or recipe, whose run ends with the teacher")
-        return self
-
-    @property
-    def folder(self) -> str:
-        """Returns the folder or the hub name of the weights."""
-        from pathlib import Path
-
-        from mmrl.settings import recipes
-
-        if self.recipe is None:
-            return str(self.path)
-        return str(Path(recipes.run_dir(recipes.resolve(Path(self.recipe)))) / "final")
 
     @property
     def needs(self) -> Needs:
@@ -106,11 +88,7 @@ class PathTeacher(Teacher):
         return Needs(offers=frozenset(offers if self.guidance is None else {*offers, "velocity"}))
 
     def check(self, policy: Any, config: JobConfig) -> None:
-        from pathlib import Path
-
-        if self.recipe is not None and not Path(self.folder).is_dir():
-            raise UserError(f"recipe={self.recipe} has not been run; run it first: mmrl train {self.recipe}")
-        policy.teachers.check(self.folder)
+        policy.teachers.check(self.existing())
 
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
         return self._replayed(rollouts, context, lambda replay: replay.logp)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mmrl.errors import UserError
+from mmrl.settings.origins import RecipeNotRun
 
 Severity = Literal["refused", "warned"]
 ROWS_NAMED = 3
@@ -43,9 +44,12 @@ class Findings:
 
     @contextmanager
     def guarded(self, part: str) -> Iterator[None]:
-        """Makes an alarm of an error inside: the line of a UserError, type and text of any other."""
+        """Makes an alarm of an error inside: the line of a UserError, type and text of any other. What a recipe that
+        has not been run will leave is noted as not read."""
         try:
             yield
+        except RecipeNotRun as error:
+            self.unread.append((part, one_line(str(error))))
         except UserError as error:
             self.add([Alarm(part, "refused", one_line(str(error)))])
         except Exception as error:  # whatever somebody else's files and code raise

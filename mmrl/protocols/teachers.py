@@ -45,9 +45,9 @@ class Teachers:
 
         if self.loader is None:
             raise UserError(f"teacher {path}: a policy that was built outside of a job can not load it")
-        with torch.random.fork_rng(devices=[]):  # a run draws the same numbers wherever it loads a teacher
-            with of_second_model("teacher.path"):
-                teacher = self.loader(path, guidance)
+        # A run draws the same numbers wherever it loads a teacher.
+        with torch.random.fork_rng(devices=[]), of_second_model("teacher.path"):
+            teacher = self.loader(path, guidance)
         teacher.module.requires_grad_(False).to(next(self.student.parameters()).device)
         return teacher
 

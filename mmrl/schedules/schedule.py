@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from pydantic import Field, PrivateAttr
 
 from mmrl.errors import UserError
-from mmrl.settings import Choice, Section, choices_in, option
+from mmrl.settings import Choice, Section, option, sections_in
 
 
 class Schedule(Choice):
@@ -313,7 +313,7 @@ class Schedules:
     """All controls of a job that can change, by their keys."""
 
     def __init__(self, config: Section) -> None:
-        controls = choices_in(config, Schedule)
+        controls = sections_in(config, Schedule)
         self._moving = {key: control for key, control in controls if not isinstance(control, Constant)}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -289,19 +289,19 @@ def plain(value: object, *, brief: bool = False) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def choices_in(value: object, base: type[Choice], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
+def sections_in(value: object, base: type[Section], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
     """Yields every `base` inside a section, with its dotted path."""
     if isinstance(value, base):
         yield dotted(path), value
     elif isinstance(value, Section):
         for name in type(value).model_fields:
-            yield from choices_in(vars(value)[name], base, (*path, name))
+            yield from sections_in(vars(value)[name], base, (*path, name))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from choices_in(item, base, (*path, str(i)))
+            yield from sections_in(item, base, (*path, str(i)))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from choices_in(item, base, (*path, str(key)))
+            yield from sections_in(item, base, (*path, str(key)))
 
 
 # --- parts of messages ---

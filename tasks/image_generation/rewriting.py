@@ -46,8 +46,9 @@ class FrozenImageGenerator:
     def __init__(self, settings: FrozenGenerator) -> None:
         """Raises UserError as `policies.diffusion.loading.load`."""
         model_options = {name: vars(settings)[name] for name in ("dtype", "text_tokens", "decoding")}
+        path = str(settings.existing())
         with of_second_model("task.generator.path"):
-            family = load(settings.path, DiffusionModel(path=settings.path, **model_options))
+            family = load(path, DiffusionModel(path=path, **model_options))
         sampling_options = {name: vars(settings)[name] for name in ("guidance", "resolution", "negative_prompt")}
         self.policy = DiffusionPolicy(
             family, Denoising(steps=settings.steps, evaluation_steps=settings.steps, **sampling_options)

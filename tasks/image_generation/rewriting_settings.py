@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from mmrl.settings import Section, load_attribute, option
+from mmrl.settings import load_attribute, option
+from mmrl.settings.origins import WeightsOrigin
 from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
 if TYPE_CHECKING:
     from mmrl.protocols.parts import Task
 
 
-class FrozenGenerator(Section):
-    """The frozen generator that draws the rewritten prompts."""
+class FrozenGenerator(WeightsOrigin):
+    """The frozen generator that draws the rewritten prompts: a diffusers pipeline, or what a run with digits left."""
 
-    path: str = option(description="a folder or a hub name: a diffusers pipeline, or what a run with digits left")
     dtype: Literal["float32", "bfloat16"] = option("float32", "of its weights")
     device: str | None = option(None, "where it draws; default: the rank's GPU, or the CPU")
     steps: int = option(10, "denoising steps of an image", unit="steps", ge=1)

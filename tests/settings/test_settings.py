@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mmrl.settings import Choice, Section, SettingsError, choices_in, choose, kind_of, locate, make, option, plain
+from mmrl.settings import Choice, Section, SettingsError, choose, kind_of, locate, make, option, plain, sections_in
 from mmrl.settings.tree import TreeError, Whole, merged, read_override, read_yaml
 
 HERE = "tests.settings.test_settings"
@@ -248,9 +248,9 @@ def test_brief_leaves_out_what_holds_nothing():
 def test_choices_are_found_wherever_they_are():
     inner = {"type": "square", "side": 1, "within": "nothing"}
     made = image(shapes=["circle", inner], named={"a": "nothing"})
-    assert dict(choices_in(made, Circle)) == {"shape": Circle(), "shapes.0": Circle()}
-    assert dict(choices_in(made, Nothing)) == {"shapes.1.within": Nothing(), "named.a": Nothing()}
-    assert [key for key, _ in choices_in(made, Shape)] == ["shape", "corner", "shapes.0", "shapes.1", "named.a"]
+    assert dict(sections_in(made, Circle)) == {"shape": Circle(), "shapes.0": Circle()}
+    assert dict(sections_in(made, Nothing)) == {"shapes.1.within": Nothing(), "named.a": Nothing()}
+    assert [key for key, _ in sections_in(made, Shape)] == ["shape", "corner", "shapes.0", "shapes.1", "named.a"]
 
 
 # --- trees ---

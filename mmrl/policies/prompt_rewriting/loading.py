@@ -23,7 +23,7 @@ def load(path: str, settings: PromptRewritingModel, config: JobConfig, task: obj
     """Builds the policy of a job: the generator at `path` and the writer that the settings name, or both from a folder
     that a run saved. Raises UserError where there is no writer, and where the loaders of the two do."""
     both = Path(path) / WRITER
-    writer = settings.writer.path or (str(both) if both.is_dir() else None)
+    writer = settings.writer.existing() or (str(both) if both.is_dir() else None)
     if writer is None:
         raise UserError(f"model.writer.path is missing: model.path={path} holds a generator and no writer of prompts")
     generator = Path(path) / GENERATOR

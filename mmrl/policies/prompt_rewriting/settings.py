@@ -18,7 +18,8 @@ from mmrl.policies.settings import Collects, LoRA, Sections
 from mmrl.policies.vlm.settings import TokenEngine, TokenEvaluation, TokenSampling
 from mmrl.protocols.abilities import Segmented
 from mmrl.protocols.requirements import Capabilities
-from mmrl.settings import Section, load_attribute, option
+from mmrl.settings import load_attribute, option
+from mmrl.settings.origins import WeightsOrigin
 
 if TYPE_CHECKING:
     from mmrl.engine.memory import MemoryModel
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 WRITER, GENERATOR = "writer", "generator"  # folders of a saved model, and parts of the module
 
 
-class PromptWriter(Section):
-    """The language model that rewrites prompts; section `rollout` holds its sampling settings."""
+class PromptWriter(WeightsOrigin):
+    """The language model that rewrites prompts: an image-text model, by default the writer beside the generator in
+    model.path. Section `rollout` holds its sampling settings."""
 
-    path: str | None = option(
-        None, "a folder or a hub name of an image-text model; default: the writer beside the generator in model.path"
-    )
+    required: ClassVar[bool] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
     freeze: list[Literal["vision", "connector", "language"]] = option([], "parts that are not trained")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")

@@ -1,0 +1,47 @@
+"""Weights of a second model, such as a teacher: in a folder, on a hub, or what a recipe ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import model_validator
+
+from mmrl.errors import UserError
+from mmrl.settings import recipes
+from mmrl.settings.section import Section, option
+
+
+class RecipeNotRun(UserError):
+    """Raised where weights are those that a recipe ends with, and it has not been run."""
+
+
+class WeightsOrigin(Section):
+    """Origin of the weights of a second model. A job runs the recipe first, as it does a warm start."""
+
+    required: ClassVar[bool] = True  # one of path and recipe has to be set
+    path: str | None = option(None, "a folder or a hub name")
+    recipe: str | None = option(
+        None, "in place of a path, a recipe's name: it is run first, and its final weights are taken"
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.path is not None and self.recipe is not None:
+            raise ValueError("set path or recipe, not both")
+        if self.required and self.path is None and self.recipe is None:
+            raise ValueError("set path, a folder or a hub name, or recipe, whose final weights are taken")
+        return self
+
+    @property
+    def folder(self) -> str | None:
+        """Returns the folder or the hub name of the weights, which need not exist yet."""
+        if self.recipe is None:
+            return self.path
+        return str(Path(recipes.run_dir(recipes.resolve(Path(self.recipe)))) / "final")
+
+    def existing(self) -> str | None:
+        """Returns `folder`. Raises RecipeNotRun where the recipe has not left it."""
+        if self.recipe is not None and not Path(str(self.folder)).is_dir():
+            raise RecipeNotRun(f"recipe={self.recipe} has not been run; run it first: mmrl train {self.recipe}")
+        return self.folder
