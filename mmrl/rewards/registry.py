@@ -11,7 +11,7 @@ from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
 from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
-from mmrl.rewards.judges import process, text, visual
+from mmrl.rewards.judges import pairs, process, text, visual
 from mmrl.rewards.models import image_reward, vlm_reward
 from mmrl.rewards.programs import charts, solids, unit_tests
 from mmrl.rewards.services import http
@@ -63,7 +63,8 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "hpsv2": clip.hpsv2,
     "vlm_judge": visual.VlmJudge,
     "vlm_preference": visual.VlmPreference,
-    "vlm_reference": text.ReferenceJudge,
+    "vlm_reference": pairs.ReferenceJudge,
+    "edit_judge": pairs.EditJudge,
     "answer_judge": text.AnswerJudge,
     "rubric_judge": text.RubricJudge,
     "consistency_judge": text.ConsistencyJudge,

@@ -259,6 +259,19 @@ def test_a_model_in_process_judges(model):
     assert plain == pytest.approx([b for _, b in expected], abs=1e-6)
 
 
+def test_a_model_in_process_judges_an_edit_beside_its_source(model):
+    """The source comes first: the other order gives another number."""
+    source, edited = torch.rand(3, 16, 16), torch.rand(3, 32, 16)
+    prompt = Prompt("p", "draw a digit", images=(pil(Sample(Prompt("x", "x"), image=source)),))
+    shown = Sample(prompt, image=edited)
+    options = {"path": model, "question": QUESTION, "answers": ["one", "two"], "device": "cpu"}
+    found = build("edit_judge", options).score([shown])[0]
+    both = [prompt.images[0], pil(shown)]
+    yes, no = first_token_probabilities(model, both, "Is it draw a digit?", ["one", "two"])
+    swapped, against = first_token_probabilities(model, both[::-1], "Is it draw a digit?", ["one", "two"])
+    assert found == pytest.approx(yes / (yes + no), abs=1e-5) != pytest.approx(swapped / (swapped + against), abs=1e-5)
+
+
 def test_a_model_in_process_prefers(model):
     samples = [Sample(Prompt("p", "a digit"), image=torch.rand(3, 16, 16)) for _ in range(3)]
     options = {"path": model, "question": QUESTION, "answers": ["first", "second"], "device": "cpu"}

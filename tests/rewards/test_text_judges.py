@@ -141,6 +141,26 @@ def test_an_image_against_its_reference():
         assert RewardSet([RewardSpec(name="vlm_reference", options=options)]).score(rows)[0, 0].item() == 0.5
 
 
+def test_an_edit_beside_its_source():
+    """Yes with 0.1 and half of how much darker the second image, the edit, is than the first."""
+    asked = []
+
+    def darker(handler, body):
+        source, edited = levels(body)
+        asked.append(json.loads(body)["messages"][0]["content"][-1]["text"])
+        yes = 0.1 + 0.5 * (source - edited)
+        return 200, json.dumps(completion(yes=yes, no=0.6 - yes)).encode()
+
+    prompt = Prompt("p", "make it dark", images=(Image.new("RGB", (8, 8), (255,) * 3),))
+    rows = [Sample(prompt, image=torch.full((3, 8, 8), level)) for level in (1.0, 0.0)]
+    with scripted(darker) as server:
+        rewards = RewardSet([RewardSpec(name="edit_judge", options={"base_url": server.url, "model": "j"})])
+        assert rewards.score(rows)[:, 0].tolist() == pytest.approx([0.1 / 0.6, 1.0], abs=1e-6)
+        assert all('by the instruction "make it dark"' in text for text in asked)
+        with pytest.raises(UserError, match="has no image that was edited"):
+            rewards.score([Sample(Prompt("q", "make it dark"), image=rows[0].image)])
+
+
 def thinks(*said):
     """A judge that says these tokens, each with alternatives by probability."""
 

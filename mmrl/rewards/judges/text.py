@@ -1,5 +1,5 @@
-"""Judges of responses: by a reference answer, by criteria, by the consistency of reasoning, caption, answer and image;
-and a judge of a generated image beside a reference."""
+"""Judges of responses: by a reference answer, by criteria, by the consistency of reasoning, caption, answer and
+image."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import Judged, JudgeQuestion, VlmJudge
+from mmrl.rewards.judges.visual import Judged, JudgeQuestion
 from mmrl.rewards.parsing.responses import extract_answer, full_response, split_thoughts
-from mmrl.rewards.types import Score, as_pil, image_of
+from mmrl.rewards.types import Score
 from mmrl.rollouts import Prompt, Sample
 
 YES_OR_NO = "Answer with one word, yes or no."
@@ -29,7 +29,6 @@ IS_IT_SEEN = (
     f"Question: {{prompt}}\nReasoning: {{thinking}}\nIs everything that the reasoning says of the image to be seen "
     f"in it? {YES_OR_NO}"
 )
-IS_IT_BETTER = f'The first image was made for "{{prompt}}". Does it show that better than the second image? {YES_OR_NO}'
 
 
 class TextJudge(Judged):
@@ -164,19 +163,6 @@ class EvidenceJudge(TextJudge):
 
     default_question = IS_IT_SEEN
     shown = True
-
-
-class ReferenceJudge(VlmJudge):
-    """P(yes) of a judge that is asked whether the generated image is better than the prompt's first one, its reference
-    (RewardDance, Wu et al. 2025, arXiv:2509.08826); the options are those of `vlm_judge`."""
-
-    def __init__(self, *, question: str = IS_IT_BETTER, normalise: bool = False, **judge: Any) -> None:
-        super().__init__(question=question, normalise=normalise, **judge)
-
-    def _question_of(self, sample: Sample) -> JudgeQuestion:
-        if not sample.prompt.images:
-            raise UserError(f"prompt {sample.prompt.id!r} has no image as a reference")
-        return self._question(sample, as_pil(image_of(sample)), sample.prompt.images[0])
 
 
 def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
