@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,8 @@ from mmrl.children.processes import run_command, stopped_by
 from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import sampled_by, synced
 from mmrl.config import Config, configure, load, to_yaml
-from mmrl.engine import Engine, Ranks, applied, end_with_launcher, take_device
+from mmrl.engine import Engine, Heartbeat, Ranks, applied, end_with_launcher, start_distributed, take_device
+from mmrl.engine.launcher import NOT_MET, meeting_place
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
 from mmrl.evaluation.search import SearchingPolicy
@@ -74,6 +75,7 @@ class Job:
         self.config = config
         self._trains, self._parts = trains, ExitStack()
         self._engine: Engine | None = None
+        self._heartbeat: Heartbeat | None = None  # of several ranks
         self._trainer: trainer.Trainer | None = None
 
     @classmethod
@@ -90,7 +92,7 @@ class Job:
         end_with_launcher()
         take_device()
         quieten()
-        with ExitStack() as parts:
+        with ExitStack() as parts, self._named():
             self._build(parts)
             self._parts = parts.pop_all()
         return self
@@ -106,6 +108,7 @@ class Job:
         if self._trains:
             self.config = warm_started(self.config)
             check_start(self.config)
+            self._announce(parts)
         else:
             self.config = without_workers(self.config)
         config = self.config
@@ -128,7 +131,11 @@ class Job:
                 try_sources(self.task, config.evaluation.prompts)
         self.ranks: Ranks
         if self._trains:
+            with nullcontext() if self._heartbeat is None else self._heartbeat.meeting():
+                start_distributed(config.engine.timeout)
             self.ranks = self._engine = build_engine(config, self.policy)
+            if self._heartbeat is not None:
+                self._engine.watch(self._heartbeat)
         else:
             self.ranks = Ranks()
         # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
@@ -163,22 +170,38 @@ class Job:
         except OSError as error:
             raise UserError(f"run_dir={folder} can not be written: {error}") from None
         try:
-            self._engine.watch(folder)
             if run.writes:
                 with writing(folder):
                     record(folder, plain(self.config))
-            self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
-            with recorded_end(run, self._trainer):
+            with self._named():
+                self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
+            with recorded_end(run, self._trainer), self._named():
                 if self.config.checkpoint.resume:
                     self._trainer.resume()
                 self._trainer.train()
-        except RuntimeError as error:  # of a collective; the message depends on the backend
-            if (dead := self._engine.dead()) is not None:
-                raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
-            raise
         finally:
             run.close()
         return read_run(folder)
+
+    def _announce(self, parts: ExitStack) -> None:
+        """Has the other ranks know that this one has come up, before anything that takes long."""
+        rank, world = launched()
+        if world > 1:
+            with writing(Path(self.config.run_dir)):
+                self._heartbeat = Heartbeat(Path(self.config.run_dir), rank, world, self.config.engine.timeout)
+            parts.callback(self._heartbeat.close)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Raises UserError for an error whose cause is a rank that has ended, or ranks that do not meet."""
+        try:
+            yield
+        except RuntimeError as error:  # the message depends on the backend
+            if self._heartbeat is not None and (dead := self._heartbeat.dead()) is not None:
+                raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
+            if isinstance(error, NOT_MET):
+                raise UserError(f"ranks do not meet at {meeting_place()}: {str(error).splitlines()[0]}") from error
+            raise
 
     def stop(self) -> None:
         """Ends the training after this step, for `each_step` to call, on any rank: it saves a checkpoint, and `train`

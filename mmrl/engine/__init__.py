@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING
 from mmrl.runtime import lazy_attributes
 
 if TYPE_CHECKING:
-    from mmrl.engine.deepspeed import Engine, Ranks, gathered
+    from mmrl.engine.deepspeed import Engine, Ranks, gathered, start_distributed
     from mmrl.engine.ema import EMA, applied, ramp, warmed_up
     from mmrl.engine.files import weights_only
+    from mmrl.engine.heartbeat import Heartbeat
     from mmrl.engine.interruption import Interruption
     from mmrl.engine.launcher import end_with_launcher, take_device
     from mmrl.engine.memory import memory_estimate
 
 __all__ = [
     "Engine",
+    "Heartbeat",
     "Interruption",
     "Ranks",
     "EMA",
@@ -22,6 +24,7 @@ __all__ = [
     "gathered",
     "memory_estimate",
     "ramp",
+    "start_distributed",
     "take_device",
     "warmed_up",
     "weights_only",
@@ -29,8 +32,8 @@ __all__ = [
 
 __getattr__ = lazy_attributes.attributes(
     __name__,
-    {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered")}
-    | {"memory_estimate": "mmrl.engine.memory"}
+    {name: "mmrl.engine.deepspeed" for name in ("Engine", "Ranks", "gathered", "start_distributed")}
+    | {"memory_estimate": "mmrl.engine.memory", "Heartbeat": "mmrl.engine.heartbeat"}
     | {"weights_only": "mmrl.engine.files", "Interruption": "mmrl.engine.interruption"}
     | {name: "mmrl.engine.launcher" for name in ("end_with_launcher", "take_device")}
     | {name: "mmrl.engine.ema" for name in ("EMA", "applied", "ramp", "warmed_up")},

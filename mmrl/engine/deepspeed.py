@@ -157,20 +157,14 @@ class Ranks:
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
 
-    def watch(self, folder: Path) -> None:
-        """Starts the heartbeat by which ranks watch each other through the run directory `folder`."""
-        if self.world > 1:
-            self._watch = Heartbeat(folder, self.rank, self.world, self.timeout)
+    def watch(self, heartbeat: Heartbeat) -> None:
+        """Has collectives marked in the heartbeat by which ranks watch each other; closes it with this object."""
+        self._watch = heartbeat
 
     def mark(self, phase: str | None = None) -> None:
         """Tells the other ranks that this one has begun a phase, or a collective. All ranks do so alike."""
         if self._watch is not None:
             self._watch.mark(phase)
-
-    def dead(self) -> str | None:
-        """Describes a rank of this host whose process is gone; None where there is none."""
-        state = None if self._watch is None else self._watch.dead()
-        return None if state is None else str(state)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over ranks."""
@@ -420,7 +414,8 @@ class Engine(Ranks):
 
 
 def start_distributed(timeout: float) -> None:
-    """Joins the launcher's process group; without a launcher, a group of one on a free port."""
+    """Joins the launcher's process group; without a launcher, a group of one on a free port. Raises torch's errors of a
+    store where ranks have not met `timeout` seconds later."""
     if dist.is_initialized():
         return
     end_with_launcher()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 FOLDER = "ranks"  # in the run directory: a file of each rank says that it lives, and where it is
 SHARE_WARNED = 0.1  # of the limit, after which a wait is announced
+START_S = 600.0  # that ranks may come up after one another, where engine.timeout is not shorter
+COMES_UP_S = 0.1  # that a process takes at least from its beginning to its first file
 GONE_S = 1.0  # seconds that a process takes at most from its last connection to its end
 BEATS_MISSED = 4  # after so many a rank is taken for silent
 
@@ -29,6 +35,7 @@ class RankState:
     phase: str = "start"
     marks: int = 0
     beats: int = 0
+    written: float = 0.0  # when this was, in seconds since 1970 by the clock of the host
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host}, in phase {self.phase})"
@@ -36,18 +43,27 @@ class RankState:
 
 class Heartbeat:
     """Writes the state of this rank, and reads those of the others. Where this rank has waited `limit` seconds for one
-    that has not moved, it ends this process with one line. A thread does this, also while a collective waits."""
+    that has not moved, it ends this process with one line. A thread does this, also while a collective waits.
+
+    It begins before ranks meet. Until they have, it ends this process also for a rank of this host that is gone, and in
+    the block of `meeting` for one that has not come up after `START_S` seconds.
+    """
 
     def __init__(self, folder: Path, rank: int, world: int, limit: float) -> None:
         self.folder, self.world, self.limit = folder / FOLDER, world, limit
         self.state = RankState(rank, socket.gethostname(), os.getpid())
+        self.start = min(START_S, limit)
+        self._began = process_start()
         self.interval = min(15.0, max(0.2, limit / 100))
         # by rank, with the times of the last beat and of the last mark
         self._states: dict[int, tuple[RankState, float, float]] = {}
         self._warned = False
+        self._meets_since = math.inf  # the time at which this rank began to wait until all have come up
+        self._met = False
         self._ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._beat()
+        self._read()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -56,7 +72,16 @@ class Heartbeat:
         self.state.marks += 1
         self.state.phase = phase or self.state.phase
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Context in which this rank waits until all have come up."""
+        self._meets_since = time.monotonic()
+        yield
+        self._met = True
+        self.mark()
+
     def close(self) -> None:
+        """Ends the thread, and removes this rank's file. Does nothing the second time."""
         self._ended.set()
         self._thread.join()
         with suppress(OSError):  # the other ranks' files may be there still
@@ -69,20 +94,26 @@ class Heartbeat:
         end = time.monotonic() + GONE_S
         while True:
             self._read()  # in a run that has just begun the thread has not
-            local = [state for state, _, _ in list(self._states.values()) if state.host == self.state.host]
-            gone = next((state for state in local if not runs(state.process)), None)
+            gone = self._gone()
             if gone is not None or time.monotonic() > end:
                 return gone
             time.sleep(GONE_S / 20)
 
+    def _gone(self) -> RankState | None:
+        local = [state for state, _, _ in list(self._states.values()) if state.host == self.state.host]
+        return next((state for state in local if not runs(state.process)), None)
+
     def _run(self) -> None:
-        while not self._ended.wait(self.interval):
+        while not self._ended.wait(self.interval if self._met else min(1.0, self.interval)):
             self._beat()
             self._read()
             self._judge(time.monotonic())
+            if not self._met:
+                self._judge_meeting(time.monotonic())
 
     def _beat(self) -> None:
         self.state.beats += 1
+        self.state.written = time.time()
         path = self._path(self.state.rank)
         pending = path.with_suffix(".pending")
         with suppress(OSError):  # a full disk, or a run directory that is gone, is for others to tell
@@ -94,12 +125,31 @@ class Heartbeat:
         for rank in range(self.world):
             with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
                 state = RankState(**json.loads(self._path(rank).read_text()))
+                if rank not in self._states and self._of_another_start(state):
+                    continue
                 before, beat, mark = self._states.get(rank, (None, now, now))
                 if before is None or before.process != state.process or before.marks != state.marks:
                     mark = now
                 if before is None or before.beats != state.beats:
                     beat = now
                 self._states[rank] = (state, beat, mark)
+
+    def _of_another_start(self, state: RankState) -> bool:
+        """Returns whether a file is what a rank left that was killed before this process began."""
+        if state.host != self.state.host or runs(state.process):
+            return False
+        return state.written < self._began + COMES_UP_S
+
+    def _judge_meeting(self, now: float) -> None:
+        waited, problem = now - self._meets_since, None
+        if (gone := self._gone()) is not None:
+            problem = f"{gone} has ended before all ranks had come up"
+        elif (absent := [rank for rank in range(self.world) if rank not in self._states]) and waited >= self.start:
+            listed = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
+            problem = f"{listed} did not come up within {waited:.0f} s: no file in {self.folder}"
+        if problem is not None and not self._met:
+            say(f"mmrl: {problem}; the run ends")
+            end_at_once(2)
 
     def _judge(self, now: float) -> None:
         """Warns of a rank that keeps the others waiting, and ends the run with code 2 after engine.timeout seconds.
@@ -138,10 +188,21 @@ def missing_rank(
 
 def runs(process: int) -> bool:
     """Returns whether a process of this host runs; one that has ended and left only its exit code does not."""
+    if sys.platform != "linux":
+        return psutil.pid_exists(process)
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def process_start() -> float:
+    """Returns when this process began, in seconds since 1970."""
+    if sys.platform != "linux":
+        return psutil.Process().create_time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the host's start
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # psutil errs by up to a second
+    return time.time() - age
 
 
 end_at_once = os._exit  # as it is before a training replaces it, see `Interruption`

@@ -21,6 +21,7 @@ STARTED_BY = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what torchrun and DeepSpee
 ANY_PORT = "0"  # of a single process, which no other one joins
 LOOPBACK = ("127.0.0.1", "localhost")
 INIT_METHOD = "mmrl://"  # see `_rendezvous`
+NOT_MET = (dist.DistStoreError, dist.DistNetworkError)  # what torch raises for ranks that do not meet
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -36,6 +37,11 @@ def take_device() -> None:
     Raises UserError where there are fewer than ranks."""
     if torch.cuda.is_available():
         torch.cuda.set_device(devices.claim(torch.cuda.device_count()))
+
+
+def meeting_place() -> str:
+    """Returns the address of the store at which ranks meet."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:

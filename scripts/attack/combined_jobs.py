@@ -50,6 +50,7 @@ ISOLATED = "task.rewards=[{name: 'tests.whole_runs.parts:spread', isolated: true
 AHEAD = "rollout.workers={count: 2, async_steps: 1}"
 SAMPLED = "rollout.sampler=success_window"
 REPLAYED = "rollout.extras=[{type: self_imitation, count: 2, accuracy: 0.1}]"
+TWO_RANKS = ("engine.zero_stage=2", "engine.timeout=60")  # the last for a rank that is killed before it has come up
 VLLM = ("rollout.generator=vllm_server", "rollout.generator.cache_gib=0.1", "rollout.generator.servers=1")
 
 JOBS: dict[str, Job] = {
@@ -59,7 +60,8 @@ JOBS: dict[str, Job] = {
     "visual QA, sampler, replays and dynamic sampling": Job(
         TINY, (SAMPLED, REPLAYED, f"task.accuracy={SPREAD}", "rollout.dynamic_sampling={max_rounds: 2}")
     ),
-    "images on two ranks": Job(IMAGES, ("engine.zero_stage=2",), 2),
+    "visual QA on two ranks": Job(TINY, (*TWO_RANKS, REPLAYED, f"task.accuracy={SPREAD}"), 2),
+    "images on two ranks": Job(IMAGES, TWO_RANKS, 2),
     "visual QA, a server of vLLM": Job(TINY, VLLM, tolerance=1e-6),  # it sums in the order in which requests arrive
     "visual QA, in and after a warm start": Job(TINY, files=warm_start(TINY)),
     "robots, in and after a warm start": Job(ROBOTS, ("task.train_size=6",), files=warm_start(ROBOTS)),

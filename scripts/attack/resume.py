@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -136,7 +135,7 @@ def state_of(run: Path) -> tuple[dict[str, str], list[dict]]:
 
 
 def kills(attack: Attack, count: int, kinds: Sequence[str]) -> None:
-    """SIGKILL at a uniformly random moment, the same command again, until the run has ended."""
+    """SIGKILL of one rank at a uniformly random moment, the same command again, until the run has ended."""
     for kind in kinds:
         left, (_, seconds) = count - attack.tried(f"kill -9, {kind}", "kills"), attack.whole(kind)
         while left > 0 and not attack.over():
@@ -286,7 +285,7 @@ def table(rows: dict[str, Counter[str]]) -> str:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--kills", type=int, default=20, help="of each kind of run")
-    options.add_argument("--kinds", default="", help="kinds of run that are killed, as a regular expression")
+    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of runs that are killed")
     options.add_argument("--flips", type=int, default=200)
     options.add_argument("--seconds", type=float, default=1800.0, help="after which nothing new is begun")
     options.add_argument("--seed", type=int, default=0)
@@ -302,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     attack = Attack(folder, options.seed, options.seconds)
     attacks = {
-        "kills": lambda: kills(attack, options.kills, [kind for kind in KINDS if re.search(options.kinds, kind)]),
+        "kills": lambda: kills(attack, options.kills, options.kinds),
         "flips": lambda: flips(attack, options.flips),
         "damages": lambda: damages(attack),
         "two_runs": lambda: two_runs(attack),

@@ -1,8 +1,11 @@
 """Ranks that hang, stop or are killed are named by those that wait for them."""
 
+import json
 import os
 import signal
+import subprocess
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -121,3 +124,39 @@ def test_who_is_missing(others, named):
     seen |= {rank: (life(rank, m), float(beat), float(mark)) for rank, (m, beat, mark) in enumerate(others, 1)}
     found = missing_rank(seen, 0, 100.0, 10.0)
     assert (None if found is None else (found[0].rank, *found[1:])) == named
+
+
+def test_a_rank_that_does_not_come_up_is_named(tmp_path):
+    """Rank 1 is killed at once, and there is no launcher that would end the one that waits for it; what an earlier
+    start left of it is not taken for it."""
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    (run / "ranks").mkdir(parents=True)
+    left = RankState(1, os.uname().nodename, pid_that_has_ended(), written=time.time())
+    (run / "ranks" / "rank-1.json").write_text(json.dumps(asdict(left)))
+    processes = launch(run, "engine.timeout=4")
+    processes[1].kill()
+    assert ended(processes[0], log) == 2
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    assert line.startswith("mmrl: rank 1 did not come up within 4 s: no file in ")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once(tmp_path, rank):
+    """While the other one waits for it, which torch would do for as long as engine.timeout."""
+    run, log = tmp_path / "run", tmp_path / "run.log"
+    processes = launch(run, "engine.timeout=1800", SLOW + "NeverThere", f"task.rank={rank}")
+    end = time.monotonic() + 60
+    while len(list(run.glob("ranks/rank-*.json"))) < 2:
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.01)
+    time.sleep(2)  # until the other one waits
+    processes[rank].kill()
+    assert ended(processes[1 - rank], log, 30) == 2
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
+    assert f"rank {rank} (process {processes[rank].pid} on" in line and "has ended" in line
+
+
+def pid_that_has_ended() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid

@@ -182,6 +182,17 @@ class SleepsOnRankOne(TaskSettings):
         return Fixed(mark)
 
 
+class NeverThere(TaskSettings):
+    """One rank never has its task, so the others wait for it."""
+
+    rank: int = 0
+
+    def build(self, seed):
+        if os.environ["RANK"] == str(self.rank):
+            time.sleep(1000)
+        return Fixed(spread)
+
+
 class SlowOnRankOne(TaskSettings):
     def build(self, seed):
         def mark(sample):
