@@ -141,7 +141,7 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
 
     Raises UserError if there are checkpoints and none of them is intact.
     """
-    candidates = engine.gather(files.finished(folder))[0][::-1]
+    candidates = [folder / name for name in engine.gather([path.name for path in files.finished(folder)])[0][::-1]]
     damaged: list[Path] = []
     for path in candidates:
         reasons = [r for r in engine.gather(files.damage(path, engine.rank, engine.world)) if r is not None]

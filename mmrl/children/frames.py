@@ -24,26 +24,36 @@ LENGTH = 8  # bytes of the text's own length
 MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that are fully described by their pixels
 
 
-def encode(value: object, shared: Sequence[Any] = ()) -> bytes:
-    """Returns the message of plain values, lists, tuples, mappings, dataclasses, tensors, arrays and images. Raises
-    TypeError for anything else."""
-    writer = MessageWriter(shared)
+def encode(value: object, shared: Sequence[Any] = (), *, repeats: bool = False) -> bytes:
+    """Returns the message of plain values, bytes, lists, tuples, mappings, dataclasses, tensors, arrays and images.
+    Raises TypeError for anything else.
+
+    repeats: write a dataclass, tensor, array or image that is there several times only once.
+    """
+    writer = MessageWriter(shared, repeats)
     text = json.dumps(writer.tree(value)).encode()
     text += b" " * (-len(text) % ALIGNED)
     return b"".join([len(text).to_bytes(LENGTH, "little"), text, *writer.parts])
 
 
-def decode(message: bytes | bytearray, shared: Sequence[Any] = (), records: Collection[type] | None = None) -> Any:
+def decode(
+    message: bytes | bytearray,
+    shared: Sequence[Any] = (),
+    records: Collection[type] | None = None,
+    *,
+    repeats: bool = False,
+) -> Any:
     """Returns the value that `encode` encoded; arrays and tensors share the memory of a message that is a bytearray.
     Raises ValueError for anything that `encode` has not written.
 
     records: dataclasses that may be built, for untrusted messages; None: any of a module that has been imported in this
-    process.
+    process. repeats: read what `encode` wrote with it; not for untrusted messages, whose values could be read again
+    and again.
     """
     message = message if isinstance(message, bytearray) else bytearray(message)  # tensors may be written into
     begin = LENGTH + int.from_bytes(message[:LENGTH], "little")
     try:
-        return Reader(memoryview(message)[begin:], shared, records).value(json.loads(message[LENGTH:begin]))
+        return Reader(memoryview(message)[begin:], shared, records, repeats).value(json.loads(message[LENGTH:begin]))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:  # RuntimeError: too deep
         raise ValueError(f"not an mmrl message ({error!r:.200})") from None
 
@@ -61,7 +71,9 @@ def decode_mapping(
 class MessageWriter:
     """Converts a value to a JSON tree and the bytes of its arrays."""
 
-    def __init__(self, shared: Sequence[Any]) -> None:
+    def __init__(self, shared: Sequence[Any], repeats: bool) -> None:
+        self.repeats = repeats
+        self.written: dict[int, int] = {}  # numbers of parts, in the order in which they were completed
         self.indices = {id(one): index for index, one in enumerate(shared)}
         self.parts: list[bytes] = []
         self.size = 0
@@ -78,6 +90,17 @@ class MessageWriter:
             return {"tuple": [self.tree(one) for one in value]}
         if type(value) is dict:
             return {"dict": [[self.tree(key), self.tree(one)] for key, one in value.items()]}
+        if id(value) in self.written:
+            return {"again": self.written[id(value)]}
+        tree = self.part(value)
+        if self.repeats:
+            self.written[id(value)] = len(self.written)
+        return tree
+
+    def part(self, value: object) -> object:
+        """Returns the JSON tree of bytes, an array, a dataclass, a tensor or an image."""
+        if type(value) is bytes:
+            return {"bytes": ["", [], *self.put(value)]}
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject:
                 raise TypeError("an array of Python objects")
@@ -118,8 +141,11 @@ class MessageWriter:
 class Reader:
     """Rebuilds a value from its JSON tree and the bytes of its arrays."""
 
-    def __init__(self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None) -> None:
-        self.numbers, self.shared, self.records = numbers, shared, records
+    def __init__(
+        self, numbers: memoryview, shared: Sequence[Any], records: Collection[type] | None, repeats: bool
+    ) -> None:
+        self.numbers, self.shared, self.records, self.repeats = numbers, shared, records, repeats
+        self.parts: list[Any] = []  # where values may be there again
 
     def value(self, tree: object) -> Any:
         """Decodes a JSON tree to Python objects: a one-entry mapping {kind: content} is a tuple, dict, record, image,
@@ -135,6 +161,14 @@ class Reader:
             return tuple(self.value(one) for one in content)
         if kind == "dict":
             return {self.value(key): self.value(one) for key, one in content}
+        if kind == "again":
+            return self.parts[content]
+        part = self.part(kind, content)
+        if self.repeats:
+            self.parts.append(part)
+        return part
+
+    def part(self, kind: str, content: Any) -> object:
         if kind == "record":
             module, name, values = content
             return self.record(module, name)(**{key: self.value(one) for key, one in values.items()})
@@ -144,6 +178,8 @@ class Reader:
     def numeric(self, kind: str, name: str, shape: list[int], part: memoryview) -> object:
         """Decodes a slice of the binary part to an image, tensor, array or NumPy scalar of dtype (or image mode) `name`
         and `shape`."""
+        if kind == "bytes":
+            return bytes(part)
         if kind == "image":
             return image(name, shape, part)
         if kind == "tensor":

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 import os
-import pickle
 import sys
 import time
 import warnings
@@ -35,7 +34,7 @@ from mmrl.engine.ema import reshaped, share  # noqa: E402
 from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
 from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, gloo_on_loopback, take_device  # noqa: E402
 from mmrl.engine.memory import sums_in_fp32  # noqa: E402
-from mmrl.engine.packing import packed  # noqa: E402
+from mmrl.engine.packing import exchange_messages, gather_messages, packed, unpacked  # noqa: E402
 
 T = TypeVar("T")
 LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
@@ -182,29 +181,25 @@ class Ranks:
             return int(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order (any picklable object; for small things). They go over the hosts'
-        network: over NCCL they would pass through every GPU, and those would spin while one rank is late."""
-        if self.world == 1:  # there is nobody to pickle it for
+        """The values of all ranks, in rank order: plain values, tensors, arrays, images and dataclasses of them, for
+        small things. They go over the hosts' network: over NCCL they would pass through every GPU, and those would spin
+        while one rank is late. Raises UserError for another value."""
+        if self.world == 1:  # there is nobody to write it for
             return [value]
-        values: list[Any] = [None] * self.world
+        message = packed(value)
         with self._waiting():
-            dist.all_gather_object(values, value, group=self._objects)
-        return values
+            messages = gather_messages(message, self.world, self._objects)
+        return [value if rank == self.rank else unpacked(one) for rank, one in enumerate(messages)]
 
     def exchange(self, values: list[Any], instead: str) -> list[Any]:
         """Sends each rank its value, and returns those that all ranks have for this one, in rank order. values: one a
-        rank, picklable and on the CPU; they may be large, for each goes to its rank alone. Raises UserError for what
-        can not be pickled; it names `instead`, the setting without this exchange."""
-        written = [b"" if rank == self.rank else packed(value, instead) for rank, value in enumerate(values)]
-        sizes = [len(data) for data in written]
+        rank, as for `gather`; they may be large, for each goes to its rank alone. Raises UserError for what can not be
+        sent; it names `instead`, the setting without this exchange."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        messages = [nothing if rank == self.rank else packed(value, instead) for rank, value in enumerate(values)]
         with self._waiting():
-            coming = torch.zeros(self.world, dtype=torch.int64)
-            dist.all_to_all_single(coming, torch.tensor(sizes), group=self._objects)
-            received = torch.zeros(int(coming.sum()), dtype=torch.uint8)
-            outgoing = torch.frombuffer(bytearray(b"".join(written)), dtype=torch.uint8)
-            dist.all_to_all_single(received, outgoing, coming.tolist(), sizes, group=self._objects)
-        payloads = [part.numpy().tobytes() for part in received.split(coming.tolist())]
-        return [values[rank] if rank == self.rank else pickle.loads(data) for rank, data in enumerate(payloads)]
+            arrived = exchange_messages(messages, self._objects)
+        return [values[rank] if rank == self.rank else unpacked(one) for rank, one in enumerate(arrived)]
 
     def barrier(self) -> None:
         with self._waiting():

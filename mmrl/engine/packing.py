@@ -1,32 +1,62 @@
-"""Rollouts that ranks send each other, as bytes."""
+"""Values that ranks send each other, as JSON and the bytes of tensors: what comes is read, and never runs."""
 
 from __future__ import annotations
 
-import io
-import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mmrl.errors import UserError, describe_error
+from mmrl.children.frames import decode, encode
+from mmrl.errors import UserError
+
+LARGEST = 2**34  # bytes of one message; more than rollouts of a step take, less than a number that is damaged asks for
 
 
-class Packer(pickle.Pickler):
-    """Pickler that writes a tensor which is part of a larger one without the rest."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, Tensor) and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size():
-            return obj.clone(memory_format=torch.contiguous_format).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def packed(value: object, instead: str) -> bytes:
-    """Pickles a value. Raises UserError for what can not be pickled, such as an open file in a prompt's metadata.
-    instead: a setting for the message, with which nothing has to be sent."""
-    stream = io.BytesIO()
+def packed(value: object, instead: str | None = None) -> Tensor:
+    """Returns the message of a value, [byte] uint8. Raises UserError for what can not be sent, such as an open file in
+    a prompt's metadata; it names `instead`, the setting with which nothing is sent."""
     try:
-        Packer(stream, pickle.HIGHEST_PROTOCOL).dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UserError(f"a rollout can not be sent to another rank: {describe_error(error)}; set {instead}") from None
-    return stream.getvalue()
+        message = encode(value, repeats=True)
+    except TypeError as error:
+        hint = "" if instead is None else f"; set {instead}"
+        raise UserError(f"a rollout holds {error}, which can not be sent to another rank{hint}") from None
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def unpacked(message: Tensor) -> Any:
+    """Returns the value of a message [byte]. Raises ValueError for anything that `packed` has not made."""
+    return decode(bytearray(message.numpy().tobytes()), repeats=True)
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raises UserError for a message that no rank sends, before there is memory for it. sizes: in bytes, by rank."""
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= LARGEST:
+            raise UserError(f"rank {rank} sends a message of {size} bytes, more than {LARGEST} that ranks may")
+
+
+def gather_messages(message: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Returns the messages of all ranks, in rank order. A collective."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    lengths = [int(size) for size in sizes]
+    check_sizes(lengths)
+    outgoing = torch.zeros(max(lengths), dtype=torch.uint8)
+    outgoing[: len(message)] = message
+    received = [torch.empty_like(outgoing) for _ in range(world)]
+    dist.all_gather(received, outgoing, group=group)
+    return [part[:length] for part, length in zip(received, lengths, strict=True)]
+
+
+def exchange_messages(messages: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Sends each rank its message, and returns those of all ranks for this one, in rank order. A collective."""
+    sizes = [len(message) for message in messages]
+    coming = torch.zeros(len(sizes), dtype=torch.int64)
+    dist.all_to_all_single(coming, torch.tensor(sizes), group=group)
+    check_sizes(coming.tolist())
+    received = torch.zeros(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(list(messages)), coming.tolist(), sizes, group=group)
+    return list(received.split(coming.tolist()))

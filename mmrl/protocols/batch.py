@@ -81,8 +81,8 @@ class Batch:
         return record
 
     def gathered_list(self, values: list[Any]) -> list[Any]:
-        """Concatenates lists over all ranks, in rank order. Lengths may differ; items should be small, for they are
-        pickled and sent. A collective."""
+        """Concatenates lists over all ranks, in rank order. Lengths may differ; items are plain values or
+        dataclasses and should be small, for they are sent. A collective."""
         return [value for part in self._gather(values) for value in part]
 
     def responses(self) -> list[str]:
@@ -131,7 +131,8 @@ class Batch:
         return COLUMNS[name](rollouts, self.rollout_mask)
 
     def _meta(self, name: str) -> Tensor:
-        local = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
+        own = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
+        local = [value if value is None or isinstance(value, int | float) else str(value) for value in own]
         values = [value for part in self._gather(local) for value in part]
         if any(value is None for value in values):
             raise KeyError(f"{name} is not a fact of rollouts, and not all prompts have it in their metadata")

@@ -47,11 +47,13 @@ def test_plain_values_and_arrays_arrive_as_they_were():
     given = {
         "a": (1, 2.5, None, True, "ö"),
         3: [math.inf, 0.1 + 0.2, -0.0],
+        "raw": b"\x00\xff",
         ("b", 1): np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::2],
         "c": np.float32(0.3),
     }
     came = decode(encode(given))
     assert list(came) == list(given) and came["a"] == given["a"] and type(came["a"]) is tuple
+    assert came["raw"] == given["raw"] and type(came["raw"]) is bytes
     assert came[3] == given[3] and math.copysign(1, came[3][2]) == -1
     array = came["b", 1]
     assert array.dtype == np.int16 and array.tolist() == [[0, 2], [3, 5]]
@@ -88,7 +90,7 @@ def test_records_arrive_and_share_what_both_sides_hold():
     assert len(message) < len(encode(made)), "a prompt that both have is not sent again"
 
 
-@pytest.mark.parametrize("value", [{1}, b"x", len, object(), torch.Size([1]), np.array([object()]), Own])
+@pytest.mark.parametrize("value", [{1}, bytearray(b"x"), len, object(), torch.Size([1]), np.array([object()]), Own])
 def test_anything_else_is_not_sent(value):
     with pytest.raises(TypeError):
         encode({"x": value})

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from mmrl.engine.packing import packed, unpacked
 from tests.helpers.threads import together
 from tests.joints.parts import Ledger, Table, close
 
@@ -16,9 +17,9 @@ class Exchange:
         self.slots, self.barrier = [None, None], threading.Barrier(2, timeout=30)
 
     def gather(self, rank, value):
-        self.slots[rank] = value
+        self.slots[rank] = packed(value)  # as between processes
         self.barrier.wait()
-        found = list(self.slots)
+        found = [unpacked(slot) for slot in self.slots]
         self.barrier.wait()
         return found
 

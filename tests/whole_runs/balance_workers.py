@@ -85,7 +85,7 @@ def parcels(folder: Path) -> None:
     facts = {
         "got": [(one["from"], one["to"], one["part"].tolist()) for one in got],
         "shared": [one["twice"][0] is one["twice"][1] for one in got],
-        "bytes": len(packed(part, "here=none")),
+        "bytes": len(packed(part)),
         "said": said,
     }
     (folder / f"parcels-{ranks.rank}.json").write_text(json.dumps(facts))
