@@ -59,8 +59,9 @@ def take_apart(env: BaseEnv) -> None:
             swap(link, Link, LoneLink)
 
 
-def swap(thing: Any, general: type, lone: type) -> None:
-    """Changes the class of `thing` where it is exactly `general`: a subclass of a task may override methods."""
-    kind: type = type(thing)
-    if kind is general and len(thing._objs) == 1:
-        thing.__class__ = lone
+def swap(entity: Any, batched: type, single: type) -> None:
+    """Gives an entity of one object the class `single`, which converts no tensors, in place of `batched`; a subclass of
+    a task, which may override methods, keeps its own."""
+    kind: type = type(entity)
+    if kind is batched and len(entity._objs) == 1:
+        entity.__class__ = single

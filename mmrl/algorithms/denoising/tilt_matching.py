@@ -73,6 +73,8 @@ class TiltMatching(RewardedAlgorithm):
         return batch.local(worth - factor)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes -A logp plus the control variate's factor times the cross-entropy with the old prediction,
+        [rollout, decision]."""
         from mmrl.rollouts import OLD_CROSS_ENTROPY, Column
 
         factor = micro.extra(KEY, Column)

@@ -33,6 +33,7 @@ class QuantileBucketStd(Scale):
         return reads(f"group/{self.by}")
 
     def buckets(self, batch: Batch) -> Tensor:
+        """Computes each rollout's bucket, [rollout] in 0..count; `count` is that of groups whose fact is unknown."""
         import torch
 
         group, fact = batch.fact("group"), batch.fact(f"group/{self.by}")

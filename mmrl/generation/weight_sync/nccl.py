@@ -85,8 +85,8 @@ class BroadcastGroup:
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
     def broadcast(self, payload: Tensor, until: float) -> Work:
-        """Broadcasts from rank 0 to the others. Returns the work for `wait`, which torch gives up at this time too:
-        gloo does not let go of a group in which something is under way."""
+        """Starts a broadcast from rank 0 to the others, and returns it for `wait`. It times out in torch soon after
+        `until` (seconds of time.monotonic) as well, for gloo can not leave a group while a broadcast is pending."""
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.0, until - time.monotonic()) + GRACE / 2)

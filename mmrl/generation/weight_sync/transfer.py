@@ -248,7 +248,9 @@ class Broadcast:
         base: str,
         receiving: Sequence[Any],
     ) -> str:
-        """Names a server that is behind the others."""
+        """Returns the message of a timeout, which names the server that is furthest behind: whose request (`receiving`)
+        is not done, then which has not joined the group, then which has read the fewest buckets. firsts: the rank of
+        each server's first GPU in the group."""
         reached = [nccl.reached(group, base, first) for first in firsts]
         absent = set(group.absent())
         behind = min(range(len(servers)), key=lambda i: (receiving[i].done(), firsts[i] not in absent, reached[i]))

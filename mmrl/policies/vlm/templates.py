@@ -81,7 +81,7 @@ def _probed(processor: Processor, template: str) -> TemplateForms:
     system = _form(processor, "system", [], [{"role": "user", "content": question}])
     answered = [{"role": "user", "content": question}]
     assistant = _form(processor, "assistant", answered, [{"role": "user", "content": question}])
-    shown = {kind for kind in ("image", "video") if user == "text" or _shows(processor, kind)}
+    shown = {kind for kind in ("image", "video") if user == "text" or _renders(processor, kind)}
     return TemplateForms(user, system, assistant or user, frozenset(shown))
 
 
@@ -101,8 +101,9 @@ def _form(processor: Processor, role: str, before: Sequence[Rendered], after: Se
     return None
 
 
-def _shows(processor: Processor, kind: str) -> bool:
-    """Returns whether a question with a part of this kind has another text than without, its own still in it."""
+def _renders(processor: Processor, kind: str) -> bool:
+    """Returns whether the template writes anything for a part of this kind (image or video) beside the question's
+    text."""
     part = {"type": "text", "text": MARK}
     try:
         with_it, without = ([{"type": kind}, part], [part])

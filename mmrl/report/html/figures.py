@@ -120,7 +120,7 @@ def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Returns the mean seconds of a step by phase, a bar a run."""
-    spent = [shares(run) for run in runs]
+    spent = [mean_seconds(run) for run in runs]
     if not any(any(parts.values()) for parts in spent):
         return []
     parts = [
@@ -131,7 +131,7 @@ def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [chart | {"bars": {"rows": [run.name for run in runs], "parts": parts}}]
 
 
-def shares(run: RunRecord) -> dict[str, float]:
+def mean_seconds(run: RunRecord) -> dict[str, float]:
     """Returns the mean seconds of a step by phase."""
     seconds = {name: mean_of(run.series(f"time/{name}")) for name in ("rollout", "update")}
     seconds["the rest"] = max(0.0, mean_of(run.series("time/step")) - sum(seconds.values()))
