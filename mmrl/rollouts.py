@@ -538,8 +538,9 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
 
 
 def _cut(record: ExtraKind, step: Tensor, steps: int) -> ExtraKind:
-    """Returns `record`, whose rows are steps already, with only the decisions, or the step, that `step` [row] selects.
-    steps: of the longest rollout."""
+    """Returns `record` with only the decisions of one step a row. Its rows are (rollout, step) pairs already, but its
+    columns still hold all steps' decisions, [row, steps x decisions]. step: [row], the step that is taken; steps: of
+    the longest rollout."""
     columns: dict[str, Any] = {}
     for f in fields(record):
         value = vars(record)[f.name]

@@ -107,7 +107,7 @@ class RayProcess:
         actor: Any = ray.remote(RayActor)
         actor = actor.options(num_cpus=1, num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy="SPREAD")
         self._actor = actor.remote()
-        self._address = self._actor.room.remote()
+        self._address = self._actor.free_address.remote()
         self._end: Any = None
 
     def room(self, patience_s: float) -> tuple[str, int]:
@@ -130,7 +130,7 @@ class RayProcess:
                 continue
             except ActorUnavailableError:  # whether it is lost Ray has still to find out
                 time.sleep(RETRY_S)
-                self._address = self._actor.room.remote()
+                self._address = self._actor.free_address.remote()
             except RayError as error:
                 self.kill()
                 raise ConnectionError(f"Ray lost a host ({_first_line(error)})") from None
@@ -200,7 +200,7 @@ class RayActor:
         self.process: LocalProcess | None = None
         self.over, self.ended = threading.Event(), (0, "")
 
-    def room(self) -> tuple[str, int]:
+    def free_address(self) -> tuple[str, int]:
         import ray
 
         host = ray.util.get_node_ip_address()

@@ -13,7 +13,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("lone scene: a link is where its weight is", A, "self._objs[0].entity_pose", "self._objs[0].cmass_local_pose",
      LONE),
     ("lone scene: all joints get the first target", A, "numbers[i : i + 1]", "numbers[:1]", LONE),
-    ("lone scene: classes of tasks are taken over", A, "if kind is general and", "if isinstance(thing, general) and",
+    ("lone scene: classes of tasks are taken over", A, "if kind is batched and", "if isinstance(entity, batched) and",
      LONE),
     ("lone scene: nothing is taken apart", S, "            take_apart(env)", "            pass", LONE),
     ("simulator: steps with a gradient", S, "    @torch.inference_mode()\n    def step(", "    def step(", LONE),

@@ -69,7 +69,7 @@ class RemoteEnvironment(Environment):
         answer = self._call(("step", response))
         reward, facts = answer.get("reward"), _plain(answer.get("facts"))
         if not isinstance(reward, int | float) or not isinstance(facts, dict):
-            raise Fault("the environment answered nonsense")
+            raise Fault("step() of the environment must give a number as reward and a mapping of facts")
         tool, error = (None if answer.get(key) is None else str(answer[key]) for key in ("tool", "error"))
         return Reply(answer.get("messages", ()), answer.get("end") is True, reward, tool, error, facts)
 
@@ -159,4 +159,4 @@ def _plain(text: Any) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Fault(f"the environment answered nonsense ({error!r:.200})") from None
+        raise Fault(f"the process of the environment sent what is not an mmrl message ({error!r:.200})") from None

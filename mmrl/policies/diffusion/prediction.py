@@ -50,9 +50,9 @@ class GuidedNetwork:
         guidance: float,
         cached: Tensor | None = None,
     ) -> Tensor:
-        """Predicts [row, ...] with `model` under guidance. cached: the prediction's value, where only its gradient is
-        missing; then the conditional half alone, which has it, is computed. A model that keeps norms needs both halves
-        for it."""
+        """Predicts [row, ...] with `model` under classifier-free guidance. cached: the guided prediction's value of an
+        earlier pass; the gradient then comes from the conditional pass alone, and the unconditional one is saved. With
+        norm-preserving guidance the gradient needs both, and `cached` is not used."""
         if self.family.norm_patch is not None and guidance != 1:
             cached = None
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
