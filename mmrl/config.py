@@ -7,6 +7,7 @@ the algorithm decides the section `rollout`. So an option without meaning for th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from mmrl.generation.settings import Correction, GeneratorSettings, RolloutWorke
 from mmrl.monitors.guards import Guard
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
-from mmrl.protocols.requirements import Needs, check, together
+from mmrl.protocols.requirements import Capabilities, Needs, check, together
 from mmrl.report.settings import Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, recipes
 from mmrl.settings import overrides as layering
@@ -94,9 +95,15 @@ class Config(Section):
         extras = self.rollout.extra_sources
         return [*self.algorithm.parts(), *((f"rollout.extras.{i} ({e.type})", e.needs) for i, e in enumerate(extras))]
 
+    @property
+    def offered(self) -> Capabilities:
+        """Returns the capabilities of the job's model, with what its extra sources add to them."""
+        offered = self.model.capabilities(self)
+        return replace(offered, offers=offered.offers.union(*(e.offers for e in self.rollout.extra_sources)))
+
     def check(self) -> None:
         """Checks that the model offers what all parts need. Raises ValueError in one line that names a key."""
-        offered = self.model.capabilities(self)
+        offered = self.offered
         check(self._parts(), offered)
         self.algorithm.check(self, offered)
         if self.sample.search is not None:

@@ -366,14 +366,15 @@ def with_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
     if all(part.nodes is None for part in parts):
         return list(parts)
     first, numbered = len(fresh), []
-    fresh.nodes = _rows_as_nodes(fresh, 0) if fresh.nodes is None else fresh.nodes
+    fresh.nodes = own_nodes(fresh) if fresh.nodes is None else fresh.nodes
     for part in parts:
-        numbered.append(replace(part, nodes=_rows_as_nodes(part, first)) if part.nodes is None else part)
+        numbered.append(replace(part, nodes=own_nodes(part, first)) if part.nodes is None else part)
         first += len(part)
     return numbered
 
 
-def _rows_as_nodes(rollouts: Rollouts, first: int) -> Tensor:
+def own_nodes(rollouts: Rollouts, first: int = 0) -> Tensor:
+    """Returns the nodes of rollouts that share no decision, [rollout, decision] int64: numbers from `first` on."""
     return torch.arange(first, first + len(rollouts))[:, None].repeat(1, rollouts.mask.shape[1])
 
 

@@ -86,8 +86,9 @@ class GroupedAlgorithm(RewardedAlgorithm):
         shared = (self.baseline.type, self.components.type) == ("mean", "sum") and not self.transforms
         if "nodes" in offered.offers and not (shared and self.scale.type in ("group_std", "none")):
             raise ValueError(
-                "denoising.likelihood.branching compares nodes of a tree: set algorithm.baseline=mean, "
-                "algorithm.components=sum, algorithm.transforms=[] and algorithm.scale=group_std or none"
+                "the nodes of a tree are compared (denoising.likelihood.branching, rollout.extras branches): set "
+                "algorithm.baseline=mean, algorithm.components=sum, algorithm.transforms=[] and "
+                "algorithm.scale=group_std or none"
             )
 
     def check_rewards(self, names: list[str]) -> None:

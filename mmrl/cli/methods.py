@@ -27,6 +27,7 @@ from mmrl.terms.term import Mask, Shaper, Term
 # One kind of job for each kind of decision.
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
+    "text token of a tree": {"model": {"type": "vision_language"}, "rollout": {"extras": ["branches"]}},
     "masked token": {"model": {"type": "discrete_diffusion"}},
     "noised token": {"model": {"type": "uniform_diffusion"}},
     "image with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
@@ -250,7 +251,7 @@ def offers() -> dict[str, frozenset[Offer]]:
     for name, tree in DECISIONS.items():
         tree = {"run_dir": "unset", "algorithm": {"type": "grpo"}, **tree}
         config = make(job(tree), tree)
-        offered[name] = config.model.capabilities(config).offers
+        offered[name] = config.offered.offers
     return offered
 
 

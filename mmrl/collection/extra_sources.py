@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mmrl.protocols.batch import Batch
+    from mmrl.protocols.offers import Offer
     from mmrl.protocols.parts import Source, Task
     from mmrl.rollouts import Rollouts
 
@@ -52,6 +53,7 @@ class ExtraSource(Choice):
     title: ClassVar[str] = "source"
     changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # in a step, by itself
     kinds: ClassVar[dict[str, str]] = {
+        "branches": "mmrl.collection.branches.source:Branches",
         "demonstrations": "mmrl.collection.extra_sources:DemonstrationSource",
         "expert_labels": "mmrl.collection.expert_labels:ExpertLabels",
         "guided_groups": "mmrl.collection.guided_groups:GuidedGroups",
@@ -67,6 +69,11 @@ class ExtraSource(Choice):
     @property
     def needs(self) -> Needs:
         return Needs()
+
+    @property
+    def offers(self) -> frozenset[Offer]:
+        """Returns what the job's rollouts support by it, beside what its model offers."""
+        return frozenset()
 
     @property
     @abstractmethod

@@ -12,10 +12,10 @@ def branch_advantages(
     """[B, T]: advantages of the decisions of a tree of rollouts, step by step (BranchGRPO, arXiv 2509.06040).
 
     rewards [B] (NaN where unscored), group [B], nodes [B, T] int64: rollouts with the same id at t in one group made
-    decision t together. A node is worth the mean reward of its leaves; its advantage at t is that worth minus the mean
-    over the nodes of its group at t, divided by their unbiased std + eps ("group_std") or not ("none"). Where all nodes
-    of a depth are worth the same, or there is one, it is exactly 0; so it is for nodes without a scored leaf. Without
-    shared nodes every column is the group-normalised reward.
+    decision t together; -1 is nobody else's. A node is worth the mean reward of its leaves; its advantage at t is that
+    worth minus the mean over the nodes of its group at t, divided by their unbiased std + eps ("group_std") or not
+    ("none"). Where all nodes of a depth are worth the same, or there is one, it is exactly 0; so it is for nodes
+    without a scored leaf. Without shared nodes every column is the group-normalised reward.
 
     Raises ValueError for an unknown scale.
     """
@@ -25,7 +25,7 @@ def branch_advantages(
     for g in group.unique():
         rows = (group == g).nonzero().flatten()
         for t in range(nodes.shape[1]):
-            _, node = nodes[rows, t].unique(return_inverse=True)
+            _, node = alone_where_missing(nodes[rows, t]).unique(return_inverse=True)
             worth = torch.stack([rewards[rows][node == n].nanmean() for n in range(int(node.max()) + 1)])
             scored = worth[~worth.isnan()]
             if len(scored) < 2 or bool((scored == scored[0]).all()):
@@ -34,6 +34,50 @@ def branch_advantages(
             if scale == "group_std":
                 advantage = advantage / (scored.std() + eps)
             result[rows, t] = advantage.nan_to_num(0.0)[node]
+    return result
+
+
+def alone_where_missing(ids: Tensor) -> Tensor:
+    """[B] or [B, T]: ids of nodes, in which each -1 is a node that no other row has: what ended earlier shares
+    nothing."""
+    row = torch.arange(len(ids), device=ids.device).view(-1, *[1] * (ids.dim() - 1))
+    return ids.where(ids >= 0, -1 - row)
+
+
+def subtree_advantages(rewards: Tensor, group: Tensor, nodes: Tensor, *, weights: str = "alike") -> Tensor:
+    """[B]: rewards less the means of the subtrees that a rollout is in, averaged over these. TreePO, arXiv 2508.17445.
+
+        A_i = sum_S w_S (R_i - mean_{j in S} R_j) / sum_S w_S
+
+    over the sets S of at least two scored rollouts: the whole group of i, and those that share a decision with it. w is
+    1 ("alike") or the size of the set ("size"). rewards [B] (NaN where unscored, which gets 0), group [B], nodes [B, T]
+    as in `branch_advantages`. A set of equal rewards adds exactly 0.
+    """
+    result = torch.zeros_like(rewards)
+    for g in group.unique():
+        rows = ((group == g) & ~rewards.isnan()).nonzero().flatten()
+        ids, own = alone_where_missing(nodes[rows]), rewards[rows]
+        for member, row in enumerate(rows.tolist()):
+            sharing = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), ids == ids[member]], 1).unique(dim=1)
+            sets = [own[subtree] for subtree in sharing.unbind(1) if int(subtree.sum()) > 1]
+            gaps = [own[member] - s.mean() if bool((s != s[0]).any()) else own.new_zeros(()) for s in sets]
+            sizes = torch.tensor([len(s) if weights == "size" else 1 for s in sets], dtype=own.dtype)
+            if gaps:
+                result[row] = (sizes * torch.stack(gaps)).sum() / sizes.sum()
+    return result
+
+
+def shared_means(values: Tensor, group: Tensor, nodes: Tensor) -> Tensor:
+    """[B, T]: for each decision the mean of `values` [B] over the rollouts of its group that share it, as ARPO (arXiv
+    2507.19849) has the advantages of shared tokens. NaN is left out of the means; where nothing is known it is 0."""
+    result = torch.zeros(nodes.shape, dtype=values.dtype)
+    for g in group.unique():
+        rows = (group == g).nonzero().flatten()
+        ids, own = alone_where_missing(nodes[rows]), values[rows]
+        for member, row in enumerate(rows.tolist()):
+            sharing = (ids == ids[member]) & ~own.isnan()[:, None]
+            total = own.nan_to_num(0.0)[:, None].where(sharing, 0.0).sum(0)
+            result[row] = total / sharing.sum(0).clamp(min=1)
     return result
 
 

@@ -79,6 +79,8 @@ class Shaper(Choice):
         "latent_values": "mmrl.terms.shapers.denoising_steps:LatentValues",
         "milestones": "mmrl.terms.shapers.turns:Milestones",
         "segment_values": "mmrl.terms.shapers.segments:SegmentValues",
+        "subtree_advantages": "mmrl.terms.shapers.trees:SubtreeAdvantages",
+        "prefix_mean": "mmrl.terms.shapers.trees:PrefixMean",
         "curiosity": "mmrl.terms.shapers.turns:Curiosity",
         "stratified": "mmrl.terms.shapers.groups:Stratified",
         "set_diversity": "mmrl.terms.shapers.groups:SetDiversity",

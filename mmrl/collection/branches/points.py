@@ -1,0 +1,136 @@
+"""Where the responses of a group branch: uncertain tokens, ends of segments, answers of tools."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.settings import Choice, option
+
+if TYPE_CHECKING:
+    import random
+
+    from torch import Tensor
+
+    from mmrl.rollouts import Rollouts
+
+Point = tuple[int, int]  # a row, and how many of its decisions a branch keeps
+
+
+class BranchPoints(Choice):
+    """Where the responses of a group may branch, and in which order they do."""
+
+    title: ClassVar[str] = "branch points"
+    kinds: ClassVar[dict[str, str]] = {
+        "uncertain_tokens": "mmrl.collection.branches.points:UncertainTokens",
+        "segment_ends": "mmrl.collection.branches.points:SegmentEnds",
+        "tool_answers": "mmrl.collection.branches.points:ToolAnswers",
+    }
+    test: ClassVar[str] = "tests/joints/test_branches.py"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(offers=frozenset({"entropy"}))
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Returns whether `ranked` needs entropies, for which the model reads the responses once more."""
+        return "entropy" in self.needs.offers
+
+    @abstractmethod
+    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+        """Returns the points at which the rollouts of one group may branch, the first to be used first.
+
+        entropy: of their decisions, [rollout, decision]; 0 where it is not read. chance: for draws, which depend on the
+        run's seed and the group alone."""
+
+
+class UncertainTokens(BranchPoints):
+    """Responses branch before the decisions of the largest entropy, which are drawn anew."""
+
+    equation: ClassVar[str] = "the decisions t >= 1 of the group's responses with the largest H_t"
+    source: ClassVar[str] = "branches at tokens of high entropy, as in FR3E (arXiv 2507.04632) and TreePO's heuristics"
+
+    type: str = "uncertain_tokens"
+    apart: int = option(1, "fewest decisions between two branch points of a response", unit="tokens", ge=1)
+
+    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+        chosen: list[Point] = []
+        values = decided(members, entropy)
+        every = [(-float(h), row, t) for row, own in enumerate(values) for t, h in enumerate(own) if t > 0]
+        for _, row, t in sorted(every):
+            if all(row != other or abs(t - cut) >= self.apart for other, cut in chosen):
+                chosen.append((row, t))
+        return chosen
+
+
+class SegmentEnds(BranchPoints):
+    """Responses branch at the ends of segments of fixed length: at any of them by chance, or first where the segment
+    that is drawn anew was most uncertain."""
+
+    equation: ClassVar[str] = (
+        "k every decisions are kept, k >= 1; by chance, or by the mean entropy of the next segment"
+    )
+    source: ClassVar[str] = "TreePO, arXiv 2508.17445: its fallback from finished paths to an end of a segment"
+
+    type: str = "segment_ends"
+    every: int = option(64, "decisions of a segment", unit="tokens", ge=1)
+    by: Literal["chance", "entropy"] = option("chance", "which ends are used first")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs() if self.by == "chance" else super().needs
+
+    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+        values = decided(members, entropy)
+        points = [(row, cut) for row, own in enumerate(values) for cut in range(self.every, len(own), self.every)]
+        if self.by == "chance":
+            return chance.sample(points, len(points))
+        return sorted(points, key=lambda point: -float(values[point[0]][point[1] : point[1] + self.every].mean()))
+
+
+class ToolAnswers(BranchPoints):
+    """Conversations branch after a tool's answer, the likelier the more the entropy of what the policy says next
+    exceeds that of its first words."""
+
+    equation: ClassVar[str] = (
+        "a turn after a tool's answer branches if U - weight (H_turn - H_0) / ln(vocabulary) <= threshold, H the mean "
+        "entropy of a turn's first decisions, U uniform in 0 .. 1"
+    )
+    source: ClassVar[str] = (
+        "ARPO, arXiv 2507.19849, as its code at e257337 decides, with entropies of whole distributions in place of "
+        "those of ten tokens"
+    )
+
+    type: str = "tool_answers"
+    first: int = option(20, "decisions at the beginning of a turn whose entropy counts", unit="tokens", ge=1)
+    weight: float = option(0.2, "of the rise of the entropy", ge=0)
+    threshold: float = option(0.5, "of the uniform number less the weighted rise", ge=0, le=1)
+    vocabulary: int = option(151936, "entropies are divided by its logarithm", unit="tokens", ge=2)
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(offers=frozenset({"turns"}))
+
+    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+        from mmrl.rollouts import Turns
+
+        number, points = members.extra("turns", Turns).number, []
+        for row, (own, turn) in enumerate(zip(decided(members, entropy), decided(members, number), strict=True)):
+            conversation = members.samples[row].conversation
+            assert conversation is not None
+            opening = own[turn == 0][: self.first].mean()
+            for k in turn.unique().tolist():
+                if k == 0 or conversation.turns[k - 1].tool is None:
+                    continue
+                rise = float(own[turn == k][: self.first].mean() - opening) / math.log(self.vocabulary)
+                if chance.random() - self.weight * rise <= self.threshold:
+                    points.append((k, row, int((turn < k).sum())))
+        return [(row, cut) for _, row, cut in sorted(points)]
+
+
+def decided(members: Rollouts, values: Tensor) -> list[Tensor]:
+    """Returns the values of the decisions that count, [decision] of each rollout. values: [rollout, decision]."""
+    return [own[mask] for own, mask in zip(values, members.mask, strict=True)]
