@@ -117,6 +117,22 @@ def test_responses_that_take_several_steps(adapters):
         assert (row["correction/logp_gap_max"] > 1e-3) == (row["generation/staleness_max"] > 0)
 
 
+# --- trees ---
+
+
+@pytest.mark.slow
+def test_responses_branch(tmp_path):
+    """tests/whole_runs/test_branches.py has the same with an engine that is a copy of the model."""
+    call(vllm_workers.trees, tmp_path, log=tmp_path / "trees.log", timeout=280)
+    found = json.loads((tmp_path / "trees.json").read_text())
+    assert found["gap"] < 1e-4  # of the beginnings too
+    assert len(found["shared"]) == 6 and min(found["shared"]) >= 1
+    assert found["cached"] and len(found["begun"]) >= 6 and min(found["begun"]) >= 1
+    steps = [row for row in metrics(tmp_path / "run") if "loss" in row]
+    assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
+    assert all(row["correction/logp_gap_max"] < 1e-3 and row["generation/probe_gap"] < 1e-4 for row in steps)
+
+
 # --- a mixture of experts ---
 
 

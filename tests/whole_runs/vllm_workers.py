@@ -22,6 +22,7 @@ from mmrl.generation.vllm.engine import EngineOptions
 from mmrl.policies.vlm.synced import describe
 from mmrl.rollouts import Prompt
 from mmrl.tasks.settings import TaskSettings
+from mmrl.training.metrics import Metrics
 from tests.helpers.processes import environment, group
 from tests.whole_runs.parts import Fixed, Questions, make, release, spread
 
@@ -108,6 +109,35 @@ def unknown_model(folder: Path, policy) -> str:
 
 def responses(rollouts) -> list[list[int]]:
     return [tokens.response.tolist() for tokens in rollouts.inputs]
+
+
+TREES = ["rollout.extras=[{type: branches, count: 3, rounds: 2}]", "rollout.prompts=2", "rollout.group_size=2"]
+
+
+def trees(folder: Path) -> None:
+    """Groups that branch, and what vLLM told of their tokens beside what the model finds."""
+    trainer = make(folder / "run", *VLLM, *TREES, LONG, "steps=2", "algorithm.scale=none")
+    policy, engine = trainer.policy, trainer.generator.engine
+    asked, generate = [], engine.generate
+    engine.generate = lambda requests, **options: asked.extend(requests) or generate(requests, **options)
+    rollouts = trainer.collector.next(0, Metrics(trainer.engine))
+    with torch.no_grad():
+        gap = (policy.replay(rollouts, policy.module).logp - rollouts.behaviour_logp)[rollouts.mask].abs().max()
+    branches = range(4, 10)
+    same = [
+        max(
+            int((rollouts.nodes[row] == rollouts.nodes[other]).where(rollouts.mask[row], False).sum())
+            for other in group
+        )
+        for row in branches
+        for group in [[other for other in range(row) if rollouts.group[other] == rollouts.group[row]]]
+    ]
+    found: dict = {"gap": float(gap), "shared": same, "responses": responses(rollouts)}
+    found["begun"] = sorted(len(r.ids) - len(rollouts.inputs[0].prompt) for r in asked if r.limit < 8)
+    found["cached"] = engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    trainer.train()
+    release(trainer)
+    (folder / "trees.json").write_text(json.dumps(found))
 
 
 LORA = ["model.lora.rank=4", "model.freeze=[vision,connector]", "rollout.generator.lora=adapter", "optim.lr=2e-3"]

@@ -53,7 +53,9 @@ def continued(
     drafts = []
     for sample, row, length, seed in zip(rollouts.samples, rollouts.inputs, lengths, seeds, strict=True):
         draft = opened[id(sample.prompt)]
-        draft = replace(draft, request=replace(draft.request, seed=seed))
+        # The rollout's own tensors, by which its prompt is read once for it and what goes on from it
+        begun = replace(row.without_response(), temperature=draft.tokens.temperature, experts=None)
+        draft = replace(draft, request=replace(draft.request, seed=seed), tokens=begun)
         draft.grow(row.response[:length], torch.zeros(length), None)
         drafts.append(draft)
     drafter.extend(engine, drafts, drafter.max_response_length)

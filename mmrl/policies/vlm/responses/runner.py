@@ -168,9 +168,11 @@ class ModelRunner:
 
 
 def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """Returns the rows to be continued, each once, and for each row its index among them: prompts without a response
-    are shared by their group."""
-    indices: dict[tuple[int, int], int] = {}
-    keys = [(id(t.prompt), -1 if len(t.response) == 0 else number) for number, t in enumerate(rows)]
+    """Returns the rows to be continued, each once, and for each row its index among them: rows of one prompt, whose
+    responses so far are equal, are one. A row that has read images is its own."""
+    indices: dict[tuple[int | tuple[int, ...], ...], int] = {}
+    keys = [
+        (id(t.prompt), tuple(t.response.tolist()), number if t.read_images else -1) for number, t in enumerate(rows)
+    ]
     which = [indices.setdefault(key, len(indices)) for key in keys]
     return [rows[which.index(number)] for number in range(len(indices))], which
