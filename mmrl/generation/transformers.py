@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -92,6 +94,20 @@ class Prefix:
         self.hidden = self.hidden.new_empty(0)
         return self
 
+    def begin(self, begun: Sequence[Tensor]) -> Prefix:
+        """Reads what each prompt's response begins with, [token] int64, which may be nothing. Returns self."""
+        width, device = max(map(len, begun)), self.mask.device
+        if width == 0:
+            return self
+        ids = torch.stack([F.pad(own, (width - len(own), 0)) for own in begun]).to(device)
+        lengths = torch.tensor([len(own) for own in begun], device=device)
+        mask = (torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)
+        position_ids = self.next_position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)
+        self.mask, self.next_position = torch.cat([self.mask, mask], 1), self.next_position + lengths
+        hidden = self._forward(input_ids=ids, attention_mask=self.mask, position_ids=position_ids)
+        self.last = hidden[:, -1].where((lengths > 0)[:, None], self.last)
+        return self
+
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """tokens: ids [row, token], or embeddings [row, token, hidden]; mask: [row, token], padded on the right.
         Returns the last hidden states [row, token, hidden]."""
@@ -132,41 +148,47 @@ def generate_groups(
     model: PreTrainedModel,
     inputs: dict[str, Tensor],
     *,
+    prompts: Tensor,
+    begun: Sequence[Tensor],
     rows: Tensor,
     sampling: Sampling,
     seeds: list[int],
     eos: tuple[int, ...],
-    max_new_tokens: int,
+    limits: Sequence[int],
 ) -> list[Tensor]:
-    """Samples responses as `generate` does, and reads each prompt once for all of its responses.
+    """Samples responses as `generate` does, and reads each prompt once for all of its responses, and once what several
+    begin with.
 
-    inputs: one row a prompt. rows: [response] int64, which prompt it answers. seeds: one a response.
+    inputs: one row a prompt. begun: beginnings of responses, [token] int64 each; prompts: [beginning] int64, the prompt
+    that each answers. rows: [response] int64, which beginning it goes on from. seeds, limits: one a response; a limit
+    is of its new tokens, which are what is returned.
     """
-    device, count = inputs["input_ids"].device, len(rows)
+    device, count, longest = inputs["input_ids"].device, len(rows), max(limits)
     ends, config = torch.tensor(eos, device=device), model.config.get_text_config()
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    cache = growing_cache(config, inputs["input_ids"].shape[1] + max_new_tokens)
-    tokens = torch.full((count, max_new_tokens), eos[0], device=device)
+    cache = growing_cache(config, inputs["input_ids"].shape[1] + max(map(len, begun)) + longest)
+    tokens = torch.full((count, longest), eos[0], device=device)
     active = torch.arange(count, device=device)  # responses that the model continues
     ended = torch.zeros_like(active, dtype=torch.bool)  # of these, those that have ended
+    room = torch.tensor(limits, device=device)
     with decoding(config):
-        prefix = Prefix(model, inputs, cache=cache).select(rows.to(device))
+        prefix = Prefix(model, inputs, cache=cache).select(prompts.to(device)).begin(begun).select(rows.to(device))
         hidden = prefix.last
-        for step in range(max_new_tokens):
+        for step in range(longest):
             logits = shape_logits(model.get_output_embeddings()(hidden), sampling)
             if sampling.temperature != 0:
                 logits = draw(logits, [generators[response] for response in active.tolist()])
             token = logits.argmax(-1)
             tokens[active, step] = token
-            ended |= torch.isin(token, ends)
-            if step + 1 == max_new_tokens or ended.all():
+            ended |= torch.isin(token, ends) | (room[active] == step + 1)
+            if ended.all():
                 break
             if ended.sum() * LEAVING >= len(ended):
                 stay = (~ended).nonzero().flatten()
                 prefix.select(stay)
                 active, token, ended = active[stay], token[stay], ended[stay]
             hidden = prefix.extend(token[:, None], torch.ones_like(token[:, None]))[:, -1]
-    return [_until_end(row, eos) for row in tokens[:, : step + 1].cpu()]
+    return [_until_end(row[:limit], eos) for row, limit in zip(tokens.cpu(), limits, strict=True)]
 
 
 def _until_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:

@@ -29,7 +29,8 @@ def watched(monkeypatch):
         original = vars(module)[name]
 
         def record(*args, original=original, **kwargs):
-            seen.append((kwargs["sampling"].temperature, kwargs["max_new_tokens"]))
+            limit = max(kwargs["limits"]) if "limits" in kwargs else kwargs["max_new_tokens"]
+            seen.append((kwargs["sampling"].temperature, limit))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(module, name, record)

@@ -279,7 +279,7 @@ class Own:
                       and d.next(request.limit).seed == request.seed]  # fmt: skip
             rows.append(row.tokens)
         longest = max(request.limit for request in requests)
-        drawn = self.policy.runner.generate(rows, [r.seed for r in requests], sampling, longest)
+        drawn = self.policy.runner.generate(rows, [r.seed for r in requests], sampling, [longest] * len(rows))
         return [
             Answer(ids[: r.limit], torch.full((min(len(ids), r.limit),), -0.5))
             for ids, r in zip(drawn, requests, strict=True)

@@ -60,7 +60,8 @@ class Drafter:
         rows = [tokens for tokens in self.tokens.encode(prompts) for _ in range(group_size)]
         each = [prompt for prompt in prompts for _ in range(group_size)]
         with self.runner.gathered_weights():
-            responses = self.runner.generate(rows, seeds, replace(self.sampling, temperature=temperature), limit)
+            sampling = replace(self.sampling, temperature=temperature)
+            responses = self.runner.generate(rows, seeds, sampling, [limit] * len(rows))
         replay_temperature = temperature or 1.0  # greedy responses are replayed as they are
         answered = [
             replace(t, response=r, temperature=replay_temperature) for t, r in zip(rows, responses, strict=True)
@@ -131,11 +132,10 @@ class Drafter:
     def _draw(self, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
         """Continues each unfinished response by the model itself, up to the `limit` tokens of its request. Their
         log-probabilities stay 0: updates compute them."""
-        longest = max(request.limit for request in requests)
         rows, seeds = [draft.tokens for draft in drafts], [request.seed for request in requests]
-        answers = self.runner.generate(rows, seeds, sampling, longest)
-        for draft, request, ids in zip(drafts, requests, answers, strict=True):
-            draft.grow(ids[: request.limit], torch.zeros(min(len(ids), request.limit)), None)
+        answers = self.runner.generate(rows, seeds, sampling, [request.limit for request in requests])
+        for draft, ids in zip(drafts, answers, strict=True):
+            draft.grow(ids, torch.zeros(len(ids)), None)
 
     def _ask(self, engine: Answering, drafts: Sequence[Draft], requests: Sequence[Request], sampling: Sampling) -> None:
         """Continues each unfinished response by the engine, with its log-probabilities and, where they are recorded,

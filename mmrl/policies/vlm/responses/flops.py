@@ -47,13 +47,25 @@ class ResponseFlops:
         self.tally.add(sum(parts, self.head * decisions))
 
     @torch.no_grad()
-    def sampled(self, rows: Sequence[RolloutTokens], read: Sequence[RolloutTokens], drawn: Sequence[Tensor]) -> None:
+    def sampled(
+        self,
+        rows: Sequence[RolloutTokens],
+        read: Sequence[RolloutTokens],
+        drawn: Sequence[Tensor],
+        *,
+        shared: bool = False,
+    ) -> None:
         """Adds the drawing of tokens behind each of `rows`, one by one. read: the rows that were read for it, of which
-        several may have gone on from the same one."""
+        several may have gone on from the same one; shared: each of their prompts was read once."""
         known = self.meter.known
         if known is None:
             return
-        parts = [known.of_length(len(row.prompt) + len(row.response)) for row in read]
+        if shared:
+            prompts = {id(row.prompt): len(row.prompt) for row in read}
+            parts = [known.of_length(length) for length in prompts.values()]
+            parts += [known.of_extension(len(row.prompt), len(row.response)) for row in read if len(row.response)]
+        else:
+            parts = [known.of_length(len(row.prompt) + len(row.response)) for row in read]
         parts += [
             known.of_extension(len(row.prompt) + len(row.response), len(ids), one_by_one=True)
             for row, ids in zip(rows, drawn, strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmrl.policies.models import Scorer
 from mmrl.policies.vlm.prompts import RolloutTokens
-from mmrl.policies.vlm.responses.runner import ModelRunner
+from mmrl.policies.vlm.responses.runner import ModelRunner, distinct_prompts
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
 from mmrl.protocols.choices import WholeVocabulary
@@ -137,12 +137,3 @@ class ResponseReplay:
 def lengths_of(rows: Sequence[RolloutTokens]) -> list[int]:
     """Returns the tokens of each row."""
     return [len(row.prompt) + len(row.response) for row in rows]
-
-
-def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """Returns each prompt once, without a response, and for each row the index of its prompt. Rollouts of one `rollout`
-    call hold the same tensor; equal prompts that were encoded apart stay apart."""
-    indices: dict[int, int] = {}
-    which = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]
-    firsts = [rows[which.index(number)] for number in range(len(indices))]
-    return [tokens.without_response() for tokens in firsts], which

@@ -113,36 +113,45 @@ class ModelRunner:
         """Returns whether rows of these lengths are replayed without padding."""
         return self.module.packs and worthwhile(lengths)
 
-    def generate(self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int) -> list[Tensor]:
-        """Generates continuations of `rows` by the model, of at most `limit` tokens: [token] int64 each."""
+    def generate(
+        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
+    ) -> list[Tensor]:
+        """Generates continuations of `rows` by the model, of at most limits[i] tokens: [token] int64 each."""
         recompute(self.module, False)
         shares = self.shares_prompts(training=False)
-        responses = (self._generate_shared if shares else self._generate_apart)(rows, seeds, sampling, limit)
+        responses = (self._generate_shared if shares else self._generate_apart)(rows, seeds, sampling, limits)
         recompute(self.module, True)
-        self.flops.sampled(rows, distinct_rows(rows)[0] if shares else rows, responses[: len(rows)])
+        read, shared = distinct_rows(rows)[0] if shares else rows, shares and not any(row.read_images for row in rows)
+        self.flops.sampled(rows, read, responses[: len(rows)], shared=shared)
         return responses[: len(rows)]
 
     def _generate_shared(
-        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
+        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
         """Samples responses, [token] int64 each; rows with equal prompts share one prefill."""
-        distinct, which = distinct_rows(rows)
+        begun, which = distinct_rows(rows)
+        prompts, answered = distinct_prompts(begun)
+        beginnings = [row.response for row in begun]
+        if any(row.read_images for row in rows):  # images are read with the prompt alone: here all that came before is
+            prompts, answered, beginnings = begun, list(range(len(begun))), [row.response[:0] for row in begun]
         return generate_groups(
             self.core,
-            self.collate(distinct, padding_side="left"),
+            self.collate(prompts, padding_side="left"),
+            prompts=torch.tensor(answered),
+            begun=beginnings,
             rows=torch.tensor(which),
             sampling=sampling,
             seeds=list(seeds),
             eos=self.tokens.eos,
-            max_new_tokens=limit,
+            limits=limits,
         )
 
     def _generate_apart(
-        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limit: int
+        self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
         """Samples responses, [token] int64 each, every row with a prefill of its own, as ZeRO-3 needs."""
         padded = self.with_ballast(rows)
-        return generate(
+        responses = generate(
             self.core,
             self.collate(padded, padding_side="left"),
             sampling=sampling,
@@ -150,8 +159,9 @@ class ModelRunner:
             pad=self.tokens.pad,
             synced=self.lockstep is not None,
             eos=self.tokens.eos,
-            max_new_tokens=limit,
+            max_new_tokens=max(limits),
         )
+        return [response[:limit] for response, limit in zip(responses, limits, strict=False)]
 
     def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
@@ -170,9 +180,16 @@ class ModelRunner:
 def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
     """Returns the rows to be continued, each once, and for each row its index among them: rows of one prompt, whose
     responses so far are equal, are one. A row that has read images is its own."""
-    indices: dict[tuple[int | tuple[int, ...], ...], int] = {}
-    keys = [
-        (id(t.prompt), tuple(t.response.tolist()), number if t.read_images else -1) for number, t in enumerate(rows)
-    ]
+    indices: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    keys = [(id(t.prompt), number if t.read_images else -1, (*t.response.tolist(),)) for number, t in enumerate(rows)]
     which = [indices.setdefault(key, len(indices)) for key in keys]
     return [rows[which.index(number)] for number in range(len(indices))], which
+
+
+def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
+    """Returns each prompt once, without a response, and for each row the index of its prompt. Rollouts of one `rollout`
+    call hold the same tensor; equal prompts that were encoded apart stay apart."""
+    indices: dict[int, int] = {}
+    which = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]
+    firsts = [rows[which.index(number)] for number in range(len(indices))]
+    return [tokens.without_response() for tokens in firsts], which
