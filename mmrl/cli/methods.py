@@ -24,10 +24,11 @@ from mmrl.settings import Choice, Section, kind_of, locate, make
 from mmrl.terms.losses.kl import KLWeighting, OtherPolicy
 from mmrl.terms.term import Mask, Shaper, Term
 
+TREE = "text token of a tree"
 # One kind of job for each kind of decision.
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
-    "text token of a tree": {"model": {"type": "vision_language"}, "rollout": {"extras": ["branches"]}},
+    TREE: {"model": {"type": "vision_language"}, "rollout": {"extras": ["branches"]}},
     "masked token": {"model": {"type": "discrete_diffusion"}},
     "noised token": {"model": {"type": "uniform_diffusion"}},
     "image with its gradient": {"model": {"type": "diffusion"}, "denoising": {"likelihood": {"type": "last_steps"}}},
@@ -256,8 +257,9 @@ def offers() -> dict[str, frozenset[Offer]]:
 
 
 def decisions_of(needs: Needs) -> list[str]:
-    """Returns the kinds of decision that support a method."""
-    return [name for name, offered in offers().items() if needs.required <= offered]
+    """Returns the kinds of decision that support a method; trees only where it needs them."""
+    supported = [name for name, offered in offers().items() if needs.required <= offered]
+    return [name for name in supported if name != TREE or "nodes" in needs.required]
 
 
 def cost_of(needs: Needs) -> str:

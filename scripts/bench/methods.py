@@ -92,6 +92,8 @@ OPTIONS = {
 # What goes with a method.
 BESIDE = {
     "demonstrations": ["algorithm.terms=[likelihood]"],
+    "prefix_mean": ["rollout.extras=[branches]"],
+    "subtree_advantages": ["rollout.extras=[branches]"],
     "stored_steps": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "self_imitation": ["algorithm.terms=[{type: likelihood, of: replayed}]"],
     "guided": ["rollout.extras=[guided_groups]"],

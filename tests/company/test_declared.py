@@ -94,8 +94,10 @@ AROUND = {
     "extra_rollouts": "rollout.group_size=2",  # so that all of a group are wrong by chance
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
+    **dict.fromkeys(("prefix_mean", "subtree_advantages"), "rollout.extras=[branches]"),
 }
 AROUND_NOT = {"shared_prefix": ("images",)}  # they have no temperature
+AROUND_NOT |= dict.fromkeys(("prefix_mean", "subtree_advantages"), ("images", "actions"))  # they do not branch
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
     "several minibatches": ("algorithm.minibatches=2",),

@@ -33,6 +33,7 @@ LIGHT = tuple(
     f"mmrl.{name}"
     for name in (
         "algorithms",
+        "collection.branches",
         "collection.extra_sources",
         "collection.guided_groups",
         "collection.replay_buffer",

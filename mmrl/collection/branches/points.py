@@ -1,4 +1,4 @@
-"""Where the responses of a group branch: uncertain tokens, ends of segments, answers of tools."""
+"""Points at which the responses of a group branch: uncertain tokens, ends of segments, answers of tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Point = tuple[int, int]  # a row, and how many of its decisions a branch keeps
 
 
 class BranchPoints(Choice):
-    """Where the responses of a group may branch, and in which order they do."""
+    """The points at which the responses of a group may branch, in the order in which they do."""
 
     title: ClassVar[str] = "branch points"
     kinds: ClassVar[dict[str, str]] = {

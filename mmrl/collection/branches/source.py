@@ -83,8 +83,8 @@ class Branches(ExtraSource):
         used: set[State] = set()
         for number in range(self.rounds):
             share = self.count // self.rounds + (number < self.count % self.rounds)
-            made = self._grown(members, share, used)
-            members = Rollouts.concat([members, alike(made, members)])
+            new = self._grown(members, share, used)
+            members = Rollouts.concat([members, alike(new, members)])
         return members.select(torch.arange(len(fresh), len(members)))
 
     def _grown(self, members: Rollouts, share: int, used: set[State]) -> Rollouts:
@@ -96,18 +96,18 @@ class Branches(ExtraSource):
         context = self._context
         points, seeds = self._chosen(members, share, used)
         parents = members.select(torch.tensor([row for row, _ in points]))
-        made: Rollouts = context.policy.continued(parents, [kept for _, kept in points], seeds)
-        made.group, made.prompt, made.version = parents.group, parents.prompt, parents.version
-        made.origin = torch.full((len(made),), EXTRA)
-        made.rewards = context.task.score(made.samples, made.group)
-        made.accuracy = context.task.accuracy(made.samples)
-        shared = beginnings(parents.mask, torch.tensor([kept for _, kept in points]), made.mask.shape[1])
+        new: Rollouts = context.policy.continued(parents, [length for _, length in points], seeds)
+        new.group, new.prompt, new.version = parents.group, parents.prompt, parents.version
+        new.origin = torch.full((len(new),), EXTRA)
+        new.rewards = context.task.score(new.samples, new.group)
+        new.accuracy = context.task.accuracy(new.samples)
+        shared = beginnings(parents.mask, torch.tensor([length for _, length in points]), new.mask.shape[1])
         assert parents.nodes is not None
         own = (1 << 32) + torch.tensor(seeds)[:, None]  # above all numbers of rows
-        made.nodes = within(parents.nodes, shared.shape[1]).where(shared, own)
-        if made.behaviour_logp is not None and parents.behaviour_logp is not None:
-            made.behaviour_logp = within(parents.behaviour_logp, shared.shape[1]).where(shared, made.behaviour_logp)
-        return made
+        new.nodes = within(parents.nodes, shared.shape[1]).where(shared, own)
+        if new.behaviour_logp is not None and parents.behaviour_logp is not None:
+            new.behaviour_logp = within(parents.behaviour_logp, shared.shape[1]).where(shared, new.behaviour_logp)
+        return new
 
     def _chosen(self, members: Rollouts, share: int, used: set[State]) -> tuple[list[Point], list[int]]:
         """Returns the points at which groups branch, and the seed of each branch. used: where they did before, to which
@@ -121,11 +121,11 @@ class Branches(ExtraSource):
             rows = (members.group == group).nonzero().flatten()
             own, chance = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
             chosen = unused(own, self.at.ranked(own, entropy[rows], chance), used, -(-share // self.width))
-            branches = [(member, kept, i) for member, kept in chosen for i in range(self.width)][:share]
+            branches = [(member, length, i) for member, length in chosen for i in range(self.width)][:share]
             # Beside those of earlier rounds, which had fewer members
             branches += [(0, 0, len(rows) + i) for i in range(share - len(branches))]
-            points += [(int(rows[member]), kept) for member, kept, _ in branches]
-            seeds += [continuation_seeds(seed, group, m, kept, i + 1)[i] for m, kept, i in branches]
+            points += [(int(rows[member]), length) for member, length, _ in branches]
+            seeds += [continuation_seeds(seed, group, m, length, i + 1)[i] for m, length, i in branches]
         return points, seeds
 
     def _entropy(self, members: Rollouts) -> Tensor:
@@ -146,24 +146,24 @@ def unused(members: Rollouts, points: list[Point], used: set[State], most: int) 
     points of their beginning."""
     assert members.nodes is not None
     chosen: list[Point] = []
-    for row, kept in points:
+    for row, length in points:
         if len(chosen) == most:
             break
-        node = int(members.nodes[row][members.mask[row]][kept - 1])
-        state = (int(members.group[row]), node, kept)
+        node = int(members.nodes[row][members.mask[row]][length - 1])
+        state = (int(members.group[row]), node, length)
         if state not in used:
             used.add(state)
-            chosen.append((row, kept))
+            chosen.append((row, length))
     return chosen
 
 
-def beginnings(mask: Tensor, kept: Tensor, width: int) -> Tensor:
+def beginnings(mask: Tensor, lengths: Tensor, width: int) -> Tensor:
     """Returns which of the first `width` columns come before the decision at which a rollout branches, [rollout,
-    column] bool: its first kept[i] decisions, with what it read before the next one. mask: [rollout, column]."""
+    column] bool: its first lengths[i] decisions, with what it read before the next one. mask: [rollout, column]."""
     import torch
     import torch.nn.functional as F
 
-    before = torch.cumsum(mask, 1) <= kept[:, None]
+    before = torch.cumsum(mask, 1) <= lengths[:, None]
     return F.pad(before[:, :width], (0, max(0, width - mask.shape[1])), value=False)
 
 
