@@ -2,16 +2,19 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mmrl.engine.launcher import ANY_PORT, _rendezvous, store_at
 from tests.engine.test_heartbeat import trained
-from tests.whole_runs.parts import TINY, command, start
+from tests.whole_runs.parts import TINY, command, metrics, start
+from tests.whole_runs.test_launchers import DEEPSPEED, TORCHRUN, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 RANK = """
@@ -78,6 +81,47 @@ def test_a_training_of_two_ranks_opens_no_port_beyond_loopback(tmp_path):
         process.kill()
     assert all(addresses[family.index(process.pid)] for process in processes)  # gloo's, and the store
     assert [beyond_loopback(one) for one in addresses] == [[]] * len(family)
+
+
+TORCHRUN_IN_A_FILE = [*TORCHRUN[:-2], "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
+TORCHRUN_IN_A_FILE += ["--rdzv-endpoint", "MEETING", "--local-addr", "127.0.0.1"]
+UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def addresses_under(launcher: list[str], folder: Path, **environment: str) -> tuple[list[str], list[list[str]]]:
+    """Returns where a launcher and where each of its two ranks listens while they train."""
+    run, meeting = folder / "run", str(folder / "meeting")
+    command = [meeting if part == "MEETING" else part for part in launcher]
+    process = launch(command, run, "steps=100000", "checkpoint.every=0", **environment)
+    try:
+        until = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or not metrics(run):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        first, *others = [process.pid, *descendants(process.pid)]
+        return listening(first), [listening(pid) for pid in others]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "environment"), [(DEEPSPEED, {}), (TORCHRUN_IN_A_FILE, UNSHARED)], ids=["deepspeed", "torchrun"]
+)
+def test_ranks_under_a_launcher_open_no_port_beyond_loopback(tmp_path, launcher, environment):
+    """As the page on several GPUs writes it."""
+    own, of_ranks = addresses_under(launcher, tmp_path, **environment)
+    assert own == [] and sum(1 for addresses in of_ranks if addresses) == 2
+    assert [beyond_loopback(addresses) for addresses in of_ranks] == [[]] * len(of_ranks)
+
+
+@pytest.mark.slow
+def test_the_usual_store_of_torchrun_is_open_to_all(tmp_path):
+    """Where this fails torch has closed it, and the page need not warn any more."""
+    own, of_ranks = addresses_under(TORCHRUN, tmp_path)
+    assert beyond_loopback(own) != []
+    assert [beyond_loopback(addresses) for addresses in of_ranks] == [[]] * len(of_ranks)
 
 
 def descendants(pid: int) -> list[int]:
