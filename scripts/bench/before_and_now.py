@@ -280,16 +280,17 @@ def generation(tree: str, folder: str, ends: str, length: str, out: str) -> None
     for row in range(PROMPTS):
         mask[row, : 3 * row] = 0  # prompts of several lengths
     rows = torch.arange(PROMPTS).repeat_interleave(GROUP)
-    asked: Any = {"group_size": GROUP} if tree == "before" else {"rows": rows}  # as each has it
+    before: Any = {"group_size": GROUP, "max_new_tokens": int(length)}  # as each tree has it
+    now: Any = {"prompts": torch.arange(PROMPTS), "begun": [ids[0, :0]] * PROMPTS, "rows": rows}
+    options = before if tree == "before" else {**now, "limits": [int(length)] * len(rows)}
     began = time.process_time()
     generate_groups(
         network.eval(),
         {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": torch.zeros_like(ids)},
-        **asked,
+        **options,
         sampling=Sampling(),
         seeds=list(range(len(rows))),
         eos=tuple(range(200, 200 + ENDS[ends])) or (-1,),
-        max_new_tokens=int(length),
     )
     Path(out).write_text(json.dumps(time.process_time() - began))
 
