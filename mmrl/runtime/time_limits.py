@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from mmrl.errors import UserError
-
-TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
 
 
 class OutOfTime(BaseException):
@@ -39,12 +37,3 @@ def ends_within(seconds: float, message: str) -> Iterator[None]:
             timer.cancel()
     except OutOfTime:
         raise UserError(message) from None
-
-
-def template_limit(name: str) -> AbstractContextManager[None]:
-    """Returns the context in which a chat template is rendered. name: of what has the template, for the message."""
-    return ends_within(
-        TEMPLATE_S,
-        f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
-        "chat_template.jinja of its instruction-tuned version",
-    )

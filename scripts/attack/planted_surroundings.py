@@ -10,6 +10,9 @@ ONE = (f"{PAGE}test_one_rank_goes_on_from_two",)
 BY_RANK = (f"{PAGE}test_what_is_of_each_rank_is_not_divided_anew",)
 VIDEOS, BOARD = ("tasks/test_clip_files.py",), ("report/test_trackers.py",)
 KILLED = ("engine/test_heartbeat.py::test_a_rank_that_is_killed_is_named_at_once",)
+BEFORE = ("engine/test_heartbeat.py::test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once",)
+BEFORE += ("engine/test_heartbeat.py::test_a_rank_that_does_not_come_up_is_named",)
+MESSAGES, TEMPLATE = ("engine/test_messages.py",), "mmrl/runtime/template_limits.py"
 LIMITS, TEMPLATES = ("runtime/test_time_limits.py",), ("policies/test_templates.py",)
 
 # fmt: off
@@ -22,7 +25,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: no time limit", L, "    timer.start()\n", "", LIMITS),
     ("surroundings: a limit strikes later", L, "                ended.set()\n            timer.cancel()", "                pass", LIMITS),
     ("surroundings: a block may catch its time limit", L, "class OutOfTime(BaseException):", "class OutOfTime(Exception):", LIMITS),
-    ("surroundings: a template has no time limit", "mmrl/policies/vlm/templates.py", "with template_limit(name_of(processor)):", "if True:", TEMPLATES),
+    ("surroundings: a template has no time limit", TEMPLATE, "with limit, grows_at_most(", "with grows_at_most(", TEMPLATES),
+    ("surroundings: a template takes what memory there is", TEMPLATE, "with limit, grows_at_most(TEMPLATE_BYTES, large):", "with limit:", TEMPLATES),
+    ("surroundings: a template's text may be as long as it likes", TEMPLATE, "if len(text) > LONGEST:", "if False:", TEMPLATES),
+    ("surroundings: a limit of memory stays", TEMPLATE, "            if not _within:\n                resource.setrlimit(resource.RLIMIT_AS, (before, hard))\n", "", TEMPLATES),
+    ("surroundings: a limit of memory ends with the first of two threads", TEMPLATE, "            if not _within:\n                resource", "            if True:\n                resource", TEMPLATES),
+    ("surroundings: the limit of the first thread stays with the last", TEMPLATE, "_within[0] if _within else soft", "soft", TEMPLATES),
+    ("surroundings: ranks announce themselves when they have met", "mmrl/job.py", "            self._announce(parts)\n        else", "        else", BEFORE),
+    ("surroundings: a rank that never comes up is waited for", "mmrl/engine/heartbeat.py", "and waited >= self.start:", "and False:", BEFORE),
+    ("surroundings: what an earlier start left is a rank", "mmrl/engine/heartbeat.py", "return state.written < self._began + COMES_UP_S", "return False", BEFORE),
+    ("surroundings: a rank that ends before the meeting has no name", "mmrl/engine/heartbeat.py", "        if (gone := self._gone()) is not None:\n            problem", "        if (gone := None) is not None:\n            problem", BEFORE),
+    ("surroundings: messages repeat what is there twice", "mmrl/engine/packing.py", "message = encode(value, repeats=True)", "message = encode(value)", MESSAGES),
+    ("surroundings: a message may have any size", "mmrl/engine/packing.py", "if not 0 <= size <= LARGEST:", "if False:", MESSAGES),
+    ("surroundings: parts are numbered before what is in them", "mmrl/children/frames.py", "            self.written[id(value)] = len(self.written)", "            self.written[id(value)] = max(0, len(self.written) - 1)", MESSAGES),
     ("surroundings: animations of any length", "tasks/data/video_files.py", "check_length(what, count, *opened.size, most=MAX_ANIMATED)", "pass", VIDEOS),
     ("surroundings: the frames of a video are not its length", "tasks/data/video_files.py", "if count * width * height > most:", "if width * height > most:", VIDEOS),
     ("surroundings: a rank that has just begun is not looked for", "mmrl/engine/heartbeat.py", "            self._read()  # in a run", "            pass  # in a run", KILLED),

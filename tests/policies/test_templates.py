@@ -2,6 +2,9 @@
 
 import json
 import logging
+import resource
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vlm import prompts, templates
 from mmrl.policies.vlm.loading import load
 from mmrl.rollouts import Message, Prompt, Video
-from mmrl.runtime import time_limits
+from mmrl.runtime import template_limits
 from tests.helpers.tiny_models import MAKERS, build
 from tests.policies.conftest import configured, image
 
@@ -215,7 +218,55 @@ def test_a_system_role_is_no_reason_for_a_line(tmp_path, caplog):
 
 def test_a_template_that_loops_is_named(processor, monkeypatch):
     """transformers bounds one range, not ranges within each other."""
-    monkeypatch.setattr(time_limits, "TEMPLATE_S", 0.5)
+    monkeypatch.setattr(template_limits, "TEMPLATE_S", 0.5)
     loops = "{%- for i in range(99999) -%}{%- for k in range(99999) -%}{%- endfor -%}{%- endfor -%}"
     with pytest.raises(UserError, match=r"model\.path=.*: its chat template has not come to an end in 0\.5 s"):
         shown(processor, template(PARTS, first=loops))
+
+
+BOMBS = {
+    "one string": "{%- set bomb = 'ab' * 99999999999 -%}",
+    "a format": "{%- set bomb = '%99999999999d' % 1 -%}",
+    "a filter": "{%- set bomb = 'ab' | center(99999999999) -%}",
+    "a list": "{%- set bomb = [0] * 99999999999 -%}",
+    "doubled": "{%- set bomb = namespace(text='ab') -%}{%- for i in range(60) -%}"
+    "{%- set bomb.text = bomb.text ~ bomb.text -%}{%- endfor -%}",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no limit of address space")
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_that_takes_gigabytes_is_named(processor, monkeypatch, bomb):
+    monkeypatch.setattr(template_limits, "TEMPLATE_BYTES", 2**28)
+    before, most = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"model\.path=.*: its chat template takes more than 0\.25 GiB of memory"):
+        shown(processor, template(PARTS, first=BOMBS[bomb]))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 2**20  # KiB
+
+
+def test_a_template_whose_text_is_too_long_is_named(processor):
+    long = "{{ 'ab ' * 4000000 }}"
+    with pytest.raises(UserError, match=r"its chat template makes 1200\d{4} characters of a conversation; mend it"):
+        shown(processor, template(PARTS, first=long))
+    assert shown(processor, template(PARTS, first="{{ 'ab ' * 1000000 }}"))
+
+
+def test_a_limit_of_two_threads_ends_with_the_last_of_them():
+    before, steps = resource.getrlimit(resource.RLIMIT_AS), [threading.Event() for _ in range(3)]
+
+    def first():
+        with template_limits.grows_at_most(2**30, "first"):
+            steps[0].set()
+            steps[1].wait(10)
+        steps[2].set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    steps[0].wait(10)
+    with template_limits.grows_at_most(2**30, "second"):
+        steps[1].set()
+        steps[2].wait(10)
+        within = resource.getrlimit(resource.RLIMIT_AS)
+    thread.join()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before != within

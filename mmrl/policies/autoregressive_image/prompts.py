@@ -13,7 +13,7 @@ from mmrl.policies.autoregressive_image.scorer import ImageTokenScorer
 from mmrl.policies.autoregressive_image.settings import ImageTokenDrawing
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.rollouts import Prompt
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 NO_TEXT = torch.zeros(0, dtype=torch.long)
 
@@ -52,8 +52,10 @@ class ImageTokenPrompts:
         no tokens."""
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "user", "content": self.writer.content(text)}]
-            with template_limit(f"model.path={self.tokenizer.name_or_path}"):
-                ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            rendered = render_template(
+                f"model.path={self.tokenizer.name_or_path}", self.tokenizer.apply_chat_template, messages
+            )
+            ids = self.tokenizer(rendered, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(text).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:

@@ -13,7 +13,7 @@ from mmrl.policies.codebook import Codebook
 from mmrl.policies.discrete_diffusion.scorer import Vocabulary
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_and_image
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,10 @@ class ResponseLayout:
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
             messages.append({"role": "user", "content": prompt.text})
-            with template_limit(f"model.path={self.tokenizer.name_or_path}"):
-                ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            rendered = render_template(
+                f"model.path={self.tokenizer.name_or_path}", self.tokenizer.apply_chat_template, messages
+            )
+            ids = self.tokenizer(rendered, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:

@@ -14,7 +14,7 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.policies.tokenizers import Processor
 from mmrl.rollouts import Message, Video
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 _log = logging.getLogger(__name__)
 
@@ -146,8 +146,7 @@ def placeholder(processor: Processor, part: Image.Image | Video) -> str:
 def _apply(processor: Processor, messages: Sequence[Rendered], **options: object) -> str:
     if processor.chat_template is None:  # AutoProcessor reads the tokenizer's own into the tokenizer alone
         options["chat_template"] = processor.tokenizer.chat_template
-    with template_limit(name_of(processor)):
-        return processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
+    return render_template(name_of(processor), processor.apply_chat_template, list(messages), **options)
 
 
 def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:

@@ -23,7 +23,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.services.http import check_address, png_base64, post
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
 from mmrl.rollouts import Sample
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 IS_IT_GOOD = 'Does this image show "{prompt}", correctly and in good quality? Answer with one word, yes or no.'
 WHICH_IS_BETTER = (
@@ -173,10 +173,8 @@ class LocalModel:
 
     def _chat(self, question: JudgeQuestion) -> str:
         content = [*({"type": "image"} for _ in question.images), {"type": "text", "text": question.text}]
-        with template_limit(str(self.processor.tokenizer.name_or_path)):
-            return self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-            )
+        name = str(self.processor.tokenizer.name_or_path)
+        return render_template(name, self.processor.apply_chat_template, [{"role": "user", "content": content}])
 
 
 def _is_word(token: str, word: str) -> bool:

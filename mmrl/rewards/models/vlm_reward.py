@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.models.weights import below, linear_chain, read_weights
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, video_of
 from mmrl.rollouts import Sample
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 PLACEHOLDER = "{text_prompt}"  # of the prompt in an instruction
 MOST = 8  # samples that are scored at once
@@ -124,8 +124,8 @@ class VlmReward:
                 kinds.append("video")
             text = {"type": "text", "text": instruction.replace(PLACEHOLDER, sample.prompt.text)}
             turn = {"role": "user", "content": [*({"type": kind} for kind in kinds), text]}
-            with template_limit(str(self.processor.tokenizer.name_or_path)):
-                texts.append(self.processor.apply_chat_template([turn], tokenize=False, add_generation_prompt=True))
+            name = str(self.processor.tokenizer.name_or_path)
+            texts.append(render_template(name, self.processor.apply_chat_template, [turn]))
         return self.processor(
             text=texts,
             images=images or None,

@@ -21,7 +21,7 @@ from mmrl.policies.diffusion.families.autoencoders import PatchedAutoencoder
 from mmrl.policies.diffusion.families.images import Flux, QwenImage
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
 from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 
 class FluxKontext(Flux):
@@ -144,12 +144,10 @@ class Flux2Klein(FlowPipeline):
 
     def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
-        with template_limit(f"model.path={self.pipe.tokenizer.name_or_path}"):
-            return str(
-                self.pipe.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-                )
-            )
+        tokenizer = self.pipe.tokenizer
+        return render_template(
+            f"model.path={tokenizer.name_or_path}", tokenizer.apply_chat_template, messages, enable_thinking=False
+        )
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         if len({"source" in condition for condition in conditions}) > 1:

@@ -19,7 +19,7 @@ from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipelin
 from mmrl.policies.diffusion.families.schedules import FlowSchedules, NoiseSchedules
 from mmrl.policies.diffusion.family import Condition, Remarks
 from mmrl.policies.models import NetworkCall
-from mmrl.runtime.time_limits import template_limit
+from mmrl.runtime.template_limits import render_template
 
 
 def shifted_once(pipe: DiffusersPipeline) -> Remarks:
@@ -173,12 +173,10 @@ class ZImage(FlowPipeline):
 
     def _encoder_text(self, text: str) -> str:
         messages = [{"role": "user", "content": text}]
-        with template_limit(f"model.path={self.pipe.tokenizer.name_or_path}"):
-            return str(
-                self.pipe.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
-                )
-            )
+        tokenizer = self.pipe.tokenizer
+        return render_template(
+            f"model.path={tokenizer.name_or_path}", tokenizer.apply_chat_template, messages, enable_thinking=True
+        )
 
     def predict(
         self, model: NetworkCall, x: Tensor, time: Tensor, conditions: Sequence[Condition], guidance: float | None

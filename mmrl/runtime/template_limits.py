@@ -1,0 +1,69 @@
+"""Bounds of chat templates, which come with a model that somebody else wrote: time, memory and length of the text."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.runtime.time_limits import ends_within
+
+TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
+TEMPLATE_BYTES = 2**31  # that a process may grow by meanwhile, threads of its own included
+LONGEST = 10_000_000  # characters of a conversation; a context of a million tokens has about four million
+MEND = "mend it, or take the chat_template.jinja of its instruction-tuned version"
+
+_lock = threading.Lock()
+_within: list[int] = []  # limits of address space that were in force before the blocks of now
+
+
+@contextmanager
+def grows_at_most(size: int, message: str) -> Iterator[None]:
+    """Raises UserError with the message where the process asks for more than `size` bytes in the block, before it has
+    them. Blocks of several threads share the limit of the first. Does nothing where the system has no such limit."""
+    if sys.platform != "linux":
+        yield
+        return
+    try:
+        with _address_space_limited(size):
+            yield
+    except MemoryError:
+        raise UserError(message) from None
+
+
+@contextmanager
+def _address_space_limited(size: int) -> Iterator[None]:
+    with _lock:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if not _within:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + size
+            lowered = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
+            resource.setrlimit(resource.RLIMIT_AS, (lowered, hard))
+        _within.append(_within[0] if _within else soft)
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _within.pop()
+            if not _within:
+                resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+def render_template(name: str, apply: Callable[..., Any], messages: list[Any], **options: Any) -> str:
+    """Returns the text that a chat template makes of messages. name: of what has it, for messages of errors; apply:
+    `apply_chat_template` of transformers. Raises UserError for a template that takes too long or too much memory, or
+    whose text is too long."""
+    late = f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
+    large = f"{name}: its chat template takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory; {MEND}"
+    limit = ends_within(TEMPLATE_S, f"{late}chat_template.jinja of its instruction-tuned version")
+    with limit, grows_at_most(TEMPLATE_BYTES, large):
+        text: str = apply(messages, tokenize=False, add_generation_prompt=True, **options)
+    if len(text) > LONGEST:
+        raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {MEND}")
+    return text
