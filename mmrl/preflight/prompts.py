@@ -57,8 +57,8 @@ def probe_images(prompts: Sequence[Prompt]) -> Iterator[Alarm]:
         yield Alarm(
             "data",
             "warned",
-            f"images of a single colour in {some(blank)} ({len(blank)} of {len(prompts)} rows): what is transparent "
-            "stands on white, as viewers show it; draw it on a ground",
+            f"images of a single colour in {some(blank)} ({len(blank)} of {len(prompts)} rows): if a drawing was "
+            "lost, it is white on a transparent ground, which is shown on white; save it on a ground of another colour",
         )
 
 

@@ -86,7 +86,7 @@ def test_levels_are_those_of_the_class_itself(name, load_family):
         (StableDiffusion, diffusers.LCMScheduler(), "its noise levels are not read"),
         (StableDiffusion, diffusers.EDMEulerScheduler(), "its noise levels are not read"),
         (StableDiffusionXL, DDIMScheduler(**BETAS), "clip_sample=True is not read"),
-        (Flux, DDIMScheduler(), "Read are FlowMatchEulerDiscreteScheduler"),
+        (Flux, DDIMScheduler(), "Supported are FlowMatchEulerDiscreteScheduler"),
         (Flux, diffusers.FlowMatchHeunDiscreteScheduler(), "its noise levels are not read"),
         (Flux, FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas=True"),
         (Flux, FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "stochastic_sampling=True"),

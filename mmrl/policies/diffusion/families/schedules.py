@@ -116,4 +116,4 @@ def _unlisted(kinds: tuple[str, ...]) -> str:
 
 
 def _instead(kinds: tuple[str, ...]) -> str:
-    return f"Read are {', '.join(kinds)}: set pipe.scheduler to one of them and save the pipeline again"
+    return f"Supported are {', '.join(kinds)}: set pipe.scheduler to one of them and save the pipeline again"
