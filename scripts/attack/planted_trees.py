@@ -1,0 +1,66 @@
+"""Faults of responses that branch and of their credit, as in `planted_spans.py`."""
+
+from __future__ import annotations
+
+JOINT, TURNS, WHOLE = ("joints/test_branches.py",), ("policies/test_turns_branching.py",), ("whole_runs/test_branches.py",)
+SOURCE, POINTS = "mmrl/collection/branches/source.py", "mmrl/collection/branches/points.py"
+CREDIT, SHAPERS = "mmrl/core/credit.py", "mmrl/terms/shapers/trees.py"
+BEGUN = ("policies/test_beginnings.py",)
+GENERATION, RUNNER = "mmrl/generation/transformers.py", "mmrl/policies/vlm/responses/runner.py"
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("trees: the surest tokens branch", POINTS, "(-float(h), row, t)", "(float(h), row, t)", JOINT),
+    ("trees: the first token branches", POINTS, "if t > 0]", "if t >= 0]", JOINT),
+    ("trees: points are side by side", POINTS, "abs(t - cut) >= self.apart", "abs(t - cut) >= 1", JOINT),
+    ("trees: segments end a token late", POINTS, "range(self.every, len(own), self.every)", "range(self.every + 1, len(own), self.every)", JOINT),
+    ("trees: a segment's end is the response's", POINTS, "range(self.every, len(own), self.every)", "range(self.every, len(own) + 1, self.every)", JOINT),
+    ("trees: the segment before counts", POINTS, "[point[1] : point[1] + self.every]", "[: point[1]]", JOINT),
+    ("trees: the surest segments branch", POINTS, "key=lambda point: -float", "key=lambda point: float", JOINT),
+    ("trees: segments are not drawn", POINTS, "return chance.sample(points, len(points))", "return points", JOINT),
+    ("trees: a fall of entropy branches", POINTS, "chance.random() - self.weight * rise", "chance.random() + self.weight * rise", TURNS),
+    ("trees: nats are not divided", POINTS, "/ math.log(self.vocabulary)", "/ 1.0", TURNS),
+    ("trees: the whole turn counts", POINTS, "own[turn == k][: self.first].mean()", "own[turn == k].mean()", TURNS),
+    ("trees: the opening is the whole response", POINTS, "own[turn == 0][: self.first]", "own[: len(own)]", TURNS),
+    ("trees: any observation branches", POINTS, "k == 0 or conversation.turns[k - 1].tool is None", "k == 0", TURNS),
+    ("trees: the turn that called the tool is said anew", POINTS, "int((turn < k).sum())", "max(1, int((turn < k - 1).sum()))", TURNS),
+    ("trees: later turns come first", POINTS, "for _, row, cut in sorted(points)", "for _, row, cut in sorted(points, reverse=True)", TURNS),
+    ("trees: a point may be used again", SOURCE, "if state not in used:", "if True:", JOINT),
+    ("trees: points that are shared are two", SOURCE, "state = (int(members.group[row]), node, length)", "state = (int(members.group[row]), row, length)", JOINT),
+    ("trees: a point has one branch", SOURCE, "for i in range(self.width)][:share]", "for i in range(1)][:share]", JOINT),
+    ("trees: later rounds begin from the first", SOURCE, "members = Rollouts.concat([members, alike(new, members)])",
+     "members = Rollouts.concat([members, alike(new, members)]) if number + 1 == self.rounds else members", JOINT),
+    ("trees: branches are of the first row's group", SOURCE, "new.group, new.prompt, new.version = parents.group,", "new.group, new.prompt, new.version = parents.group * 0,", JOINT),
+    ("trees: branches are fresh", SOURCE, "torch.full((len(new),), EXTRA)", "torch.full((len(new),), 0)", JOINT),
+    ("trees: nothing is shared", SOURCE, "within(parents.nodes, shared.shape[1]).where(shared, own)", "within(parents.nodes, shared.shape[1]).where(shared & False, own)", JOINT),
+    ("trees: all is shared", SOURCE, "within(parents.nodes, shared.shape[1]).where(shared, own)", "within(parents.nodes, shared.shape[1])", JOINT),
+    ("trees: the decision that is drawn anew is shared", SOURCE, "torch.cumsum(mask, 1) <= lengths[:, None]", "torch.cumsum(mask, 1) <= lengths[:, None] + 1", JOINT),
+    ("trees: what was read is not shared", SOURCE, "torch.cumsum(mask, 1) <= lengths[:, None]", "mask & (torch.cumsum(mask, 1) <= lengths[:, None])", TURNS + JOINT),
+    ("trees: an engine's likelihoods of a beginning are lost", SOURCE, "new.behaviour_logp is not None and parents.behaviour_logp is not None", "False", WHOLE),
+    ("trees: the seed of the run is left out", SOURCE, "seed = self._context.seed + APART", "seed = APART", JOINT),
+    ("trees: all branches have one seed", SOURCE, "continuation_seeds(seed, group, m, length, i + 1)[i]", "continuation_seeds(seed, 0, 0, 0, 1)[0]", JOINT),
+    ("trees: seeds of other continuations", SOURCE, "seed = self._context.seed + APART + zlib.crc32(self.key.encode())", "seed = self._context.seed", JOINT),
+    ("trees: entropies of other rows", SOURCE, "self.at.ranked(own, entropy[rows], chance)", "self.at.ranked(own, entropy.flip(0)[rows], chance)", JOINT),
+    ("trees: no whole response fills a group", SOURCE, "branches += [(0, 0, len(rows) + i) for i in range(share - len(branches))]", "branches += []", JOINT),
+    ("trees: padding is a node", CREDIT, "return ids.where(ids >= 0, -1 - row)", "return ids", JOINT),
+    ("trees: the group is no subtree", CREDIT, "torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), ids == ids[member]], 1)", "(ids == ids[member])", JOINT),
+    ("trees: one alone is a subtree", CREDIT, "if int(subtree.sum()) > 1]", "if int(subtree.sum()) > 0]", JOINT),
+    ("trees: subtrees count by their size", CREDIT, 'len(s) if weights == "size" else 1', "len(s)", JOINT),
+    ("trees: subtrees count alike", CREDIT, 'len(s) if weights == "size" else 1', "1", JOINT),
+    ("trees: the others are compared with it", CREDIT, "own[member] - s.mean()", "s.mean() - own[member]", JOINT),
+    ("trees: the unscored are in the mean", CREDIT, "sharing = (ids == ids[member]) & ~own.isnan()[:, None]", "sharing = ids == ids[member]", JOINT),
+    ("trees: shared decisions have the sum", CREDIT, "total / sharing.sum(0).clamp(min=1)", "total", JOINT),
+    ("trees: advantages are not divided", SHAPERS, 'scale=self.scale)', 'scale="none")', JOINT),
+    ("trees: weights of subtrees are left out", SHAPERS, "weights=self.weights", 'weights="alike"', JOINT),
+    ("trees: credit without a tree", SHAPERS, 'Needs(offers=frozenset({"nodes"}))', "Needs()", JOINT),
+    ("trees: any baseline compares nodes", "mmrl/config.py", "offers=offered.offers.union(*(e.offers for e in self.rollout.extra_sources))", "offers=offered.offers", JOINT),
+    ("beginnings: a shorter one is at another place", GENERATION, "position_ids = self.next_position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)",
+     "position_ids = self.next_position[:, None] + torch.arange(width, device=device)", BEGUN),
+    ("beginnings: padding is read", GENERATION, "(torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)", "torch.ones(len(begun), width).to(self.mask)", BEGUN),
+    ("beginnings: what follows is too far", GENERATION, "self.next_position + lengths", "self.next_position + width", BEGUN),
+    ("beginnings: who begins with nothing goes on from padding", GENERATION, "hidden[:, -1].where((lengths > 0)[:, None], self.last)", "hidden[:, -1]", BEGUN),
+    ("beginnings: a limit is the longest one's", GENERATION, "| (room[active] == step + 1)", "| (longest == step + 1)", BEGUN),
+    ("beginnings: what siblings begin with is read for each", RUNNER, "(*t.response.tolist(),)) for number, t", "(number,)) for number, t", BEGUN),
+    ("beginnings: equal prompts of different pictures are one", RUNNER, "number if t.read_images else -1", "-1", BEGUN),
+    ("beginnings: pictures between turns are not read", RUNNER, "if any(row.read_images for row in rows):  # images", "if False:  # images", BEGUN),
+]
