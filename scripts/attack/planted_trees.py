@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-JOINT, TURNS, WHOLE = ("joints/test_branches.py",), ("policies/test_turns_branching.py",), ("whole_runs/test_branches.py",)
+JOINT, TURNS, WHOLE = (
+    ("joints/test_branches.py",),
+    ("policies/test_turns_branching.py",),
+    ("whole_runs/test_branches.py",),
+)
 SOURCE, POINTS = "mmrl/collection/branches/source.py", "mmrl/collection/branches/points.py"
 CREDIT, SHAPERS = "mmrl/core/credit.py", "mmrl/terms/shapers/trees.py"
 BEGUN = ("policies/test_beginnings.py",)
