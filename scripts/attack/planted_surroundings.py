@@ -5,8 +5,8 @@ from __future__ import annotations
 
 C, L, R = "mmrl/checkpoints/store.py", "mmrl/runtime/time_limits.py", "mmrl/collection/replay_buffer.py"
 PAGE = "checkpoints/test_every_state_by_layout.py::"
+SLICES = (f"{PAGE}test_averages_of_slices_are_put_together",)
 TWO = (f"{PAGE}test_two_ranks_go_on_to_the_bit",)
-ONE = (f"{PAGE}test_one_rank_goes_on_from_two",)
 BY_RANK = (f"{PAGE}test_what_is_of_each_rank_is_not_divided_anew",)
 VIDEOS, BOARD = ("tasks/test_clip_files.py",), ("report/test_trackers.py",)
 KILLED = ("engine/test_heartbeat.py::test_a_rank_that_is_killed_is_named_at_once",)
@@ -19,7 +19,7 @@ LIMITS, TEMPLATES = ("runtime/test_time_limits.py",), ("policies/test_templates.
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: every rank has the rewards' state of the first", C, 'return {"rewards": {}} | rank["own"]', 'return rank["own"] | {"rewards": torch.load(path / "rank-0.pt")["own"]["rewards"]}', TWO),
     ("surroundings: rewards' states are divided over fewer ranks", C, "if any(states) and len(states) != engine.world:", "if False:", BY_RANK),
-    ("surroundings: averages of another layout stay as they are", C, '"averages": {name: engine.reshaped(states, before) for name, states in averages.items()},', '"averages": rank["own"]["averages"],', ONE),
+    ("surroundings: averages of another layout stay as they are", C, '"averages": {name: engine.reshaped(states, before) for name, states in averages.items()},', '"averages": rank["own"]["averages"],', SLICES),
     ("surroundings: updates are counted by each rank", "mmrl/trainer.py", "torch.tensor([1.0 / self.engine.world])", "torch.ones(1)", TWO),
     ("surroundings: replays are kept in the order of ranks", R, "in sorted(rows, key=itemgetter(0)):", "in rows:", ("joints/test_replays.py",)),
     ("surroundings: no time limit", L, "    timer.start()\n", "", LIMITS),

@@ -20,7 +20,11 @@ def weights_after(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
     """Returns the weights that the trainer has after a step; they are filled in while it trains."""
     found: dict[str, torch.Tensor] = {}
 
+    before = trainer.run.each_step
+
     def look(number: int, values: Mapping[str, float]) -> None:
+        if before is not None:
+            before(number, values)
         if number == step and "loss" in values:
             found.update({key: value.clone() for key, value in trainer.engine.state().items()})
 
@@ -34,11 +38,12 @@ def goes_on(folder: Path, name: str, *more: str) -> None:
     base, options, _ = JOBS[name]
     options = [*options, *ON_TWO, *more]
     whole = make(folder / "whole", *options, base=base)
-    after = weights_after(whole, 3)
+    after, first = weights_after(whole, 3), weights_after(whole, 1)
     whole.train()
     expected, rank = remembered(whole), whole.engine.rank
     release(whole)
     torch.save(after, folder / f"after-3-{rank}.pt")
+    torch.save(first, folder / f"after-1-{rank}.pt")
     stopped(folder / "halves", base, options)
     if rank == 0:
         shutil.copytree(folder / "halves", folder / "stopped")

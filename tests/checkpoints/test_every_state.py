@@ -45,14 +45,15 @@ EVERY = {"Collector", "PromptDraws", "Engine"}  # in each job
 
 
 class Falling:
-    """A reward with a state: it falls with every response that it has seen."""
+    """A reward with a state: it falls with every response that it has seen, by what that is, so differently on each
+    rank."""
 
     def __init__(self):
         self.seen = 0
 
     def __call__(self, sample):
-        self.seen += 1
-        return spread(sample) - self.seen / 1000
+        self.seen += 1 + round(6 * spread(sample))
+        return spread(sample) - self.seen / 4000
 
     def state(self):
         return {"seen": self.seen}

@@ -67,6 +67,27 @@ def test_one_rank_goes_on_from_two(on_two_ranks, tmp_path, name):
     assert distance(torch.load(folder / "after-3-0.pt"), after) < 1e-6
 
 
+@pytest.mark.timeout(300)
+def test_averages_of_slices_are_put_together(tmp_path):
+    """Under ZeRO-3 each of two ranks has half of every average; one rank without it goes on with the whole."""
+    name, decay = "passed over", 0.5
+    base, options, _ = JOBS[name]
+    call(ranks.goes_on, tmp_path, name, "engine.zero_stage=3", log=tmp_path / "log.txt", ranks=2, timeout=240)
+    one = make(tmp_path / "stopped", *options, *ranks.ON_TWO, "engine.zero_stage=0", base=base)
+    start = copied(one)
+    one.resume()
+    assert (one.step, one.engine.world) == (2, 1)
+    (average,) = [copy.state() for copy in one._copies().values()]
+    trained = [key for key, value in one.policy.module.named_parameters() if value.requires_grad]
+    now, first = copied(one), torch.load(tmp_path / "after-1-0.pt")
+    for i, key in enumerate(trained):  # by hand: from the start, half of the way to the weights of each step
+        expected = start[key].lerp(first[key], 1 - decay).lerp(now[key], 1 - decay)
+        assert average[str(i)].shape == now[key].shape
+        torch.testing.assert_close(average[str(i)], expected, rtol=1e-5, atol=1e-6)
+    assert max(float((average[str(i)] - now[key]).abs().max()) for i, key in enumerate(trained)) > 1e-4
+    release(one)
+
+
 @pytest.mark.quick("actions")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BY_RANK)
