@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
+from mmrl.engine import heartbeat
 from mmrl.engine.heartbeat import RankState, missing_rank
 from mmrl.training.metrics import stragglers
 from tests.whole_runs.parts import TINY, command, metrics, start, wait
@@ -154,6 +155,22 @@ def test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once(tmp_path, rank
     assert ended(processes[1 - rank], log, 30) == 2
     (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
     assert f"rank {rank} (process {processes[rank].pid} on" in line and "has ended" in line
+
+
+def test_a_rank_that_came_up_since_the_last_look_is_looked_for(tmp_path, monkeypatch):
+    """Ranks look at each other every 15 s once they have met."""
+    monkeypatch.setattr(heartbeat, "GONE_S", 0.2)  # less than until the next look
+    own = heartbeat.Heartbeat(tmp_path, 0, 2, 1800.0)
+    try:
+        with own.meeting():
+            pass
+        other = RankState(1, os.uname().nodename, pid_that_has_ended(), written=time.time())
+        (tmp_path / "ranks" / "rank-1.json").write_text(json.dumps(asdict(other)))
+        assert own.dead() == other
+        (tmp_path / "ranks" / "rank-1.json").unlink()
+    finally:
+        own.close()
+    assert not (tmp_path / "ranks").exists()
 
 
 def pid_that_has_ended() -> int:
