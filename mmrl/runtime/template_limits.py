@@ -45,12 +45,12 @@ def _address_space_limited(size: int) -> Iterator[None]:
             limit = pages * resource.getpagesize() + size
             lowered = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
             resource.setrlimit(resource.RLIMIT_AS, (lowered, hard))
-        _within.append(_within[0] if _within else soft)
+        _within.append(soft)
     try:
         yield
     finally:
         with _lock:
-            before = _within.pop()
+            before = _within.pop()  # the last to end gets that of the first that began
             if not _within:
                 resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
