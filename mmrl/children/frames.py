@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +23,20 @@ if TYPE_CHECKING:
 
 ALIGNED = 8  # bytes; a tensor is read without a copy
 LENGTH = 8  # bytes of the text's own length
+# Values of tables that JSON lacks, by kind: the type, how it is written as a string, and how that is read.
+WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "decimal": (Decimal, str, Decimal),
+}
+SETS: dict[str, type] = {"set": set, "frozenset": frozenset}
 MODES = ("1", "L", "RGB", "RGBA", "I", "F")  # of images that are fully described by their pixels
 
 
 def encode(value: object, shared: Sequence[Any] = (), *, repeats: bool = False) -> bytes:
-    """Returns the message of plain values, bytes, lists, tuples, mappings, dataclasses, tensors, arrays and images.
-    Raises TypeError for anything else.
+    """Returns the message of plain values, bytes, dates, decimals, lists, tuples, sets, mappings, dataclasses, tensors,
+    arrays and images. Raises TypeError for anything else.
 
     repeats: write a dataclass, tensor, array or image that is there several times only once.
     """
@@ -90,6 +100,12 @@ class MessageWriter:
             return {"tuple": [self.tree(one) for one in value]}
         if type(value) is dict:
             return {"dict": [[self.tree(key), self.tree(one)] for key, one in value.items()]}
+        for kind, (known, write, _) in WRITTEN.items():
+            if type(value) is known:
+                return {kind: write(value)}
+        for kind, collection in SETS.items():
+            if type(value) is collection:
+                return {kind: [self.tree(one) for one in value]}
         if id(value) in self.written:
             return {"again": self.written[id(value)]}
         tree = self.part(value)
@@ -161,6 +177,10 @@ class Reader:
             return tuple(self.value(one) for one in content)
         if kind == "dict":
             return {self.value(key): self.value(one) for key, one in content}
+        if kind in WRITTEN:
+            return WRITTEN[kind][2](content)
+        if kind in SETS:
+            return SETS[kind](self.value(one) for one in content)
         if kind == "again":
             return self.parts[content]
         part = self.part(kind, content)

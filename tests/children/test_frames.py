@@ -6,6 +6,8 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -61,6 +63,36 @@ def test_plain_values_and_arrays_arrive_as_they_were():
     assert math.isnan(decode(encode(math.nan)))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime(2026, 11, 27, 13, 5, 59, 123456, timezone(timedelta(hours=2))),
+        datetime(2026, 11, 27),
+        date(2024, 2, 29),
+        time(23, 59, 1),
+        Decimal("-1.50"),
+        {"red", "blue"},
+        frozenset({(1, date(2026, 1, 2)), ()}),
+    ],
+    ids=repr,
+)
+def test_values_of_tables_arrive_as_they_were(value):
+    """As metadata of rows from Parquet files and data sets hold them, alone and within other values."""
+    for sent in (value, [value, value], {"column": (value,)}):
+        came = decode(encode(sent, repeats=True), repeats=True)
+        assert came == sent and repr(type(came)) == repr(type(sent))
+    assert type(decode(encode(value))) is type(value)
+
+
+@pytest.mark.parametrize(
+    "tree", [{"datetime": "no day"}, {"date": 3}, {"decimal": "ten"}, {"set": [["a"]]}, {"set": 1}]
+)
+def test_forged_values_of_tables_are_one_kind_of_error(tree):
+    text = json.dumps(tree).encode()
+    with pytest.raises(ValueError):
+        decode(len(text).to_bytes(frames.LENGTH, "little") + text)
+
+
 @pytest.mark.parametrize("mode", frames.MODES)
 def test_images_arrive_to_the_bit(mode):
     image = Image.new("L", (5, 3))
@@ -90,7 +122,7 @@ def test_records_arrive_and_share_what_both_sides_hold():
     assert len(message) < len(encode(made)), "a prompt that both have is not sent again"
 
 
-@pytest.mark.parametrize("value", [{1}, bytearray(b"x"), len, object(), torch.Size([1]), np.array([object()]), Own])
+@pytest.mark.parametrize("value", [1j, bytearray(b"x"), len, object(), torch.Size([1]), np.array([object()]), Own])
 def test_anything_else_is_not_sent(value):
     with pytest.raises(TypeError):
         encode({"x": value})
