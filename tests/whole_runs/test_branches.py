@@ -8,6 +8,7 @@ import torch
 
 from mmrl import build
 from mmrl.config import load, to_yaml
+from mmrl.generation.correction import corrected
 from mmrl.policies.vlm.synced import Synced
 from mmrl.report.run import Run
 from mmrl.trainer import Trainer
@@ -123,3 +124,30 @@ def test_an_engine_goes_on_from_the_beginning_and_keeps_its_likelihoods(tmp_path
     lengths = [len(r.ids) - len(row.prompt) for r, row in zip(begun, rollouts.inputs[4:], strict=True)]
     assert min(lengths) > 0 and all(length + r.limit == 9 for length, r in zip(lengths, begun, strict=True))
     release(made)
+
+
+def test_a_beginning_that_the_engine_did_not_sample_is_not_corrected(tmp_path):
+    """Demonstrated beginnings have no log-probability of the engine's: their weight is 1, and that of what the engine
+    sampled is close to it, for it is a copy."""
+    prefixes = "{type: guided_prefixes, groups: all, count: 2, low: 0.4, high: 0.6, learned: true}"
+    options = [f"rollout.extras=[{prefixes}]", "rollout.prompts=2", "rollout.group_size=2", "algorithm.scale=none"]
+    options += ["rollout.max_response_length=9", "engine.micro_batch=4", "rollout.generator.type=vllm_colocated"]
+    config = load(TINY, [f"run_dir={tmp_path}", *options])
+    torch.manual_seed(config.seed)
+    task = build.build_task(config)
+    policy = build.build_policy(config, task)
+    engine = build.build_engine(config, policy)
+    generator = Synced(
+        policy, Copy(policy, [task.train[i] for i in range(64)]), [task.train[0]], limit=1e-3, gather=engine.gather
+    )
+    made = Trainer(config, policy, task, engine, Run(Path(tmp_path), to_yaml(config), writes=True), generator)
+    rollouts = made.collector.next(0, Metrics(made.engine))
+    assert rollouts.origin.tolist() == [0] * 4 + [3] * 4
+    begun = rollouts.behaviour_logp.isnan() & rollouts.mask
+    assert begun[:4].sum() == 0 and (begun[4:].sum(1) >= 1).all() and begun[4:, 0].all()
+    replay = policy.replay(rollouts, policy.module)
+    statistics = corrected(rollouts, replay, config.generator.correction)
+    weight = replay.weight[rollouts.mask]
+    assert (replay.weight[begun] == 1).all()
+    torch.testing.assert_close(weight, torch.ones_like(weight), atol=1e-4, rtol=0)
+    assert float(statistics["correction/logp_gap"][rollouts.mask].max()) < 1e-4

@@ -251,7 +251,7 @@ class Conversations:
             draft.tokens = replace(draft.tokens, temperature=row.temperature)
             chosen = row.chosen.nonzero().flatten()[:length]
             end = int(chosen[-1]) + 1 if length and len(chosen) else 0
-            self.answer_again(draft, row.response[:end], row.chosen[:end], torch.zeros(end))
+            self.answer_again(draft, row.response[:end], row.chosen[:end], torch.full((end,), torch.nan))
         return drafts
 
     # --- views ---

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.generation.vllm.engine import Answering
 from mmrl.policies.vlm.responses.drafting import Drafter
@@ -56,10 +56,16 @@ def continued(
         # The rollout's own tensors, by which its prompt is read once for it and what goes on from it
         begun = replace(row.without_response(), temperature=draft.tokens.temperature, experts=None)
         draft = replace(draft, request=replace(draft.request, seed=seed), tokens=begun)
-        draft.grow(row.response[:length], torch.zeros(length), None)
+        draft.grow(row.response[:length], unsampled(length), None)
         drafts.append(draft)
     drafter.extend(engine, drafts, drafter.max_response_length)
     return drafter.complete(drafts, 1, by_model=engine is None)
+
+
+def unsampled(count: int) -> Tensor:
+    """Returns log-probabilities of `count` tokens that this engine did not sample, [token] NaN: a correction of what
+    engine and trainer differ in leaves them alone."""
+    return torch.full((count,), torch.nan)
 
 
 def recombined(tokens: ChatTokenizer, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
