@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,15 @@ START_S = 600.0  # that ranks may come up after one another, where engine.timeou
 COMES_UP_S = 0.1  # that a process takes at least from its beginning to its first file
 GONE_S = 1.0  # seconds that a process takes at most from its last connection to its end
 BEATS_MISSED = 4  # after so many a rank is taken for silent
+
+
+def process_namespace() -> str:
+    """Returns a name of what process numbers count in: containers of one host name may have numbers of their own.
+    Empty where the system does not tell, so that the host's name alone decides."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 @dataclass
@@ -36,6 +45,7 @@ class RankState:
     marks: int = 0
     beats: int = 0
     written: float = 0.0  # when this was, in seconds since 1970 by the clock of the host
+    namespace: str = field(default_factory=process_namespace)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host}, in phase {self.phase})"
@@ -100,8 +110,12 @@ class Heartbeat:
             time.sleep(GONE_S / 20)
 
     def _gone(self) -> RankState | None:
-        local = [state for state, _, _ in list(self._states.values()) if state.host == self.state.host]
-        return next((state for state in local if not runs(state.process)), None)
+        states = [state for state, _, _ in list(self._states.values())]
+        return next((state for state in states if self._is_here(state) and not runs(state.process)), None)
+
+    def _is_here(self, state: RankState) -> bool:
+        """Returns whether this process can see whether that of a rank runs."""
+        return (state.host, state.namespace) == (self.state.host, self.state.namespace)
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval if self._met else min(1.0, self.interval)):
@@ -136,7 +150,7 @@ class Heartbeat:
 
     def _of_another_start(self, state: RankState) -> bool:
         """Returns whether a file is what a rank left that was killed before this process began."""
-        if state.host != self.state.host or runs(state.process):
+        if not self._is_here(state) or runs(state.process):
             return False
         return state.written < self._began + COMES_UP_S
 

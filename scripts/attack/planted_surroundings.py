@@ -9,6 +9,7 @@ SLICES = (f"{PAGE}test_averages_of_slices_are_put_together",)
 TWO = (f"{PAGE}test_two_ranks_go_on_to_the_bit",)
 BY_RANK = (f"{PAGE}test_what_is_of_each_rank_is_not_divided_anew",)
 VIDEOS, BOARD = ("tasks/test_clip_files.py",), ("report/test_trackers.py",)
+CONTAINER = ("engine/test_heartbeat.py::test_a_rank_in_a_container_of_the_same_name_is_not_taken_for_one_that_ended",)
 SINCE = ("engine/test_heartbeat.py::test_a_rank_that_came_up_since_the_last_look_is_looked_for",)
 BEFORE = ("engine/test_heartbeat.py::test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once",)
 BEFORE += ("engine/test_heartbeat.py::test_a_rank_that_does_not_come_up_is_named",)
@@ -39,6 +40,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: parts are numbered before what is in them", "mmrl/children/frames.py", "            self.written[id(value)] = len(self.written)", "            self.written[id(value)] = max(0, len(self.written) - 1)", MESSAGES),
     ("surroundings: animations of any length", "tasks/data/video_files.py", "check_length(what, count, *opened.size, most=MAX_ANIMATED)", "pass", VIDEOS),
     ("surroundings: the frames of a video are not its length", "tasks/data/video_files.py", "if count * width * height > most:", "if width * height > most:", VIDEOS),
+    ("surroundings: a container of the same name is this host", "mmrl/engine/heartbeat.py",
+     "return (state.host, state.namespace) == (self.state.host, self.state.namespace)",
+     "return state.host == self.state.host", CONTAINER),
     ("surroundings: a rank that has just begun is not looked for", "mmrl/engine/heartbeat.py", "            self._read()  # in a run", "            pass  # in a run", SINCE),
     ("surroundings: TensorBoard's thread prints its error", "mmrl/report/trackers.py", "        threading.excepthook = self._failed\n", "", BOARD),
     ("surroundings: no thread prints its error", "mmrl/report/trackers.py", "if not (writes and isinstance(failed.exc_value, OSError)):", "if False:", BOARD),

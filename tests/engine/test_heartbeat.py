@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -171,6 +171,22 @@ def test_a_rank_that_came_up_since_the_last_look_is_looked_for(tmp_path, monkeyp
     finally:
         own.close()
     assert not (tmp_path / "ranks").exists()
+
+
+def test_a_rank_in_a_container_of_the_same_name_is_not_taken_for_one_that_ended(tmp_path):
+    """Its process has a number that is not in use here, and it may run all the same."""
+    (tmp_path / "ranks").mkdir()
+    path = tmp_path / "ranks" / "rank-1.json"
+    elsewhere = RankState(1, os.uname().nodename, pid_that_has_ended(), written=time.time(), namespace="elsewhere")
+    path.write_text(json.dumps(asdict(elsewhere)))
+    own = heartbeat.Heartbeat(tmp_path, 0, 2, 1800.0)
+    try:
+        assert own.dead() is None
+        path.write_text(json.dumps(asdict(replace(elsewhere, namespace=own.state.namespace))))
+        assert own.dead() == replace(elsewhere, namespace=own.state.namespace)
+        path.unlink()
+    finally:
+        own.close()
 
 
 def pid_that_has_ended() -> int:
