@@ -103,9 +103,8 @@ class MessageWriter:
         for kind, (known, write, _) in WRITTEN.items():
             if type(value) is known:
                 return {kind: write(value)}
-        for kind, collection in SETS.items():
-            if type(value) is collection:
-                return {kind: [self.tree(one) for one in value]}
+        if type(value) is set or type(value) is frozenset:
+            return {type(value).__name__: [self.tree(one) for one in value]}
         if id(value) in self.written:
             return {"again": self.written[id(value)]}
         tree = self.part(value)
