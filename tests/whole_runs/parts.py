@@ -7,6 +7,7 @@ import copy
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ import mmrl.policies.vlm.policy  # noqa: F401  (imported once, in the server tha
 from mmrl import build
 from mmrl.cli import main as cli
 from mmrl.config import Config, load, to_yaml
+from mmrl.engine.launcher import ANY_PORT
 from mmrl.report.run import Run
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.tasks.settings import TaskSettings
@@ -298,14 +300,24 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
+def free_port() -> int:
+    """A free port below those that the system gives out by itself, so that no other process takes it in between."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
 def start(target, *arguments, log: Path, ranks: int = 1) -> list[multiprocessing.Process]:
     """New processes, one a rank, that run target(*arguments); what they print goes to `log`."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model_folder()
     context = server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = ANY_PORT if ranks == 1 else str(free_port())
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, MODEL: model_folder()}
     processes = []
     for rank in range(ranks):
