@@ -22,13 +22,15 @@ def packed(value: object, instead: str | None = None) -> Tensor:
         message = encode(value, repeats=True)
     except TypeError as error:
         hint = "" if instead is None else f"; set {instead}"
-        raise UserError(f"a rollout holds {error}, which can not be sent to another rank{hint}") from None
+        raise UserError(
+            f"a value for another rank, such as a prompt's metadata, holds {error}, which can not be sent{hint}"
+        ) from None
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def unpacked(message: Tensor) -> Any:
     """Returns the value of a message [byte]. Raises ValueError for anything that `packed` has not made."""
-    return decode(bytearray(message.numpy().tobytes()), repeats=True)
+    return decode(bytearray(message.numpy()), repeats=True)
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
