@@ -192,7 +192,7 @@ class Algorithm(Choice):
         for term in self.terms:
             term.prepare(batch)
 
-    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+    def prepare_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
         """May change the advantages of an optimizer step's micro-batches, before the first update. total: sums a tensor
         over ranks, a collective."""
 

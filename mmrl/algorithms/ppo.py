@@ -193,7 +193,7 @@ class PPO(RatioAlgorithm):
             bootstrap=steps.bootstrap,
         )
 
-    def of_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
+    def prepare_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
         """Standardises advantages over the decisions that count, of scored rollouts."""
         import torch
 

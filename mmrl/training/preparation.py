@@ -100,7 +100,7 @@ class Preparation:
         copies = (replace(rollouts, **columns) for columns in redrawn)
         self.further = [[[copy.select(rows) for rows in part] for part in parts] for copy in copies]
         for minibatch in chain(minibatches, *self.further):
-            self.algorithm.of_minibatch(minibatch, self.engine.sum)
+            self.algorithm.prepare_minibatch(minibatch, self.engine.sum)
         metrics.set(batch.reports)
         return minibatches, batch
 
