@@ -33,7 +33,6 @@ class ExpertLabels(ExtraSource):
     prompts: int = option(description="observations that a step learns from, over all ranks", ge=1)
     keep: int = option(4096, "observations that a rank keeps; the oldest leave first", ge=1)
     _order: Permutation = PrivateAttr()
-    _context: SourceContext = PrivateAttr()
     _kept: list[Prompt] = PrivateAttr(default_factory=list)  # oldest first
 
     @property

@@ -66,6 +66,8 @@ class ExtraSource(Choice):
     }
     test: ClassVar[str] = "tests/joints/test_collection.py"
 
+    _context: SourceContext = PrivateAttr()
+
     @property
     def needs(self) -> Needs:
         return Needs()
@@ -76,17 +78,18 @@ class ExtraSource(Choice):
         return frozenset()
 
     @property
-    @abstractmethod
     def rollouts(self) -> int:
         """Returns the number of rollouts that a step gets, over all ranks; 0 where it depends on the groups."""
+        return 0
 
     @property
     def in_group(self) -> int:
         """Returns the largest number of rollouts that join a fresh group; above 0 all of the source's rollouts do."""
         return 0
 
-    @abstractmethod
-    def start(self, context: SourceContext) -> None: ...
+    def start(self, context: SourceContext) -> None:
+        """Begins a run, before its first step."""
+        self._context = context
 
     @abstractmethod
     def make(self, fresh: Rollouts) -> Rollouts:
@@ -202,7 +205,6 @@ class DemonstrationSource(ExtraSource):
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()
     _shown: Source = PrivateAttr()
-    _context: SourceContext = PrivateAttr()
 
     @property
     def needs(self) -> Needs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
 from mmrl.errors import UserError
@@ -26,11 +26,6 @@ class Guidance(ExtraSource):
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose rollouts is right")
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
-    _context: SourceContext = PrivateAttr()
-
-    @property
-    def rollouts(self) -> int:
-        return 0
 
     def start(self, context: SourceContext) -> None:
         """Raises UserError for a task whose demonstrations answer other prompts than those of its rollouts."""

@@ -36,7 +36,6 @@ class ReplaySource(ExtraSource):
         "the ratio of a replayed decision is to its likelihood when it was made, or to that of the present policy "
         "before the step, as if that had made it",
     )
-    _context: SourceContext = PrivateAttr()
     _stored: dict[int, list[Stored]] = PrivateAttr(default_factory=dict)  # by prompt, oldest first
 
     @property
@@ -120,10 +119,6 @@ class SuccessReplay(ReplaySource):
     type: str = "success_replay"
     count: int = option(1, "replayed rollouts that join a group", ge=1)
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose fresh rollouts is right")
-
-    @property
-    def rollouts(self) -> int:
-        return 0
 
     @property
     def in_group(self) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import PrivateAttr
-
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
+from mmrl.collection.extra_sources import ExtraSource, failed_groups, joining
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -33,22 +31,14 @@ class ExtraRollouts(ExtraSource):
     temperature: float = option(1.2, "of these responses", gt=0)
     most: int = option(2, "right ones that join a group; the first of them", ge=1)
     accuracy: float = option(1.0, "of a response that counts as right", unit="accuracy")
-    _context: SourceContext = PrivateAttr()
 
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"temperatures"}))
 
     @property
-    def rollouts(self) -> int:
-        return 0
-
-    @property
     def in_group(self) -> int:
         return self.most
-
-    def start(self, context: SourceContext) -> None:
-        self._context = context
 
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, joining
+from mmrl.collection.extra_sources import ExtraSource, joining
 from mmrl.protocols.abilities import Recombining
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -37,7 +37,6 @@ class SelfCorrections(ExtraSource):
     text: str = option("\nWait, I will look again.\n", "between the two responses")
     count: int = option(2, "such responses that join a group with right and wrong rollouts", ge=1)
     accuracy: float = option(1.0, "of a rollout that counts as right", unit="accuracy")
-    _context: SourceContext = PrivateAttr()
     _warned: bool = PrivateAttr(False)  # whether a warning was logged that nothing fits
 
     @property
@@ -45,15 +44,8 @@ class SelfCorrections(ExtraSource):
         return Needs(offers=frozenset({Recombining}))
 
     @property
-    def rollouts(self) -> int:
-        return 0
-
-    @property
     def in_group(self) -> int:
         return self.count
-
-    def start(self, context: SourceContext) -> None:
-        self._context = context
 
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch

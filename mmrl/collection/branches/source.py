@@ -7,10 +7,10 @@ import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from mmrl.collection.branches.points import BranchPoints, Point, UncertainTokens
-from mmrl.collection.extra_sources import ExtraSource, SourceContext
+from mmrl.collection.extra_sources import ExtraSource
 from mmrl.protocols.abilities import Continuing
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
@@ -46,7 +46,6 @@ class Branches(ExtraSource):
     rounds: int = option(1, "they are made in so many rounds; in the second and later ones branches branch too", ge=1)
     width: int = option(1, "branches at a point, beside the response itself", ge=1)
     at: BranchPoints = option(UncertainTokens(), "where responses branch")
-    _context: SourceContext = PrivateAttr()
 
     @model_validator(mode="after")
     def _one_a_round(self) -> Branches:
@@ -63,15 +62,8 @@ class Branches(ExtraSource):
         return frozenset({"nodes"})
 
     @property
-    def rollouts(self) -> int:
-        return 0
-
-    @property
     def in_group(self) -> int:
         return self.count
-
-    def start(self, context: SourceContext) -> None:
-        self._context = context
 
     def make(self, fresh: Rollouts) -> Rollouts:
         """Makes as many branches for every group, so that all ranks generate and compute entropies together."""
