@@ -112,6 +112,11 @@ class Config(Section):
         if self.engine.zero_stage not in offered.zero_stages:
             stages = ", ".join(map(str, offered.zero_stages))
             raise ValueError(f"engine.zero_stage={self.engine.zero_stage} does not go with {offered.of}; use {stages}")
+        if self.engine.zero_stage == 3 and any(measurement.trains_copy for measurement in self.needs.measurements):
+            raise ValueError(
+                "engine.zero_stage=3 keeps a slice of the weights on each rank, and a part of the algorithm trains a "
+                "whole copy of the policy; use 0, 1, 2"
+            )
         for name in self.optim.groups:
             if name not in offered.groups or (name == "critic" and not self.needs.critic):
                 raise ValueError(f"optim.groups.{name}: the model of this job has no such group of parameters")

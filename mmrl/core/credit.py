@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmrl.core.turns import discounted
+
 
 def branch_advantages(
     rewards: Tensor, group: Tensor, nodes: Tensor, *, scale: str = "group_std", eps: float = 1e-6
@@ -135,3 +137,21 @@ def mean_by_moment(values: Tensor, number: Tensor, mask: Tensor, count: int) -> 
     blank = torch.zeros(len(values), count, dtype=values.dtype)
     added = blank.scatter_add(1, number, values.where(mask, 0.0))
     return added / blank.scatter_add(1, number, mask.to(values)).clamp(min=1)
+
+
+def leave_one_out_returns(rewards: Tensor, mask: Tensor, group: Tensor, gamma: float) -> Tensor:
+    """Computes returns of the rewards of decisions, less what decisions of the other rollouts of the group earn: each
+    of these rollouts counts by its mean (PRIME, arXiv 2502.01456, equation of section 3).
+
+    rewards, mask: [rollout, decision]; group: [rollout]. Returns [rollout, decision]: sum_{u >= t} gamma^(u - t) (r_u -
+    b); 0 where no decision counts and for a rollout that is alone. A group lies on one rank.
+    """
+    counted = rewards.where(mask, 0)
+    means = counted.sum(1) / mask.sum(1).clamp(min=1)
+    differences = torch.zeros_like(counted)
+    for g in group.unique():
+        rows = ((group == g) & mask.any(1)).nonzero().flatten()
+        if len(rows) > 1:
+            baseline = (means[rows].sum() - means[rows]) / (len(rows) - 1)
+            differences[rows] = counted[rows] - baseline[:, None]
+    return discounted(differences.where(mask, 0), gamma).where(mask, 0)

@@ -128,6 +128,8 @@ def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks
     both["averages"] = averages * local * (4 + width)  # fp32, and the weights that they replace meanwhile
     both["reference"] = 2 * local * width if config.needs.reference else 0.0
     both["teachers"] = teachers(config) * width
+    copies = sum(measurement.trains_copy for measurement in config.needs.measurements)
+    both["trained copies"] = copies * trained_copy(every, trained, width)
     both["simulators"] = simulators(config)
     both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
     on_gpu = engine.zero_stage and engine.offload == "none"
@@ -153,6 +155,12 @@ def teachers(config: Config) -> int:
     not counted. Raises UserError where a teacher's size is unknown."""
     loaded = {teacher.path for _, teacher in sections_in(config.algorithm, PathTeacher) if teacher.path is not None}
     return sum(weights_of(config, path) for path in sorted(loaded))
+
+
+def trained_copy(every: int, trained: int, width: int) -> int:
+    """Returns the bytes of a copy of the policy that is trained beside it: all of its weights, and of those that are
+    trained a gradient, two moments, and where they are rounded an fp32 copy and its gradient. width: bytes a weight."""
+    return every * width + trained * (width + 8 + (8 if width < 4 else 0))
 
 
 def weights_of(config: Config, path: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 
 class AuxiliaryModule:
-    """A module that is trained by Adam on equal inputs on all ranks, so that it stays equal on them."""
+    """A module that is trained by Adam on equal inputs on all ranks, or with gradients that are summed over them, so
+    that it stays equal on them. Weights in bfloat16 have copies in fp32, for small updates round to nothing in it."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
-        self.module, self.optimizer = module, torch.optim.Adam(module.parameters(), lr=lr)
+        self.module = module
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.rounded = any(p.dtype == torch.bfloat16 for p in self.trained)
+        self.weights = [p.detach().float().requires_grad_() if self.rounded else p for p in self.trained]
+        self.optimizer = torch.optim.Adam(self.weights, lr=lr)
         self.updates = 0  # so far
 
     def predict(self, *inputs: Tensor) -> Tensor:
@@ -30,14 +35,38 @@ class AuxiliaryModule:
         self.optimizer.step()
         self.updates += 1
 
+    def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+        """Takes one optimizer step on the sum of losses, 0-d each, of which one at a time holds its activations. Unlike
+        in `update` the losses are of this rank's own inputs. total: the sum of a tensor over the ranks."""
+        self.optimizer.zero_grad()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        for loss in losses:
+            loss.backward()
+        for weight, parameter in zip(self.weights, self.trained, strict=True):
+            own = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
+            parameter.grad, weight.grad = None, total(own.to(weight))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, parameter in zip(self.weights, self.trained, strict=True):
+                parameter.copy_(weight)
+        self.updates += 1
+
     def state(self) -> dict[str, Any]:
         """Returns a copy of the tensors and numbers that `load` needs."""
         states = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.rounded:
+            states["weights"] = {str(i): weight.detach() for i, weight in enumerate(self.weights)}
         return {**copy.deepcopy(states), "updates": self.updates}
 
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.rounded:
+            with torch.no_grad():
+                for i, weight in enumerate(self.weights):
+                    weight.copy_(state["weights"][str(i)])
         self.updates = state["updates"]
 
 

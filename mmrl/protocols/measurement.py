@@ -14,6 +14,7 @@ from mmrl.protocols.offers import Offer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmrl.protocols.auxiliary import AuxiliaryModules
     from mmrl.protocols.parts import RolloutSource, Task
     from mmrl.rollouts import Prompt, Rollouts, Sample
 
@@ -62,11 +63,14 @@ class CollectedContext(MeasurementContext):
 class PreparedContext(MeasurementContext):
     """Inputs of a measurement before the updates of a step. micro_batches: rows of the rollouts. replayed: a field of
     `Replay`, such as "logp" or "value", under the policy that sampled, of these rollouts or of changed ones of the same
-    size. reference: a context in which the policy has the reference's weights."""
+    size. reference: a context in which the policy has the reference's weights. modules: networks that are trained
+    beside the policy, and lie in checkpoints; sum: of a tensor over the ranks, a collective."""
 
     micro_batches: list[Tensor]
     replayed: Callable[[Rollouts, str], Tensor]
     reference: Callable[[], AbstractContextManager[Any]]
+    modules: AuxiliaryModules
+    sum: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,14 @@ class Measurement(ABC, Generic[R_co]):
     requires: the ability that `context.policy` must have, checked before anything is loaded; None: none beyond
     `Policy`. cost: what it adds to a step, as text. of_sampling_weights: whether it must be computed with the weights
     that sampled, which are gone where rollouts are made ahead of training. films: whether it reads `Episode.frames`.
+    trains_copy: whether it trains a copy of the policy beside it, which takes memory and needs whole weights.
     """
 
     requires: ClassVar[type | None] = None
     cost: ClassVar[str]
     of_sampling_weights: ClassVar[bool] = False
     films: ClassVar[bool] = False
+    trains_copy: ClassVar[bool] = False
 
     @property
     @abstractmethod

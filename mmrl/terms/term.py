@@ -96,6 +96,7 @@ class Shaper(Choice):
         "span_minimum": "mmrl.terms.shapers.spans:SpanMinimum",
         "span_signs": "mmrl.terms.shapers.spans:SpanSigns",
         "span_progress": "mmrl.terms.shapers.spans:SpanProgress",
+        "implicit_process": "mmrl.terms.shapers.implicit:ImplicitProcess",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
     paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's

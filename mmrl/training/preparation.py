@@ -236,6 +236,8 @@ class Preparation:
             every,
             replayed,
             self.reference_weights,
+            self.modules,
+            self.engine.sum,
         )
         for measurement in self.needs.prepared:
             rollouts.extras[measurement.name] = measurement.measure(rollouts, context)

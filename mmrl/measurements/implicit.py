@@ -1,0 +1,121 @@
+"""Implicit process rewards: log-ratios of a copy of the policy that learns which rollouts end well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.errors import UserError
+from mmrl.protocols.abilities import Numbered
+from mmrl.protocols.facts import REWARD
+from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.protocols.auxiliary import AuxiliaryModule
+    from mmrl.rollouts import DecisionColumn, Rollouts
+
+
+@dataclass(frozen=True)
+class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
+    """The process reward of each decision, [rollout, decision] fp32: beta (log pi_phi - log pi_ref), 0 where none
+    counts. pi_phi starts as a copy of the policy, and takes one step of Adam a step of the run, on the cross-entropy of
+    the outcome 0 or 1; pi_ref is the job's reference.
+
+    label: the outcome, accuracy or reward/NAME; updates: whether pi_phi learns from rollouts before it scores them.
+    """
+
+    label: str
+    beta: float
+    lr: float
+    updates: Literal["before", "after"]
+    requires: ClassVar[type] = Numbered
+    cost: ClassVar[str] = "a forward and a backward pass of a second model, and with updates=before one more forward"
+    scores: ClassVar[bool] = True
+    trains_copy: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"implicit {self.label} {self.beta:g} {self.lr:g} {self.updates}"
+
+    def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
+        """Raises UserError for an outcome that is not 0 or 1."""
+        from mmrl.rollouts import DecisionColumn
+
+        policy = context.policy
+        module = context.modules.get(self.name, lambda: copy.deepcopy(policy.module), self.lr)
+        scores = self._learn(module, rollouts, context)
+        if self.updates == "before":
+            scores = self._scored(module, rollouts, context)
+        return DecisionColumn(scores)
+
+    def outcome(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        """Returns 0 or 1, [rollout]; NaN for rollouts that were not scored, do not count or fill up a batch."""
+        import torch
+
+        from mmrl.rollouts import require
+
+        if self.label.startswith(REWARD):
+            index = list(context.task.reward_names).index(self.label.removeprefix(REWARD))
+            values = require(rollouts.rewards, "rewards")[:, index]
+        else:
+            values = require(rollouts.accuracy, "accuracy")
+        known = ~values.isnan() & rollouts.mask.any(1)
+        if rollouts.filler is not None:
+            known = known & ~rollouts.filler
+        odd = values[known & (values != 0) & (values != 1)]
+        if len(odd):
+            raise UserError(
+                f"{self.label} is {float(odd[0]):g} for a rollout, and implicit process rewards learn from outcomes "
+                "that are 0 or 1; name such a one by label: reward/NAME"
+            )
+        return values.where(known, torch.nan)
+
+    def _learn(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        """Takes a step on the rollouts of all ranks; returns scores from before it, [rollout, decision]."""
+        import torch
+
+        outcome = self.outcome(rollouts, context)
+        count = context.sum(outcome.isfinite().sum())
+        scores = torch.zeros(rollouts.mask.shape)
+
+        def losses() -> Iterator[Tensor]:
+            for rows in context.micro_batches:
+                values = self._rewards(module, rollouts.select(rows), context)
+                scores[rows] = values.detach().float().cpu()
+                labels = outcome[rows].to(values.device)
+                yield outcome_loss(values.sum(1), labels) / count.to(values.device).clamp(min=1)
+
+        module.descend(losses(), context.sum)
+        return scores
+
+    def _scored(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        import torch
+
+        scores = torch.zeros(rollouts.mask.shape)
+        with torch.no_grad():
+            for rows in context.micro_batches:
+                scores[rows] = self._rewards(module, rollouts.select(rows), context).float().cpu()
+        return scores
+
+    def _rewards(self, module: AuxiliaryModule, micro: Rollouts, context: PreparedContext) -> Tensor:
+        """Computes the process rewards of a micro-batch with their gradient."""
+        from mmrl.rollouts import require
+
+        logp = context.policy.replay(micro, module.module).logp
+        reference = require(micro.ref_logp, "log-probabilities under the reference").to(logp)
+        return self.beta * (logp - reference).where(micro.mask.to(logp.device), 0)
+
+
+def outcome_loss(logits: Tensor, outcome: Tensor) -> Tensor:
+    """Computes the sum of binary cross-entropies, 0-d. logits: [rollout]; outcome: [rollout], 0, 1, or NaN where none
+    is known."""
+    import torch
+
+    known = outcome.isfinite()
+    return torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, outcome.where(known, 0).to(logits), weight=known.to(logits), reduction="sum"
+    )

@@ -1,0 +1,34 @@
+"""Faults of implicit process rewards, as in `planted_spans.py`."""
+
+from __future__ import annotations
+
+M, C = "mmrl/measurements/implicit.py", "mmrl/core/credit.py"
+S, A = "mmrl/terms/shapers/implicit.py", "mmrl/protocols/auxiliary.py"
+IMPLICIT = ("whole_runs/test_implicit_process.py",)
+
+# fmt: off
+FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
+    ("implicit: the log-ratio has the other sign", M, "self.beta * (logp - reference)", "self.beta * (reference - logp)", IMPLICIT),
+    ("implicit: beta is left out", M, "return self.beta * (", "return (", IMPLICIT),
+    ("implicit: the mean of the tokens is judged", M, "outcome_loss(values.sum(1), labels)", "outcome_loss(values.mean(1), labels)", IMPLICIT),
+    ("implicit: the loss is a sum", M, "/ count.to(values.device).clamp(min=1)", "/ 1", IMPLICIT),
+    ("implicit: right is wrong", M, "outcome.where(known, 0).to(logits)", "1 - outcome.where(known, 0).to(logits)", IMPLICIT),
+    ("implicit: the unknown are wrong", M, "weight=known.to(logits), ", "", IMPLICIT),
+    ("implicit: fillers teach", M, "known = known & ~rollouts.filler", "known = known & True", IMPLICIT),
+    ("implicit: it always scores after it has learned", M, 'if self.updates == "before":', "if True:", IMPLICIT),
+    ("implicit: it never scores after it has learned", M, 'if self.updates == "before":', "if False:", IMPLICIT),
+    ("implicit: the policy itself is trained", M, "lambda: copy.deepcopy(policy.module)", "lambda: policy.module", IMPLICIT),
+    ("implicit: any outcome passes", M, "        if len(odd):\n", "        if len(odd) < 0:\n", IMPLICIT),
+    ("implicit: the others are all", C, "(means[rows].sum() - means[rows]) / (len(rows) - 1)", "means[rows].mean().expand(len(rows))", IMPLICIT),
+    ("implicit: the baseline is of sums", C, "means = counted.sum(1) / mask.sum(1).clamp(min=1)", "means = counted.sum(1)", IMPLICIT),
+    ("implicit: the baseline is paid after the end", C, "return discounted(differences.where(mask, 0), gamma)", "return discounted(differences, gamma)", IMPLICIT),
+    ("implicit: no discount", C, "return discounted(differences.where(mask, 0), gamma)", "return discounted(differences.where(mask, 0), 1.0)", IMPLICIT),
+    ("implicit: the outcome is left out", S, "return self.outcome * advantages + self.weight * process", "return self.weight * process", IMPLICIT),
+    ("implicit: the weight is left out", S, "self.weight * process", "process", IMPLICIT),
+    ("modules: gradients stay on their rank", A, "total(own.to(weight))", "own.to(weight)", IMPLICIT),
+    ("modules: gradients of a step before count", A, "            parameter.grad = None\n", "            pass\n", IMPLICIT),
+    ("modules: rounded weights begin anew", A, 'weight.copy_(state["weights"][str(i)])', "weight.copy_(weight)", IMPLICIT),
+    ("modules: Adam moves rounded weights", A, "p.detach().float().requires_grad_() if self.rounded else p", "p", IMPLICIT),
+    ("implicit: ZeRO-3 passes", "mmrl/config.py", "measurement.trains_copy for measurement", "False for measurement", IMPLICIT),
+    ("implicit: a copy has no moments", "mmrl/doctor/memory_plan.py", "(width + 8 + ", "(width + ", IMPLICIT),
+]
