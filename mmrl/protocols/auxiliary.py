@@ -38,9 +38,7 @@ class AuxiliaryModule:
     def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Takes one optimizer step on the sum of losses, 0-d each, of which one at a time holds its activations. Unlike
         in `update` the losses are of this rank's own inputs. total: the sum of a tensor over the ranks."""
-        self.optimizer.zero_grad()
-        for parameter in self.module.parameters():
-            parameter.grad = None
+        self.module.zero_grad()
         for loss in losses:
             loss.backward()
         for weight, parameter in zip(self.weights, self.trained, strict=True):

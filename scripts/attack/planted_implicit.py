@@ -26,7 +26,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("implicit: the outcome is left out", S, "return self.outcome * advantages + self.weight * process", "return self.weight * process", IMPLICIT),
     ("implicit: the weight is left out", S, "self.weight * process", "process", IMPLICIT),
     ("modules: gradients stay on their rank", A, "total(own.to(weight))", "own.to(weight)", IMPLICIT),
-    ("modules: gradients of a step before count", A, "            parameter.grad = None\n", "            pass\n", IMPLICIT),
+    ("modules: gradients of a step before count", A, "        self.module.zero_grad()\n", "", IMPLICIT),
     ("modules: rounded weights begin anew", A, 'weight.copy_(state["weights"][str(i)])', "weight.copy_(weight)", IMPLICIT),
     ("modules: Adam moves rounded weights", A, "p.detach().float().requires_grad_() if self.rounded else p", "p", IMPLICIT),
     ("implicit: ZeRO-3 passes", "mmrl/config.py", "measurement.trains_copy for measurement", "False for measurement", IMPLICIT),

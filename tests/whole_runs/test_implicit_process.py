@@ -72,6 +72,7 @@ def test_a_step_from_several_losses_is_one_of_their_sum():
     line = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(line.weight)
     module, sums = AuxiliaryModule(line, lr=0.25), []
+    line.weight.grad = torch.full((1, 1), -5.0)  # of a step that ended early
     module.descend((factor * line.weight.sum() for factor in (2.0, -1.0, 0.0)), lambda g: sums.append(g) or 2 * g)
     close(line.weight.detach(), [[0.75]])
     close(sums[0], [[1.0]])
