@@ -15,7 +15,7 @@ from mmrl.measurements.implicit import outcome_loss
 from mmrl.protocols.auxiliary import AuxiliaryModule, AuxiliaryModules
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import close
-from tests.whole_runs.parts import ROBOTS, TINY, distance, final, make, metrics, release, spread, timeless, train
+from tests.whole_runs.parts import ROBOTS, TINY, call, distance, final, make, metrics, release, spread, timeless, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 HERE = __name__
@@ -201,6 +201,20 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     rows, others = ([row for row in timeless(metrics(tmp_path / name)) if "loss" in row] for name in ("whole", "parts"))
     assert rows == others
     assert len({row["implicit_process/loss"] for row in rows}) == len(rows) == 4
+
+
+def run(folder):
+    train(folder, OUTCOME, *PLAIN, prime().replace("lr: 0.01", "lr: 0.001"), "steps=2")
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_does(tmp_path):
+    """Gradients of the copy are summed over ranks, and its loss is of the rollouts of both."""
+    for name, ranks in (("one", 1), ("two", 2)):
+        call(run, tmp_path / name, log=tmp_path / f"{name}.log", ranks=ranks)
+    rows, others = ([row["implicit_process/loss"] for row in metrics(tmp_path / name)[:2]] for name in ("one", "two"))
+    close(rows, others, atol=1e-5)
+    assert distance(final(tmp_path / "one"), final(tmp_path / "two")) < 1e-5
 
 
 # --- refusals ---
