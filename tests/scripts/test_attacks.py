@@ -9,7 +9,7 @@ import pytest
 ATTACKS = Path(__file__).parents[2] / "scripts" / "attack"
 
 
-PARTS = [("rewards", 180), ("data", 300), ("simulators", 100), ("inputs", 80), ("surroundings", 7)]
+PARTS = [("rewards", 180), ("data", 300), ("simulators", 100), ("inputs", 80), ("surroundings", 7), ("checks", 2)]
 
 
 @pytest.mark.slow
