@@ -29,11 +29,8 @@ class AuxiliaryModule:
         return output
 
     def update(self, loss: Tensor) -> None:
-        """Takes one optimizer step on a loss, 0-d."""
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.updates += 1
+        """Takes one optimizer step on a loss, 0-d, of inputs that are equal on all ranks."""
+        self.descend([loss], lambda gradient: gradient)
 
     def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Takes one optimizer step on the sum of losses, 0-d each, of which one at a time holds its activations. Unlike

@@ -80,17 +80,22 @@ def test_a_step_from_several_losses_is_one_of_their_sum():
     assert module.updates == 1 and line.weight.grad is None
 
 
-def test_small_updates_of_rounded_weights_add_up():
+@pytest.mark.parametrize(
+    "step",
+    [AuxiliaryModule.update, lambda module, loss: module.descend([loss], lambda g: g)],
+    ids=["update", "descend"],
+)
+def test_small_updates_of_rounded_weights_add_up(step):
     """A step of 2^-10 is lost beside 1 in bfloat16, ten of them are not; a state goes on where it was."""
     line = torch.nn.Linear(1, 1, bias=False).bfloat16()
     torch.nn.init.ones_(line.weight)
     module = AuxiliaryModule(line, lr=2**-10)
     for _ in range(5):
-        module.descend([line.weight.sum()], lambda g: g)
+        step(module, line.weight.sum())
     other = AuxiliaryModule(torch.nn.Linear(1, 1, bias=False).bfloat16(), lr=2**-10)
     other.load(module.state())
     for _ in range(5):
-        other.descend([other.module.weight.sum()], lambda g: g)
+        step(other, other.module.weight.sum())
     close(other.module.weight.detach().float(), [[0.9922]], atol=1e-4)
 
 
