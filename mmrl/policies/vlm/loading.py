@@ -208,7 +208,7 @@ def base_of(path: str) -> str:
 
 def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
     """Returns `model` with the LoRA at `path` if there is one, or a new one if `lora` is given; freezes the parts in
-    `freeze`."""
+    `freeze`. Raises UserError where targets match no module."""
     adapted = (Path(path) / "adapter_config.json").is_file()
     if adapted or lora is not None:
         import peft  # takes a second, and only a LoRA needs it
@@ -216,7 +216,12 @@ def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | No
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
-        model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
+        try:
+            model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
+        except ValueError as error:  # its text shows the whole model's class and where that was loaded from
+            raise UserError(
+                f"model.lora.targets={lora.targets}: no adapter can be added there ({error!s:.120})"
+            ) from None
     for parameter_name, parameter in model.named_parameters():  # adapters too
         if part_of(parameter_name) in freeze:
             parameter.requires_grad_(False)
