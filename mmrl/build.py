@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from mmrl.tasks.settings import TaskSettings
 def build_task(config: Config) -> Task:
     """Builds the task, and checks that it fits the algorithm: names of rewards, rewards of turns, the metadata that
     terms read, and the prompts that measurements need. Raises UserError, which names the key."""
+    check_files(config.task)
     try:
         task = open_elsewhere(config.task, config.algorithm.needs.gates).build(config.seed)
         if isinstance(task, ConversationTask) and task.environment is not None:
@@ -58,6 +60,13 @@ def build_task(config: Config) -> Task:
     except ValueError as error:
         raise UserError(str(error)) from None
     return task
+
+
+def check_files(task: TaskSettings) -> None:
+    """Raises UserError, which names the key, for a file or folder of the task that does not exist."""
+    for key, path in sections_in(task, Path, ("task",)):
+        if not path.exists():
+            raise UserError(f"{key}={path}: no such file or folder")
 
 
 def check_measured(config: Config, task: Task) -> None:

@@ -289,8 +289,8 @@ def plain(value: object, *, brief: bool = False) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def sections_in(value: object, base: type[Section], path: Path_ = ()) -> Iterable[tuple[str, Any]]:
-    """Yields every `base` inside a section, with its dotted path."""
+def sections_in(value: object, base: type, path: Path_ = ()) -> Iterable[tuple[str, Any]]:
+    """Yields every `base`, a kind of section or of value, inside a section, with its dotted path."""
     if isinstance(value, base):
         yield dotted(path), value
     elif isinstance(value, Section):

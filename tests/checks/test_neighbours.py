@@ -1,4 +1,4 @@
-"""Thirty misconfigurations beside the sixty: `mmrl check` names all but NOT_YET in one line, by key or row."""
+"""Thirty misconfigurations beside the sixty: `mmrl check` names each in one line, by key or row."""
 
 import pytest
 
@@ -7,16 +7,8 @@ from tests.checks.misconfigurations.cases import EVERY
 from tests.checks.misconfigurations.neighbours import NEIGHBOURS
 from tests.checks.misconfigurations.parts import named_by
 
-NOT_YET = ("adapter_matches_nothing", "file_of_questions_absent", "file_of_prompts_absent")  # told without their key
 
-
-def marked(case):
-    reason = "the line does not name the key"
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if case.name in NOT_YET else []
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in NEIGHBOURS])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in NEIGHBOURS])
 def test_a_misconfiguration_is_named(case, tmp_path, monkeypatch):
     made = case.write(tmp_path)
     monkeypatch.chdir(tmp_path)
