@@ -31,4 +31,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("modules: Adam moves rounded weights", A, "p.detach().float().requires_grad_() if self.rounded else p", "p", IMPLICIT),
     ("implicit: ZeRO-3 passes", "mmrl/config.py", "measurement.trains_copy for measurement", "False for measurement", IMPLICIT),
     ("implicit: a copy has no moments", "mmrl/doctor/memory_plan.py", "(width + 8 + ", "(width + ", IMPLICIT),
+    ("modules: a single loss moves nothing", A, "self.descend([loss], lambda gradient: gradient)", "self.descend([loss], lambda gradient: 0 * gradient)", IMPLICIT),
 ]

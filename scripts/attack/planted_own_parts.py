@@ -18,4 +18,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("own: a stop is the end of the run", "mmrl/trainer.py", "            if self.stopping or self.ends or (self", "            if self.stopping or (self", OWN),
     ("own: a stop is not told", "mmrl/job.py", "    elif training.ends and", "    elif False and", OWN),
     ("own: any function has a name", "mmrl/rewards/settings.py", "vars(sys.modules[target.__module__]).get(name) is not target", "False", OWN),
+    ("own: a source does not know its run", "mmrl/collection/extra_sources.py", '"""Begins a run, before its first step."""\n        self._context = context', '"""Begins a run, before its first step."""', ("joints/test_branches.py",)),
+    ("own: a source counts on rollouts that it does not make", "mmrl/collection/extra_sources.py", "0 where it depends on the groups.\"\"\"\n        return 0", "0 where it depends on the groups.\"\"\"\n        return 1", ("joints/test_replays.py",)),
 ]
