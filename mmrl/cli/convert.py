@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from mmrl import moved
+from mmrl.cli.external_files import Settings, flat, number
 from mmrl.cli.former_kinds import with_present_kinds
-from mmrl.cli.their_files import Settings, flat, number
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.settings import recipes

@@ -591,7 +591,7 @@ def run_convert(options: argparse.Namespace) -> int:
     if options.source.is_dir():
         return run_model_conversion(options)
     from mmrl.cli.convert import convert, convert_former
-    from mmrl.cli.their_recipes import convert_theirs
+    from mmrl.cli.external_recipes import convert_theirs
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")

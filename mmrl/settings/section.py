@@ -328,7 +328,7 @@ def their_key(name: str) -> tuple[str, str] | None:
     """Returns the library that has a key of this name, and what it is here; None for a name that none of them has."""
     import json  # here, as the table: only a message asks for them
 
-    table = json.loads(Path(__file__).with_name("their_keys.json").read_text())
+    table = json.loads(Path(__file__).with_name("external_keys.json").read_text())
     return (table[name][0], table[name][1]) if name in table else None
 
 

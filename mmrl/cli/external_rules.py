@@ -1,5 +1,5 @@
 """Rules that carry a key of another system over where it is more than a new name: of batches and the algorithm.
-`mmrl/settings/their_keys.json` names them; see `their_recipes`, and `their_part_rules` for all else."""
+`mmrl/settings/external_keys.json` names them; see `external_recipes`, and `external_part_rules` for all else."""
 
 from __future__ import annotations
 

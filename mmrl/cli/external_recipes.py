@@ -1,8 +1,8 @@
 """Converts configurations of verl, EasyR1, TRL, ms-swift, flow_grpo and RLinf into mmrl's, key by key.
 
-What a key of theirs is here stands in one table, `mmrl/settings/their_keys.json`, which also answers unknown keys: the
-library, mmrl's key, and the rule of `their_rules` where it is more than a new name. Keys are looked up by their
-longest ending that the table has, those of one system as SYSTEM:KEY first.
+`mmrl/settings/external_keys.json` maps each of their keys to [library, key of mmrl, rule]. The rule is the name of a
+function in RULES, for keys whose value changes too. The table may also hold a key without its first parts: the longest
+ending that it has is used, and an entry SYSTEM:KEY wins over KEY. Messages about unknown keys read the same table.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mmrl import settings as settings_package
-from mmrl.cli import their_part_rules as parts
-from mmrl.cli import their_rules as rules
+from mmrl.cli import external_part_rules as parts
+from mmrl.cli import external_rules as rules
 from mmrl.cli.convert import COMMON, Converted, Settings, crop, suite
-from mmrl.cli.their_files import read_settings
-from mmrl.cli.their_rules import Rule
+from mmrl.cli.external_files import read_settings
+from mmrl.cli.external_rules import Rule
 from mmrl.errors import UserError
 
 _PLAIN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
@@ -146,7 +146,7 @@ def convert_theirs(path: Path) -> Converted | None:
 
 def converted_from(system: System, settings: Settings, name: str) -> Converted:
     """Returns the configuration. name: of the run directory where the file names none."""
-    table = their_table()
+    table = external_key_table()
     converted = Converted(ours={"run_dir": f"runs/{name}", **system.common})
     filled = {key: value for key, value in system.defaults.items() if not _present(key, settings)}
     whole = settings | filled
@@ -162,9 +162,9 @@ def converted_from(system: System, settings: Settings, name: str) -> Converted:
     return converted
 
 
-def their_table() -> dict[str, list[str]]:
+def external_key_table() -> dict[str, list[str]]:
     """Returns the table of their keys: library, mmrl's key, and the name of a rule where there is one."""
-    file = Path(settings_package.__file__).with_name("their_keys.json")
+    file = Path(settings_package.__file__).with_name("external_keys.json")
     table: dict[str, list[str]] = json.loads(file.read_text())
     return table
 

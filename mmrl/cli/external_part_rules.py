@@ -1,4 +1,4 @@
-"""Rules as in `their_rules`, of the model, data, rewards, denoising and robots."""
+"""Rules as in `external_rules`, of the model, data, rewards, denoising and robots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrl.cli.convert import Converted, Settings, weights
-from mmrl.cli.their_rules import Rule, of
+from mmrl.cli.external_rules import Rule, of
 from mmrl.errors import UserError
 
 TRANSITIONS = {"sde": "flow_sde", "cps": "cps", "dance": "dance_sde"}

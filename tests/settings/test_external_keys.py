@@ -10,7 +10,7 @@ from mmrl.errors import UserError
 from tests.helpers.command_line import ROOT
 from tests.house.test_pages import KEY, known  # noqa: F401  a fixture
 
-TABLE = json.loads((ROOT / "mmrl" / "settings" / "their_keys.json").read_text())
+TABLE = json.loads((ROOT / "mmrl" / "settings" / "external_keys.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ ours: the converted file loads, and its values are those that were written."""
 
 import pytest
 
+from mmrl.cli.external_files import python_settings, read_settings
+from mmrl.cli.external_recipes import RULES, SYSTEMS, convert_theirs, external_key_table
 from mmrl.cli.main import main
-from mmrl.cli.their_files import python_settings, read_settings
-from mmrl.cli.their_recipes import RULES, SYSTEMS, convert_theirs, their_table
 from mmrl.config import load
 from mmrl.errors import UserError
 
@@ -360,7 +360,7 @@ def test_the_command_writes_it_and_knows_other_files_apart(tmp_path, capsys):
 
 
 def test_every_rule_of_the_table_exists_and_every_rule_is_used():
-    named = {entry[2] for entry in their_table().values() if len(entry) > 2}
+    named = {entry[2] for entry in external_key_table().values() if len(entry) > 2}
     assert named == set(RULES)
-    systems = {key.partition(":")[0] for key in their_table() if ":" in key}
+    systems = {key.partition(":")[0] for key in external_key_table() if ":" in key}
     assert systems <= {system.name for system in SYSTEMS}
