@@ -104,9 +104,9 @@ class Algorithm(Choice):
         "weight, segment_mean where a segment has",
     )
     terms: list[Term] = option([], "loss terms that are added")
-    masks: list[Mask] = option([], "what is left out of the loss")
-    epochs: int = option(1, "times that a step's rollouts are learned from", ge=1)
-    minibatches: int = option(1, "optimizer steps an epoch", ge=1)
+    masks: list[Mask] = option([], "masks: decisions or rollouts that are left out of the loss")
+    epochs: int = option(1, "passes over a step's rollouts", ge=1)
+    minibatches: int = option(1, "optimizer steps in each pass", ge=1)
 
     @property
     def shapers(self) -> list[Shaper]:
@@ -262,8 +262,10 @@ def has_ratios_of_one(algorithm: Algorithm, config: JobConfig) -> bool:
 class RewardedAlgorithm(Algorithm):
     """An algorithm that learns from rewards: advantages may be shaped, and an average of the weights may roll out."""
 
-    shaping: list[Shaper] = option([], "changes of the advantages, in this order")
-    sampling_policy: SamplingPolicy | None = option(None, "roll out with a slower average of the weights; null: do not")
+    shaping: list[Shaper] = option([], "changes of advantages, in this order")
+    sampling_policy: SamplingPolicy | None = option(
+        None, "sample rollouts with a moving average of the weights; null: with the trained weights"
+    )
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class GroupedAlgorithm(RewardedAlgorithm):
     """An algorithm that compares the rollouts of one prompt with one another."""
 
-    baseline: Baseline = option(Mean(), "what a reward is compared with")
+    baseline: Baseline = option(Mean(), "baseline that is subtracted from a reward")
     scale: Scale = option(
         GroupStd(),
         "what the difference is divided by; by default what the baseline's source divides by: group_std "

@@ -46,7 +46,7 @@ class PPO(RatioAlgorithm):
     collection: ClassVar[CollectionSettings] = Independent
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "ppo"
-    gamma: float = option(0.99, "discount of a step", gt=0, le=1)
+    gamma: float = option(0.99, "discount factor", gt=0, le=1)
     lam: TraceDecay = option(
         ConstantDecay(), "lambda of the policy's advantages. 1: returns; towards 0: the critic's values"
     )

@@ -28,7 +28,7 @@ class ExtraRollouts(ExtraSource):
 
     type: str = "extra_rollouts"
     count: int = option(8, "further responses to a prompt", ge=1)
-    temperature: float = option(1.2, "of these responses", gt=0)
+    temperature: float = option(1.2, "temperature of these responses", gt=0)
     most: int = option(2, "right ones that join a group; the first of them", ge=1)
     accuracy: float = option(1.0, "of a response that counts as right", unit="accuracy")
 

@@ -91,7 +91,7 @@ class Independent(Demonstrations):
         3, "steps in a row in which no rollout could be scored, after which the run ends", unit="steps", ge=1
     )
     score_in_background: bool = option(False, "score one micro-batch while the next is generated")
-    extras: list[ExtraSource] = option([], "where further rollouts of a step come from, beside the fresh ones")
+    extras: list[ExtraSource] = option([], "further sources of rollouts beside new ones")
 
     @property
     def rollouts_per_prompt(self) -> int:

@@ -35,7 +35,7 @@ class Optim(Choice):
     }
     type: str = "adamw"
     lr: float = option(1e-6, "learning rate", gt=0)
-    weight_decay: float = option(0.0, "of weights; biases and scales of norms are not decayed", ge=0)
+    weight_decay: float = option(0.0, "weight decay; biases and scales of norms are not decayed", ge=0)
     warmup_steps: int = option(
         0,
         "optimizer steps of linear warm-up, the first of which has lr / warmup_steps; transformers begins at 0, a step "
@@ -117,7 +117,7 @@ class SGD(Optim):
     test: ClassVar[str] = "tests/joints/test_optimizer.py"
     type: str = "sgd"
     lr: float = option(0.1, "learning rate", gt=0)
-    momentum: float = option(0.0, "of the running sum of gradients; 0: nothing is kept", ge=0, lt=1)
+    momentum: float = option(0.0, "momentum; 0: none", ge=0, lt=1)
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class Particles(Search):
     type: str = "particles"
     count: int = option(4, "chains a prompt", ge=1)
     every: int = option(3, "steps of the chain between two choices", unit="steps", ge=1)
-    strength: float = option(1.0, "of rewards in the weights; 0: none goes on twice", ge=0)
+    strength: float = option(1.0, "strength of rewards in the weights; 0: no chain is duplicated", ge=0)
     transition: DenoisingTransition = option(FlowSDE(), "the stochastic step")
 
     def check(self, offered: Capabilities) -> None:

@@ -148,7 +148,7 @@ class VLLMServer(VLLMGenerator):
     tensor_parallel: int = option(1, "GPUs of each", ge=1)
     first_device: int = option(0, "the first of their GPUs; those before it are for training", ge=0)
     host: str = option("127.0.0.1", "where they listen; with ranks on several hosts a name that all of them know")
-    addresses: list[str] = option([], "of engines that were started elsewhere, http://host:port; none is started then")
+    addresses: list[str] = option([], "addresses of running vLLM servers, http://host:port; then mmrl starts none")
     ray: str | None = option(
         None, "address of a Ray cluster, HOST:PORT of its head, or auto: Ray places the engines on hosts with free GPUs"
     )

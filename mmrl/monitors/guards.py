@@ -64,7 +64,7 @@ class LowerLR(Action):
     """The learning rate is multiplied by `factor` from then on."""
 
     type: str = "lower_lr"
-    factor: float = option(0.5, "of the learning rate", gt=0, lt=1)
+    factor: float = option(0.5, "factor of the learning rate", gt=0, lt=1)
 
     def act(self, run: GuardedRun, why: str) -> None:
         run.scale_lr(self.factor)
@@ -96,11 +96,11 @@ class Stop(Action):
 class Guard(Section):
     """A band that a metric shall stay in."""
 
-    metric: str = option(description="as it stands in metrics.jsonl, such as guard/sharpness or evaluation/accuracy")
+    metric: str = option(description="name of the metric, as in metrics.jsonl: guard/sharpness, evaluation/accuracy")
     low: float = option(-math.inf, "least good value")
     high: float = option(math.inf, "largest good value")
     patience: int = option(1, "measurements in a row outside the band before it acts", ge=1)
-    action: Action = option(Warn(), "what it does")
+    action: Action = option(Warn(), "action of the guard")
 
     @model_validator(mode="after")
     def _band(self) -> Guard:

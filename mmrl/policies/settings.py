@@ -74,7 +74,9 @@ class ModelSettings(Choice):
     warm_start: str | None = option(
         None, "a configuration beside this one: the run starts from what that one's run ended with"
     )
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights; the optimizer's are fp32")
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "number format of the weights; the optimizer keeps fp32 weights"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSettings:

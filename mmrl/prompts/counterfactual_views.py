@@ -21,7 +21,7 @@ class Blank(View):
     source: ClassVar[str] = "the image that pointwise mutual information leaves out, as for MIRL"
     test: ClassVar[str] = "tests/prompts/test_counterfactual_views.py"
     type: str = "blank"
-    level: int = option(127, "of every pixel and channel", ge=0, le=255)
+    level: int = option(127, "noise level of every pixel and channel", ge=0, le=255)
 
     def change(self, prompt: Prompt) -> Prompt:
         from PIL import Image

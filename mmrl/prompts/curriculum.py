@@ -119,8 +119,8 @@ class SuccessWindow(Remembering):
     )
     test: ClassVar[str] = TEST
     type: str = "success_window"
-    low: float = option(0.01, "smallest average success of a prompt that is drawn", ge=0, le=1)
-    high: float = option(0.99, "largest average success of a prompt that is drawn", ge=0, le=1)
+    low: float = option(0.01, "smallest average success of a prompt that is sampled", ge=0, le=1)
+    high: float = option(0.99, "largest average success of a prompt that is sampled", ge=0, le=1)
     recheck: int = option(4, "every so many rounds no prompt is passed over", unit="rounds", ge=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
 
@@ -161,7 +161,7 @@ class SkipFlat(Remembering):
     source: ClassVar[str] = "GRESO, arXiv 2506.02177, with one chance to explore for easy and hard prompts alike"
     test: ClassVar[str] = TEST
     type: str = "skip_flat"
-    explore: float = option(0.5, "chance of a prompt whose last group was flat", gt=0, lt=1)
+    explore: float = option(0.5, "probability of a prompt whose last group had equal rewards", gt=0, lt=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
     _flat: dict[int, int] = PrivateAttr(default_factory=dict)
 

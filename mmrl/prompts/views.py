@@ -89,7 +89,7 @@ class MaskedPatches(DrawnView):
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
     type: str = "masked_patches"
-    share: float = option(0.6, "of the patches that are black", gt=0, le=1)
+    share: float = option(0.6, "share of the patches that are masked", gt=0, le=1)
     patch: int = option(14, "side of a patch", unit="pixels", ge=1)
 
     def change(self, prompt: Prompt) -> Prompt:

@@ -18,7 +18,7 @@ class CriticSettings(Choice):
     }
     test: ClassVar[str] = "tests/policies/vla/test_critics.py"
     type: str = "shared"
-    width: int = option(128, "of its hidden layers", ge=1)
+    width: int = option(128, "width of its hidden layers", ge=1)
     layers: int = option(1, "hidden layers", ge=1)
 
 
@@ -34,5 +34,5 @@ class SeparateCritic(CriticSettings):
     """A separate perceptron on the robot's state, and on privileged simulator state where it is configured."""
 
     type: str = "separate"
-    width: int = option(256, "of its hidden layers", ge=1)
+    width: int = option(256, "width of its hidden layers", ge=1)
     layers: int = option(3, "hidden layers", ge=1)

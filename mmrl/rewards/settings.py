@@ -31,8 +31,8 @@ class RewardSpec(Section):
     name: str = option(
         description="of `mmrl.rewards.REWARDS`, or a custom one as package.module:function or package.module:Class"
     )
-    weight: float = option(1.0, "of the component in the advantage; 0: it is only reported", allow_inf_nan=False)
-    options: dict[str, Any] = option({}, "of the reward")
+    weight: float = option(1.0, "weight of the reward; 0: it is logged and not trained on", allow_inf_nan=False)
+    options: dict[str, Any] = option({}, "options of the reward")
     signature: Literal["mmrl", "trl", "trl_text", "verl", "easyr1"] = option(
         "mmrl",
         "of a custom reward. mmrl: f(sample); trl: f(completions, **columns), completions as lists of one message; "
@@ -77,7 +77,7 @@ class RewardSpec(Section):
         ge=1,
     )
     workers: int | None = option(None, "processes of an isolated reward; default: 2", ge=1)
-    limits: Limits | None = option(None, "what each of them may use")
+    limits: Limits | None = option(None, "limits of each process")
     batch_size: int | None = option(
         None, "samples that a batched reward gets at once; default: all of them", unit="samples", ge=1
     )

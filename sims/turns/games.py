@@ -78,7 +78,7 @@ class NamedActions(Game):
         "where it is an image, numbers of 8 bits [height, width, 3], else render",
     )
     instruction: str = option("", "what is to be done; default: `mission` of the observation, where it has one")
-    pixels: int | None = option(None, "images are made smaller than this", unit="pixels", ge=1)
+    pixels: int | None = option(None, "larger images are scaled down to this number of pixels", unit="pixels", ge=1)
     kwargs: dict[str, Any] = option({}, "further arguments of the environment")
 
     def make(self) -> Environment:
@@ -138,7 +138,7 @@ class OpenEnv(Game):
     test: ClassVar[str] = "tests/sims/test_other_environments.py"
     type: str = "openenv"
     target: str | None = option(None, "package.module:name of an environment's class, or of a function that makes one")
-    address: str | None = option(None, "of a server, such as http://localhost:8000; this or target")
+    address: str | None = option(None, "address of a server, such as http://localhost:8000; set this or target")
     action: str | None = option(None, "package.module:name of the class of actions, which target needs")
     action_field: str | None = option(
         None, "field of an action that a response's text fills; null: the response is the action, as a JSON object"

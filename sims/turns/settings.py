@@ -32,7 +32,7 @@ class Isolation(Section):
 
     deadline_s: float = option(10.0, "the longest that an environment may take for a start or a step", unit="s", gt=0)
     at_once: int = option(16, "environments that are started or stepped at the same time", ge=1)
-    limits: Limits | None = option(None, "what each process may use")
+    limits: Limits | None = option(None, "limits of each process")
 
 
 class EnvironmentSettings(Choice):
@@ -44,7 +44,7 @@ class EnvironmentSettings(Choice):
         "recorded": "mmrl.sims.turns.settings:RecordedSettings",
     }
     test: ClassVar[str] = "tests/sims/test_environments.py"
-    limits: TurnLimits = option(TurnLimits(), "how far a conversation may go")
+    limits: TurnLimits = option(TurnLimits(), "limits of a conversation")
     isolated: Isolation | None = option(
         None,
         "run environments in processes of their own, so that one that hangs or ends its process costs its own rollout; "
@@ -106,7 +106,7 @@ class Zoom(ToolSettings):
     """A part of an image, from its full size, made smaller only where it is larger than `pixels`."""
 
     type: str = "zoom"
-    pixels: int = option(1_000_000, "of the largest crop that is shown", unit="pixels", ge=1)
+    pixels: int = option(1_000_000, "largest number of pixels of a result", unit="pixels", ge=1)
 
     def make(self) -> Tool:
         from mmrl.sims.turns.images import zoom
@@ -166,7 +166,7 @@ class Ocr(ToolSettings):
     pixels: int = option(
         500_000, "what is read is averaged down to this; half a million takes some seconds", unit="pixels", ge=1
     )
-    characters: int = option(1000, "of the text that is returned", unit="characters", ge=1)
+    characters: int = option(1000, "largest number of characters of a result", unit="characters", ge=1)
     threads: int = option(1, "threads of the CPU that read", ge=1)
 
     def check(self) -> None:
@@ -208,7 +208,7 @@ class ToolsSettings(EnvironmentSettings):
     """Tools: a response that calls one gets its result, any other response is the answer and ends the conversation."""
 
     type: str = "tools"
-    tools: list[ToolSettings] = option([Zoom()], "what may be called", min_length=1)
+    tools: list[ToolSettings] = option([Zoom()], "tools that the policy may call", min_length=1)
     calls: Literal["json", "python"] = option(
         "json",
         'how tools are called. json: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; python: an expression '

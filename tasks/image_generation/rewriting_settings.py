@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class FrozenGenerator(WeightsOrigin):
     """The frozen generator that draws the rewritten prompts: a diffusers pipeline, or what a run with digits left."""
 
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of its weights")
-    device: str | None = option(None, "where it draws; default: the rank's GPU, or the CPU")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "number format of its weights")
+    device: str | None = option(None, "device on which it generates; default: the rank's GPU, or the CPU")
     steps: int = option(10, "denoising steps of an image", unit="steps", ge=1)
     guidance: float = option(1.0, "classifier-free guidance; 1: none", ge=0)
     negative_prompt: str = option("", "the prompt that guidance leads away from")
@@ -29,7 +29,7 @@ class FrozenGenerator(WeightsOrigin):
         None, "of a prompt that the encoder with the longest limit reads; default: the pipeline's own", ge=1
     )
     decoding: Literal["whole", "sliced", "tiled"] = option("sliced", "how the VAE works, see model.decoding")
-    at_once: int = option(64, "images that are drawn at once", ge=1)
+    at_once: int = option(64, "images that are generated at once", ge=1)
 
 
 class PromptRewritingSettings(ImageGenerationSettings):
@@ -46,7 +46,7 @@ class PromptRewritingSettings(ImageGenerationSettings):
     tag: str | None = option(
         None, "the prompt is what stands between <tag> and </tag>, and what comes before is reasoning; null: all of it"
     )
-    images: int = option(1, "drawn of each text, whose rewards are averaged", ge=1)
+    images: int = option(1, "images generated for each rewritten prompt; their rewards are averaged", ge=1)
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:

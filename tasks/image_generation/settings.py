@@ -193,7 +193,7 @@ class PromptsData(Prompts):
     train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
     eval: Path | None = option(None, "held-out prompts")
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
-    format: Literal["plain", "geneval", "ocr"] = option("plain", "of the files")
+    format: Literal["plain", "geneval", "ocr"] = option("plain", "format of the files")
     prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
     image_field: str | None = option(
         None,

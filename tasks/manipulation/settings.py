@@ -48,7 +48,7 @@ class ExpertDemonstrations(DemonstratedEpisodes):
 
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "expert"
-    episodes: int = option(200, "of each task", ge=1)
+    episodes: int = option(200, "episodes of each task", ge=1)
     noise: float = option(
         0.0, "standard deviation of what is added to executed actions, not to those that are shown", ge=0
     )
@@ -147,9 +147,11 @@ class ManipulationSettings(TaskSettings):
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "manipulation"
     simulator: str = option("tabletop", "a shipped simulator, or one's own as package.module:Class")
-    options: dict[str, Any] = option({}, "of the simulator")
+    options: dict[str, Any] = option({}, "options of the simulator")
     tasks: tuple[str, ...] = option(("reach",), "of the simulator", min_length=1)
-    eval_tasks: tuple[str, ...] | None = option(None, "of held-out start states; default: as `tasks`", min_length=1)
+    eval_tasks: tuple[str, ...] | None = option(
+        None, "tasks of the held-out start states; default: `tasks`", min_length=1
+    )
     rows: int = option(128, "environments at once on a rank", ge=1)
     workers: int = option(0, "processes of their own for the simulator; 0: in this one", ge=0)
     python: str | None = option(
@@ -160,7 +162,9 @@ class ManipulationSettings(TaskSettings):
     ray: str | None = option(
         None, "put the workers on hosts of this Ray cluster: HOST:PORT of its head, or auto; default: on this host"
     )
-    turns: int = option(1, "of the workers: one share moves while the policy acts for another", ge=1)
+    turns: int = option(
+        1, "groups of workers that take turns: one group steps while the policy computes actions for another", ge=1
+    )
     deadline_s: float = option(
         120.0, "time after which a silent worker is replaced and its episodes are lost", unit="s", gt=0
     )

@@ -20,7 +20,7 @@ class TextSumsSettings(TaskSettings):
     largest: int = option(99, "number of a sum", ge=3)
     train_size: int = option(20_000, "sums to train on", ge=1)
     eval_size: int = option(500, "held-out sums", ge=1)
-    eval_seed: int = option(0, "of the held-out sums", ge=0)
+    eval_seed: int = option(0, "seed of the held-out sums", ge=0)
     careless: float = option(0.0, "share of training demonstrations that forget to carry", ge=0, le=1)
     rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
 

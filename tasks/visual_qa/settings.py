@@ -69,11 +69,11 @@ class DigitsData(Questions):
     type: str = "digits"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
     questions: tuple[Question, ...] = option(EVERY, "kinds of question", min_length=1)
     cells: int = option(3, "digits of a row")
     scale: int = option(1, "size of a digit, in 8 pixels")
-    jitter: int = option(0, "how far digits are moved by chance", unit="pixels")
+    jitter: int = option(0, "largest random shift of a digit, in pixels", unit="pixels")
     careless: float = option(0.0, "share of training demonstrations whose number is one too high", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -93,11 +93,11 @@ class ScenesData(Questions):
     type: str = "scenes"
     train_size: int = option(100_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "of the held-out questions", ge=0)
-    rows: int = option(1, "of digits", ge=1)
+    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
+    rows: int = option(1, "rows of digits in an image", ge=1)
     columns: int = option(4, "of digits", ge=1)
-    cell: int = option(8, "side of the square that a digit stands in; the digit has 8", unit="pixels", ge=8)
-    jitter: int = option(0, "how far digits are moved by chance", unit="pixels", ge=0)
+    cell: int = option(8, "side of a digit's square, in pixels; the digit itself has 8", unit="pixels", ge=8)
+    jitter: int = option(0, "largest random shift of a digit, in pixels", unit="pixels", ge=0)
     colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
         ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
     )
@@ -121,10 +121,10 @@ class VideosData(Questions):
     type: str = "clips"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
     questions: tuple[VideoQuestion, ...] = option(VIDEO_QUESTIONS, "kinds of question", min_length=1)
     careless: float = option(0.0, "share of training demonstrations that give another answer", ge=0, le=1)
-    shuffled: bool = option(False, "show the frames of training videos in an order drawn by chance: a control")
+    shuffled: bool = option(False, "show the frames of training videos in random order, as a control")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.videos import VideosSource
@@ -143,11 +143,11 @@ class NamedImagesData(Questions):
     type: str = "named_images"
     train_size: int = option(200_000, "questions to train on", ge=1)
     eval_size: int = option(1000, "held-out questions", ge=1)
-    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
     questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of question to train on", min_length=1)
-    eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out question", min_length=1)
-    train_names: NamedPart = option("shown", "which names rows to train on are made of; every fifth is held out")
-    eval_names: NamedPart = option("heldout", "which names held-out rows are made of")
+    eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out questions", min_length=1)
+    train_names: NamedPart = option("shown", "names in training rows; every fifth name is held out")
+    eval_names: NamedPart = option("heldout", "names in held-out rows")
     styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the images to train on", min_length=1)
     eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of held-out rows", min_length=1)
     cells: int = option(3, "images of a row", ge=2, le=3)
@@ -192,7 +192,7 @@ class ChartsData(Questions):
     type: str = "charts"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "of the held-out questions", ge=0)
+    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
     questions: tuple[ChartQuestion, ...] = option(CHART_QUESTIONS, "kinds of question", min_length=1)
     shapes: tuple[ChartShape, ...] = option(("bar", "line"), "of charts", min_length=1)
     train_tables: tuple[ChartTable, ...] = option(
@@ -258,7 +258,7 @@ class RowsData(RowReading):
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
     video_field: str = option("videos", "column of the videos")
-    max_frames: int = option(MAX_FRAMES, "of a video that are kept, evenly spaced", ge=1)
+    max_frames: int = option(MAX_FRAMES, "frames of a video that are used, evenly spaced", ge=1)
     image_root: Path | None = option(
         None, "folder that relative paths of images and videos start from; default: the file's"
     )
@@ -302,7 +302,7 @@ class HuggingFaceData(RowsData):
     """Two splits of one dataset of the Hugging Face hub, or of a folder."""
 
     type: str = "huggingface"
-    name: str = option(description="of the dataset")
+    name: str = option(description="name of the data set")
     train_split: str | None = option("train", "questions to train on; null: the task can only be evaluated")
     eval_split: str = option("test", "held-out questions")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
@@ -389,7 +389,7 @@ class HuggingFaceConversationsData(ConversationRows):
     """Demonstrated conversations in two splits of a dataset of the Hugging Face hub, or of a folder."""
 
     type: str = "huggingface_conversations"
-    name: str = option(description="of the dataset")
+    name: str = option(description="name of the data set")
     train_split: str | None = option("train", "conversations to train on; null: the task can only be evaluated")
     eval_split: str = option("test", "held-out conversations")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
@@ -423,7 +423,7 @@ class VisualQASettings(TaskSettings):
 
     test: ClassVar[str] = "tests/tasks/test_visual_qa.py"
     type: str = "visual_qa"
-    data: Questions = option(DigitsData(), "where the questions come from")
+    data: Questions = option(DigitsData(), "source of the questions")
     rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
     accuracy: RewardSpec = option(
         RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"

@@ -32,7 +32,7 @@ class TiltMatching(RewardedAlgorithm):
     source: ClassVar[str] = "DTM, arXiv 2604.18739; the group's others as the factor are this project's"
     test: ClassVar[str] = "tests/joints/test_tilt_matching.py"
     type: str = "tilt_matching"
-    tilt: Schedule = number(0.5, "of the policy by a reward of 1, in one step", gt=0)
+    tilt: Schedule = number(0.5, "tilt of the policy by a reward of 1, in one step", gt=0)
     control_variate: Literal["none", "one", "others"] = option(
         "one", "the factor c of the old policy's distribution: 0, 1, or the mean tilted reward of the group's others"
     )

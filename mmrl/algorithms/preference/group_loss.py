@@ -90,7 +90,7 @@ class Preference(GroupLoss):
     )
     source: ClassVar[str] = "DPO, arXiv 2305.18290, with pairs of the policy's own rollouts"
     type: str = "preference"
-    beta: Schedule = number(0.1, "of the log-ratios to the reference", gt=0)
+    beta: Schedule = number(0.1, "factor of the log-ratios to the reference", gt=0)
 
     @property
     def base_needs(self) -> Needs:

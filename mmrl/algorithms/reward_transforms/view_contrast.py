@@ -29,7 +29,7 @@ class ViewContrast(Transform):
     type: str = "view_contrast"
     view: View = option(ShuffledFrames(), "under which the prompt is answered again, by as many responses")
     bonus: float = option(0.3, "for a right response", gt=0)
-    margin: float = option(0.8, "what the accuracy under the view is multiplied with", gt=0)
+    margin: float = option(0.8, "factor of the accuracy under the view", gt=0)
 
     @property
     def needs(self) -> Needs:

@@ -23,7 +23,7 @@ class Constrained(Components):
     source: ClassVar[str] = "PID Lagrangian methods, Stooke et al. 2020, arXiv 2007.03964, with group advantages"
     test: ClassVar[str] = "tests/joints/test_components.py"
     type: str = "constrained"
-    prices: dict[str, Schedule] = option(description="of each cost, by the name of its reward", min_length=1)
+    prices: dict[str, Schedule] = option(description="weight of each cost, by the name of its reward", min_length=1)
 
     def check_names(self, names: list[str]) -> None:
         for name in self.prices:

@@ -23,7 +23,7 @@ class Projected(Components):
     test: ClassVar[str] = "tests/joints/test_components.py"
     type: str = "projected"
     auxiliary: str = option(description="name of the auxiliary reward")
-    weight: Schedule = number(0.5, "of the auxiliary advantage", ge=0)
+    weight: Schedule = number(0.5, "weight of the auxiliary advantage", ge=0)
 
     def check_names(self, names: list[str]) -> None:
         if self.auxiliary not in names:

@@ -120,7 +120,7 @@ class BoundaryChance(Clipped):
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is past a bound"
     type: str = "boundary_chance"
     band: float = option(0.1, "width of what is just past the bound", gt=0)
-    keep: float = option(0.5, "chance of such a decision", ge=0, le=1)
+    keep: float = option(0.5, "probability that such a decision keeps its gradient", ge=0, le=1)
 
     def prepare(self, batch: Batch) -> None:
         """Draws a uniform number in 0 to 1 for each decision of the batch, which `values` compares with `keep`."""

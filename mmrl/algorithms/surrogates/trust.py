@@ -27,7 +27,7 @@ class RatioVariance(Surrogate):
     test: ClassVar[str] = TEST
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: the variance and its gradient are 0"
     type: str = "ratio_variance"
-    price: Schedule = number(1.0, "of the variance", ge=0)
+    price: Schedule = number(1.0, "weight of the variance in the loss", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         ratio = log_ratio.exp()

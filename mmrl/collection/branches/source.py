@@ -43,7 +43,9 @@ class Branches(ExtraSource):
 
     type: str = "branches"
     count: int = option(4, "branches that join a group", ge=1)
-    rounds: int = option(1, "they are made in so many rounds; in the second and later ones branches branch too", ge=1)
+    rounds: int = option(
+        1, "rounds in which branches are sampled; from the second round on, branches may branch too", ge=1
+    )
     width: int = option(1, "branches at a point, beside the response itself", ge=1)
     at: BranchPoints = option(UncertainTokens(), "where responses branch")
 

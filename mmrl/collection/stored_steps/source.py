@@ -32,7 +32,7 @@ class StoredSteps(ExtraSource):
     type: str = "stored_steps"
     steps: int = option(description="policy steps that a training step learns from, over all ranks", ge=1)
     keep: int = option(100_000, "policy steps that a rank keeps; whole training steps leave, the oldest first", ge=1)
-    of: Literal["all", "success", "failure"] = option("all", "of which episodes they are")
+    of: Literal["all", "success", "failure"] = option("all", "episodes from which steps are sampled")
     _ring: StepRing = PrivateAttr()
     _drawn: int = PrivateAttr(default=0)  # training steps so far
 

@@ -32,7 +32,7 @@ class ImageTokenLimits(Section):
 class ImageTokenSampling(ImageTokenLimits):
     """Sampling of image tokens."""
 
-    temperature: Schedule = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
+    temperature: Schedule = number(1.0, "temperature of sampling and of recomputed log-probabilities", gt=0)
 
 
 class ImageTokenEvaluation(Section):
@@ -65,7 +65,9 @@ class ImageTokenDrawing(Section):
 class ImageTokenDemonstrations(ImageTokenDrawing):
     """Learning from images that a data set holds."""
 
-    prompt_dropout: float = option(0.0, "share of images shown without their prompt, which guidance needs", ge=0, lt=1)
+    prompt_dropout: float = option(
+        0.0, "share of training images without their prompt, which classifier-free guidance needs", ge=0, lt=1
+    )
 
 
 class AutoregressiveImageModel(ModelSettings):

@@ -109,7 +109,9 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
 class ImageMatching(MatchingLikelihood, ImageLikelihood):
     """The flow-matching error of the final image as a log-likelihood."""
 
-    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+    draw_range: tuple[float, float] = option(
+        (0.02, 0.98), "range of the uniform random number from which a noise level is computed"
+    )
     weight: MatchingWeight = option("one", "w(s)")
     shared: bool | None = option(
         None,
@@ -133,7 +135,9 @@ class ImageContrast(Draws, ImageLikelihood):
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
     test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
     type: str = "contrast"
-    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+    draw_range: tuple[float, float] = option(
+        (0.02, 0.98), "range of the uniform random number from which a noise level is computed"
+    )
 
     @model_validator(mode="after")
     def _inside(self) -> ImageContrast:
@@ -152,7 +156,7 @@ class ImageLastSteps(ImageLikelihood):
     source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
     test: ClassVar[str] = "tests/joints/test_reward_gradient.py"
     type: str = "last_steps"
-    steps: int = option(1, "of the chain that the gradient goes through", unit="steps", ge=1)
+    steps: int = option(1, "last denoising steps through which the gradient flows", unit="steps", ge=1)
 
     @property
     def offers(self) -> frozenset[Offer]:
@@ -177,7 +181,7 @@ class Drawing(Section):
     evaluation_resolution: int | tuple[int, int] | None = option(
         None, "in evaluation; default: as in training", unit="pixels"
     )
-    frames: int | None = option(None, "of a video; only for models that draw videos, default: the model's own", ge=1)
+    frames: int | None = option(None, "frames of a video, for video models; default: the model's own", ge=1)
     evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
     guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
     embedded_guidance: float = option(3.5, "guidance scale that guidance-distilled networks (FLUX) take as an input")
@@ -189,7 +193,7 @@ class Denoising(Drawing):
     """Settings of images in training, and of their likelihood."""
 
     steps: int = option(10, "denoising steps of an image in training", unit="steps", ge=1)
-    likelihood: ImageLikelihood = option(ImageChain(), "what a decision is")
+    likelihood: ImageLikelihood = option(ImageChain(), "what a decision is: how its log-probability is computed")
     guidance: float = option(
         1.0,
         "classifier-free guidance in rollouts and replay; 1: none. The gradient goes through the half with the prompt "
@@ -214,10 +218,14 @@ class DenoisingDemonstrations(Drawing):
     """Settings of a denoiser that learns from given images (demonstrations)."""
 
     draws: int = option(4, "noise levels and noises an image", ge=1)
-    draw_range: tuple[float, float] = option((0.02, 0.98), "of the uniform draw that a noise level is made from")
+    draw_range: tuple[float, float] = option(
+        (0.02, 0.98), "range of the uniform random number from which a noise level is computed"
+    )
     weight: MatchingWeight = option("one", "w(s) of the matching error")
     reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
-    prompt_dropout: float = option(0.0, "share of images shown without their prompt, which guidance needs", ge=0, lt=1)
+    prompt_dropout: float = option(
+        0.0, "share of training images without their prompt, which classifier-free guidance needs", ge=0, lt=1
+    )
     guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none", ge=0)
 
     @model_validator(mode="after")

@@ -139,7 +139,7 @@ class OneStep(RandomStates):
     equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all positions empty)"
     source: ClassVar[str] = "d1 (diffu-GRPO), arXiv 2504.12216"
     type: str = "one_step"
-    prompt_mask: float = option(0.15, "chance that a token of the prompt is hidden", ge=0, lt=1)
+    prompt_mask: float = option(0.15, "probability that a token of the prompt is masked", ge=0, lt=1)
 
     def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
         """Returns one state, in which the whole response and a random part of the prompt are masked."""
@@ -317,7 +317,7 @@ class MaskedLimits(Section):
 class MaskedSampling(MaskedLimits):
     """Sampling of responses."""
 
-    temperature: Schedule = number(1.0, "of the distributions that tokens are drawn from and replayed", gt=0)
+    temperature: Schedule = number(1.0, "temperature of sampling and of recomputed log-probabilities", gt=0)
 
 
 class WritingLimits(MaskedLimits):
@@ -341,7 +341,9 @@ class MaskedEvaluation(Section):
 class Unmasking(Section):
     """The number of steps and the order in which the positions of a response are filled."""
 
-    steps: int | None = option(None, "of a response; default: one a position", unit="steps", ge=1)
+    steps: int | None = option(
+        None, "unmasking steps of a response; default: one for each position", unit="steps", ge=1
+    )
     block: int | None = option(
         None, "positions that are filled before those behind them; default: all", unit="tokens", ge=1
     )
@@ -406,7 +408,7 @@ class MaskedModel(TokenDiffusionModel):
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_policy.py"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and images: MMaDA, arXiv 2505.15809"
     type: str = "discrete_diffusion"
-    mask_token: str | None = option(None, "that stands at empty positions; default: the tokenizer's own")
+    mask_token: str | None = option(None, "the mask token; default: the tokenizer's own")
 
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:

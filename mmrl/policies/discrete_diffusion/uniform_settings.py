@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Noising(Section):
     """The number of steps from noise to a response, and the noised states in which its tokens are scored."""
 
-    steps: int = option(8, "of a response", unit="steps", ge=1)
+    steps: int = option(8, "denoising steps of a response", unit="steps", ge=1)
     draws: int = option(
         1, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
     )

@@ -40,7 +40,7 @@ class FewStepModel(DiffusionModel):
     source: ClassVar[str] = "reconstructed from DMSampler: a co-evolving few-step sampler, distilled with rewards"
     test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"
     type: str = "few_step_diffusion"
-    sampler: FewStepSampler = option(FewStepSampler(), "what draws rollouts")
+    sampler: FewStepSampler = option(FewStepSampler(), "the copy of the model that samples rollouts")
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         diffusion = super().capabilities(config)

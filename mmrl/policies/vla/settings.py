@@ -183,7 +183,7 @@ class LearnedNoise(ActionLikelihood):
     source: ClassVar[str] = "ReinFlow, arXiv 2505.22094"
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "learned"
-    range: tuple[float, float] = option((0.08, 0.16), "of the learned standard deviation")
+    range: tuple[float, float] = option((0.08, 0.16), "range of the learned standard deviation")
 
     @model_validator(mode="after")
     def _rises(self) -> LearnedNoise:
@@ -204,7 +204,7 @@ class ActionFlow(ActionHead):
     has_temperature: ClassVar[bool] = False
     shaping: ClassVar[tuple[str, ...]] = ("width", "depth")
     evaluation_steps: int = option(40, "denoising steps of a chunk in evaluation", unit="steps", ge=1)
-    width: int = option(128, "of the expert; a policy that brings its own has none", ge=1)
+    width: int = option(128, "width of the action expert; a policy with its own expert ignores it", ge=1)
     depth: int = option(3, "blocks of the expert", ge=1)
 
 
@@ -212,7 +212,7 @@ class FlowActions(ActionFlow):
     """An expert denoises the chunk; `likelihood` defines its decisions."""
 
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
-    likelihood: ActionLikelihood = option(ActionChain(), "what a decision is")
+    likelihood: ActionLikelihood = option(ActionChain(), "what a decision is: how its log-probability is computed")
 
     @property
     def demonstrable(self) -> bool:
@@ -271,7 +271,7 @@ class LaplaceActions(ActionHead):
     )
     source: ClassVar[str] = "RIPT-VLA, arXiv 2505.17016"
     level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
-    scale: float = option(0.1, "of the Laplace distribution, before training", gt=0)
+    scale: float = option(0.1, "scale of the Laplace distribution before training", gt=0)
 
     @property
     def offers(self) -> frozenset[Offer]:
@@ -335,7 +335,7 @@ class GaussianActions(NormalActions):
     type: str = "gaussian"
     states_suffice: ClassVar[bool] = True
     shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
-    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    width: int = option(256, "width of the MLP's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
@@ -379,8 +379,8 @@ class InvertibleActions(ActionHead):
     steps: int = option(5, "of the flow", unit="steps", ge=1)
     mix: float = option(0.9, "p: how much of a copy stays itself at each step", gt=0.5, lt=1)
     scale: float = option(0.5, "standard deviation of the noise", gt=0)
-    apart: float = option(0.05, "how far the copies of a demonstrated chunk are drawn apart", gt=0)
-    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    apart: float = option(0.05, "how far the copies of a demonstrated chunk are moved apart", gt=0)
+    width: int = option(256, "width of the MLP's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron", ge=1)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
@@ -416,7 +416,7 @@ class LatentActions(NormalActions):
         0.3, "standard deviation of a latent; it is not learned: noise in latents only disturbs what is shown", gt=0
     )
     early_exit: bool = option(True, "reasoning may end before `steps` latents; else it never does")
-    exit_chance: float = option(0.2, "that it ends after a latent, before training", gt=0, lt=1)
+    exit_chance: float = option(0.2, "probability before training that reasoning ends after a latent", gt=0, lt=1)
     width: int = option(256, "of the perceptrons' hidden layers", ge=1)
     layers: int = option(2, "hidden layers of each perceptron", ge=1)
     last_gain: float = option(
@@ -432,8 +432,11 @@ class LatentActions(NormalActions):
 class AdvantageLabels(Section):
     """Words behind the instruction that say how an action turned out."""
 
-    good: str = option("Advantage: positive", "of actions that earned more than expected, and of those that it plays")
-    bad: str = option("Advantage: negative", "of the others")
+    good: str = option(
+        "Advantage: positive",
+        "prompt of actions with a return above the critic's value, and of the policy's own actions",
+    )
+    bad: str = option("Advantage: negative", "prompt of the other actions")
 
 
 class Actions(Section):
@@ -441,7 +444,7 @@ class Actions(Section):
 
     head: ActionHead = option(TokenActions(), "head that predicts them")
     chunk: int = option(5, "actions executed before the next observation", unit="actions", ge=1)
-    proprioception: bool = option(True, "the robot's state is an input")
+    proprioception: bool = option(True, "the robot's state is an input of the policy")
     privileged: int = option(
         0,
         "how many of the last numbers of the simulator's state are for a critic alone, such as positions of objects "

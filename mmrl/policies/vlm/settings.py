@@ -41,9 +41,9 @@ class TokenLimits(Section):
 class TokenSampling(TokenLimits):
     """Sampling of responses."""
 
-    temperature: Schedule = number(1.0, "of the distribution that is sampled from and replayed", gt=0)
+    temperature: Schedule = number(1.0, "temperature of sampling and of recomputed log-probabilities", gt=0)
     top_p: float = option(1.0, "sample from the most likely tokens that together have this probability", gt=0, le=1)
-    top_k: int = option(0, "sample from so many most likely tokens; 0: from all", ge=0)
+    top_k: int = option(0, "number of most likely tokens to sample from; 0: all", ge=0)
     segment: int | None = option(
         None, "tokens of a segment, for algorithm.level=segment; null: responses have none", unit="tokens", ge=1
     )

@@ -197,7 +197,7 @@ class TeacherDivergence(Section):
     """The divergence of a student from a teacher, decision by decision, where the student's own rollouts went."""
 
     teacher: Teacher = option(description="the teacher", kinds=ALONE_OR_BY_TAG)
-    estimator: DivergenceEstimator = option(SampledDivergence(), "how the divergence of a decision is computed")
+    estimator: DivergenceEstimator = option(SampledDivergence(), "estimator of the divergence of a decision")
     direction: Literal["reverse", "forward"] = option(
         "reverse", "reverse: KL(student || teacher), which seeks one mode; forward: KL(teacher || student)"
     )

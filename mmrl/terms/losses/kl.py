@@ -113,7 +113,7 @@ class AverageReference(ReferencePolicy):
     source: ClassVar[str] = "the EMA penalty of AWM, arXiv 2509.25050"
     metric: ClassVar[str] = "ema_kl"
     type: str = "ema"
-    decay: float = option(0.9, "of the reference's weights a step", ge=0, lt=1)
+    decay: float = option(0.9, "decay of the reference's moving average in each step", ge=0, lt=1)
 
     def needs_of(self, estimator: str) -> Needs:
         return super().needs_of(estimator) | Needs(reference=Reference(decays=frozenset({self.decay})))
@@ -242,7 +242,7 @@ class CovarianceWeighting(KLWeighting):
     source: ClassVar[str] = "KL-Cov, arXiv 2505.22617"
     metric: ClassVar[str] = "covariance_kl"
     type: str = "covariance"
-    share: float = option(2e-4, "of the decisions that are held", gt=0, le=1)
+    share: float = option(2e-4, "share of the decisions that pay the penalty", gt=0, le=1)
 
     @property
     def needs(self) -> Needs:

@@ -27,8 +27,8 @@ class OfPart(Term):
     source: ClassVar[str] = "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875"
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "of_part"
-    part: Literal["text", "image"] = option(description="of the response")
-    term: Term = option(KL(), "that it has", kinds=OTHERS)
+    part: Literal["text", "image"] = option(description="part of the response")
+    term: Term = option(KL(), "loss term of this part", kinds=OTHERS)
 
     @property
     def needs(self) -> Needs:

@@ -22,7 +22,7 @@ class EntropyShare(Mask):
     source: ClassVar[str] = "Beyond the 80/20 rule, arXiv 2506.01939"
     of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "objective"
     type: str = "entropy_share"
-    share: float = option(0.2, "of the decisions that are learned from", gt=0, le=1)
+    share: float = option(0.2, "share of the decisions that are trained on", gt=0, le=1)
 
     @property
     def needs(self) -> Needs:

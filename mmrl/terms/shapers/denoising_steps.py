@@ -30,9 +30,9 @@ class StepGains(Shaper):
     test: ClassVar[str] = "tests/joints/test_step_gains.py"
     type: str = "step_gains"
     turning_points: bool = option(True, "a step at which the chain turns gets all that comes after; false: none does")
-    weight: float = option(1.0, "of the steps' advantages", ge=0)
+    weight: float = option(1.0, "weight of the steps' advantages", ge=0)
     outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
 
     @property
     def needs(self) -> Needs:
@@ -62,9 +62,9 @@ class BranchCredit(Shaper):
     source: ClassVar[str] = "TempFlow-GRPO, arXiv 2508.04324, with one seed a group"
     test: ClassVar[str] = "tests/joints/test_branch_credit.py"
     type: str = "branch_credit"
-    weight: float = option(1.0, "of the steps' advantages", ge=0)
+    weight: float = option(1.0, "weight of the steps' advantages", ge=0)
     outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
 
     @property
     def needs(self) -> Needs:
@@ -96,11 +96,11 @@ class LatentValues(Shaper):
     type: str = "latent_values"
     every: int = option(1, "decisions of a segment", unit="steps", ge=1)
     eta: float = option(0.0, "of the tilted value; 0: the mean", ge=0)
-    weight: float = option(1.0, "of the segments' advantages", ge=0)
+    weight: float = option(1.0, "weight of the segments' advantages", ge=0)
     outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
-    width: int = option(64, "of the network's hidden layers", ge=1)
-    lr: float = option(1e-3, "of its optimizer (Adam)", gt=0)
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
+    width: int = option(64, "width of the network's hidden layers", ge=1)
+    lr: float = option(1e-3, "learning rate of its optimizer (Adam)", gt=0)
     passes: int = option(4, "over the latents of a step, after their advantages", ge=0)
     batch_size: int = option(256, "latents of an update of the network", ge=1)
     warm_up: int = option(

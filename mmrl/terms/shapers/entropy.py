@@ -97,7 +97,7 @@ class EntropyShaping(Shaper):
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "entropy"
     sure: SureWeight | None = option(None, "sure decisions count more; null: all count alike")
-    bonus: AdvantageBonus | None = option(DoubtBonus(), "what is added; null: nothing")
+    bonus: AdvantageBonus | None = option(DoubtBonus(), "bonus that is added; null: none")
     centred: bool = option(False, "take the mean over the batch away in the end")
 
     @model_validator(mode="after")

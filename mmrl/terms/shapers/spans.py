@@ -49,7 +49,7 @@ class SpanCredit(SpanShaper):
         "what a span's credit is compared with. others: the mean of the same span of the other rollouts of the group; "
         "span: of the same span of all; group: of all spans of the group; none: it is the advantage",
     )
-    scale: Literal["group_std", "none"] = option("none", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("none", "scale by which differences are divided")
 
     @abstractmethod
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
@@ -142,8 +142,8 @@ class SpanProgress(SpanCredit):
     type: str = "span_progress"
     outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
     gamma: float = option(1.0, "discount of a span", ge=0, le=1)
-    width: int = option(32, "of the network's hidden layers", ge=1)
-    lr: float = option(1e-3, "of its optimizer (Adam)", gt=0)
+    width: int = option(32, "width of the network's hidden layers", ge=1)
+    lr: float = option(1e-3, "learning rate of its optimizer (Adam)", gt=0)
     passes: int = option(4, "updates on the responses of a step, after their advantages", ge=0)
 
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:

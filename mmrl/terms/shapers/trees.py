@@ -37,7 +37,9 @@ class SubtreeAdvantages(TreeShaper):
         "that does not branch counts once more for each segment"
     )
     type: str = "subtree_advantages"
-    weights: Literal["alike", "size"] = option("alike", "of the comparisons: all alike, or by the rollouts of the set")
+    weights: Literal["alike", "size"] = option(
+        "alike", "weights of the comparisons: equal, or by the number of rollouts"
+    )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.credit import subtree_advantages
@@ -58,7 +60,7 @@ class PrefixMean(TreeShaper):
     )
     source: ClassVar[str] = "ARPO, arXiv 2507.19849: its hard estimate of advantages"
     type: str = "prefix_mean"
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.advantages import group_advantages

@@ -32,13 +32,13 @@ class TurnReturns(Shaper):
     paid_by_environment: ClassVar[bool] = True
     type: str = "turn_returns"
     gamma: float = option(1.0, "discount of a turn", ge=0, le=1)
-    weight: float = option(1.0, "of the turns' advantages", ge=0)
+    weight: float = option(1.0, "weight of the turns' advantages", ge=0)
     outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
     baseline: Literal["mean", "leave_one_out"] = option(
         "mean",
         "what a turn is compared with: all of the group, or the others (not itself)",
     )
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
     answer: str | None = option(
         None, "a reward of the task that the last turn earns beside the environment's, such as exact_match; null: none"
     )
@@ -94,9 +94,9 @@ class Milestones(Shaper):
     paid_by_environment: ClassVar[bool] = True
     type: str = "milestones"
     gamma: float = option(0.9, "discount of a turn within a segment", ge=0, le=1)
-    weight: float = option(1.0, "of the segments' advantages", ge=0)
+    weight: float = option(1.0, "weight of the segments' advantages", ge=0)
     outcome: float = option(1.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "what differences are divided by")
+    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
 
     @property
     def needs(self) -> Needs:

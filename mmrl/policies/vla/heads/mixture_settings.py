@@ -47,7 +47,7 @@ class ResidualActions(NormalActions):
         "0: none",
         ge=0,
     )
-    reach: float = option(0.5, "how much the experts add to a number at most", gt=0)
+    reach: float = option(0.5, "largest number that the experts add", gt=0)
     width: int = option(64, "of the experts' hidden layers", ge=1)
     layers: int = option(1, "hidden layers of an expert", ge=1)
     std: float = option(0.1, "standard deviation, before training", gt=0)
@@ -109,7 +109,7 @@ class HorizonActions(NormalActions):
         unit="actions",
         min_length=1,
     )
-    width: int = option(256, "of the perceptron's hidden layers", ge=1)
+    width: int = option(256, "width of the MLP's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: actions and scores are linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
 
