@@ -86,6 +86,7 @@ class Algorithm(Choice):
         "distillation": "mmrl.algorithms.distillation:OnPolicyDistillation",
         "advantage_weighted": "mmrl.algorithms.recorded.weighted:AdvantageWeighted",
         "advantage_conditioned": "mmrl.algorithms.recorded.conditioned:AdvantageConditioned",
+        "implicit_q_learning": "mmrl.algorithms.recorded.q_learning:ImplicitQLearning",
         "reweighted_supervised": "mmrl.algorithms.reweighted:ReweightedSupervised",
         "distribution_matching": "mmrl.algorithms.denoising.distribution_matching:DistributionMatching",
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections.abc import Callable
@@ -31,8 +32,9 @@ def expectile_error(difference: Tensor, expectile: float) -> Tensor:
 class ValueNetwork(nn.Module):
     """A perceptron with two hidden layers from [row, number] to [row], in fp64; its last layer begins with zeros."""
 
-    def __init__(self, inputs: int, width: int, seed: int) -> None:
-        """seed: of the weights, which are Gaussian with variance 1 / fan-in."""
+    def __init__(self, inputs: int, width: int, seed: int, *, layer_norm: bool = False) -> None:
+        """seed: of the weights, which are Gaussian with variance 1 / fan-in. layer_norm: normalises hidden layers
+        before their activation (RLPD, arXiv 2302.02948)."""
         super().__init__()
         chance = torch.Generator().manual_seed(seed)
         layers = [nn.Linear(a, b, dtype=torch.float64) for a, b in ((inputs, width), (width, width), (width, 1))]
@@ -41,11 +43,49 @@ class ValueNetwork(nn.Module):
             nn.init.zeros_(layer.bias)
             layer.weight.data = (drawn / math.sqrt(layer.in_features)).T.contiguous()
         nn.init.zeros_(layers[-1].weight)
-        self.layers = nn.Sequential(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
+        hidden = [
+            module
+            for layer in layers[:2]
+            for module in (layer, *([nn.LayerNorm(width, dtype=torch.float64)] if layer_norm else []), nn.SiLU())
+        ]
+        self.layers = nn.Sequential(*hidden, layers[2])
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layers(x.double())
         return output[:, 0]
+
+
+class QEnsemble(nn.Module):
+    """Several Q networks of equal shape with different weights, each with a target network that follows it slowly."""
+
+    def __init__(self, inputs: int, width: int, members: int, seed: int) -> None:
+        """inputs: numbers of a state and an action together."""
+        super().__init__()
+        self.online = nn.ModuleList(
+            ValueNetwork(inputs, width, seed + member, layer_norm=True) for member in range(members)
+        )
+        self.targets = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the Q value of each row of states and actions [row, number] by each network, [member, row]."""
+        return torch.stack([network(x) for network in self.online])
+
+    def target(self, x: Tensor) -> Tensor:
+        """Returns the least Q value of the target networks, [row], without gradient (clipped double Q, TD3, arXiv
+        1802.09477)."""
+        with torch.no_grad():
+            return torch.stack([network(x) for network in self.targets]).amin(0)
+
+    def update_targets(self, tau: float) -> None:
+        """Moves the target networks to target + tau (online - target)."""
+        with torch.no_grad():
+            for target, online in zip(self.targets.parameters(), self.online.parameters(), strict=True):
+                target.lerp_(online, tau)
+
+
+def td_target(reward: Tensor, discount: Tensor, terminated: Tensor, next_value: Tensor) -> Tensor:
+    """Computes reward + discount next_value, without the second term where the episode terminated. All: [row]."""
+    return reward + (discount * next_value).where(~terminated, 0)
 
 
 def fit_values(

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from mmrl.engine.flops import PolicyWork
     from mmrl.protocols.trajectory import Trajectory
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
+    from mmrl.sims import Observation
 
 Kind = TypeVar("Kind", bound=type)
 SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages
@@ -148,6 +151,26 @@ class EpisodeStoring(Protocol):
 
     def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
         """Returns the episode of each rollout; None for what is not a whole episode."""
+
+
+@ability("observations and chunks of actions that a Q function can read (model.type=vision_language_action)")
+class StateActionEncoding(Protocol):
+    """A policy that encodes observations and chunks of actions as vectors, for value functions beside it."""
+
+    @property
+    def encoding_sizes(self) -> tuple[int, int]:
+        """Returns how many numbers encode an observation, and a chunk."""
+
+    @property
+    def chunk_length(self) -> int:
+        """Returns the number of actions of a chunk."""
+
+    def encode_observations(self, observations: Sequence[Observation]) -> Tensor:
+        """Returns features of observations of one row each, without gradient, [observation, number] float32."""
+
+    def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Returns chunks [executed, action] in the robot's units as [chunk, number] float32: actions in the policy's
+        units, 0 for those that were not executed, and which were executed."""
 
 
 @ability("prompts that say how an action turned out (action.labels)")

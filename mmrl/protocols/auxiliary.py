@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+Network = TypeVar("Network", bound=nn.Module)
 
-class AuxiliaryModule:
+
+class AuxiliaryModule(Generic[Network]):
     """A module that is trained by Adam on equal inputs on all ranks, or with gradients that are summed over them, so
     that it stays equal on them. Weights in bfloat16 have copies in fp32, for small updates round to nothing in it."""
 
-    def __init__(self, module: nn.Module, lr: float) -> None:
+    def __init__(self, module: Network, lr: float) -> None:
         self.module = module
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self.rounded = any(p.dtype == torch.bfloat16 for p in self.trained)
@@ -40,7 +42,7 @@ class AuxiliaryModule:
             loss.backward()
         for weight, parameter in zip(self.weights, self.trained, strict=True):
             own = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
-            parameter.grad, weight.grad = None, total(own.to(weight))
+            parameter.grad, weight.grad = None, total(own.to(weight)).to(weight.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
@@ -69,12 +71,12 @@ class AuxiliaryModules:
     """The auxiliary modules of a run by name. Checkpoints hold them."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, AuxiliaryModule] = {}
+        self._modules: dict[str, AuxiliaryModule[Any]] = {}
         self._unclaimed: dict[
             str, dict[str, Any]
         ] = {}  # states from a checkpoint whose modules `get` has not built yet
 
-    def get(self, name: str, make: Callable[[], nn.Module], lr: float) -> AuxiliaryModule:
+    def get(self, name: str, make: Callable[[], Network], lr: float) -> AuxiliaryModule[Network]:
         """Returns the module of this name, built by `make` at the first call, on all ranks alike."""
         if name not in self._modules:
             self._modules[name] = AuxiliaryModule(make(), lr)

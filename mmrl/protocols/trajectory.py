@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from mmrl.sims import Observation
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,52 @@ class RewardsToGo:
         action."""
         discounts = gamma ** self.before.astype(np.float64)
         return float(simulator_reward * (discounts * self.rewards).sum() + discounts[-1] * self.outcome)
+
+
+@dataclass(frozen=True)
+class ChunkTransition:
+    """The transition of a chunk of k actions: r, gamma^k, the observation after it, and whether the episode terminated.
+
+    reward: sum of the discounted rewards of the chunk. next_observation: of one row; None where the episode terminated
+    with the chunk, and where it was cut off there and no later observation was recorded.
+    """
+
+    reward: float
+    discount: float
+    next_observation: Observation | None
+    terminated: bool
+
+
+@dataclass(frozen=True)
+class EpisodeTail(ABC):
+    """A recorded episode from one of its steps on.
+
+    rewards: the rewards of these steps. actions: number of actions that were executed in them. terminated: whether the
+    episode ended by itself, not by a time limit.
+    """
+
+    rewards: RewardsToGo
+    actions: int
+    terminated: bool
+
+    @abstractmethod
+    def observation(self, step: int) -> Observation | None:
+        """Returns the observation before the step that is `step` steps later, one row; None where none was recorded.
+        The number of steps itself means the observation after the last one."""
+
+    def transition(self, actions: int, gamma: float, simulator_reward: float) -> ChunkTransition:
+        """Returns the transition of the first `actions` actions, or of all where there are fewer. gamma: discount of an
+        action; simulator_reward: weight of the simulator's rewards, beside the outcome, which the last step pays."""
+        before = self.rewards.before
+        steps = int((before < actions).sum())
+        last = steps == len(before)
+        discounts = gamma ** before[:steps].astype(np.float64)
+        reward = simulator_reward * (discounts * self.rewards.rewards[:steps]).sum()
+        reward += discounts[-1] * self.rewards.outcome if last else 0.0
+        terminated = last and self.terminated
+        return ChunkTransition(
+            float(reward),
+            gamma ** (self.actions if last else int(before[steps])),
+            None if terminated else self.observation(steps),
+            terminated,
+        )

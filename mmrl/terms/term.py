@@ -30,6 +30,7 @@ class Term(Choice):
         "entropy": "mmrl.terms.losses.entropy:Entropy",
         "likelihood": "mmrl.terms.losses.likelihood:LikelihoodTerm",
         "advantage_weighted": "mmrl.terms.losses.advantage_weighted:AdvantageWeightedTerm",
+        "q_weighted": "mmrl.terms.losses.q_weighted:QWeightedTerm",
         "of_part": "mmrl.terms.losses.of_part:OfPart",
         "distillation": "mmrl.terms.losses.distillation:Distillation",
         "sampler_distillation": "mmrl.terms.losses.sampler_distillation:SamplerDistillation",

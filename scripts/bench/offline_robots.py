@@ -12,6 +12,7 @@ successes   the successful ones alone
 weighted    all, exp(A / 0.1) with A the return less what a critic learned to expect
 binary      all whose return exceeds that, alike
 conditioned all, under a prompt that says whether A is among the largest 30 % (played under the good label)
+q_learning  as weighted, with A = Q - V of Q networks that learn from the same steps (IQL)
 control     as weighted, with weights that are equal to a thousandth (temperature 1000)
 
 Settings were chosen with --first 9 --seeds 1. Runs that are there already are not repeated. Prints a Markdown table.
@@ -37,6 +38,10 @@ ARMS = {
         f"algorithm={{type: advantage_conditioned, {RETURNS}}}",
         "action.labels={}",
         "model.build=mmrl.tasks.manipulation.tiny_model:build_labelled",
+    ],
+    "q_learning": [
+        f"algorithm={{type: implicit_q_learning, {RETURNS}, weights: {{temperature: 0.1}}, "
+        "q: {lr: 1e-3, updates: 4, tau: 0.02}}"
     ],
     "control": [f"algorithm={{type: advantage_weighted, {RETURNS}, weights: {{temperature: 1000}}}}"],
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.protocols.trajectory import RewardsToGo
+from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.rollouts import Prompt
 from mmrl.runtime.progress import display
 from mmrl.sims import Observation, VectorSim
@@ -45,11 +46,30 @@ class RecordedEpisode:
     actions: NDArray[np.float32]  # [T, action]
     cameras: tuple[str, ...] = ("camera",)  # see `Observation`
     earned: RewardsToGo | None = None  # from the first step on; its outcome is 1 for a success; None: not recorded
+    terminated: bool = False  # ended by itself, not by a time limit
+    final: Observation | None = None  # after the last action, one row; None: not recorded
+
+    def observation(self, step: int) -> Observation | None:
+        """Returns the observation before an action, one row, or the final one."""
+        if step == len(self.actions):
+            return self.final
+        return Observation(self.images[step : step + 1], self.state[step : step + 1], [self.instruction], self.cameras)
+
+
+@dataclass(frozen=True)
+class RecordedTail(EpisodeTail):
+    """A recorded episode from its step `first` on; a step is one action."""
+
+    episode: RecordedEpisode
+    first: int
+
+    def observation(self, step: int) -> Observation | None:
+        return self.episode.observation(self.first + step)
 
 
 class EpisodeDemonstrations:
-    """Every step of every episode, with the actions that followed: metadata "observation" and "actions", and "to_go"
-    where the episode says what it earned."""
+    """Every step of every episode, with the actions that followed: metadata "observation" and "actions", and where the
+    episode says what it earned "to_go", a `RewardsToGo`, and "tail", an `EpisodeTail`."""
 
     def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
         self.episodes = list(episodes)
@@ -61,13 +81,15 @@ class EpisodeDemonstrations:
     def __getitem__(self, index: int) -> Prompt:
         e, t = self._steps[index]
         episode = self.episodes[e]
-        observation = Observation(
-            episode.images[t : t + 1], episode.state[t : t + 1], [episode.instruction], episode.cameras
-        )
-        shown = {"observation": observation, "actions": episode.actions[t : t + DEMONSTRATED]}
+        metadata: dict[str, Any] = {
+            "observation": episode.observation(t),
+            "actions": episode.actions[t : t + DEMONSTRATED],
+        }
         if episode.earned is not None:
-            shown["to_go"] = episode.earned.after(t)
-        return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=shown)
+            rewards = episode.earned.after(t)
+            metadata["to_go"] = rewards
+            metadata["tail"] = RecordedTail(rewards, len(episode.actions) - t, episode.terminated, episode, t)
+        return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,7 @@ def play_expert(
     instructions = observation.instructions
     steps: list[list[tuple[NDArray, NDArray, NDArray, NDArray]]] = [[] for _ in starts]
     solved, recorded, disturbed = np.zeros(len(sim), bool), [], Disturbed(disturbance, len(sim), rng)
+    finals, terminated = dict[int, Observation](), np.zeros(len(sim), bool)
     while (active := sim.running).any():
         wanted = sim.expert(active)
         actions = disturbed.executed(wanted)
@@ -156,6 +179,8 @@ def play_expert(
         shown = actions.astype(np.float32) if executed else wanted
         for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
             steps[row].append((observation.images[row], observation.state[row], shown[row, 0], moved.reward[row, 0]))
+        finals |= {row: moved.observation.select([row]) for row in np.flatnonzero(active & moved.ended).tolist()}
+        terminated |= moved.terminated.any(1)
         solved |= moved.success.any(1)
         observation = moved.observation
     for row, (task, start) in enumerate(starts):
@@ -163,5 +188,16 @@ def play_expert(
             images, state, shown, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
             earned = RewardsToGo(rewards, np.arange(len(rewards)), float(solved[row]))
             name = f"{task}-{start}"
-            recorded.append(RecordedEpisode(name, instructions[row], images, state, shown, sim.cameras, earned))
+            episode = RecordedEpisode(
+                name,
+                instructions[row],
+                images,
+                state,
+                shown,
+                sim.cameras,
+                earned,
+                bool(terminated[row]),
+                finals.get(row),
+            )
+            recorded.append(episode)
     return recorded

@@ -160,7 +160,14 @@ class _Dataset:
         images: Any = Frames(length, decode, keep)
         name = f"{self.root.name}-{number}"
         return RecordedEpisode(
-            name, episode["tasks"][0], images, rows[self.state], rows[self.action], self.cameras, earned(rows)
+            name,
+            episode["tasks"][0],
+            images,
+            rows[self.state],
+            rows[self.action],
+            self.cameras,
+            earned(rows),
+            solved_at_end(rows),
         )
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
@@ -244,6 +251,13 @@ def earned(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
     length = len(rows["timestamp"])
     rewards = np.zeros(length, np.float32) if reward is None else reward[:, 0]
     return RewardsToGo(rewards, np.arange(length), 0.0 if success is None else float(success.any()))
+
+
+def solved_at_end(rows: Mapping[str, NDArray]) -> bool:
+    """Returns whether the last row of an episode is marked as a success. Other episodes count as cut off, for
+    next.done is true at the end of every episode."""
+    success = rows.get("next.success")
+    return success is not None and bool(success[-1].any())
 
 
 def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:

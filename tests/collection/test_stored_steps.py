@@ -56,7 +56,7 @@ def names(folder):
 
 def states(stored):
     """The state of every step that may be drawn, oldest first."""
-    return [float(step.state[0, 0]) for step in stored.draw(range(stored.eligible))]
+    return [float(step.observation.state[0, 0]) for step in stored.draw(range(stored.eligible))]
 
 
 def test_a_step_is_drawn_with_its_own_observation_and_actions(tmp_path):
@@ -64,18 +64,35 @@ def test_a_step_is_drawn_with_its_own_observation_and_actions(tmp_path):
     stored.add([episode(1, 2), episode(20, 3, success=False, executed=1)], [1.0, -1.0])
     stored.add([episode(50, 1)], [0.5])
     steps = stored.draw([0, 5, 4, 2])  # across files, in the order that is asked
-    assert [float(step.state[0, 0]) for step in steps] == [1, 50, 22, 20]
-    assert [step.instruction for step in steps] == ["from 1", "from 50", "from 20", "from 20"]
+    assert [float(step.observation.state[0, 0]) for step in steps] == [1, 50, 22, 20]
+    assert [step.observation.instructions for step in steps] == [["from 1"], ["from 50"], ["from 20"], ["from 20"]]
     for step in steps:
-        assert step.image.shape == (1, 2, 4, 3) and (step.image == step.state[0, 0]).all()
-        assert step.cameras == ("left", "right")
+        for observation, place in ((step.observation, 0), (step.tail.observation(1), 1)):
+            assert observation.images.shape == (1, 2, 4, 3) and observation.cameras == ("left", "right")
+            assert (observation.images == step.observation.state[0, 0] + place).all()
+            assert observation.state[0, 0] == step.observation.state[0, 0] + place
     assert [step.actions[:, 0].tolist() for step in steps] == [[10, 11], [500, 501], [220], [200, 201]]
     # of the second episode from its first step: rewards 2, 2.1, 2.2 at 0, 2 and 4 actions, -1 with the last
-    to_go = steps[3].to_go
+    to_go = steps[3].tail.rewards
     assert to_go.before.tolist() == [0, 2, 4] and to_go.outcome == -1
     assert to_go.discounted(0.5, 2.0) == pytest.approx(2 * (2 + 2.1 / 4 + 2.2 / 16) - 1 / 16)
-    assert steps[2].to_go.discounted(0.5, 0.0) == -1
-    assert steps[0].to_go.rewards.tolist() == pytest.approx([0.1, 0.2]) and steps[0].to_go.outcome == 1
+    assert steps[2].tail.rewards.discounted(0.5, 0.0) == -1
+    first = steps[0].tail
+    assert first.rewards.rewards.tolist() == pytest.approx([0.1, 0.2]) and first.rewards.outcome == 1
+    assert [step.tail.terminated for step in steps] == [True, True, False, False]
+    assert [step.tail.actions for step in steps] == [4, 2, 1, 5]
+
+
+def test_the_transition_of_a_stored_chunk(tmp_path):
+    """Of three steps of two actions and a last one of one: rewards .1 (first + t), -1 with the last."""
+    stored = ring(tmp_path)
+    stored.add([episode(20, 3, success=False, executed=1), episode(1, 2)], [-1.0, 0.5])
+    first, last, end = (step.tail.transition(len(step.actions), 0.5, 2.0) for step in stored.draw([0, 2, 4]))
+    assert (first.reward, first.discount, first.terminated) == (pytest.approx(4.0), 0.25, False)
+    assert first.next_observation.state.tolist() == [[21.0]]
+    assert (last.reward, last.discount, last.terminated) == (pytest.approx(2 * 2.2 - 1), 0.5, False)
+    assert last.next_observation.state.tolist() == [[23.0]]  # cut off: its value counts
+    assert (end.reward, end.terminated, end.next_observation) == (pytest.approx(2 * 0.2 + 0.5), True, None)
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [("success", [1, 2, 50]), ("failure", [20, 21, 22])])

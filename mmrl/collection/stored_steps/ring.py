@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mmrl.errors import UserError
-from mmrl.protocols.trajectory import RewardsToGo, Trajectory
+from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo, Trajectory
+from mmrl.sims import Observation
 
 Chosen = Literal["all", "success", "failure"]
 KEY = "rollout.extras (stored_steps)"
@@ -30,16 +31,23 @@ SAVED = "saved.json"
 
 
 @dataclass(frozen=True)
+class StoredTail(EpisodeTail):
+    """A stored episode from one of its policy steps on. next_observation: after the first of these steps."""
+
+    next_observation: Observation
+
+    def observation(self, step: int) -> Observation | None:
+        return self.next_observation if step == 1 else None
+
+
+@dataclass(frozen=True)
 class StoredStep:
     """A policy step as it is drawn."""
 
     name: str
-    instruction: str
-    cameras: tuple[str, ...]
-    image: NDArray[np.uint8]  # [1, height, width, 3]
-    state: NDArray[np.float32]  # [1, state]
+    observation: Observation  # of one row
     actions: NDArray[np.float32]  # [executed, action], in the robot's units
-    to_go: RewardsToGo
+    tail: StoredTail
 
 
 class Segment:
@@ -62,6 +70,7 @@ class Segment:
         self.cameras: tuple[str, ...] = tuple(facts["cameras"])
         self.lengths: list[int] = facts["lengths"]
         self.outcome: list[float] = facts["outcome"]
+        self.terminated: list[bool] = facts["terminated"]
         self.starts = [0, *accumulate(self.lengths)]  # of each episode among the steps
         wanted = [chosen == "all" or good == (chosen == "success") for good in facts["success"]]
         self.eligible = np.flatnonzero(np.repeat(wanted, self.lengths))
@@ -80,23 +89,20 @@ class Segment:
             for step in steps:
                 episode = bisect_right(self.starts, step) - 1
                 row, executed = step + episode, int(self.executed[step])
-                drawn.append(
-                    StoredStep(
-                        f"{self.path.stem}-{step}",
-                        self.instructions[episode],
-                        self.cameras,
-                        images[row : row + 1],
-                        states[row : row + 1],
-                        actions[step : step + 1][0, :executed],
-                        self.to_go(step, episode),
-                    )
+                image, state = images[row : row + 2], states[row : row + 2]  # before and after the step
+                before, after = (
+                    Observation(image[i : i + 1], state[i : i + 1], [self.instructions[episode]], self.cameras)
+                    for i in (0, 1)
                 )
+                chunk = actions[step : step + 1][0, :executed]
+                drawn.append(StoredStep(f"{self.path.stem}-{step}", before, chunk, self.tail(step, episode, after)))
         return drawn
 
-    def to_go(self, step: int, episode: int) -> RewardsToGo:
+    def tail(self, step: int, episode: int, next_observation: Observation) -> StoredTail:
         rest = slice(step, self.starts[episode + 1])
         executed = self.executed[rest]
-        return RewardsToGo(self.rewards[rest], executed.cumsum() - executed, self.outcome[episode])
+        rewards = RewardsToGo(self.rewards[rest], executed.cumsum() - executed, self.outcome[episode])
+        return StoredTail(rewards, int(executed.sum()), self.terminated[episode], next_observation)
 
 
 class StepRing:

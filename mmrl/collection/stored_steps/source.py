@@ -97,10 +97,14 @@ class StoredSteps(ExtraSource):
 
 
 def as_prompt(step: StoredStep) -> Prompt:
-    """Returns a stored step as a prompt for `demonstrate`; metadata["to_go"] is a `RewardsToGo`."""
+    """Returns a stored step as a prompt for `demonstrate`; metadata["to_go"] is a `RewardsToGo`, metadata["tail"] an
+    `EpisodeTail`."""
     from mmrl.rollouts import Prompt
-    from mmrl.sims import Observation
 
-    observation = Observation(step.image, step.state, [step.instruction], step.cameras)
-    shown = {"observation": observation, "actions": step.actions, "to_go": step.to_go}
-    return Prompt(step.name, step.instruction, metadata=shown)
+    metadata = {
+        "observation": step.observation,
+        "actions": step.actions,
+        "to_go": step.tail.rewards,
+        "tail": step.tail,
+    }
+    return Prompt(step.name, step.observation.instructions[0], metadata=metadata)

@@ -217,19 +217,8 @@ class VisionLanguageActionPolicy:
             raise UserError(
                 f"prompt {missing} has no demonstrated actions: algorithm.type=supervised needs task.demonstrations"
             )
-        observations = [p.metadata["observation"] for p in prompts]
-        batch = Observation(
-            np.concatenate([o.images for o in observations]),
-            np.concatenate([o.state for o in observations]),
-            [o.instructions[0] for o in observations],
-            observations[0].cameras,
-        )
-        chunk, size = self.action.chunk, self.sim.simulator.action_dim
-        actions = np.zeros((len(prompts), chunk, size), np.float32)
-        valid = torch.zeros(len(prompts), chunk, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            demonstrated = prompt.metadata["actions"][:chunk]
-            actions[i, : len(demonstrated)], valid[i, : len(demonstrated)] = demonstrated, True
+        batch = stacked([p.metadata["observation"] for p in prompts])
+        actions, valid = self._padded([p.metadata["actions"] for p in prompts])
         if self.statistics is not None:
             self._warned_of_ranges |= warned_of_ranges(self.statistics, actions[valid.numpy()], self._warned_of_ranges)
             actions = self.statistics.from_robot(actions).astype(np.float32)
@@ -351,7 +340,40 @@ class VisionLanguageActionPolicy:
         """Returns every policy step as a rollout of its own, episode by episode."""
         return rollouts.by_step([[[policy_step] for policy_step in episode] for episode in rollouts.inputs])
 
+    @property
+    def encoding_sizes(self) -> tuple[int, int]:
+        simulator = self.sim.simulator
+        return self.module.backbone.width + simulator.state_dim, self.action.chunk * (simulator.action_dim + 1)
+
+    @property
+    def chunk_length(self) -> int:
+        return self.action.chunk
+
+    @torch.no_grad()
+    def encode_observations(self, observations: Sequence[Observation]) -> Tensor:
+        """Returns the backbone's features of the prompt's last token, and the robot's state."""
+        batch = stacked(observations)
+        reading = self.module.read(self._collate(self._prepare(batch)))
+        return torch.cat([reading.last.float().cpu(), self._state(batch).float()], 1)
+
+    def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
+        actions, valid = self._padded(chunks)
+        if self.statistics is not None:
+            actions = self.statistics.from_robot(actions).astype(np.float32)
+        executed = torch.from_numpy(actions).where(valid[..., None], 0)
+        return torch.cat([executed.flatten(1), valid.float()], 1)
+
     # --- details ---
+
+    def _padded(self, chunks: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], Tensor]:
+        """Returns chunks [executed, action], cut to the policy's length, as [n, chunk, action] with zeros behind them,
+        and which of their actions were executed, [n, chunk] bool."""
+        actions = np.zeros((len(chunks), self.action.chunk, self.sim.simulator.action_dim), np.float32)
+        valid = torch.zeros(actions.shape[:2], dtype=torch.bool)
+        for i, chunk in enumerate(chunks):
+            executed = chunk[: self.action.chunk]
+            actions[i, : len(executed)], valid[i, : len(executed)] = executed, True
+        return actions, valid
 
     @torch.no_grad()
     def _play(
@@ -509,6 +531,16 @@ def robot_units(actions: Tensor, statistics: Units | None) -> NDArray[np.float64
     numbers = actions.float().cpu().numpy().astype(np.float64)
     numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts them; a clamp would make infinity an action
     return numbers.clip(-1, 1) if statistics is None else statistics.to_robot(numbers)
+
+
+def stacked(observations: Sequence[Observation]) -> Observation:
+    """Returns observations of one row each as one of as many rows."""
+    return Observation(
+        np.concatenate([observation.images for observation in observations]),
+        np.concatenate([observation.state for observation in observations]),
+        [observation.instructions[0] for observation in observations],
+        observations[0].cameras,
+    )
 
 
 def blank_observation(sim: VectorSim, rows: int) -> Observation:

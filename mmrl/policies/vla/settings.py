@@ -11,7 +11,14 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Acting, AdvantageLabelling, EpisodeStoring, ExpertLabelling, Stepwise
+from mmrl.protocols.abilities import (
+    Acting,
+    AdvantageLabelling,
+    EpisodeStoring,
+    ExpertLabelling,
+    StateActionEncoding,
+    Stepwise,
+)
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.samplers.settings import ChainLikelihood, Draws, Likelihood, MatchingLikelihood
@@ -589,7 +596,7 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        added: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring})
+        added: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, StateActionEncoding})
         shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
         labelled: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
         offers = action.head.offers | added | shown | labelled

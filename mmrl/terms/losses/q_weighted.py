@@ -1,0 +1,112 @@
+"""Imitation of stored or demonstrated policy steps, weighted by the advantage of a Q function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from mmrl.protocols.requirements import Needs
+from mmrl.schedules.schedule import Schedule, number
+from mmrl.settings import Section, option
+from mmrl.terms.losses.advantage_weighted import AdvantageWeights, StepReturns
+from mmrl.terms.term import Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.measurements.q_values import QValues
+    from mmrl.protocols.batch import Batch
+    from mmrl.rollouts import Replay, Rollouts
+
+
+class QFunctions(Section):
+    """Q networks with target networks, and a value function V, which learn beside the policy from its features."""
+
+    expectile: float = option(
+        0.7, "of Q values that V learns; 0.5: their mean, above it nearer to that of the best actions", gt=0, lt=1
+    )
+    members: int = option(2, "Q networks, of which the least counts", ge=1)
+    width: int = option(256, "of the two hidden layers of each network", ge=1)
+    lr: float = option(3e-4, "learning rate of Adam", gt=0)
+    tau: float = option(0.005, "share by which target networks follow in an update", gt=0, le=1)
+    updates: int = option(1, "updates of Q and V a training step, on that step's recorded policy steps", ge=1)
+
+    def measurement(self, returns: StepReturns) -> QValues:
+        from mmrl.measurements.q_values import QValues
+
+        return QValues(
+            returns.gamma,
+            returns.simulator_reward,
+            self.expectile,
+            self.members,
+            self.width,
+            self.lr,
+            self.tau,
+            self.updates,
+        )
+
+
+class QWeightedTerm(Term):
+    """The likelihood of stored policy steps (rollout.extras=[stored_steps]) or of demonstrated ones, weighted by the
+    advantage of their actions under Q networks, which learn from them beside the policy."""
+
+    equation: ClassVar[str] = "-coefficient w(Q(s, a) - V(s)) logp(a | s), of the chosen rollouts"
+    source: ClassVar[str] = "policy extraction of IQL, arXiv 2110.06169, beside another algorithm"
+    test: ClassVar[str] = "tests/joints/test_q_weighted.py"
+    type: str = "q_weighted"
+    coefficient: Schedule = number(0.1, "weight of the term", ge=0)
+    of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
+    weights: AdvantageWeights = option(AdvantageWeights(), "weight of a step by its advantage")
+    returns: StepReturns = option(StepReturns(), "rewards that Q sums")
+    q: QFunctions = option(QFunctions(), "the Q networks and V")
+
+    @property
+    def needs(self) -> Needs:
+        offers = frozenset({"demonstrations"})
+        return Needs(offers=offers, measurements=(self.q.measurement(self.returns),))
+
+    def prepare(self, batch: Batch) -> None:
+        report_agreement(batch, self.q.measurement(self.returns), self.returns)
+
+    def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch
+
+        from mmrl.rollouts import DEMONSTRATION, REPLAYED, require
+
+        logp = replay.logp
+        advantages = estimates_of(micro, self.q.measurement(self.returns))["advantage"].to(logp)
+        origin = require(micro.origin, "origins").to(logp.device)
+        chosen = (origin == (REPLAYED if self.of == "replayed" else DEMONSTRATION)) & ~advantages.isnan()
+        weights = self.weights.of(advantages.nan_to_num())
+        rows = {"advantage": advantages, "weight": weights}
+        stats = {
+            f"q_weighted/{name}": column.where(chosen, torch.nan)[:, None].expand(logp.shape)
+            for name, column in rows.items()
+        }
+        losses = (weights[:, None] * logp).where(chosen[:, None], 0)
+        return -self.coefficient.value * losses, stats
+
+
+def estimates_of(micro: Rollouts, measurement: QValues) -> dict[str, Tensor]:
+    """Returns the estimates of a micro-batch by name, [rollout] float32 each, NaN where there is none."""
+    from mmrl.measurements.q_values import QEstimates
+
+    record = micro.extra(measurement.name, QEstimates)
+    names = ("advantage", "q", "value", "td_error")
+    return dict(zip(names, (record.advantage, record.q, record.value, record.td_error), strict=True))
+
+
+def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -> None:
+    """Reports the mean squared TD error of the Q networks, and Spearman's rank correlation of Q values and the returns
+    that the episodes earned, over the recorded steps of all ranks."""
+    import torch
+    from scipy.stats import spearmanr
+
+    estimates = batch.measured(measurement)
+    earned = returns.of([sample.prompt for sample in batch.rollouts.samples])
+    columns = batch.gathered(torch.stack([estimates.q, earned, estimates.td_error], 1))
+    td_error = columns[:, 2][~columns[:, 2].isnan()]
+    if len(td_error):
+        batch.report({"q/td_error": float(td_error.mean())})
+    q, earned = columns[~columns[:, :2].isnan().any(1), :2].unbind(1)
+    if len(q) > 1 and len(q.unique()) > 1 and len(earned.unique()) > 1:
+        batch.report({"q/rank_correlation": float(spearmanr(q.numpy(), earned.numpy()).statistic)})
