@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmrl.engine.flops import PolicyWork
-    from mmrl.protocols.trajectory import Trajectory
+    from mmrl.protocols.trajectory import RobotObservation, Trajectory
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
-    from mmrl.sims import Observation
 
 Kind = TypeVar("Kind", bound=type)
 SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages
@@ -165,7 +164,7 @@ class StateActionEncoding(Protocol):
     def chunk_length(self) -> int:
         """Returns the number of actions of a chunk."""
 
-    def encode_observations(self, observations: Sequence[Observation]) -> Tensor:
+    def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Returns features of observations of one row each, without gradient, [observation, number] float32."""
 
     def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from mmrl.sims import Observation
+
+class RobotObservation(Protocol):
+    """Observations of B environments, as `mmrl.sims.Observation` has them."""
+
+    @property
+    def images(self) -> NDArray[np.uint8]: ...  # [B, height, width, 3]
+    @property
+    def state(self) -> NDArray[np.float32]: ...  # [B, state]
+    @property
+    def instructions(self) -> list[str]: ...  # B
+    @property
+    def cameras(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class ChunkTransition:
 
     reward: float
     discount: float
-    next_observation: Observation | None
+    next_observation: RobotObservation | None
     terminated: bool
 
 
@@ -81,7 +91,7 @@ class EpisodeTail(ABC):
     terminated: bool
 
     @abstractmethod
-    def observation(self, step: int) -> Observation | None:
+    def observation(self, step: int) -> RobotObservation | None:
         """Returns the observation before the step that is `step` steps later, one row; None where none was recorded.
         The number of steps itself means the observation after the last one."""
 

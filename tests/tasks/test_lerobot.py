@@ -198,6 +198,17 @@ def test_what_an_episode_earned(tmp_path, version, earned, rewards, outcome):
     assert to_go.rewards.tolist()[:2] == rewards and to_go.before.tolist() == list(range(LENGTHS[1] - 1))
     assert to_go.outcome == outcome
     assert shown[0].metadata["to_go"].outcome == 0.0
+    tails = [shown[i].metadata["tail"] for i in (0, LENGTHS[0] + 1)]
+    assert [tail.actions for tail in tails] == [LENGTHS[0], LENGTHS[1] - 1]
+    assert not any(tail.terminated for tail in tails)  # it goes on behind its success
+    assert tails[1].observation(2).state.tolist() == pytest.approx(np.array([[1.3]]))
+    assert tails[1].observation(LENGTHS[1] - 1) is None
+
+
+def test_an_episode_that_ends_with_its_success_terminated():
+    for success, ended in (([False, True], True), ([True, False], False)):
+        assert solved_at_end({"next.success": np.array(success)[:, None]}) is ended
+    assert not solved_at_end({"next.reward": np.ones((2, 1))})
 
 
 def test_images_are_resized_to_the_simulators(dataset):

@@ -39,7 +39,7 @@ from mmrl.policies.vla.heads.codec import Units
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, Chosen, Head, Reading
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
-from mmrl.protocols.trajectory import Trajectory
+from mmrl.protocols.trajectory import RobotObservation, Trajectory
 from mmrl.report.settings import Log
 from mmrl.rollouts import (
     MATCHING,
@@ -350,7 +350,7 @@ class VisionLanguageActionPolicy:
         return self.action.chunk
 
     @torch.no_grad()
-    def encode_observations(self, observations: Sequence[Observation]) -> Tensor:
+    def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
         """Returns the backbone's features of the prompt's last token, and the robot's state."""
         batch = stacked(observations)
         reading = self.module.read(self._collate(self._prepare(batch)))
@@ -533,7 +533,7 @@ def robot_units(actions: Tensor, statistics: Units | None) -> NDArray[np.float64
     return numbers.clip(-1, 1) if statistics is None else statistics.to_robot(numbers)
 
 
-def stacked(observations: Sequence[Observation]) -> Observation:
+def stacked(observations: Sequence[RobotObservation]) -> Observation:
     """Returns observations of one row each as one of as many rows."""
     return Observation(
         np.concatenate([observation.images for observation in observations]),
