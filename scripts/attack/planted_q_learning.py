@@ -3,7 +3,7 @@ its place, and the tests that could notice."""
 
 from __future__ import annotations
 
-M, V = "mmrl/measurements/q_values.py", "mmrl/core/values.py"
+M, V = "mmrl/measurements/q_updates.py", "mmrl/core/values.py"
 T, P = "mmrl/protocols/trajectory.py", "mmrl/policies/vla/policy.py"
 W, A = "mmrl/terms/losses/q_weighted.py", "mmrl/algorithms/recorded/q_learning.py"
 R, E = "mmrl/collection/stored_steps/ring.py", "tasks/manipulation/episodes.py"
@@ -19,16 +19,16 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("q: no end of an episode", V, "(discount * next_value).where(~terminated, 0)", "discount * next_value", Q),
     ("q: an end everywhere", V, "(discount * next_value).where(~terminated, 0)", "(discount * next_value).where(terminated, 0)", Q),
     ("q: targets with the online networks", V, "torch.stack([network(x) for network in self.targets])", "torch.stack([network(x) for network in self.online])", Q),
-    ("q: V learns the other expectile", M, "target - value.module(transitions.observation), self.expectile", "value.module(transitions.observation) - target, self.expectile", Q),
+    ("q: V learns the other expectile", M, "target - value.module(transitions.observation), self.settings.expectile", "value.module(transitions.observation) - target, self.settings.expectile", Q),
     ("q: V of the observation before", M, "value.predict(transitions.next_observation)", "value.predict(transitions.observation)", Q),
-    ("q: estimates of V before its update", M, "            self._update_value(value, transitions, target, context)\n            td_error",
-     "            before = value.predict(transitions.observation)\n            self._update_value(value, transitions, target, context)\n            td_error", Q),
+    ("q: estimates of V before its update", M, "            self._update_value(value, transitions, target)\n            td_error",
+     "            before = value.predict(transitions.observation)\n            self._update_value(value, transitions, target)\n            td_error", Q),
     ("q: steps without a target count", M, "errors.where(known, 0).sum()", "errors.sum()", Q),
     ("q: every end has a target", M, "known = terminated.clone()", "known = torch.ones_like(terminated)", Q),
     ("q: the advantage's sign", M, "return self.q - self.value", "return self.value - self.q", Q),
     ("q: an action without the observation", M, "return torch.cat([self.observation, self.chunk], 1)", "return torch.cat([0 * self.observation, self.chunk], 1)", Q),
     ("q: the whole chunk is executed", M, "min(len(chunk), policy.chunk_length)", "policy.chunk_length", Q),
-    ("q: no update of the targets", M, "q.module.update_targets(self.tau)", "pass", Q),
+    ("q: no update of the targets", M, "q.module.update_targets(self.settings.tau)", "pass", Q),
     ("tail: no discount inside a chunk", T, "discounts = gamma ** before[:steps].astype(np.float64)", "discounts = 1.0 ** before[:steps].astype(np.float64)", Q),
     ("tail: the outcome with every chunk", T, "reward += discounts[-1] * self.rewards.outcome if last else 0.0", "reward += discounts[-1] * self.rewards.outcome", Q),
     ("tail: the outcome is not discounted", T, "reward += discounts[-1] * self.rewards.outcome if last", "reward += self.rewards.outcome if last", Q),

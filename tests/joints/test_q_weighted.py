@@ -11,7 +11,7 @@ from scipy.stats import rankdata
 
 from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
 from mmrl.errors import UserError
-from mmrl.measurements.q_values import QEstimates, in_parts
+from mmrl.measurements.q_updates import QEstimates, in_parts
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close

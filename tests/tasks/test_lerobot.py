@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.tasks.manipulation.lerobot import solved_at_end
 from tests.tasks.choosing import build
 
 FPS, SIZE, LENGTHS = 10, 32, (5, 3, 4)

@@ -88,7 +88,7 @@ class QWeightedTerm(Term):
 
 def estimates_of(micro: Rollouts, measurement: QValues) -> dict[str, Tensor]:
     """Returns the estimates of a micro-batch by name, [rollout] float32 each, NaN where there is none."""
-    from mmrl.measurements.q_values import QEstimates
+    from mmrl.measurements.q_updates import QEstimates
 
     record = micro.extra(measurement.name, QEstimates)
     names = ("advantage", "q", "value", "td_error")

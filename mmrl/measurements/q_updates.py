@@ -1,0 +1,150 @@
+"""Updates of Q and value networks on recorded policy steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
+from mmrl.rollouts import Extra
+
+if TYPE_CHECKING:
+    from mmrl.measurements.q_values import QValues
+    from mmrl.protocols.auxiliary import AuxiliaryModule
+    from mmrl.protocols.measurement import PreparedContext
+    from mmrl.rollouts import Prompt, Rollouts
+
+
+@dataclass
+class QEstimates(Extra):
+    """Estimates of recorded policy steps, [rollout] float32 each; NaN for rollouts that are none, and `td_error` for
+    those whose successor was not recorded."""
+
+    q: Tensor  # least target Q value of the executed chunk
+    value: Tensor  # V of the observation
+    td_error: Tensor  # mean squared error of the Q networks before their update
+
+    @property
+    def advantage(self) -> Tensor:
+        return self.q - self.value
+
+    def blank(self, rollouts: Rollouts) -> QEstimates:
+        return QEstimates(*(torch.full((len(rollouts),), torch.nan) for _ in fields(QEstimates)))
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Transitions of n recorded chunks, encoded. reward, discount: [n]; terminated, known: [n] bool, where `known` says
+    that the target is known: the episode terminated, or its next observation was recorded."""
+
+    observation: Tensor  # [n, number]
+    chunk: Tensor  # [n, number]
+    reward: Tensor
+    discount: Tensor
+    terminated: Tensor
+    known: Tensor
+    next_observation: Tensor  # [n, number], 0 where there is none
+
+    @property
+    def pairs(self) -> Tensor:
+        """Returns observations and chunks side by side, [n, number]."""
+        return torch.cat([self.observation, self.chunk], 1)
+
+
+class QLearner:
+    """Estimates advantages of recorded steps and updates the networks that do so, once a training step."""
+
+    def __init__(self, settings: QValues, context: PreparedContext) -> None:
+        self.settings, self.context = settings, context
+
+    def estimates(self, rollouts: Rollouts) -> QEstimates:
+        """Returns estimates of the rollouts whose prompts are recorded steps. A collective."""
+        estimates = QEstimates(*(torch.full((len(rollouts),), torch.nan) for _ in fields(QEstimates)))
+        recorded = [i for i, sample in enumerate(rollouts.samples) if "tail" in sample.prompt.metadata]
+        if not int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
+            return estimates
+        prompts = [rollouts.samples[i].prompt for i in recorded]
+        transitions = self._encoded(prompts, max(map(len, self.context.micro_batches)))
+        for name, column in self._learn(transitions).items():
+            vars(estimates)[name][recorded] = column.float()
+        return estimates
+
+    def _encoded(self, prompts: Sequence[Prompt], size: int) -> Transitions:
+        """Returns the transitions of recorded steps. size: observations that the policy encodes at once."""
+        policy, (width, chunk_width) = self.context.policy, self.context.policy.encoding_sizes
+        encode = policy.encode_observations
+        chunks = [prompt.metadata["actions"] for prompt in prompts]
+        steps = [
+            prompt.metadata["tail"].transition(
+                min(len(chunk), policy.chunk_length), self.settings.gamma, self.settings.simulator_reward
+            )
+            for prompt, chunk in zip(prompts, chunks, strict=True)
+        ]
+        has_next = [i for i, step in enumerate(steps) if step.next_observation is not None]
+        next_observation = torch.zeros(len(steps), width)
+        next_observation[has_next] = in_parts(encode, [steps[i].next_observation for i in has_next], size, width)
+        terminated = torch.tensor([step.terminated for step in steps], dtype=torch.bool)
+        known = terminated.clone()
+        known[has_next] = True
+        return Transitions(
+            in_parts(encode, [prompt.metadata["observation"] for prompt in prompts], size, width),
+            policy.encode_chunks(chunks) if chunks else torch.zeros(0, chunk_width),
+            torch.tensor([step.reward for step in steps], dtype=torch.float64),
+            torch.tensor([step.discount for step in steps], dtype=torch.float64),
+            terminated,
+            known,
+            next_observation,
+        )
+
+    def _learn(self, transitions: Transitions) -> dict[str, Tensor]:
+        """Updates both functions on the transitions of all ranks; returns this rank's estimates by name, [n]."""
+        width, inputs = transitions.observation.shape[1], transitions.pairs.shape[1]
+        value = self.context.modules.get(
+            f"{self.settings.name} value",
+            lambda: ValueNetwork(width, self.settings.width, self.context.seed, layer_norm=True),
+            self.settings.lr,
+        )
+        q = self.context.modules.get(
+            f"{self.settings.name} q",
+            lambda: QEnsemble(inputs, self.settings.width, self.settings.members, self.context.seed + 1),
+            self.settings.lr,
+        )
+        estimates: dict[str, Tensor] = {}
+        for update in range(self.settings.updates):
+            target = q.module.target(transitions.pairs)
+            self._update_value(value, transitions, target)
+            td_error = self._update_q(q, value, transitions)
+            if update == self.settings.updates - 1:
+                now = value.predict(transitions.observation)
+                estimates = {"q": target, "value": now, "td_error": td_error}
+            q.module.update_targets(self.settings.tau)
+        return estimates
+
+    def _update_value(self, value: AuxiliaryModule[ValueNetwork], transitions: Transitions, target: Tensor) -> None:
+        """Takes a step of V to the expectile of the target networks' Q values, [n]."""
+        count = int(self.context.sum(torch.tensor(len(target))))
+        error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
+        value.descend([error.sum() / count], self.context.sum)
+
+    def _update_q(
+        self, q: AuxiliaryModule[QEnsemble], value: AuxiliaryModule[ValueNetwork], transitions: Transitions
+    ) -> Tensor:
+        """Takes a step of the Q networks to their targets. Returns their squared errors from before, [n]; NaN where no
+        target is known."""
+        known = transitions.known
+        next_value = value.predict(transitions.next_observation)
+        targets = td_target(transitions.reward, transitions.discount, transitions.terminated, next_value)
+        errors = (q.module(transitions.pairs) - targets).square()
+        count = max(1, int(self.context.sum(known.sum())))
+        q.descend([errors.where(known, 0).sum() / count], self.context.sum)
+        return errors.detach().mean(0).where(known, torch.nan)
+
+
+def in_parts(encode: Any, observations: list[Any], size: int, width: int) -> Tensor:
+    """Encodes observations, `size` at once, [observation, width]."""
+    parts = [encode(observations[i : i + size]) for i in range(0, len(observations), size)]
+    return torch.cat([torch.zeros(0, width), *parts])
