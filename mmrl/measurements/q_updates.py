@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
-from mmrl.rollouts import Extra
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmrl.core.values import QEnsemble, ValueNetwork
     from mmrl.measurements.q_values import QValues
     from mmrl.protocols.auxiliary import AuxiliaryModule
     from mmrl.protocols.measurement import PreparedContext
-    from mmrl.rollouts import Prompt, Rollouts
+    from mmrl.rollouts import Column, Prompt, Rollouts
 
 
-@dataclass
-class QEstimates(Extra):
-    """Estimates of recorded policy steps, [rollout] float32 each; NaN for rollouts that are none, and `td_error` for
-    those whose successor was not recorded."""
-
-    q: Tensor  # least target Q value of the executed chunk
-    value: Tensor  # V of the observation
-    td_error: Tensor  # mean squared error of the Q networks before their update
-
-    @property
-    def advantage(self) -> Tensor:
-        return self.q - self.value
-
-    def blank(self, rollouts: Rollouts) -> QEstimates:
-        return QEstimates(*(torch.full((len(rollouts),), torch.nan) for _ in fields(QEstimates)))
+# Columns of the estimates of recorded steps: the least target Q value of the executed chunk, V of the observation, and
+# the mean squared error of the Q networks before their update, NaN where the next observation was not recorded.
+ESTIMATES = ("q", "value", "td_error")
 
 
 @dataclass(frozen=True)
@@ -52,6 +37,8 @@ class Transitions:
     @property
     def pairs(self) -> Tensor:
         """Returns observations and chunks side by side, [n, number]."""
+        import torch
+
         return torch.cat([self.observation, self.chunk], 1)
 
 
@@ -61,20 +48,23 @@ class QLearner:
     def __init__(self, settings: QValues, context: PreparedContext) -> None:
         self.settings, self.context = settings, context
 
-    def estimates(self, rollouts: Rollouts) -> QEstimates:
-        """Returns estimates of the rollouts whose prompts are recorded steps. A collective."""
-        estimates = QEstimates(*(torch.full((len(rollouts),), torch.nan) for _ in fields(QEstimates)))
+    def estimates(self, rollouts: Rollouts) -> Column:
+        """Returns ESTIMATES [rollout, 3], NaN for rollouts whose prompts are no recorded steps. A collective."""
+        import torch
+
+        from mmrl.rollouts import Column
+
+        values = torch.full((len(rollouts), len(ESTIMATES)), torch.nan)
         recorded = [i for i, sample in enumerate(rollouts.samples) if "tail" in sample.prompt.metadata]
-        if not int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
-            return estimates
-        prompts = [rollouts.samples[i].prompt for i in recorded]
-        transitions = self._encoded(prompts, max(map(len, self.context.micro_batches)))
-        for name, column in self._learn(transitions).items():
-            vars(estimates)[name][recorded] = column.float()
-        return estimates
+        if int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
+            prompts = [rollouts.samples[i].prompt for i in recorded]
+            values[recorded] = self._learn(self._encoded(prompts, max(map(len, self.context.micro_batches)))).float()
+        return Column(values)
 
     def _encoded(self, prompts: Sequence[Prompt], size: int) -> Transitions:
         """Returns the transitions of recorded steps. size: observations that the policy encodes at once."""
+        import torch
+
         policy, (width, chunk_width) = self.context.policy, self.context.policy.encoding_sizes
         encode = policy.encode_observations
         chunks = [prompt.metadata["actions"] for prompt in prompts]
@@ -100,8 +90,12 @@ class QLearner:
             next_observation,
         )
 
-    def _learn(self, transitions: Transitions) -> dict[str, Tensor]:
-        """Updates both functions on the transitions of all ranks; returns this rank's estimates by name, [n]."""
+    def _learn(self, transitions: Transitions) -> Tensor:
+        """Updates both functions on the transitions of all ranks; returns ESTIMATES of this rank's, [n, 3]."""
+        import torch
+
+        from mmrl.core.values import QEnsemble, ValueNetwork
+
         width, inputs = transitions.observation.shape[1], transitions.pairs.shape[1]
         value = self.context.modules.get(
             f"{self.settings.name} value",
@@ -113,19 +107,19 @@ class QLearner:
             lambda: QEnsemble(inputs, self.settings.width, self.settings.members, self.context.seed + 1),
             self.settings.lr,
         )
-        estimates: dict[str, Tensor] = {}
-        for update in range(self.settings.updates):
+        for _ in range(self.settings.updates):
             target = q.module.target(transitions.pairs)
             self._update_value(value, transitions, target)
             td_error = self._update_q(q, value, transitions)
-            if update == self.settings.updates - 1:
-                now = value.predict(transitions.observation)
-                estimates = {"q": target, "value": now, "td_error": td_error}
             q.module.update_targets(self.settings.tau)
-        return estimates
+        return torch.stack([target, value.predict(transitions.observation), td_error], 1)
 
     def _update_value(self, value: AuxiliaryModule[ValueNetwork], transitions: Transitions, target: Tensor) -> None:
         """Takes a step of V to the expectile of the target networks' Q values, [n]."""
+        import torch
+
+        from mmrl.core.values import expectile_error
+
         count = int(self.context.sum(torch.tensor(len(target))))
         error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
         value.descend([error.sum() / count], self.context.sum)
@@ -135,6 +129,10 @@ class QLearner:
     ) -> Tensor:
         """Takes a step of the Q networks to their targets. Returns their squared errors from before, [n]; NaN where no
         target is known."""
+        import torch
+
+        from mmrl.core.values import td_target
+
         known = transitions.known
         next_value = value.predict(transitions.next_observation)
         targets = td_target(transitions.reward, transitions.discount, transitions.terminated, next_value)
@@ -146,5 +144,7 @@ class QLearner:
 
 def in_parts(encode: Any, observations: list[Any], size: int, width: int) -> Tensor:
     """Encodes observations, `size` at once, [observation, width]."""
+    import torch
+
     parts = [encode(observations[i : i + size]) for i in range(0, len(observations), size)]
     return torch.cat([torch.zeros(0, width), *parts])

@@ -9,12 +9,11 @@ from mmrl.protocols.abilities import StateActionEncoding
 from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement
 
 if TYPE_CHECKING:
-    from mmrl.measurements.q_updates import QEstimates
-    from mmrl.rollouts import Rollouts
+    from mmrl.rollouts import Column, Rollouts
 
 
 @dataclass(frozen=True)
-class QValues(PreparedMeasurement["QEstimates"]):
+class QValues(PreparedMeasurement["Column"]):
     """Implicit Q-learning (IQL, arXiv 2110.06169) on the recorded policy steps among a step's rollouts: V learns the
     expectile of the target networks' least Q, the Q networks learn r + gamma^k V(s') of a chunk of k actions, and the
     targets follow. The estimates are those of V after its update, and of the targets before theirs.
@@ -38,7 +37,7 @@ class QValues(PreparedMeasurement["QEstimates"]):
     def name(self) -> str:
         return "q_values " + " ".join(f"{value:g}" for value in vars(self).values())
 
-    def measure(self, rollouts: Rollouts, context: PreparedContext) -> QEstimates:
+    def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
         from mmrl.measurements.q_updates import QLearner
 
         return QLearner(self, context).estimates(rollouts)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from scipy.stats import rankdata
 
 from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
 from mmrl.errors import UserError
-from mmrl.measurements.q_updates import QEstimates, in_parts
+from mmrl.measurements.q_updates import ESTIMATES, in_parts
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
@@ -104,8 +105,9 @@ def step_once(folder, *options, base=ROBOTS, step=0):
 
 
 def estimates(rollouts):
-    (record,) = [record for record in rollouts.extras.values() if isinstance(record, QEstimates)]
-    return record
+    """Views of the columns, by name."""
+    (values,) = [record.values for name, record in rollouts.extras.items() if name.startswith("q_values")]
+    return SimpleNamespace(**dict(zip(ESTIMATES, values.unbind(1), strict=True)))
 
 
 def transitions_by_hand(trainer, rollouts):
@@ -207,7 +209,7 @@ def test_weights_and_signs_of_recorded_steps(tmp_path):
     for micro in minibatches[0]:
         record = estimates(micro)
         rows = [[s.prompt.id for s in rollouts.samples].index(sample.prompt.id) for sample in micro.samples]
-        record.q, record.value = given[rows] + 0.5, torch.full((len(rows),), 0.5)
+        record.q[:], record.value[:] = given[rows] + 0.5, 0.5
     measured = Metrics(trainer.engine)
     trainer.update(minibatches[0], measured)
     result = measured.result()
@@ -256,7 +258,7 @@ def transitions_by_hand_ends(trainer, rollouts):
 def test_the_rank_correlation_with_what_was_earned(tmp_path):
     trainer, rollouts, _, batch, _ = step_once(tmp_path, *LEARNING)
     record = estimates(rollouts)
-    record.q = torch.tensor([math.sin(3.0 * i) for i in range(20)])
+    record.q[:] = torch.tensor([math.sin(3.0 * i) for i in range(20)])
     trainer.algorithm.prepare(batch)
     earned = [sample.prompt.metadata["to_go"].discounted(0.5, 0.0) for sample in rollouts.samples]
     ranks = [rankdata(record.q.numpy()), rankdata(earned)]

@@ -47,8 +47,6 @@ class ImplicitQLearning(Algorithm):
 
     def advantages(self, batch: Batch) -> Tensor:
         """Returns Q - V of each step. Raises UserError for a step whose episode does not say what it earned."""
-        import torch
-
         from mmrl.errors import UserError
 
         for sample in batch.rollouts.samples:
@@ -58,7 +56,7 @@ class ImplicitQLearning(Algorithm):
                     "LeRobot's data sets say so in the feature next.reward or next.success; or use "
                     "algorithm.type=supervised"
                 )
-        return torch.nan_to_num(batch.measured(self.measurement).advantage)
+        return estimates_of(batch.rollouts, self.measurement)["advantage"]
 
     def prepare(self, batch: Batch) -> None:
         super().prepare(batch)

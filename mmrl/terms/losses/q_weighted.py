@@ -88,11 +88,11 @@ class QWeightedTerm(Term):
 
 def estimates_of(micro: Rollouts, measurement: QValues) -> dict[str, Tensor]:
     """Returns the estimates of a micro-batch by name, [rollout] float32 each, NaN where there is none."""
-    from mmrl.measurements.q_updates import QEstimates
+    from mmrl.measurements.q_updates import ESTIMATES
+    from mmrl.rollouts import Column
 
-    record = micro.extra(measurement.name, QEstimates)
-    names = ("advantage", "q", "value", "td_error")
-    return dict(zip(names, (record.advantage, record.q, record.value, record.td_error), strict=True))
+    values = dict(zip(ESTIMATES, micro.extra(measurement.name, Column).values.unbind(1), strict=True))
+    return {**values, "advantage": values["q"] - values["value"]}
 
 
 def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -> None:
@@ -101,9 +101,9 @@ def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -
     import torch
     from scipy.stats import spearmanr
 
-    estimates = batch.measured(measurement)
+    q, _, td_error = batch.measured(measurement).values.unbind(1)
     earned = returns.of([sample.prompt for sample in batch.rollouts.samples])
-    columns = batch.gathered(torch.stack([estimates.q, earned, estimates.td_error], 1))
+    columns = batch.gathered(torch.stack([q, earned, td_error], 1))
     td_error = columns[:, 2][~columns[:, 2].isnan()]
     if len(td_error):
         batch.report({"q/td_error": float(td_error.mean())})
