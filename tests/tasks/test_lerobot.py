@@ -201,8 +201,8 @@ def test_what_an_episode_earned(tmp_path, version, earned, rewards, outcome):
     assert shown[0].metadata["to_go"].outcome == 0.0
     tails = [shown[i].metadata["tail"] for i in (0, LENGTHS[0] + 1)]
     assert [tail.actions for tail in tails] == [LENGTHS[0], LENGTHS[1] - 1]
-    assert not any(tail.terminated for tail in tails)  # it goes on behind its success
-    assert tails[1].observation(2).state.tolist() == pytest.approx(np.array([[1.3]]))
+    assert [tail.terminated for tail in tails] == [False, outcome == 1.0]  # its last frame is a success
+    assert tails[1].observation(1).state.tolist() == pytest.approx(np.array([[1.2]]))
     assert tails[1].observation(LENGTHS[1] - 1) is None
 
 
