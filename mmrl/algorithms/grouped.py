@@ -34,7 +34,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
         "what the difference is divided by; by default what the baseline's source divides by: group_std "
         "of mean, batch_std of batch_mean and running, none of leave_one_out, length_weighted, greedy and none",
     )
-    components: Components = option(SumOfComponents(), "how several rewards become one advantage")
+    components: Components = option(SumOfComponents(), "how several rewards are combined into one advantage")
     transforms: list[Transform] = option([], "changes of the reward before the baseline, in this order")
 
     @model_validator(mode="before")

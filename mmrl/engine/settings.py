@@ -137,10 +137,10 @@ class EngineSettings(Section):
     """Settings of DeepSpeed, which runs the job."""
 
     zero_stage: Literal[0, 1, 2, 3] = option(
-        0, "what ranks share out: 1 the optimizer, 2 the gradients too, 3 the weights too"
+        0, "DeepSpeed's ZeRO stage: 1 partitions the optimizer state, 2 also gradients, 3 also weights"
     )
     offload: Literal["none", "optimizer", "all"] = option(
-        "none", "what lies in the CPU's memory; `all` adds the weights and needs stage 3"
+        "none", "what is kept in the CPU's memory; `all` includes the weights and needs stage 3"
     )
     micro_batch: int = option(8, "rollouts replayed at once on a rank; changes memory, not results", ge=1)
     max_bad_steps: int = option(3, "losses or gradients in a row that are not finite before the run stops", ge=1)

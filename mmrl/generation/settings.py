@@ -258,7 +258,7 @@ class WorkerSampling(Section):
     """The processes that make rollouts."""
 
     workers: RolloutWorkers | None = option(
-        None, "processes that make rollouts apart from training; null: the training process makes them itself"
+        None, "processes that sample rollouts; null: the training process samples them"
     )
 
     @property

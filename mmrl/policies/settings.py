@@ -69,7 +69,7 @@ class ModelSettings(Choice):
     type: str = "vision_language"
     path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")
     build: str | None = option(
-        None, "package.module:function that is called with (folder, seed=...) and writes a model made in code"
+        None, "package.module:function that is called with (folder, seed=...) and writes a model built in code"
     )
     warm_start: str | None = option(
         None, "a configuration beside this one: the run starts from what that one's run ended with"

@@ -47,7 +47,9 @@ class Cards(Game):
     type: str = "cards"
     rounds: int = option(3, "rounds of a game", ge=1)
     choices: int = option(3, "cards to choose from", ge=2, le=4)
-    rules: tuple[Literal["count", "colour"], ...] = option(("count", "colour"), "what has to match", min_length=1)
+    rules: tuple[Literal["count", "colour"], ...] = option(
+        ("count", "colour"), "properties that have to match", min_length=1
+    )
 
     def make(self) -> Environment:
         from mmrl.sims.turns.cards import CardGame

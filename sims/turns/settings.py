@@ -215,13 +215,16 @@ class ToolsSettings(EnvironmentSettings):
         "such as zoom(1, 2, 3, 4) at the end of the response",
     )
     described: Literal["template", "system", "no"] = option(
-        "system", "where the policy reads of its tools: by the chat template, in the system message, or nowhere"
+        "system", "where tools are described: by the chat template, in the system message, or nowhere"
     )
     coordinates: float | None = option(
         None, "boxes and points run from 0 to this along each side of an image; default: pixels as shown", gt=0
     )
     shown_pixels: int | None = option(
-        None, "the prompt's images are shown at most so large; tools see them as they are", unit="pixels", ge=1
+        None,
+        "largest number of pixels of a prompt's image as the policy sees it; tools get the full image",
+        unit="pixels",
+        ge=1,
     )
 
     @property

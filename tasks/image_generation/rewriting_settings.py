@@ -41,7 +41,7 @@ class PromptRewritingSettings(ImageGenerationSettings):
     generator: FrozenGenerator = option(description="the frozen generator")
     template: str = option(
         "Rewrite this prompt for an image generator, with all that it should show: {}",
-        "how the rewriter is asked; {}: the prompt",
+        "prompt of the rewriting model; {} stands for the original prompt",
     )
     tag: str | None = option(
         None, "the prompt is what stands between <tag> and </tag>, and what comes before is reasoning; null: all of it"

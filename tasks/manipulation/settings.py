@@ -49,9 +49,7 @@ class ExpertDemonstrations(DemonstratedEpisodes):
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "expert"
     episodes: int = option(200, "episodes of each task", ge=1)
-    noise: float = option(
-        0.0, "standard deviation of what is added to executed actions, not to those that are shown", ge=0
-    )
+    noise: float = option(0.0, "standard deviation of noise on executed actions; recorded actions have none", ge=0)
     perturbation: float = option(
         0.0,
         "chance at each action that a random one, uniform in [-1, 1], is executed in place of the expert's next ones, "
@@ -175,7 +173,7 @@ class ManipulationSettings(TaskSettings):
         "own", "shuffled: every episode shows the instruction of another one, to see whether a policy listens"
     )
     demonstrations: DemonstratedEpisodes | None = option(
-        None, "what algorithm.type=supervised learns from, and what rollout.extras=[demonstrations] adds to rollouts"
+        None, "demonstrations for algorithm.type=supervised and for rollout.extras=[demonstrations]"
     )
     rewards: list[RewardSpec] = option(
         [RewardSpec(name="mmrl.tasks.manipulation.rewards:success", label="success")],

@@ -22,7 +22,7 @@ class TextSumsSettings(TaskSettings):
     eval_size: int = option(500, "held-out sums", ge=1)
     eval_seed: int = option(0, "seed of the held-out sums", ge=0)
     careless: float = option(0.0, "share of training demonstrations that forget to carry", ge=0, le=1)
-    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a rollout", min_length=1)
 
     def build(self, seed: int) -> Task:
         return load_attribute("mmrl.tasks.text_sums.task:TextSums")(self, seed)

@@ -148,8 +148,8 @@ class NamedImagesData(Questions):
     eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out questions", min_length=1)
     train_names: NamedPart = option("shown", "names in training rows; every fifth name is held out")
     eval_names: NamedPart = option("heldout", "names in held-out rows")
-    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of the images to train on", min_length=1)
-    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "of held-out rows", min_length=1)
+    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles of the training images", min_length=1)
+    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles of the held-out images", min_length=1)
     cells: int = option(3, "images of a row", ge=2, le=3)
     jitter: int = option(0, "how far images to train on are moved by chance", unit="pixels", ge=0, lt=32)
     tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
@@ -337,7 +337,7 @@ class ConversationRows(RowReading):
         "json", "how tool_calls are written into responses, as the option `calls` of task.environment.type=tools"
     )
     tool_role: Literal["tool", "user"] = option(
-        "tool", "role in which results of tools are shown; task.environment.type=tools shows them as the user's"
+        "tool", "role of tool results; task.environment.type=tools uses the role user"
     )
     image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
 
@@ -424,7 +424,7 @@ class VisualQASettings(TaskSettings):
     test: ClassVar[str] = "tests/tasks/test_visual_qa.py"
     type: str = "visual_qa"
     data: Questions = option(DigitsData(), "source of the questions")
-    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "what a response earns", min_length=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a rollout", min_length=1)
     accuracy: RewardSpec = option(
         RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"
     )

@@ -24,7 +24,9 @@ class Contrast(GroupedAlgorithm):
     )
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
     type: str = "contrast"
-    nft_beta: float = option(1.0, "how far the implicit policies are from the old one", gt=0)
+    nft_beta: float = option(
+        1.0, "distance of the implicit policies from the old one, as a factor of the velocity difference", gt=0
+    )
     bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
 
     @property

@@ -107,7 +107,7 @@ class ToolAnswers(BranchPoints):
     type: str = "tool_answers"
     first: int = option(20, "decisions at the beginning of a turn whose entropy counts", unit="tokens", ge=1)
     weight: float = option(0.2, "weight of the rise of the entropy", ge=0)
-    threshold: float = option(0.5, "of the uniform number less the weighted rise", ge=0, le=1)
+    threshold: float = option(0.5, "threshold of a uniform random number minus the weighted rise", ge=0, le=1)
     vocabulary: int = option(151936, "entropies are divided by its logarithm", unit="tokens", ge=2)
 
     @property

@@ -47,7 +47,7 @@ class Branches(ExtraSource):
         1, "rounds in which branches are sampled; from the second round on, branches may branch too", ge=1
     )
     width: int = option(1, "branches at a point, beside the response itself", ge=1)
-    at: BranchPoints = option(UncertainTokens(), "where responses branch")
+    at: BranchPoints = option(UncertainTokens(), "points at which responses branch")
 
     @model_validator(mode="after")
     def _one_a_round(self) -> Branches:

@@ -80,7 +80,7 @@ class AutoregressiveImageModel(ModelSettings):
         "arXiv 2505.24875, T2I-R1, arXiv 2505.00703; models: Janus-Pro, arXiv 2501.17811"
     )
     type: str = "autoregressive_image"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 

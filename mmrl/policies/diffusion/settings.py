@@ -175,7 +175,7 @@ class Drawing(Section):
     evaluation_steps: int = option(40, "denoising steps of an image in evaluation", unit="steps", ge=1)
     resolution: int | tuple[int, int] | None = option(
         None,
-        "of images and videos: one side of a square, or height and width; default: the model's own",
+        "size of images and videos in pixels: one side of a square, or height and width; default: the model's own",
         unit="pixels",
     )
     evaluation_resolution: int | tuple[int, int] | None = option(
@@ -243,7 +243,7 @@ class DiffusionModel(ModelSettings):
     step."""
 
     type: str = "diffusion"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     base: str | None = option(
         None, "the pipeline that LoRA weights at model.path change, where these do not name it: a folder or a hub name"

@@ -348,7 +348,7 @@ class Unmasking(Section):
         None, "positions that are filled before those behind them; default: all", unit="tokens", ge=1
     )
     reasoning_steps: int | None = option(
-        None, "of the text before the tokens of an image; default: one a position", unit="steps", ge=1
+        None, "unmasking steps of the text before an image; default: one for each position", unit="steps", ge=1
     )
     order: Order = option(Confidence(), "which positions are filled next")
     causal_blocks: bool = option(
@@ -385,7 +385,7 @@ class TokenDiffusionModel(ModelSettings):
     """Options that all kinds of discrete diffusion share."""
 
     type: str = "discrete_diffusion"
-    attention: Literal["sdpa", "eager"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager"] = option("sdpa", "implementation of attention")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     shifted: bool | None = option(

@@ -30,7 +30,7 @@ class Noising(Section):
         1, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
     )
     levels: tuple[float, float] = option(
-        (0.0, 1.0), "least and largest chance that a token is replaced by one drawn at random"
+        (0.0, 1.0), "smallest and largest probability that a token is replaced by a random one"
     )
 
     @model_validator(mode="after")

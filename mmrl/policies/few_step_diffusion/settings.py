@@ -28,7 +28,10 @@ class FewStepSampler(Section):
 
     steps: int = option(2, "denoising steps of its images; they divide denoising.steps", unit="steps", ge=1)
     share: float = option(
-        1.0, "of a group's rollouts, drawn by the copy; the model itself draws the others (hybrid sampling)", gt=0, le=1
+        1.0,
+        "share of a group's rollouts that the copy samples; the model samples the others (hybrid sampling)",
+        gt=0,
+        le=1,
     )
     evaluates: bool = option(False, "evaluation and sampling draw with the copy in place of the model")
 

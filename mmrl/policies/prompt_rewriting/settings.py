@@ -34,7 +34,7 @@ class PromptWriter(WeightsOrigin):
     model.path. Section `rollout` holds its sampling settings."""
 
     required: ClassVar[bool] = False
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     freeze: list[Literal["vision", "connector", "language"]] = option([], "parts that are not trained")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained")

@@ -573,7 +573,7 @@ class VisionLanguageActionModel(ModelSettings):
     """A vision-language model with an action head that plays episodes in a simulator."""
 
     type: str = "vision_language_action"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     freeze: list[Literal["vision", "connector", "language"]] = option([], "parts of the backbone that are not trained")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the backbone's weights")
     processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained, such as max_pixels")

@@ -112,7 +112,7 @@ class VisionLanguageModel(ModelSettings):
 
     test: ClassVar[str] = "tests/policies/test_vlm.py"
     type: str = "vision_language"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "how attention is computed")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     freeze: list[Literal["vision", "connector", "language"]] = option([], "parts that are not trained")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")

@@ -281,7 +281,7 @@ class KL(Term):
         "k1, k2, k3, absolute: from single samples, k1 with an expected gradient of 0; exact, velocity: of denoising "
         "steps, from the reference",
     )
-    weighting: KLWeighting | None = option(None, "how much single decisions pay; null: all alike")
+    weighting: KLWeighting | None = option(None, "weights of single decisions; null: equal")
 
     @model_validator(mode="after")
     def _comparable(self) -> KL:
