@@ -100,9 +100,9 @@ class Algorithm(Choice):
     type: str = "grpo"
     reduce: ReduceMode | None = option(
         None,
-        "how values of decisions become the loss; constant divides by the longest rollout; segment_mean: every segment "
-        "counts alike, whatever its length (GCPO's chunks); null: token_mean, or sequence_mean where a rollout has one "
-        "weight, segment_mean where a segment has",
+        "how the losses of decisions are averaged; constant divides by the length of the longest rollout; segment_mean "
+        "gives every segment the same weight (GCPO's chunks); null: token_mean, or sequence_mean or segment_mean where "
+        "a rollout or a segment has a single importance weight",
     )
     terms: list[Term] = option([], "loss terms that are added")
     masks: list[Mask] = option([], "masks: decisions or rollouts that are left out of the loss")
@@ -155,7 +155,7 @@ class Algorithm(Choice):
 
     @property
     def reduce_mode(self) -> ReduceMode:
-        """Returns how values of decisions become the loss, where `reduce` does not say so too."""
+        """Returns how values of decisions become the loss, if `reduce` is not set."""
         return self.reduce or "token_mean"
 
     @property

@@ -25,8 +25,8 @@ class RatioAlgorithm(RewardedAlgorithm):
     surrogate: Surrogate = option(Clip(), "objective of ratio and advantage")
     level: Literal["decision", "segment", "sequence"] = option(
         "decision",
-        "unit whose mean log-ratio each of its decisions gets; sequence is GSPO (arXiv 2507.18071), where reduce is "
-        "sequence_mean unless it is set; segment is GCPO's chunk, where reduce is segment_mean unless it is set",
+        "unit over which log-ratios are averaged; sequence is GSPO (arXiv 2507.18071), with reduce=sequence_mean by "
+        "default; segment is GCPO's chunk, with reduce=segment_mean by default",
     )
     ratio: Literal["plain", "normalised"] = option(
         "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
@@ -34,8 +34,8 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     target_kl: float | None = option(
         None,
-        "a step ends with the update in which the estimated divergence from the policy that made the rollouts, "
-        "r - 1 - log r, was on average more than this; null: it has all its updates",
+        "largest mean divergence from the policy that sampled the rollouts, estimated by r - 1 - log r; the first "
+        "update that exceeds it is the last of its step; null: no limit",
         gt=0,
     )
 

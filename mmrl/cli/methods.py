@@ -61,16 +61,16 @@ DECISIONS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, OtherPolicy, KLWeighting, ExtraSource)
-# What to begin with, by the title of the choice and the name: when to take it.
+# Recommended methods by the title of the choice and the name, each with the situation that it suits.
 RECOMMENDED = {
-    ("algorithm", "grpo"): "to begin with, for answers, images and actions alike",
-    ("algorithm", "supervised"): "before RL, from demonstrations, where the policy earns next to nothing",
-    ("algorithm", "ppo"): "episodes of many steps, whose reward comes late: credit by a critic",
-    ("algorithm", "contrast"): "images from any solver, without a chain of noisy steps (DiffusionNFT)",
+    ("algorithm", "grpo"): "a first choice for text, images and actions",
+    ("algorithm", "supervised"): "before RL, if the policy hardly ever gets a reward: learns from demonstrations",
+    ("algorithm", "ppo"): "long episodes with late rewards: a critic assigns credit",
+    ("algorithm", "contrast"): "diffusion models with any solver, without storing denoising steps (DiffusionNFT)",
     ("algorithm", "preference"): "rewards that rank well but have no scale",
-    ("surrogate", "clip"): "several updates a step: PPO's bounds, the upper one wider (DAPO)",
-    ("baseline", "mean"): "groups of four and more answers to a prompt",
-    ("scale of advantages", "none"): "prompts of unequal difficulty count by their differences (Dr. GRPO)",
+    ("surrogate", "clip"): "several updates in a step: PPO's clip with a larger upper bound (DAPO)",
+    ("baseline", "mean"): "groups of four or more rollouts for each prompt",
+    ("scale of advantages", "none"): "prompts of unequal difficulty: no division by the standard deviation (Dr. GRPO)",
     ("loss term", "kl"): "long runs: the policy stays near the one that it started from",
     ("prompt sampler", "skip_flat"): "many prompts are always right or always wrong",
 }
@@ -268,7 +268,7 @@ def cost_of(needs: Needs) -> str:
     if needs.statistics:
         costs.append("a forward pass of every rollout before the advantages")
     elif needs.old:
-        costs.append("a forward pass of the rollouts that are not learned from first, where a step has several updates")
+        costs.append("a forward pass over the rollouts of later updates, if a step has several updates")
     if needs.reference:
         costs.append("a forward pass under the reference, and a copy of the trained weights")
     if needs.critic:
