@@ -19,8 +19,8 @@ from mmrl.engine import Engine, Ranks, take_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.measurements.teachers import Teacher
-from mmrl.protocols.abilities import able
-from mmrl.protocols.facts import check_fact
+from mmrl.protocols.abilities import require_ability
+from mmrl.protocols.columns import check_column
 from mmrl.protocols.parts import (
     ConversationTask,
     FittedSource,
@@ -51,11 +51,11 @@ def build_task(config: Config) -> Task:
         for shaper in config.algorithm.shapers:
             shaper.check_rewards(list(task.reward_names))
         check_turns(config, task)
-        facts = [(key, fact) for key, needs in config.algorithm.parts() for fact in needs.facts]
-        if facts and task.train is not None:
+        columns = [(key, column) for key, needs in config.algorithm.parts() for column in needs.columns]
+        if columns and task.train is not None:
             metadata = task.train[0].metadata
-            for key, fact in facts:
-                check_fact(key, fact, task.reward_names, metadata, paired=config.rollout.paired)
+            for key, column in columns:
+                check_column(key, column, task.reward_names, metadata, paired=config.rollout.paired)
         check_measured(config, task)
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -149,10 +149,12 @@ def choose_kernels(config: Config) -> None:
 
 
 def load_policy(config: Config, task: Task, path: str) -> Policy:
-    """Loads the policy from a folder or a hub name, and connects it to its task, in this order: the model itself; a
-    check that it has the abilities its settings offer; the resolution of its images, to a task whose coordinates depend
-    on it; its check of prompts (`misfit`: why one does not fit, such as its length), to sources of rows that leave
-    such rows out (`FittedSource`); a loader of teacher models, to a policy that can be distilled (`Taught`).
+    """Loads the policy from a folder or a hub name, and connects it to its task.
+
+    In this order: loads the model; checks that it has the abilities that its settings offer; tells the resolution of
+    its images to a task whose coordinates depend on it; gives its check of prompts (`prompt_problem`, such as a prompt
+    that is too long) to data sources that skip such rows (`FittedSource`); sets the loader of teacher models of a
+    policy that can be distilled (`Taught`).
 
     Raises UserError where the model cannot be loaded, where an ability is missing and where a weight is not finite.
     """
@@ -166,7 +168,7 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
     if isinstance(policy, FittingPolicy):
         for source in (task.train, task.evaluation):
             if isinstance(source, FittedSource):
-                source.fit(policy.misfit)
+                source.fit(policy.prompt_problem)
     if isinstance(policy, Taught):
         policy.teachers.loader = partial(load_teacher, config, task)
     bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
@@ -200,7 +202,7 @@ def check_abilities(config: Config, policy: Policy) -> None:
     offered = config.model.capabilities(config).offers
     for ability in sorted((kind for kind in offered if not isinstance(kind, str)), key=lambda kind: kind.__name__):
         try:
-            able(policy, ability)
+            require_ability(policy, ability)
         except TypeError as error:
             raise UserError(f"model.type={config.model.type}: {error}") from None
 
@@ -214,7 +216,7 @@ def build_engine(config: Config, policy: Policy) -> Engine:
     engine = Engine(
         policy.module, config.optim, config.engine, total_steps=config.total_updates, dtype=config.model.dtype
     )
-    policy.trained_by(engine)
+    policy.set_engine(engine)
     return engine
 
 

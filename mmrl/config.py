@@ -29,7 +29,7 @@ from mmrl.generation.settings import Correction, GeneratorSettings, RolloutWorke
 from mmrl.monitors.guards import Guard
 from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import VisionLanguageModel
-from mmrl.protocols.requirements import Capabilities, Needs, check, together
+from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.report.settings import Log
 from mmrl.settings import Section, SettingsError, kind_of, make, option, plain, recipes
 from mmrl.settings import overrides as layering
@@ -89,7 +89,7 @@ class Config(Section):
 
     @property
     def needs(self) -> Needs:
-        return together(needs for _, needs in self._parts())
+        return merge_needs(needs for _, needs in self._parts())
 
     def _parts(self) -> list[tuple[str, Needs]]:
         extras = self.rollout.extra_sources
@@ -111,7 +111,9 @@ class Config(Section):
         self.model.check(self)
         if self.engine.zero_stage not in offered.zero_stages:
             stages = ", ".join(map(str, offered.zero_stages))
-            raise ValueError(f"engine.zero_stage={self.engine.zero_stage} does not go with {offered.of}; use {stages}")
+            raise ValueError(
+                f"engine.zero_stage={self.engine.zero_stage} does not go with {offered.source}; use {stages}"
+            )
         if self.engine.zero_stage == 3 and any(measurement.trains_copy for measurement in self.needs.measurements):
             raise ValueError(
                 "engine.zero_stage=3 keeps a slice of the weights on each rank, and a part of the algorithm trains a "

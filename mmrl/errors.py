@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 @contextmanager
-def of_second_model(key: str) -> Iterator[None]:
+def name_second_model(key: str) -> Iterator[None]:
     """Names `key` where a message names model.path: a teacher or a frozen generator is loaded by the code of the
     trained model, and its own key is the one to change."""
     try:

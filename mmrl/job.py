@@ -79,7 +79,7 @@ class Job:
         self._trainer: trainer.Trainer | None = None
 
     @classmethod
-    def of(cls, model: str | Path, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Job:
+    def from_weights(cls, model: str | Path, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Job:
         """Returns a job that evaluates and samples with the weights in `model`: a run directory, a folder of weights,
         or a name on a hub. config: a YAML file; optional for a run directory and for weights that a run wrote.
 
@@ -120,11 +120,11 @@ class Job:
         self.task = build_task(config)
         if self._trains and self.task.train is None:
             raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
-        if self._trains and launched()[0] == 0:
+        if self._trains and rank_and_world_size()[0] == 0:
             for alarm in probe_quickly(config, self.task):
                 log.warning("%s", alarm.text)
         self.policy = build_policy(config, self.task)
-        if launched()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             for alarm in probe_policy(self.policy):
                 log.warning("%s", alarm.text)
             if self._trains:
@@ -185,7 +185,7 @@ class Job:
 
     def _announce(self, parts: ExitStack) -> None:
         """Has the other ranks know that this one has come up, before anything that takes long."""
-        rank, world = launched()
+        rank, world = rank_and_world_size()
         if world > 1:
             with writing(Path(self.config.run_dir)):
                 self._heartbeat = Heartbeat(Path(self.config.run_dir), rank, world, self.config.engine.timeout)
@@ -255,7 +255,7 @@ class Job:
 # --- before a run ---
 
 
-def launched() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Returns rank and number of ranks from the launcher's environment variables. Raises UserError."""
     ranks = {}
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
@@ -271,7 +271,7 @@ def launched() -> tuple[int, int]:
 
 def check_start(config: Config) -> None:
     """Raises UserError where a run of this configuration can neither start nor resume. Fast: loads no model."""
-    rank, world = launched()
+    rank, world = rank_and_world_size()
     folder = Path(config.run_dir)
     check_batch(config, world)
     if rank == 0:
@@ -300,7 +300,7 @@ def finish_run(key: str, path: str) -> None:
     before = plain(after_warm_start(load(path)))
     if check_warm_start(final, before, path):
         return
-    if launched()[1] > 1:
+    if rank_and_world_size()[1] > 1:
         raise UserError(f"{key}={path}: {final} is missing; run it first, as one process: mmrl train {path}")
     _run_first(key, path, final, before)
 

@@ -22,7 +22,7 @@ def _tables() -> dict[str, dict[str, Any]]:
     return json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
-def now(name: str) -> str | None:
+def current_name(name: str) -> str | None:
     """Returns the present name of a former "package.module" or "package.module:Class"; None for other names."""
     module, colon, member = name.partition(":")
     tables = _tables()
@@ -33,7 +33,7 @@ def now(name: str) -> str | None:
 
 def hint(name: str) -> str:
     """Returns "; it is NAME now" for a former name, else nothing."""
-    new = now(name)
+    new = current_name(name)
     return "" if new is None else f"; it is {new} now"
 
 
@@ -45,11 +45,11 @@ def hint_of(error: ImportError) -> str:
     return "" if match is None else hint(f"{match[2]}:{match[1]}")
 
 
-def renewed(text: str) -> str:
+def update_names(text: str) -> str:
     """Returns a string with every former name in it replaced by the present one."""
     import re
 
-    return re.sub(NAME, lambda match: now(match[0]) or match[0], text)
+    return re.sub(NAME, lambda match: current_name(match[0]) or match[0], text)
 
 
 def present_key(name: str) -> str:
@@ -98,7 +98,7 @@ class FormerModules:
     """A finder of `sys.meta_path` that raises an error naming the present module where a former one is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        if name.startswith("mmrl.") and (new := now(name)) is not None:
+        if name.startswith("mmrl.") and (new := current_name(name)) is not None:
             raise ModuleNotFoundError(f"{name} is {new} now", name=name)
 
 

@@ -76,7 +76,7 @@ class Prompt:
     videos: tuple[Video, ...] = ()
     before_start: Prompt | None = None
 
-    def redrawn(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
+    def map_images(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
         """Returns the prompt with `change` applied to every image and video frame of its messages, in order; then to
         every image and every video frame beside them."""
 
@@ -322,30 +322,30 @@ def require(value: Value | None, name: str) -> Value:
     return value
 
 
-def text_and_image(rollouts: int, text: int, decisions: int) -> Tensor:
+def text_image_parts(rollouts: int, text: int, decisions: int) -> Tensor:
     """Returns [rollout, decision] int64: TEXT for the first `text` decisions, IMAGE for the others."""
     index = torch.arange(decisions)
     return torch.full_like(index, IMAGE).where(index >= text, TEXT).repeat(rollouts, 1)
 
 
-def alternatives_of(rollouts: Rollouts) -> Tensor | None:
+def get_alternatives(rollouts: Rollouts) -> Tensor | None:
     """Returns [rollout, decision, k] int64: alternatives to each decision whose log-probabilities a replay returns too;
     None where the rollouts have none in `extras`."""
     record = rollouts.extras.get("alternatives")
     return record.values if isinstance(record, DecisionColumn) else None
 
 
-def in_part(rollouts: Rollouts, part: int) -> Tensor:
+def part_mask(rollouts: Rollouts, part: int) -> Tensor:
     """Returns [rollout, decision] bool: True for decisions in the given part of their response, TEXT or IMAGE."""
-    return parts_of(rollouts) == part
+    return decision_parts(rollouts) == part
 
 
-def parts_of(rollouts: Rollouts) -> Tensor:
+def decision_parts(rollouts: Rollouts) -> Tensor:
     """Returns [rollout, decision] int64: TEXT or IMAGE. Raises TypeError for responses that have no parts."""
     return rollouts.extra(PARTS, DecisionColumn).values
 
 
-def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
+def fill_in_columns(part: Rollouts, fresh: Rollouts) -> Rollouts:
     """Returns `part` with all columns that `fresh` has. Missing ones are NaN, -1 for integers, False for bool; those of
     `extras` are blank."""
     filled: dict[str, Any] = {}
@@ -360,20 +360,20 @@ def alike(part: Rollouts, fresh: Rollouts) -> Rollouts:
     return replace(part, **filled, extras=extras)
 
 
-def with_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
+def fill_in_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
     """Returns `parts` with `nodes` in all of them if any has some, and sets those of `fresh`. Rollouts that share no
     decision get the id of their row at each."""
     if all(part.nodes is None for part in parts):
         return list(parts)
     first, numbered = len(fresh), []
-    fresh.nodes = own_nodes(fresh) if fresh.nodes is None else fresh.nodes
+    fresh.nodes = unshared_nodes(fresh) if fresh.nodes is None else fresh.nodes
     for part in parts:
-        numbered.append(replace(part, nodes=own_nodes(part, first)) if part.nodes is None else part)
+        numbered.append(replace(part, nodes=unshared_nodes(part, first)) if part.nodes is None else part)
         first += len(part)
     return numbered
 
 
-def own_nodes(rollouts: Rollouts, first: int = 0) -> Tensor:
+def unshared_nodes(rollouts: Rollouts, first: int = 0) -> Tensor:
     """Returns the nodes of rollouts that share no decision, [rollout, decision] int64: numbers from `first` on."""
     return torch.arange(first, first + len(rollouts))[:, None].repeat(1, rollouts.mask.shape[1])
 
@@ -394,7 +394,7 @@ class Steps(Record):
     begin: Tensor | None = column(0)  # [rollout, step] int64, the first decision of a step, likewise
 
     @classmethod
-    def of_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
+    def from_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
         """Returns the steps of rollouts in which every decision is a step, the last one terminates, and only the task
         gives rewards.
 
@@ -419,7 +419,7 @@ class Steps(Record):
         blank = torch.zeros_like(values)
         return Steps(mask, rewards, values, last, blank, index=index, begin=begin)
 
-    def of_steps(self, values: Tensor) -> Tensor:
+    def at_step_starts(self, values: Tensor) -> Tensor:
         """Returns the values [rollout, step] of what may be values of decisions [rollout, decision]."""
         return values if self.begin is None else values.gather(1, self.begin.to(values.device))
 
@@ -472,7 +472,7 @@ class Replay:
     extras: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, columns: Mapping[str, Any]) -> Replay:
+    def from_columns(cls, columns: Mapping[str, Any]) -> Replay:
         """Returns a replay of columns by name: its fields, and all others as `extras`. None counts as missing."""
         field_names = {f.name for f in fields(cls)}
         present = {name: values for name, values in columns.items() if values is not None}
@@ -565,10 +565,10 @@ def _joined(column: Field[Any], values: list[Any]) -> Any:
     if any(value is None for value in values):
         raise ValueError(f"{column.name} is filled in some of the batches and None in others")
     pad = column.metadata.get("pad")
-    return torch.cat(values if pad is None else widened(values, pad))
+    return torch.cat(values if pad is None else pad_to_longest(values, pad))
 
 
-def widened(values: Sequence[Tensor], pad: float) -> list[Tensor]:
+def pad_to_longest(values: Sequence[Tensor], pad: float) -> list[Tensor]:
     """Returns tensors [row, n, ...] padded with `pad` to the largest n."""
     width = max(value.shape[1] for value in values)
     return [F.pad(v, (*[0] * (2 * (v.dim() - 2)), 0, width - v.shape[1]), value=pad) for v in values]

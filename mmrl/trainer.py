@@ -18,7 +18,7 @@ from mmrl.core.filters import whole_groups
 from mmrl.engine import EMA, Engine, Interruption, applied, ramp, warmed_up
 from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
 from mmrl.errors import UserError
-from mmrl.evaluation.evaluate import evaluate, worth
+from mmrl.evaluation.evaluate import checkpoint_value, evaluate
 from mmrl.generation.correction import corrected
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
@@ -94,7 +94,7 @@ class Trainer:
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
                 for minibatch in self.preparation.epochs(minibatches, shuffle):
-                    if self.algorithm.enough(self.update(minibatch, metrics)):
+                    if self.algorithm.ends_epochs(self.update(minibatch, metrics)):
                         break
             self.collector.observe(batch)
             if self.sampling_policy is not None:
@@ -154,7 +154,7 @@ class Trainer:
         """Groups statistics by the mask of the entries that they are averaged over: (bool mask, statistics by name)."""
         groups: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
         for name, values in stats.items():
-            counted = self.algorithm.counted(name, micro)
+            counted = self.algorithm.counted_mask(name, micro)
             check_values(f"the statistic {name}", values, counted.shape)
             groups.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
         return [(counted.to(device), columns) for (_, device), (counted, columns) in groups.items()]
@@ -219,7 +219,7 @@ class Trainer:
             self.accuracies[str(self.step)] = result["evaluation/accuracy"]
         self.guards.judge(result, self, evaluation=True)
         if self.config.checkpoint.best and self.step > 0:
-            value = worth(result, self.config.checkpoint)
+            value = checkpoint_value(result, self.config.checkpoint)
             if value > (-math.inf if self.best is None else self.best):
                 self.best = value
                 self.save_weights("best")

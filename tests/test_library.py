@@ -92,7 +92,7 @@ def test_cells_of_a_notebook(shop):
                 assert "has reached its end already" in str(error)
             else:
                 raise AssertionError("it started again")
-            with Job.of("runs/cells") as job:
+            with Job.from_weights("runs/cells") as job:
                 assert job.evaluate(8)["evaluation/accuracy"] == before["evaluation/accuracy"]
                 assert len(job.sample(3)) == 3
                 try:
@@ -130,10 +130,10 @@ def test_what_is_made_in_python_is_what_a_file_says(shop):
 
 def test_weights_without_a_configuration_are_refused(tmp_path):
     with pytest.raises(UserError, match=rf"^{tmp_path} has no configuration of its own; give one, as in: mmrl eval"):
-        Job.of(tmp_path)
+        Job.from_weights(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="has not reached its end"):
-        Job.of(tmp_path)
+        Job.from_weights(tmp_path)
     assert read_run(tmp_path).ending.state in ("empty", "unknown")
 
 

@@ -43,7 +43,7 @@ def test_every_present_name_is_one():
     "name", ["mmrl.needs", "mmrl.terms.old_kl", "mmrl.tasks.visual_qa.tiny_model", "mmrl.sims.vector.vector"]
 )
 def test_an_import_names_what_is_there_now(name):
-    new = moved.now(name)
+    new = moved.current_name(name)
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module(name)
     assert str(error.value) == (f"{name} is {new} now" if new else f"No module named '{name}'")

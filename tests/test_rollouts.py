@@ -5,7 +5,17 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from mmrl.rollouts import Column, DecisionColumn, Prompt, Rollouts, Sample, Steps, alike, widened, with_nodes
+from mmrl.rollouts import (
+    Column,
+    DecisionColumn,
+    Prompt,
+    Rollouts,
+    Sample,
+    Steps,
+    fill_in_columns,
+    fill_in_nodes,
+    pad_to_longest,
+)
 
 TENSORS = [f.name for f in fields(Rollouts) if f.default is None]
 
@@ -102,9 +112,9 @@ def test_concat_refuses_a_field_that_only_some_parts_fill(name, swap):
 
 
 def test_widened_fills_up_the_second_dimension_alone():
-    one, other = widened([torch.ones(2, 1, 3), torch.ones(1, 3, 3)], -1)
+    one, other = pad_to_longest([torch.ones(2, 1, 3), torch.ones(1, 3, 3)], -1)
     assert one.shape == (2, 3, 3) and one[:, 1:].eq(-1).all() and one[:, :1].eq(1).all() and other.eq(1).all()
-    flags = widened([torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool)], 0)
+    flags = pad_to_longest([torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 2, dtype=torch.bool)], 0)
     assert flags[0].tolist() == [[True, False]]
 
 
@@ -118,7 +128,7 @@ def test_a_record_of_another_kind_is_told():
 def test_who_shares_no_decision_has_the_id_of_its_row_among_all():
     fresh, one, other = (batch([2] * count, full=False) for count in (2, 1, 2))
     forked = replace(batch([2], full=False), nodes=torch.tensor([[0, 9]]))
-    found = [part.nodes.tolist() for part in with_nodes(fresh, [one, forked, other])]
+    found = [part.nodes.tolist() for part in fill_in_nodes(fresh, [one, forked, other])]
     assert fresh.nodes.tolist() == [[0, 0], [1, 1]]
     assert found == [[[2, 2]], [[0, 9]], [[4, 4], [5, 5]]]
 
@@ -128,7 +138,7 @@ def test_what_a_part_knows_it_keeps_and_the_rest_is_unknown():
     fresh.prompt, fresh.filler = torch.tensor([3, 4]), torch.tensor([True, False])
     fresh.extras = {"a": Column(torch.ones(2)), "b": Column(torch.ones(2)), "c": DecisionColumn(torch.ones(2, 2))}
     part.extras = {"a": Column(torch.tensor([7.0]))}
-    found = alike(part, fresh)
+    found = fill_in_columns(part, fresh)
     assert found.prompt.tolist() == [-1] and found.filler.tolist() == [False] and found.rewards is None
     assert found.extras["a"].values.tolist() == [7.0] and found.extras["b"].values.isnan().tolist() == [True]
     assert found.extras["c"].values.tolist() == [[0.0]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.collection.settings import CollectionSettings, Groups
 from mmrl.measurements.segments import SegmentIds
-from mmrl.protocols.requirements import Capabilities, Needs, together
+from mmrl.protocols.requirements import Capabilities, Needs, merge_needs
 from mmrl.settings import Choice, Section, option
 from mmrl.terms.term import Mask, Shaper, Term
 
@@ -151,7 +151,7 @@ class Algorithm(Choice):
 
     @property
     def needs(self) -> Needs:
-        return together(needs for _, needs in self.parts())
+        return merge_needs(needs for _, needs in self.parts())
 
     @property
     def reduce_mode(self) -> ReduceMode:
@@ -202,7 +202,7 @@ class Algorithm(Choice):
         """Returns the names of statistics of the loss that `enough` needs."""
         return ()
 
-    def enough(self, means: dict[str, float]) -> bool:
+    def ends_epochs(self, means: dict[str, float]) -> bool:
         """Returns whether a step ends after the update that was just made. means: of `watched`, over all decisions of
         the update on all ranks, before the update."""
         return False
@@ -250,7 +250,7 @@ class Algorithm(Choice):
         assert rollouts.rewards is not None
         return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
-    def counted(self, name: str, micro: Rollouts) -> Tensor:
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
         """Returns the entries over which the statistic `name` is averaged: bool, of the statistic's shape."""
         return micro.mask
 

@@ -38,7 +38,7 @@ class Estimator:
         from mmrl.core.advantages import group_index
 
         self.transforms, self.baseline, self.scale, self.batch, self.total = transforms, baseline, scale, batch, total
-        self.groups = group_index(batch.fact("group"))
+        self.groups = group_index(batch.column("group"))
         methods = (type(scale).buckets, type(scale).divide)
         self._names = FUSED_BASELINES.get(type(baseline).centre), FUSED_SCALES.get(methods)
         # Once for all rewards; the fused pass needs none.

@@ -99,7 +99,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
     def _of_groups(self, batch: Batch) -> Tensor:
         """Computes advantages from the rewards of all ranks, [rollout], so that sharding changes nothing."""
-        rewards, weights, names = batch.fact("rewards"), batch.reward_weights, batch.reward_names
+        rewards, weights, names = batch.column("rewards"), batch.reward_weights, batch.reward_names
 
         def total(rewards: Tensor) -> Tensor:
             return self.components.total(rewards, weights, names)
@@ -124,7 +124,7 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
         rollouts = batch.rollouts
         assert rollouts.nodes is not None
-        total = batch.local(batch.combined())
+        total = batch.local(batch.combined_rewards())
         return branch_advantages(total, rollouts.group, rollouts.nodes, scale=self.scale.type)
 
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:

@@ -121,7 +121,7 @@ class PPO(RatioAlgorithm):
         if "turns" in rollouts.extras:
             rollouts.extras["steps"] = steps_of_turns(rollouts, self.time_step)
         steps = _steps(rollouts)
-        total = batch.local(batch.combined())
+        total = batch.local(batch.combined_rewards())
         steps.mask = steps.mask & ~total.isnan()[:, None]  # what could not be scored is not known to be worth 0
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1
@@ -132,11 +132,11 @@ class PPO(RatioAlgorithm):
         estimates = self.estimates if steps.moment is None else self.estimates_of_traces
         values, steps.returns = estimates(rewards, steps)
         if self.standardise == "batch":
-            counted = batch.steps(values, steps.mask)
+            counted = batch.gather_steps(values, steps.mask)
             spread = counted.std() if len(counted) > 1 else torch.zeros(())
             values = ((values - counted.mean()) / (spread + 1e-6)).where(steps.mask, 0.0)
         for name, column in (("value", steps.values), ("return", steps.returns)):
-            if len(counted := batch.steps(column, steps.mask)):
+            if len(counted := batch.gather_steps(column, steps.mask)):
                 batch.report({f"critic/{name}": float(counted.mean())})
         return _by_decision(values, rollouts)
 
@@ -168,7 +168,7 @@ class PPO(RatioAlgorithm):
         moment, exists = moments_of(steps)
         earned, worth = (mean_by_moment(each, moment, steps.mask, exists.shape[1]) for each in (rewards, steps.values))
         advantages, returns = (
-            part.gather(1, moment) for part in self.estimates(earned, Steps.of_decisions(exists, worth))
+            part.gather(1, moment) for part in self.estimates(earned, Steps.from_decisions(exists, worth))
         )
         more = rewards - earned.gather(1, moment)
         apart = steps.values - worth.gather(1, moment)
@@ -217,7 +217,7 @@ class PPO(RatioAlgorithm):
 
         loss, stats = super().objective(micro, replay, over)
         assert replay.value is not None
-        error = self._value_error(_steps(micro), _steps(micro).of_steps(replay.value))
+        error = self._value_error(_steps(micro), _steps(micro).at_step_starts(replay.value))
         counted = _steps(micro).mask.to(error.device)
         stats["critic/error"] = error.detach()
         return loss + self.value_coefficient * reduce(error, counted, total=over.totals["steps"]), stats

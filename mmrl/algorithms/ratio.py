@@ -52,7 +52,7 @@ class RatioAlgorithm(RewardedAlgorithm):
     def watched(self) -> tuple[str, ...]:
         return () if self.target_kl is None else ("surrogate/old_kl",)
 
-    def enough(self, means: dict[str, float]) -> bool:
+    def ends_epochs(self, means: dict[str, float]) -> bool:
         return self.target_kl is not None and means["surrogate/old_kl"] > self.target_kl
 
     @property

@@ -65,7 +65,9 @@ def convert_former(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
     text = re.sub(
-        r"\b(extends|warm_start): *([\w./-]+)\.yaml", lambda match: _recipe(match, path.parent), moved.renewed(before)
+        r"\b(extends|warm_start): *([\w./-]+)\.yaml",
+        lambda match: _recipe(match, path.parent),
+        moved.update_names(before),
     )
     try:
         if not isinstance(yaml.safe_load(text), dict):

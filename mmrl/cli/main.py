@@ -378,7 +378,7 @@ def run_eval(options: argparse.Namespace) -> int:
     from mmrl.settings import plain
     from mmrl.tasks.manipulation.settings import ManipulationSettings
 
-    with Job.of(options.model, *config_and_overrides(options)) as job:
+    with Job.from_weights(options.model, *config_and_overrides(options)) as job:
         config = job.config
         if isinstance(config.task, ManipulationSettings):
             return eval_episodes(options, job)
@@ -457,9 +457,9 @@ def run_sample(options: argparse.Namespace) -> int:
     from mmrl.report.run import write_samples
 
     config, overrides = config_and_overrides(options)
-    job = Job.of(options.model, config, overrides)
+    job = Job.from_weights(options.model, config, overrides)
     if "action" in type(job.config).model_fields:
-        job = Job.of(options.model, config, [*overrides, "action.film=true"])
+        job = Job.from_weights(options.model, config, [*overrides, "action.film=true"])
     with job:
         _, samples, marks = job.measure(options.count)
     for sample, mark in zip(samples, marks, strict=True):
@@ -483,7 +483,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from mmrl.job import Job
 
     read_key(options)  # before weights are read
-    with Job.of(options.model, *config_and_overrides(options)) as job:
+    with Job.from_weights(options.model, *config_and_overrides(options)) as job:
         serve_model(options, job)
     return 0
 

@@ -25,7 +25,7 @@ from mmrl.engine import Ranks
 from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.job import JobConfig
-from mmrl.protocols.parts import Policy, RolloutSource, Source, SyncedGenerator, Task, demonstrations_of
+from mmrl.protocols.parts import Policy, RolloutSource, Source, SyncedGenerator, Task, get_demonstrations
 from mmrl.rollouts import FRESH, Rollouts, require
 from mmrl.training.metrics import Metrics
 
@@ -39,7 +39,7 @@ class Collector:
     ) -> None:
         source: Source = require(task.train, "the task's training prompts")
         if config.algorithm.collects == "demonstrations":
-            source = demonstrations_of(task, source)
+            source = get_demonstrations(task, source)
         self.config, self.task, self.ranks = config, task, ranks
         self.sampling = sampled_by(policy, generator)
         self.draws = PromptDraws(config.rollout, source, config.seed, policy, ranks)

@@ -87,5 +87,5 @@ def reader_of(source: Source, policy: Policy) -> ReadAhead | None:
     if not isinstance(policy, Encoding):
         return ReadAhead(source, None)
     reader = ReadAhead(source, policy.encoder())
-    policy.read_by(reader)
+    policy.set_prompt_reader(reader)
     return reader

@@ -72,7 +72,7 @@ class ExpertLabels(ExtraSource):
         share = slice(rank * count, (rank + 1) * count)
         starts = [self._context.prompts[i] for i in self._order.draw(self.episodes)[share]]
         seeds = list(range(first, first + self.episodes))[share]
-        self._kept = [*self._kept, *self._context.policy.labelled(starts, seeds)][-self.keep :]
+        self._kept = [*self._kept, *self._context.policy.label_with_expert(starts, seeds)][-self.keep :]
 
     def state(self) -> dict[str, Any]:
         return self._order.state()

@@ -162,17 +162,17 @@ class ExtraRolloutSources:
         """Appends the rollouts of each source to the sampled ones, and marks the origin of each rollout."""
         import torch
 
-        from mmrl.rollouts import FRESH, Rollouts, alike, with_nodes
+        from mmrl.rollouts import FRESH, Rollouts, fill_in_columns, fill_in_nodes
 
         if fresh.origin is None and self.sources:
             fresh.origin = torch.full((len(fresh),), FRESH)
         if not sources:
             return fresh
-        added = with_nodes(fresh, [source.make(fresh) for source in sources])
-        added = [alike(part, fresh) for part in added]
+        added = fill_in_nodes(fresh, [source.make(fresh) for source in sources])
+        added = [fill_in_columns(part, fresh) for part in added]
         if any(part.old_logp is not None for part in added):
             fresh = with_old_logp(fresh)
-            added = [alike(part, fresh) for part in added]
+            added = [fill_in_columns(part, fresh) for part in added]
         return Rollouts.concat([fresh, *added])
 
     def observe(self, batch: Batch) -> None:
@@ -215,10 +215,10 @@ class DemonstrationSource(ExtraSource):
         return self.prompts
 
     def start(self, context: SourceContext) -> None:
-        from mmrl.protocols.parts import demonstrations_of
+        from mmrl.protocols.parts import get_demonstrations
 
         self._context, self._order = context, Permutation()
-        self._shown = demonstrations_of(context.task, context.prompts)
+        self._shown = get_demonstrations(context.task, context.prompts)
         self._order.start(len(self._shown), context.seed + 1)
 
     def make(self, fresh: Rollouts) -> Rollouts:
@@ -260,12 +260,12 @@ def failed_groups(fresh: Rollouts, accuracy: float) -> tuple[list[int], list[int
 def joining(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
     """Concatenates rollouts that join groups, and fills them up with masked ones to the largest number of any rank, so
     that all ranks make as many passes of the model."""
-    from mmrl.rollouts import Rollouts, alike
+    from mmrl.rollouts import Rollouts, fill_in_columns
 
     blank = masked_out(fresh, context.most(sum(map(len, parts))) - sum(map(len, parts)))
     if any(part.old_logp is not None for part in parts):
         blank = with_old_logp(blank)
-    return Rollouts.concat([*(alike(part, blank) for part in parts), blank])
+    return Rollouts.concat([*(fill_in_columns(part, blank) for part in parts), blank])
 
 
 def masked_out(like: Rollouts, count: int) -> Rollouts:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
 from mmrl.errors import UserError
-from mmrl.protocols.abilities import Continuing
+from mmrl.protocols.abilities import ContinuingResponses
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -110,7 +110,7 @@ class GuidedPrefixes(Guidance):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({"demonstrations", Continuing}))
+        return Needs(offers=frozenset({"demonstrations", ContinuingResponses}))
 
     @property
     def in_group(self) -> int:
@@ -134,7 +134,7 @@ class GuidedPrefixes(Guidance):
         seeds = rollout_seeds(context.seed + APART, targets, self.count)
         shares = [self.low + (self.high - self.low) * random.Random(number).random() for number in seeds]
         lengths = (demonstrations.mask.sum(1) * torch.tensor(shares)).long()
-        continued: Rollouts = context.policy.continued(demonstrations, lengths.tolist(), seeds)
+        continued: Rollouts = context.policy.continue_from(demonstrations, lengths.tolist(), seeds)
         if not self.learned:
             continued.mask = continued.mask & (continued.mask.cumsum(1) > lengths[:, None])
         if not groups:

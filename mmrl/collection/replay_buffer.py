@@ -48,7 +48,7 @@ class ReplaySource(ExtraSource):
 
     def observe(self, batch: Batch) -> None:
         """Stores the right ones among the new rollouts of all ranks."""
-        self.store(batch.gathered_list(self._right(batch)))
+        self.store(batch.gather_list(self._right(batch)))
 
     def store(self, rows: Iterable[tuple[int, int, Stored]]) -> None:
         """Stores rollouts in the order of their draw, on any number of ranks. rows: group, prompt, and what is stored
@@ -71,7 +71,7 @@ class ReplaySource(ExtraSource):
         rows = rollouts.select(right)
         assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
         stored = []
-        for i, state in enumerate(self._context.policy.stored(rows)):
+        for i, state in enumerate(self._context.policy.serialize(rows)):
             entry: Stored = {"state": state, "rewards": rows.rewards[i].tolist(), "accuracy": float(rows.accuracy[i])}
             if self.likelihoods == "recorded":
                 assert rows.old_logp is not None
@@ -87,7 +87,7 @@ class ReplaySource(ExtraSource):
 
         context = self._context
         questions = [context.prompts[prompt] for prompt in prompts]
-        restored: Rollouts = context.policy.recalled(questions, [one["state"] for one in stored])
+        restored: Rollouts = context.policy.deserialize(questions, [one["state"] for one in stored])
         restored.group, restored.prompt = group, torch.tensor(prompts)
         restored.origin = torch.full((len(stored),), REPLAYED)
         restored.rewards = torch.tensor([one["rewards"] for one in stored])

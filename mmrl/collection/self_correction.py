@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import PrivateAttr
 
 from mmrl.collection.extra_sources import ExtraSource, joining
-from mmrl.protocols.abilities import Recombining
+from mmrl.protocols.abilities import JoiningResponses
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -41,7 +41,7 @@ class SelfCorrections(ExtraSource):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({Recombining}))
+        return Needs(offers=frozenset({JoiningResponses}))
 
     @property
     def in_group(self) -> int:
@@ -57,7 +57,7 @@ class SelfCorrections(ExtraSource):
         if not pairs:
             return joining([], fresh, context)
         first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
-        joined: Rollouts = context.policy.recombined(fresh.select(first), fresh.select(second), self.text)
+        joined: Rollouts = context.policy.join_responses(fresh.select(first), fresh.select(second), self.text)
         assert fresh.prompt is not None
         joined.group, joined.prompt = fresh.group[first], fresh.prompt[first]
         joined.origin = torch.full((len(pairs),), EXTRA)

@@ -128,7 +128,7 @@ def _not_nan(values: list[Any]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def worth(result: dict[str, float], checkpoint: Checkpoint) -> float:
+def checkpoint_value(result: dict[str, float], checkpoint: Checkpoint) -> float:
     """The number by which the best weights are chosen, the higher the better; -inf where nothing could be measured.
     Raises UserError for a metric that does not exist."""
     if checkpoint.best_by not in result and checkpoint.best_by != "evaluation/accuracy":

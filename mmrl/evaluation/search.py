@@ -72,8 +72,8 @@ class Particles(Search):
     def check(self, offered: Capabilities) -> None:
         if "steering" not in offered.offers:
             raise ValueError(
-                f"sample.search.type=particles steers the chains of model.type=diffusion, which {offered.of} does not "
-                "have; use best_of"
+                "sample.search.type=particles steers the denoising chains of model.type=diffusion, which "
+                f"{offered.source} does not have; use best_of"
             )
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:

@@ -234,7 +234,7 @@ class RolloutWorkers(Section):
                 f"{ahead} is corrected by the logprob of each decision, which this job does not have: take a "
                 "likelihood of type chain, or set async_steps to 0"
             )
-        bound = next((measurement for measurement in needs.measurements if measurement.of_sampling_weights), None)
+        bound = next((measurement for measurement in needs.measurements if measurement.needs_sampling_weights), None)
         if bound is not None:
             raise ValueError(
                 f"{ahead}: the algorithm needs {bound.cost}, by the weights that made the rollouts, which are trained "

@@ -87,7 +87,7 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         with context.reference():
             seeds = reference_seeds(context.seed, [groups[i] for i in chosen])
             reference = context.policy.rollout([prompts[i] for i in chosen], 1, seeds, step=context.step)
-        return Column(context.earned(reference.samples, torch.arange(most))[member])
+        return Column(context.score(reference.samples, torch.arange(most))[member])
 
 
 def grouped_prompts(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:

@@ -22,7 +22,7 @@ class Completions(CollectedMeasurement["Column"]):
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every step of the chain, and its reward"
-    of_sampling_weights: ClassVar[bool] = True
+    needs_sampling_weights: ClassVar[bool] = True
     name: ClassVar[str] = "completions"
 
     @property
@@ -45,7 +45,7 @@ class CandidateCompletions(CollectedMeasurement["Column"]):
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every candidate, and its reward"
-    of_sampling_weights: ClassVar[bool] = True
+    needs_sampling_weights: ClassVar[bool] = True
     name: ClassVar[str] = "candidate_completions"
 
     @property
@@ -63,7 +63,7 @@ def _completed(rollouts: Rollouts, context: CollectedContext, *, ends: bool) -> 
     after it, [rollout, decision]."""
     count = rollouts.mask.shape[1]
     completions = context.policy.complete_steps(rollouts, ends=ends)
-    return context.earned(completions, rollouts.group.repeat_interleave(count)).view(-1, count)
+    return context.score(completions, rollouts.group.repeat_interleave(count)).view(-1, count)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.errors import UserError
-from mmrl.protocols.abilities import Numbered
-from mmrl.protocols.facts import REWARD
+from mmrl.protocols.abilities import DiscreteDecisions
+from mmrl.protocols.columns import REWARD
 from mmrl.protocols.measurement import PreparedContext, PreparedMeasurement
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
     beta: float
     lr: float
     updates: Literal["before", "after"]
-    requires: ClassVar[type] = Numbered
+    requires: ClassVar[type] = DiscreteDecisions
     cost: ClassVar[str] = "a forward and a backward pass of a second model, and with updates=before one more forward"
     scores: ClassVar[bool] = True
     trains_copy: ClassVar[bool] = True

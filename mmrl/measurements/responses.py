@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.prompts.views import View
-from mmrl.protocols.abilities import Continuing, Inverting, Numbered
+from mmrl.protocols.abilities import ContinuingResponses, DiscreteDecisions, ScoringPrompts
 from mmrl.protocols.measurement import (
     CollectedContext,
     CollectedMeasurement,
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class DecisionNumbers(PreparedMeasurement["DecisionColumn"]):
     """The index of each decision in its list, such as a token id, [rollout, decision] int64."""
 
-    requires: ClassVar[type] = Numbered
+    requires: ClassVar[type] = DiscreteDecisions
     cost: ClassVar[str] = ""
     name: ClassVar[str] = "numbers"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
         from mmrl.rollouts import DecisionColumn
 
-        return DecisionColumn(context.policy.numbers(rollouts))
+        return DecisionColumn(context.policy.decision_ids(rollouts))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def under(view: View, step: int) -> Callable[[Prompt], Prompt]:
 class PromptLikelihoods(PreparedMeasurement["Column"]):
     """The mean log-probability [rollout] of the prompt's tokens given the image that the policy made of it."""
 
-    requires: ClassVar[type] = Inverting
+    requires: ClassVar[type] = ScoringPrompts
     cost: ClassVar[str] = "a pass over every image and its prompt"
     name: ClassVar[str] = "inverse"
 
@@ -113,7 +113,7 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
         from mmrl.rollouts import Column
 
         rows = context.micro_batches
-        logp = torch.cat([context.policy.inverse(rollouts.select(part)) for part in rows])
+        logp = torch.cat([context.policy.prompt_logp(rollouts.select(part)) for part in rows])
         return Column(logp[torch.cat(rows).argsort()])
 
 
@@ -125,7 +125,7 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
 
     every: int
     count: int
-    requires: ClassVar[type] = Continuing
+    requires: ClassVar[type] = ContinuingResponses
     cost: ClassVar[str] = "further responses from every edge of a segment, and their rewards"
 
     @property
@@ -163,6 +163,6 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
             for number in continuation_seeds(context.seed, int(rollouts.group[row]), member, cut, self.count)
         ]
         lengths = [cut for _, cut in cuts for _ in range(self.count)]
-        continued = context.policy.continued(rollouts.select(rows), lengths, seeds)
-        earned = context.earned(continued.samples, torch.arange(len(rows)) // self.count)
+        continued = context.policy.continue_from(rollouts.select(rows), lengths, seeds)
+        earned = context.score(continued.samples, torch.arange(len(rows)) // self.count)
         return earned.view(-1, self.count).nanmean(1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.errors import UserError
-from mmrl.protocols.abilities import Spelling
+from mmrl.protocols.abilities import DecisionTexts
 from mmrl.protocols.measurement import CollectedContext, CollectedMeasurement
 from mmrl.protocols.offers import Offer
 
@@ -21,7 +21,7 @@ Bounds = tuple[int, int]  # begin and end
 
 Unit = Literal["characters", "turns", "decisions"]
 REQUIRED: dict[Unit, frozenset[Offer]] = {
-    "characters": frozenset({Spelling}),
+    "characters": frozenset({DecisionTexts}),
     "turns": frozenset({"turns"}),
     "decisions": frozenset(),
 }
@@ -84,7 +84,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         if self.of == "decisions":
             counted = (rollouts.mask.long().cumsum(1) - 1).where(rollouts.mask, -1)
             return [self._bounded(number, each) for number, each in zip(counted, bounds, strict=True)]
-        pieces = context.policy.pieces(rollouts)
+        pieces = context.policy.decision_texts(rollouts)
         return [
             self._spelled(row, sample, each) for row, sample, each in zip(pieces, rollouts.samples, bounds, strict=True)
         ]

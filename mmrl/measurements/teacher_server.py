@@ -59,7 +59,7 @@ class TeacherServer:
                 logp[row, position] = entry[token]
         return logp
 
-    def likeliest(
+    def top_k(
         self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens, count: int, sampled: set[int]
     ) -> TeacherChoices:
         """Returns the likeliest alternatives to each decision with their log-probabilities; see `likelihoods`. sampled:

@@ -94,14 +94,14 @@ class PathTeacher(Teacher, WeightsOrigin):
         return self._replayed(rollouts, context, lambda replay: replay.logp)
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
-        from mmrl.protocols.choices import WholeVocabulary, likeliest_choices
+        from mmrl.protocols.choices import WholeVocabulary, top_k_choices
 
         teacher, changed = context.policy.teachers.policy(self.folder, self.guidance), self._viewed(rollouts, context)
         listed: TeacherChoices
         if count is None:
-            listed = WholeVocabulary.of(context.policy.teachers.vocabulary(), rollouts.mask.shape)
+            listed = WholeVocabulary.from_ids(context.policy.teachers.vocabulary(), rollouts.mask.shape)
         else:
-            listed = likeliest_choices(changed, context.micro_batches, teacher, teacher.module, count)
+            listed = top_k_choices(changed, context.micro_batches, teacher, teacher.module, count)
         changed = replace(changed, extras={**changed.extras, ALTERNATIVES: listed})
         listed.logp = self._replayed(changed, context, lambda replay: replay.extras[ALTERNATIVES], viewed=True)
         return listed
@@ -178,7 +178,7 @@ class ServerTeacher(Teacher):
         if count is None:
             raise UserError("teacher.server gives no whole distributions; use the estimator top_k or sampled")
         sampled = set(teachers.vocabulary().tolist())
-        return self.client.likeliest(rollouts, rows_of(context), teachers.ids(rollouts), count, sampled)
+        return self.client.top_k(rollouts, rows_of(context), teachers.ids(rollouts), count, sampled)
 
 
 class ViewTeacher(Teacher):
@@ -199,14 +199,14 @@ class ViewTeacher(Teacher):
         return self._replayed(context.policy.view(rollouts, self.view.changed), context, "logp")
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
-        from mmrl.protocols.choices import WholeVocabulary, likeliest_choices
+        from mmrl.protocols.choices import WholeVocabulary, top_k_choices
 
         policy, changed = context.policy, context.policy.view(rollouts, self.view.changed)
         listed: TeacherChoices
         if count is None:
-            listed = WholeVocabulary.of(policy.teachers.vocabulary(), rollouts.mask.shape)
+            listed = WholeVocabulary.from_ids(policy.teachers.vocabulary(), rollouts.mask.shape)
         else:
-            listed = likeliest_choices(changed, context.micro_batches, policy, policy.module, count)
+            listed = top_k_choices(changed, context.micro_batches, policy, policy.module, count)
         changed = replace(changed, extras={**changed.extras, ALTERNATIVES: listed})
         listed.logp = self._replayed(changed, context, ALTERNATIVES)
         return listed
@@ -260,7 +260,7 @@ class TaggedTeachers(Teacher):
             logp = require(listed.logp, "log-probabilities")
             if merged is None:
                 merged = replace(listed, logp=torch.full_like(logp, torch.nan))
-            if not listed.whole:
+            if not listed.is_full_vocabulary:
                 merged.values[rows] = listed.values[rows]
             require(merged.logp, "log-probabilities")[rows] = logp[rows]
         return require(merged, "teachers")

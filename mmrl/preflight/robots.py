@@ -11,7 +11,7 @@ from mmrl.policies.vla.statistics import statistics_of
 from mmrl.preflight.alarms import Alarm, Findings
 from mmrl.preflight.prompts import sampled
 from mmrl.preflight.simulators import Complaints, probe_chunk, probe_instructions, probe_starts, probe_success
-from mmrl.protocols.parts import Policy, demonstrations_of
+from mmrl.protocols.parts import Policy, get_demonstrations
 from mmrl.sims import VectorSim
 from mmrl.sims.vector.transitions import action_bounds_of
 from mmrl.tasks.manipulation.settings import ManipulationSettings
@@ -40,7 +40,7 @@ def probe_robots(
     if settings.demonstrations is None:
         return
     with findings.guarded("demonstrations"):
-        episodes = sampled(demonstrations_of(task, task.train))
+        episodes = sampled(get_demonstrations(task, task.train))
         findings.add(probe_instructions(episodes))
         if policy is not None:
             first = episodes[:DEMONSTRATED]

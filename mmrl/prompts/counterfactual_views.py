@@ -27,7 +27,7 @@ class Blank(View):
         from PIL import Image
 
         grey = (self.level,) * 3
-        return prompt.redrawn(lambda image: Image.new("RGB", image.size, grey))
+        return prompt.map_images(lambda image: Image.new("RGB", image.size, grey))
 
 
 class Mirrored(View):
@@ -41,7 +41,7 @@ class Mirrored(View):
     def change(self, prompt: Prompt) -> Prompt:
         from PIL import ImageOps
 
-        return prompt.redrawn(ImageOps.mirror)
+        return prompt.map_images(ImageOps.mirror)
 
 
 class HiddenRegions(View):
@@ -79,7 +79,7 @@ class HiddenRegions(View):
                 draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=(0, 0, 0))
             return covered
 
-        return prompt.redrawn(hidden)
+        return prompt.map_images(hidden)
 
 
 class ShuffledPatches(DrawnView):
@@ -107,7 +107,7 @@ class ShuffledPatches(DrawnView):
             pixels[: rows * side, : columns * side] = back
             return Image.fromarray(pixels)
 
-        return prompt.redrawn(mixed)
+        return prompt.map_images(mixed)
 
 
 class ShuffledFrames(DrawnView):

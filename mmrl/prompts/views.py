@@ -105,7 +105,7 @@ class MaskedPatches(DrawnView):
             pixels[black[: image.height, : image.width]] = 0
             return Image.fromarray(pixels)
 
-        return prompt.redrawn(masked)
+        return prompt.map_images(masked)
 
 
 class NoText(View):

@@ -29,7 +29,7 @@ def ability(sentence: str) -> Callable[[Kind], Kind]:
     return register
 
 
-def able(policy: object, kind: type) -> Any:
+def require_ability(policy: object, kind: type) -> Any:
     """Returns the policy if it has the ability `kind`. Raises TypeError, which names the missing methods, where the
     settings of a policy offer more than the policy has."""
     if not isinstance(policy, kind):
@@ -41,10 +41,10 @@ def able(policy: object, kind: type) -> Any:
 
 
 @ability("decisions that are numbers of a list, as tokens of a vocabulary")
-class Numbered(Protocol):
+class DiscreteDecisions(Protocol):
     """A policy whose decisions are indices into a fixed list, such as token ids."""
 
-    def numbers(self, rollouts: Rollouts) -> Tensor:
+    def decision_ids(self, rollouts: Rollouts) -> Tensor:
         """Returns the index of each decision, [rollout, decision] int64."""
 
 
@@ -52,27 +52,27 @@ class Numbered(Protocol):
 class Storing(Protocol):
     """A policy whose rollouts can be stored as plain data and restored."""
 
-    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Returns the numbers, strings and lists of each rollout from which `recalled` restores it."""
+    def serialize(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """Returns the numbers, strings and lists of each rollout from which `deserialize` restores it."""
 
-    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+    def deserialize(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
         """Restores rollouts of these prompts, without rewards, from what `stored` returned."""
 
 
 @ability("responses that can be put together")
-class Recombining(Protocol):
+class JoiningResponses(Protocol):
     """A policy that can join two responses to one."""
 
-    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+    def join_responses(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
         """Joins a response of `first`, the text and a response of `second` to one response, without rewards. Only the
         decisions of `second` count."""
 
 
 @ability("responses that can go on anew from inside")
-class Continuing(Protocol):
+class ContinuingResponses(Protocol):
     """A policy that can resample a response from any of its decisions on."""
 
-    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+    def continue_from(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
         """Keeps the first `lengths` decisions of each rollout and samples the rest anew; without rewards."""
 
 
@@ -86,10 +86,10 @@ class Completing(Protocol):
 
 
 @ability("images that it can read again (model.type=autoregressive_image)")
-class Inverting(Protocol):
+class ScoringPrompts(Protocol):
     """A policy that can read the images that it makes."""
 
-    def inverse(self, rollouts: Rollouts) -> Tensor:
+    def prompt_logp(self, rollouts: Rollouts) -> Tensor:
         """Returns the mean log-probability of each prompt's tokens given the image that was made of it, [rollout]."""
 
 
@@ -110,25 +110,25 @@ class Segmented(Protocol):
 
 
 @ability("the likeliest alternatives to each of its decisions")
-class Ranking(Protocol):
+class TopK(Protocol):
     """A policy that lists the likeliest alternatives to its decisions. Where `Rollouts.extras["alternatives"]` holds
     their indices, its replay returns their log-probabilities with a gradient; see `mmrl.rollouts.ALTERNATIVES`."""
 
-    def likeliest(self, rollouts: Rollouts, model: Any, count: int) -> Tensor:
+    def top_k(self, rollouts: Rollouts, model: Any, count: int) -> Tensor:
         """Returns the indices of the likeliest decisions, [rollout, decision, count] int64, best first. model: as in
         `Policy.replay`."""
 
 
 @ability("responses whose text is known decision by decision")
-class Spelling(Protocol):
+class DecisionTexts(Protocol):
     """A policy whose decisions add text."""
 
-    def pieces(self, rollouts: Rollouts) -> list[list[str]]:
+    def decision_texts(self, rollouts: Rollouts) -> list[list[str]]:
         """Returns the text that each decision adds, by rollout."""
 
 
 @ability("what it would do now where it was, with its gradient")
-class Acting(Protocol):
+class DifferentiableActions(Protocol):
     """A policy whose actions are a differentiable function of its weights."""
 
     def actions(self, rollouts: Rollouts) -> Tensor:
@@ -140,7 +140,7 @@ class Acting(Protocol):
 class ExpertLabelling(Protocol):
     """A policy that can ask an expert what to do where it went."""
 
-    def labelled(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
+    def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode from each prompt. Returns what it saw as prompts whose answer is the expert's."""
 
 
@@ -190,7 +190,7 @@ class Stepwise(Protocol):
 
 
 @runtime_checkable
-class Uneven(Protocol):
+class UnevenCost(Protocol):
     """A policy whose rollouts differ in the cost of an update."""
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
@@ -208,15 +208,15 @@ class Counting(Protocol):
 class Recording(Protocol):
     """A policy that may keep the log-probabilities of its rollouts from sampling."""
 
-    def recorded(self, rollouts: Rollouts) -> Replay | None:
+    def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
         """Returns the replay under the weights that sampled, equal to rounding, without a forward pass; None, on all
         ranks alike, where it was not kept."""
 
 
 @runtime_checkable
-class Redrawing(Protocol):
+class ResamplingStates(Protocol):
     """A policy whose likelihoods are estimates from states that are drawn at random, and may be drawn anew."""
 
-    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+    def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
         """Returns the rollouts with states that an epoch of updates scores them in, 1 for the second; those of `keep`
         [rollout] stay in theirs. None, on all ranks alike, where every epoch has the same states."""

@@ -1,5 +1,5 @@
-"""The batch of a step as algorithms, shapers and masks read it: this rank's rollouts, and named columns ("facts") of
-all ranks'."""
+"""The batch of a step as algorithms, shapers and masks read it: this rank's rollouts, and named columns of the rollouts
+of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmrl.core.advantages import combined_reward
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.measurement import Measurement
-from mmrl.rollouts import FRESH, Record, Rollouts, Turn, widened
+from mmrl.rollouts import FRESH, Record, Rollouts, Turn, pad_to_longest
 
 R = TypeVar("R", bound=Record)
 
@@ -21,12 +21,14 @@ R = TypeVar("R", bound=Record)
 class Batch:
     """The rollouts of a step before they are learned from.
 
-    rollouts: this rank's. rollout_mask: [rollout] bool, False where a mask has excluded the rollout. `fact` and
-    `decisions` return columns of all ranks, in rank order, so that results do not depend on how rollouts are
-    distributed; all ranks must call them alike, in the same order. `report` takes numbers for the step's metrics, equal
-    on all ranks. memory: state of parts of the algorithm across steps, each part under its own name: mappings with
-    strings as keys, lists and numbers, equal on all ranks; modules: networks that are trained beside the policy;
-    checkpoints hold both.
+    rollouts: this rank's. rollout_mask: [rollout] bool, False where a mask has excluded the rollout.
+
+    `column` and the methods `gather...` are collectives: every rank must call them in the same order. They return the
+    values of all ranks in rank order, so that results do not depend on how rollouts are distributed.
+
+    memory: state that parts of the algorithm keep across steps, equal on all ranks; each part has an entry of its own,
+    of mappings with string keys, lists and numbers. modules: networks that are trained beside the policy. Checkpoints
+    hold both.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Batch:
         self._gather, self._rank, self._seed = gather, rank, seed
         self._sizes: list[int] | None = None
 
-    def fact(self, name: str) -> Tensor:
+    def column(self, name: str) -> Tensor:
         """Returns a column, [rollout of all ranks], or for "rewards" [rollout, component].
 
         - rewards, `reward/<name>`: NaN where a component could not be scored or a mask excluded the rollout
@@ -65,13 +67,13 @@ class Batch:
         Raises KeyError for any other name.
         """
         if name.startswith("group/"):
-            return self._group_mean(self.fact(name.removeprefix("group/")))
-        return self.gathered(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
+            return self._group_mean(self.column(name.removeprefix("group/")))
+        return self.gather(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
 
-    def gathered(self, column: Tensor) -> Tensor:
+    def gather(self, column: Tensor) -> Tensor:
         """Concatenates a column [rollout, ...] over all ranks. A collective."""
         parts = self._gather(column)
-        return torch.cat(widened(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
+        return torch.cat(pad_to_longest(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
 
     def measured(self, measurement: Measurement[R]) -> R:
         """Returns this rank's record of a measurement. Raises KeyError for one that no part lists in its needs."""
@@ -80,19 +82,19 @@ class Batch:
         record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # `measurement` made it
         return record
 
-    def gathered_list(self, values: list[Any]) -> list[Any]:
+    def gather_list(self, values: list[Any]) -> list[Any]:
         """Concatenates lists over all ranks, in rank order. Lengths may differ; items are plain values or
         dataclasses and should be small, for they are sent. A collective."""
         return [value for part in self._gather(values) for value in part]
 
     def responses(self) -> list[str]:
         """Returns the text of the responses of all ranks."""
-        return self.gathered_list([sample.response for sample in self.rollouts.samples])
+        return self.gather_list([sample.response for sample in self.rollouts.samples])
 
-    def combined(self) -> Tensor:
+    def combined_rewards(self) -> Tensor:
         """Returns the weighted sum of the components whose weight is not 0, [rollout of all ranks]; NaN where one of
         them is."""
-        return combined_reward(self.fact("rewards"), self.reward_weights)
+        return combined_reward(self.column("rewards"), self.reward_weights)
 
     def local(self, values: Tensor) -> Tensor:
         """Returns this rank's rows of values [rollout of all ranks, ...]."""
@@ -101,12 +103,12 @@ class Batch:
         first = sum(self._sizes[: self._rank])
         return values[first : first + len(self.rollouts)]
 
-    def decisions(self, values: Tensor) -> Tensor:
+    def gather_decisions(self, values: Tensor) -> Tensor:
         """Selects the counted entries of `values` [rollout, decision] on all ranks, [decision]."""
         counted = values.expand(self.rollouts.mask.shape)[self.rollouts.mask]
         return torch.cat(self._gather(counted))
 
-    def steps(self, values: Tensor, mask: Tensor) -> Tensor:
+    def gather_steps(self, values: Tensor, mask: Tensor) -> Tensor:
         """Selects the entries of `values` [rollout, step] where `mask` holds, on all ranks, [step]."""
         return torch.cat(self._gather(values[mask]))
 
@@ -118,7 +120,7 @@ class Batch:
         self.reports |= numbers
 
     def _group_mean(self, values: Tensor) -> Tensor:
-        group = self.fact("group")
+        group = self.column("group")
         means = torch.full_like(values, torch.nan)
         for g in group.unique():
             means[group == g] = values[group == g].nanmean()
@@ -135,7 +137,7 @@ class Batch:
         local = [value if value is None or isinstance(value, int | float) else str(value) for value in own]
         values = [value for part in self._gather(local) for value in part]
         if any(value is None for value in values):
-            raise KeyError(f"{name} is not a fact of rollouts, and not all prompts have it in their metadata")
+            raise KeyError(f"{name} is not a column of rollouts, and not all prompts have it in their metadata")
         if all(isinstance(value, int | float) for value in values):
             return torch.tensor([float(value) for value in values])
         index = {value: number for number, value in enumerate(sorted({str(value) for value in values}))}

@@ -21,7 +21,7 @@ class TeacherChoices(DecisionColumn):
     logp: Tensor | None = column(0)  # [rollout, decision, k] fp32
 
     @property
-    def whole(self) -> bool:
+    def is_full_vocabulary(self) -> bool:
         """Returns whether there are no other alternatives."""
         return False
 
@@ -31,12 +31,12 @@ class WholeVocabulary(TeacherChoices):
     """All alternatives that there are, the same for every decision; `values` is a view of one row."""
 
     @classmethod
-    def of(cls, ids: Tensor, shape: Sequence[int]) -> WholeVocabulary:
+    def from_ids(cls, ids: Tensor, shape: Sequence[int]) -> WholeVocabulary:
         """Returns the alternatives ids [k] to the decisions of rollouts of this shape."""
         return cls(ids.expand(*shape, -1))
 
     @property
-    def whole(self) -> bool:
+    def is_full_vocabulary(self) -> bool:
         return True
 
     @property
@@ -50,12 +50,10 @@ class WholeVocabulary(TeacherChoices):
         return replace(self, values=values, logp=None if self.logp is None else self.logp[rows])
 
 
-def likeliest_choices(
-    rollouts: Rollouts, parts: Sequence[Tensor], policy: Any, model: Any, count: int
-) -> TeacherChoices:
+def top_k_choices(rollouts: Rollouts, parts: Sequence[Tensor], policy: Any, model: Any, count: int) -> TeacherChoices:
     """Returns the likeliest alternatives under `model`, a network of `policy`, without log-probabilities. parts: rows
     that are computed at once; rows in none of them hold 0."""
     ids = torch.zeros(*rollouts.mask.shape, count, dtype=torch.int64)
     for rows in parts:
-        ids[rows] = policy.likeliest(rollouts.select(rows), model, count)
+        ids[rows] = policy.top_k(rollouts.select(rows), model, count)
     return TeacherChoices(ids)

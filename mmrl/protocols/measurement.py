@@ -42,7 +42,7 @@ class MeasurementContext:
 
         return combined_reward(require(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
 
-    def earned(self, samples: list[Sample], group: Tensor) -> Tensor:
+    def score(self, samples: list[Sample], group: Tensor) -> Tensor:
         """Scores samples and returns their combined reward, [sample]; NaN where a component with a weight could not be
         scored."""
         import torch
@@ -88,15 +88,16 @@ class Measurement(ABC, Generic[R_co]):
     `Needs.measurements`. Equal measurements, which have to be frozen dataclasses, are computed once.
 
     requires: the ability that `context.policy` must have, checked before anything is loaded; None: none beyond
-    `Policy`. cost: what it adds to a step, as text. of_sampling_weights: whether it must be computed with the weights
-    that sampled, which are gone where rollouts are made ahead of training. films: whether it reads `Episode.frames`.
-    trains_copy: whether it trains a copy of the policy beside it, which takes memory and needs whole weights.
+    `Policy`. cost: what it adds to a step, as text for `mmrl methods`. needs_sampling_weights: whether it must be
+    computed with the weights that sampled the rollouts; they are gone where rollouts are sampled ahead of training.
+    needs_frames: whether it reads `Episode.frames`. trains_copy: whether it trains a full copy of the policy, which
+    takes memory and excludes ZeRO stage 3.
     """
 
     requires: ClassVar[type | None] = None
     cost: ClassVar[str]
-    of_sampling_weights: ClassVar[bool] = False
-    films: ClassVar[bool] = False
+    needs_sampling_weights: ClassVar[bool] = False
+    needs_frames: ClassVar[bool] = False
     trains_copy: ClassVar[bool] = False
 
     @property

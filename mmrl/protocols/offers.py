@@ -44,6 +44,6 @@ OFFERS = {
 }
 
 
-def sentence_of(offer: Offer) -> str:
+def describe_offer(offer: Offer) -> str:
     """Returns the text for an offer that follows "needs" in error messages."""
     return OFFERS[offer] if isinstance(offer, str) else SENTENCES.get(offer, offer.__name__)

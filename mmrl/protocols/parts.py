@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
-Misfit = Callable[[Prompt], str | None]  # why a prompt cannot be read, in one line; None: it can
+PromptCheck = Callable[[Prompt], str | None]  # why a prompt cannot be read, in one line; None: it can
 
 
 class Source(Protocol):
@@ -74,7 +74,7 @@ class Policy(RolloutSource, Protocol):
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Returns the same rollouts with changed prompts."""
 
-    def trained_by(self, engine: Any) -> None:
+    def set_engine(self, engine: Any) -> None:
         """Receives the engine that trains the policy, once, before the first rollout; some policies have to stay in
         step with its ranks."""
 
@@ -128,7 +128,7 @@ class TaskWithDemonstrations(Protocol):
     def demonstrations(self) -> Source | None: ...
 
 
-def demonstrations_of(task: Task, prompts: Source) -> Source:
+def get_demonstrations(task: Task, prompts: Source) -> Source:
     """Returns the demonstrations of a task, which are answers to its `prompts` where it has no others. Raises UserError
     for a task that could have some and has none."""
     if not isinstance(task, TaskWithDemonstrations):
@@ -150,7 +150,7 @@ class PromptReader(Protocol):
 class Encoding(Protocol):
     """A policy whose prompts can be encoded in another process."""
 
-    def read_by(self, reader: PromptReader) -> None:
+    def set_prompt_reader(self, reader: PromptReader) -> None:
         """Receives the reader that may have encoded prompts ahead of time, once."""
 
     def encoder(self) -> Callable[[Prompt], Any] | None:
@@ -159,10 +159,10 @@ class Encoding(Protocol):
 
 @runtime_checkable
 class FittingPolicy(Protocol):
-    """A policy that knows which prompts it cannot read. misfit: the check of one, which can be pickled."""
+    """A policy that knows which prompts it cannot read. prompt_problem: the check of one, which can be pickled."""
 
     @property
-    def misfit(self) -> Misfit: ...
+    def prompt_problem(self) -> PromptCheck: ...
 
 
 @runtime_checkable
@@ -176,7 +176,7 @@ class FittedSource(Source, Protocol):
     @property
     def max_bad_share(self) -> float: ...
 
-    def fit(self, misfit: Misfit) -> None:
+    def fit(self, prompt_problem: PromptCheck) -> None:
         """Takes the check, before prompts are read."""
 
     def fits(self, index: int) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from mmrl.protocols.facts import OF_TURNS, STATISTICS, Fact
+from mmrl.protocols.columns import STATISTICS, TURN_COLUMNS, NeededColumn
 from mmrl.protocols.measurement import CollectedMeasurement, Measurement, PreparedMeasurement, ReplayedMeasurement
-from mmrl.protocols.offers import Offer, sentence_of
+from mmrl.protocols.offers import Offer, describe_offer
 from mmrl.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -38,14 +38,18 @@ class Reference:
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of an algorithm, or of a part of it, on the rest of the job.
+    """Requirements of an algorithm, or of a part of it (a term, a shaper, a mask), on the rest of the job.
 
-    offers: what decisions must support; keys of OFFERS, and abilities. old: log-probabilities under the policy that
-    sampled, in the micro-batches of a loss; None where that is the policy that is trained. reference: log-probabilities
-    under the reference policy. critic: an estimate of the value of every observation. statistics: of decisions ("logp",
-    "entropy", "square_sum"), before the advantages. whole_groups: every micro-batch holds whole groups. measurements:
-    further quantities of a step's rollouts. facts: columns that are read by their names; see `reads`. gates:
-    rewards that multiply the others, so that a prompt that one is not for must not get 0 of it.
+    - offers: what the policy's decisions must support, as keys of OFFERS and ability classes
+    - old: log-probabilities under the policy that sampled the rollouts, in each micro-batch of the loss
+    - reference: log-probabilities under the reference policy
+    - critic: an estimate of the value of every observation
+    - statistics: statistics of decisions that are computed before the advantages ("logp", "entropy", "square_sum")
+    - whole_groups: every micro-batch must hold whole groups
+    - measurements: further quantities of a step's rollouts
+    - columns: columns of `Batch.column` that are read by name, see `needs_column`
+    - gates: names of rewards that multiply the other rewards; such a reward must be 1, not 0, for prompts that it does
+      not judge
     """
 
     offers: frozenset[Offer] = frozenset()
@@ -55,7 +59,7 @@ class Needs:
     statistics: frozenset[str] = frozenset()
     whole_groups: bool = False
     measurements: tuple[Measurement[Any], ...] = ()
-    facts: frozenset[Fact] = frozenset()
+    columns: frozenset[NeededColumn] = frozenset()
     gates: frozenset[str] = frozenset()
 
     @property
@@ -79,14 +83,14 @@ class Needs:
         return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
 
 
-def reads(name: str, *, varies: bool = False) -> Needs:
-    """Returns the needs of a part that reads `Batch.fact(name)`. varies: whether the fact must differ between rollouts
-    of a group to be of use."""
-    fact = Fact(name, varies)
-    offers: set[Offer] = {"turns"} if fact.column in OF_TURNS else set()
-    if fact.column == "entropy":
+def needs_column(name: str, *, varies: bool = False) -> Needs:
+    """Returns the needs of a part that reads `Batch.column(name)`. varies: whether the column must differ between the
+    rollouts of a group."""
+    needed = NeededColumn(name, varies)
+    offers: set[Offer] = {"turns"} if needed.column in TURN_COLUMNS else set()
+    if needed.column == "entropy":
         offers.add("entropy")
-    return Needs(frozenset(offers), statistics=frozenset({fact.column} & STATISTICS), facts=frozenset({fact}))
+    return Needs(frozenset(offers), statistics=frozenset({needed.column} & STATISTICS), columns=frozenset({needed}))
 
 
 def _either(one: Any, other: Any) -> Any:
@@ -96,18 +100,20 @@ def _either(one: Any, other: Any) -> Any:
     return tuple(dict.fromkeys((*one, *other))) if isinstance(one, tuple) else one | other
 
 
-def together(parts: Iterable[Needs]) -> Needs:
+def merge_needs(parts: Iterable[Needs]) -> Needs:
     return reduce(Needs.__or__, parts, Needs())
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a job's policy. of: the key and value that determine them, for error messages."""
+    """The capabilities of a job's policy. source: the key and value that determine them, for error messages, such as
+    "model.type=diffusion". offers: what its decisions support. groups: names of further parameter groups, such as
+    "critic"."""
 
-    of: str
+    source: str
     offers: frozenset[Offer] = frozenset()
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    groups: tuple[str, ...] = field(default=())  # named parameter groups beside the policy's
+    groups: tuple[str, ...] = field(default=())
 
 
 def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
@@ -116,9 +122,10 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
     parts = list(parts)
     _one_reference([(key, needs.reference.decays) for key, needs in parts if needs.reference is not None])
     for key, needs in parts:
-        lacked = sorted(needs.required - offered.offers, key=lambda offer: (isinstance(offer, str), sentence_of(offer)))
-        if lacked:
-            raise SettingsError(f"{key} needs {sentence_of(lacked[0])}, which {offered.of} does not have")
+        missing = needs.required - offered.offers
+        if missing:
+            named = min(missing, key=lambda offer: (isinstance(offer, str), describe_offer(offer)))
+            raise SettingsError(f"{key} needs {describe_offer(named)}, which {offered.source} does not have")
         if "critic" in needs.required and all(needs.critic is None for _, needs in parts):
             raise SettingsError(f"{key} needs a critic, and no part of the job trains one: use algorithm.type=ppo")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from mmrl.errors import UserError, of_second_model
+from mmrl.errors import UserError, name_second_model
 from mmrl.protocols.abilities import ability
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Teachers:
         if self.loader is None:
             raise UserError(f"teacher {path}: a policy that was built outside of a job can not load it")
         # A run draws the same numbers wherever it loads a teacher.
-        with torch.random.fork_rng(devices=[]), of_second_model("teacher.path"):
+        with torch.random.fork_rng(devices=[]), name_second_model("teacher.path"):
             teacher = self.loader(path, guidance)
         teacher.module.requires_grad_(False).to(next(self.student.parameters()).device)
         return teacher

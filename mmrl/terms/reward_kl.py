@@ -36,6 +36,6 @@ class RewardKL(Section):
         assert rollouts.old_logp is not None and rollouts.ref_logp is not None
         kl = kl_estimate(rollouts.old_logp, rollouts.ref_logp.to(rollouts.old_logp), kind=self.estimator)
         kl = kl.where(rollouts.mask.to(kl.device), 0)
-        known = batch.decisions(kl)
+        known = batch.gather_decisions(kl)
         batch.report({"reward_kl": float(known.mean()) if len(known) else 0.0})
         return self.coefficient.value * kl

@@ -17,7 +17,7 @@ from mmrl.core.partition import halved, longest_first, partition, within_tokens
 from mmrl.engine import EMA, Engine, Ranks, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
-from mmrl.protocols.abilities import Recording, Redrawing, Stepwise, Uneven, able
+from mmrl.protocols.abilities import Recording, ResamplingStates, Stepwise, UnevenCost, require_ability
 from mmrl.protocols.auxiliary import AuxiliaryModules
 from mmrl.protocols.batch import Batch
 from mmrl.protocols.checks import check_mask, check_values
@@ -84,7 +84,7 @@ class Preparation:
         rollouts.mask = rollouts.mask & batch.rollout_mask[:, None]
         if self.algorithm.by_step:  # advantages are of whole episodes, and need no other policy
             self.set_advantages(batch)
-            rollouts = able(self.policy, Stepwise).by_step(rollouts)
+            rollouts = require_ability(self.policy, Stepwise).by_step(rollouts)
             parts = self.cut(rollouts, shuffle)
         brought = rollouts.old_logp
         complete = self.compute_logprobs(rollouts, parts)
@@ -140,7 +140,8 @@ class Preparation:
         staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True
-        rollouts, reports = balanced(rollouts, parts, able(self.policy, Uneven).lengths(rollouts), staying, self.engine)
+        lengths = require_ability(self.policy, UnevenCost).lengths(rollouts)
+        rollouts, reports = balanced(rollouts, parts, lengths, staying, self.engine)
         metrics.set(reports)
         return rollouts
 
@@ -150,7 +151,7 @@ class Preparation:
         tokens = self.config.engine.token_limit
         if not self.sorts and tokens is None:
             return parts
-        lengths = able(self.policy, Uneven).lengths(rollouts)
+        lengths = require_ability(self.policy, UnevenCost).lengths(rollouts)
         parts = [longest_first(part, rollouts.group, lengths) for part in parts]
         if tokens is None:
             return parts
@@ -178,7 +179,7 @@ class Preparation:
                 brought = brought.to(logp)
                 rollouts.old_logp = logp.where(brought.isnan(), brought)
         elif self.needs.old and several:
-            recorded = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
+            recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
             now = [] if self.sampling_policy is not None else parts[0]  # its ratio must be exactly 1
             complete = not now or self.algorithm.epochs > 1
             wanted = [*(now if complete else []), *([] if recorded is not None else every[len(now) :])]
@@ -193,13 +194,13 @@ class Preparation:
         """Returns the inputs of further epochs and their columns under other policies, by epoch, where likelihoods are
         estimated from states that every epoch draws anew; else nothing. brought: log-probabilities that rollouts
         already had. Such rollouts stay in their states, for the policy that made them is gone."""
-        if not isinstance(self.policy, Redrawing):
+        if not isinstance(self.policy, ResamplingStates):
             return []
         keep = torch.zeros(len(rollouts), dtype=torch.bool) if brought is None else ~brought.isnan().any(1)
         unknown: dict[str, Any] = {**dict.fromkeys(OF_OTHERS), "old_logp": brought}
         further = []
         for epoch in range(1, self.algorithm.epochs):
-            redrawn = self.policy.redrawn(replace(rollouts, **unknown), epoch, keep)
+            redrawn = self.policy.resample_states(replace(rollouts, **unknown), epoch, keep)
             if redrawn is None:
                 return []
             self.compute_logprobs(redrawn, parts)
@@ -215,7 +216,7 @@ class Preparation:
         rollouts.old_entropy, rollouts.old_square_sum = old.column("entropy"), old.column("square_sum")
         if self.needs.critic is not None and "steps" not in rollouts.extras:
             value = old.require("value").cpu()
-            rollouts.extras["steps"] = Steps.of_decisions(rollouts.mask, value, old.column("moment"))
+            rollouts.extras["steps"] = Steps.from_decisions(rollouts.mask, value, old.column("moment"))
         return logp
 
     def measure(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int) -> None:

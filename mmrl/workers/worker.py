@@ -76,7 +76,7 @@ class RolloutWorker(Service):
     @torch.no_grad()
     def likelihoods(self, rollouts: Rollouts) -> Tensor:
         """Returns log-probabilities [rollout, decision] float32, on the CPU, under the weights that generated them."""
-        recorded = self.policy.recorded(rollouts) if isinstance(self.policy, Recording) else None
+        recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
         if recorded is not None:
             return recorded.logp.float().cpu()
         parts = torch.arange(len(rollouts)).split(self.config.engine.micro_batch)

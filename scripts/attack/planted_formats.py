@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("fitting: the share of the sample is enough", F, "wilson(bad, tried, CERTAINTY)[0]", "bad / tried", FITTING),
     ("fitting: a job tries none", "mmrl/job.py", "                try_sources(self.task, config.evaluation.prompts)\n",
      "                pass\n", FITTING),
-    ("fitting: sources get no check", "mmrl/build.py", "source.fit(policy.misfit)", "pass", FITTING),
+    ("fitting: sources get no check", "mmrl/build.py", "source.fit(policy.prompt_problem)", "pass", FITTING),
     ("fitting: placeholders are tokens", ENCODER, "if token in text:", "if False:", FITTING),
     ("fitting: a checked prompt is encoded again", ENCODER, "None if cached is None or cached[0]() is not prompt else cached[1]",
      "None", FITTING),

@@ -85,7 +85,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "torch.arange(count)", VALUES),
     ("values: rewards are seen before they are judged", "mmrl/terms/shapers/denoising_steps.py",
      "        value = network.predict(",
-     "        self._learn(network, x, batch.combined(), batch)\n        value = network.predict(", VALUES),
+     "        self._learn(network, x, batch.combined_rewards(), batch)\n        value = network.predict(", VALUES),
     ("values: nothing is remembered", "mmrl/protocols/auxiliary.py", "            if name in self._unclaimed:\n",
      "            if False:\n", VALUES),
     ("values: no warm-up", "mmrl/terms/shapers/denoising_steps.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',

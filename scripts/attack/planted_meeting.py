@@ -55,7 +55,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("meet: turns are tokens", P, 'if time_step == "turn":', "if False:", TURNS),
     ("meet: what divergence costs is paid by the first turn", P, "scatter_add(1, steps.index, costs)",
      "scatter_add(1, 0 * steps.index, costs)", TURNS),
-    ("meet: the critic learns its values of other columns", P, "_steps(micro).of_steps(replay.value)",
+    ("meet: the critic learns its values of other columns", P, "_steps(micro).at_step_starts(replay.value)",
      "replay.value[:, : _steps(micro).mask.shape[1]]", TURNS),
     ("meet: unscored conversations are worth 0 to the critic", P, "steps.mask = steps.mask & ~total.isnan()[:, None]",
      "total = total.nan_to_num(0.0)", TURNS),

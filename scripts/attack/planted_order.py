@@ -5,7 +5,7 @@ from __future__ import annotations
 
 C, A = "mmrl/collection/", "mmrl/algorithms/"
 ORDER, PPO, BASELINES = ("joints/test_step_order.py",), ("joints/test_ppo.py",), ("joints/test_baselines.py",)
-COMPONENTS, FACTS = ("joints/test_components.py",), ("joints/test_facts.py",)
+COMPONENTS, FACTS = ("joints/test_components.py",), ("joints/test_columns.py",)
 STILL = ("joints/test_one_update.py",)
 TURNS, CORRECTIONS = ("joints/test_turn_credit.py",), ("joints/test_corrections.py",)
 
@@ -55,8 +55,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("facts: a lost conversation has turns", "mmrl/protocols/batch.py", 'talk is None or talk.end == "lost"', "talk is None", FACTS),
     ("facts: a lost conversation's turns earn 0", "mmrl/policies/vlm/turns.py", 'draft.dialogue.end != "lost") for draft in drafts]',
      "True) for draft in drafts]", FACTS),
-    ("facts: nobody asks who fills them in", "mmrl/build.py", "for fact in needs.facts]", "for fact in ()]", FACTS),
-    ("facts: what is equal in a group makes strata", "mmrl/protocols/facts.py", "elif fact.varies and (", "elif False and (", FACTS),
+    ("facts: nobody asks who fills them in", "mmrl/build.py", "for column in needs.columns]", "for column in ()]", FACTS),
+    ("facts: what is equal in a group makes strata", "mmrl/protocols/columns.py", "elif needed.varies and (", "elif False and (", FACTS),
     ("facts: an unknown accuracy is 0", "mmrl/algorithms/scales/quantile_buckets.py", ".where(known, self.count)", ".where(known, 0)",
      FACTS),
     ("facts: a gate without a score is closed", "mmrl/terms/shapers/turns.py", "counted & ~gate.isnan()", "counted", FACTS),

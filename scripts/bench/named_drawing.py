@@ -33,7 +33,7 @@ COLUMNS = ("accuracy", "reward", "diversity", "sharpness", "gamut")
 def main(runs: list[Path], images: int) -> None:
     print(f"| images of | {' | '.join(COLUMNS)} |\n|{' --- |' * (len(COLUMNS) + 1)}")
     for run in runs:
-        with Job.of(run) as job:
+        with Job.from_weights(run) as job:
             row(run.name, job.sample(images))
     row("real things", real_images(images))
 

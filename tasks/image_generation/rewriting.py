@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mmrl.errors import of_second_model
+from mmrl.errors import name_second_model
 from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
@@ -47,7 +47,7 @@ class FrozenImageGenerator:
         """Raises UserError as `policies.diffusion.loading.load`."""
         model_options = {name: vars(settings)[name] for name in ("dtype", "text_tokens", "decoding")}
         path = str(settings.existing())
-        with of_second_model("task.generator.path"):
+        with name_second_model("task.generator.path"):
             family = load(path, DiffusionModel(path=path, **model_options))
         sampling_options = {name: vars(settings)[name] for name in ("guidance", "resolution", "negative_prompt")}
         self.policy = DiffusionPolicy(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from mmrl.protocols.parts import ExactSource, Misfit, Source
+from mmrl.protocols.parts import ExactSource, PromptCheck, Source
 from mmrl.rewards import RewardSet
 from mmrl.rewards.turns import conversation_measures
 from mmrl.rollouts import Prompt, Sample
@@ -112,8 +112,8 @@ class InstructedRows(InstructedSource):
     def read(self, index: int) -> Prompt:
         return self.rows.read(index)
 
-    def fit(self, misfit: Misfit) -> None:
-        self.rows.fit(misfit)
+    def fit(self, prompt_problem: PromptCheck) -> None:
+        self.rows.fit(prompt_problem)
 
     def fits(self, index: int) -> bool:
         return self.rows.fits(index)

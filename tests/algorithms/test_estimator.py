@@ -235,7 +235,7 @@ class Expected(Baseline):
     """What is known of a prompt beforehand."""
 
     def of(self, rewards, batch, total):
-        return batch.fact("level")
+        return batch.column("level")
 
 
 class Least(Baseline):
@@ -254,7 +254,7 @@ class ByLevel(Scale):
     """The deviation of a level."""
 
     def buckets(self, batch):
-        return batch.fact("level")
+        return batch.column("level")
 
 
 class Spread(GroupStd):

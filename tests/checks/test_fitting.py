@@ -43,7 +43,7 @@ def written(folder, count=24, long=(LONG,), placeholder=(PLACEHOLDER,), lost=())
 
 def source(path, processor, share=0.5, longest=100, instruction=None):
     rows = instructed(FileSource(path, max_bad_share=share), instruction, None)
-    rows.fit(PromptEncoder(processor, longest, ["<|image_pad|>", "<image>"]).misfit)
+    rows.fit(PromptEncoder(processor, longest, ["<|image_pad|>", "<image>"]).prompt_problem)
     return rows
 
 
@@ -102,7 +102,7 @@ def test_a_checked_prompt_is_encoded_once(tmp_path, processor, monkeypatch):
         lambda p, shown, longest: calls.append(len(shown)) or prompts.encode(p, shown, longest),
     )
     rows = instructed(FileSource(written(tmp_path)), "Answer.", None)
-    rows.fit(encoder.misfit)
+    rows.fit(encoder.prompt_problem)
     prompt = rows[2]
     first = encoder.take(prompt)
     assert calls == [1] and first.prompt.tolist() == prompts.encode(processor, [prompt], 100)[0].prompt.tolist()
@@ -111,7 +111,7 @@ def test_a_checked_prompt_is_encoded_once(tmp_path, processor, monkeypatch):
     assert calls == [1]  # a row is tried when it is first used
     rows[3]
     assert not encoder._cached  # of a prompt that nobody holds any more, nothing is kept
-    assert pickle.loads(pickle.dumps(encoder)).misfit(prompt) is None
+    assert pickle.loads(pickle.dumps(encoder)).prompt_problem(prompt) is None
 
 
 def test_of_a_large_file_the_share_is_judged_from_the_rows_that_were_tried(tmp_path, processor):

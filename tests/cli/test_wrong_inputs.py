@@ -9,7 +9,7 @@ import yaml
 from mmrl.cli.main import at_least_one, main
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.job import launched
+from mmrl.job import rank_and_world_size
 from tests.helpers.command_line import ROOT
 
 ATTACKS = ROOT / "scripts" / "attack"
@@ -67,10 +67,10 @@ def test_ranks_that_no_launcher_gives_are_refused(monkeypatch, environment, name
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=named):
-        launched()
+        rank_and_world_size()
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "5")
-    assert launched() == (5, 6)
+    assert rank_and_world_size() == (5, 6)
 
 
 @pytest.mark.parametrize("words", [["--print-config", "seed=3"], ["seed=3", "--print-config"]])

@@ -15,7 +15,7 @@ from mmrl.algorithms.algorithm import RewardedAlgorithm
 from mmrl.algorithms.grpo import GRPO
 from mmrl.build import load_policy
 from mmrl.collection.extra_sources import ExtraSource
-from mmrl.protocols.abilities import Acting, Continuing, Ranking, Spelling, Storing
+from mmrl.protocols.abilities import ContinuingResponses, DecisionTexts, DifferentiableActions, Storing, TopK
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
 from mmrl.protocols.requirements import Needs
 from mmrl.rollouts import ALTERNATIVES, EXTRA, REPLAYED, Column, DecisionColumn
@@ -120,13 +120,13 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
 class Vowels(CollectedMeasurement[DecisionColumn]):
     """A judge's value of each token: the share of vowels in the text that it adds."""
 
-    requires: ClassVar[type] = Spelling
+    requires: ClassVar[type] = DecisionTexts
     cost: ClassVar[str] = "a judge"
     name: ClassVar[str] = "vowels"
 
     def measure(self, rollouts, context):
         found = torch.zeros(rollouts.mask.shape)
-        for row, pieces in enumerate(context.policy.pieces(rollouts)):
+        for row, pieces in enumerate(context.policy.decision_texts(rollouts)):
             for place, piece in enumerate(pieces):
                 found[row, place] = sum(letter in "aeiou" for letter in piece) / max(1, len(piece))
         return DecisionColumn(found)
@@ -148,7 +148,7 @@ def test_spans_of_a_text_reach_their_tokens(tmp_path):
         "task.rewards=[{name: 'tests.whole_runs.parts:spread', weight: 0.0}]",
     )
     batch, _ = prepared(trainer)
-    pieces = trainer.policy.pieces(batch.rollouts)
+    pieces = trainer.policy.decision_texts(batch.rollouts)
     release(trainer)
     assert any(len(row) > 1 and row[0] != row[1] for row in pieces)
     for row, sample in zip(pieces, batch.rollouts.samples, strict=True):
@@ -165,7 +165,7 @@ def test_spans_of_a_text_reach_their_tokens(tmp_path):
 class Brightness(CollectedMeasurement[Column]):
     """What a judge says of the frames of an episode: how bright the first one is."""
 
-    films: ClassVar[bool] = True
+    needs_frames: ClassVar[bool] = True
     cost: ClassVar[str] = "a judge of films"
     name: ClassVar[str] = "brightness"
 
@@ -207,7 +207,7 @@ class Forks(ExtraSource):
 
     @property
     def needs(self):
-        return Needs(offers=frozenset({Continuing}))
+        return Needs(offers=frozenset({ContinuingResponses}))
 
     @property
     def rollouts(self):
@@ -224,7 +224,7 @@ class Forks(ExtraSource):
         context = self._context
         rows = torch.tensor([(fresh.group == group).nonzero()[0].item() for group in fresh.group.unique()])
         lengths = fresh.mask[rows].sum(1) // 2
-        made = context.policy.continued(fresh.select(rows), lengths.tolist(), [1000 + row for row in rows.tolist()])
+        made = context.policy.continue_from(fresh.select(rows), lengths.tolist(), [1000 + row for row in rows.tolist()])
         made.group, made.prompt = fresh.group[rows], fresh.prompt[rows]
         made.origin = torch.full((len(rows),), EXTRA)
         made.rewards = context.task.score(made.samples, made.group)
@@ -276,7 +276,7 @@ class Learned(Shaper):
         return Needs()
 
     def shape(self, advantages, batch):
-        lengths, earned = batch.fact("length").float()[:, None], batch.combined()
+        lengths, earned = batch.column("length").float()[:, None], batch.combined_rewards()
         critic = batch.modules.get(self.key, Critic, lr=0.05)
         expected = critic.predict(lengths)
         for _ in range(20):
@@ -298,12 +298,12 @@ def test_a_second_network_learns_and_goes_on_from_a_checkpoint(tmp_path):
 class Alternatives(PreparedMeasurement[DecisionColumn]):
     """The likeliest tokens of every decision before the updates, [rollout, decision, k]."""
 
-    requires: ClassVar[type] = Ranking
+    requires: ClassVar[type] = TopK
     cost: ClassVar[str] = "a forward pass"
     name: ClassVar[str] = ALTERNATIVES.name
 
     def measure(self, rollouts, context):
-        return DecisionColumn(context.policy.likeliest(rollouts, context.policy.module, 40))
+        return DecisionColumn(context.policy.top_k(rollouts, context.policy.module, 40))
 
 
 class Sharpened(Term):
@@ -324,7 +324,7 @@ def test_the_likeliest_tokens_of_a_decision_have_a_gradient(tmp_path):
     _, minibatches = prepared(trainer)
     micro = minibatches[0][0]
     replay = trainer.policy.replay(micro, trainer.policy.module)
-    said, numbers = ALTERNATIVES.of(replay), trainer.policy.numbers(micro)
+    said, numbers = ALTERNATIVES.of(replay), trainer.policy.decision_ids(micro)
     best = micro.extras[ALTERNATIVES.name].values
     assert said.requires_grad and said.shape == best.shape == (*micro.mask.shape, 40)
     known = said.detach()[micro.mask]
@@ -364,7 +364,7 @@ class OneStep(Shaper):
     def shape(self, advantages, batch):
         rollouts = batch.rollouts
         last = rollouts.mask & (rollouts.mask.cumsum(1) == rollouts.mask.sum(1, keepdim=True))
-        reward = batch.local(batch.combined())[:, None].where(last, 0.0)
+        reward = batch.local(batch.combined_rewards())[:, None].where(last, 0.0)
         values = rollouts.extras["steps"].values
         return (reward + batch.measured(Successors()).values - values).where(rollouts.mask, 0.0)
 
@@ -410,7 +410,7 @@ class Ring(ExtraSource):
         count = self.rollouts // self._context.share[1]
         chosen = (self._kept or [self._row(fresh, row) for row in range(count)])[-count:]
         prompts = [self._context.prompts[row["prompt"]] for row in chosen]
-        made = self._context.policy.recalled(prompts, [row["state"] for row in chosen])
+        made = self._context.policy.deserialize(prompts, [row["state"] for row in chosen])
         made.group = -1 - torch.arange(count) - count * self._context.share[0]
         made.prompt = torch.tensor([row["prompt"] for row in chosen])
         made.origin = torch.full((count,), REPLAYED)
@@ -419,7 +419,7 @@ class Ring(ExtraSource):
 
     def _row(self, rollouts, row):
         one = rollouts.select(torch.tensor([row]))
-        return {"prompt": int(one.prompt[0]), "state": self._context.policy.stored(one)[0]}
+        return {"prompt": int(one.prompt[0]), "state": self._context.policy.serialize(one)[0]}
 
     def observe(self, batch):
         own = (batch.rollouts.origin != REPLAYED).nonzero().flatten().tolist()
@@ -467,7 +467,7 @@ class Towards(RewardedAlgorithm):
 
     @property
     def base_needs(self):
-        return Needs(offers=frozenset({Acting}))
+        return Needs(offers=frozenset({DifferentiableActions}))
 
     def start(self, policy, engine):
         self._policy = policy

@@ -20,13 +20,13 @@ from mmrl.policies.settings import ModelSettings
 from mmrl.policies.vlm.settings import TokenEngine
 from mmrl.protocols.abilities import (
     Completing,
-    Continuing,
-    Inverting,
+    ContinuingResponses,
+    DecisionTexts,
+    DiscreteDecisions,
+    JoiningResponses,
     Latent,
-    Numbered,
-    Recombining,
+    ScoringPrompts,
     Segmented,
-    Spelling,
     Storing,
 )
 from mmrl.protocols.batch import Batch
@@ -129,7 +129,17 @@ class GivenModel(ModelSettings):
         return own | ({} if collects == "demonstrations" else {"rollout": GivenSampling})
 
     def capabilities(self, config):
-        abilities = {Completing, Continuing, Inverting, Latent, Numbered, Recombining, Segmented, Spelling, Storing}
+        abilities = {
+            Completing,
+            ContinuingResponses,
+            ScoringPrompts,
+            Latent,
+            DiscreteDecisions,
+            JoiningResponses,
+            Segmented,
+            DecisionTexts,
+            Storing,
+        }
         offers = frozenset({*OFFERS, *abilities} - {"nodes"})
         return Capabilities("model.type=given", offers, groups=("critic",))
 
@@ -209,14 +219,14 @@ class GivenPolicy:
         last = (self.table.group == self.table.group.max()).nonzero().flatten().tolist()
         return self._unscored((last * len(prompts))[: len(prompts)])
 
-    def continued(self, rollouts, lengths, seeds):
+    def continue_from(self, rollouts, lengths, seeds):
         """`continues` says which row a row becomes, by its place and how much of it is kept: they take turns."""
         self.calls.append(Sampled("continued", list(seeds)))
         places = list(zip(rollouts.inputs, lengths, strict=True))
         rows = [self.continues[place][places[:i].count(place)] for i, place in enumerate(places)]
         return self._unscored(rows)
 
-    def recombined(self, first, second, text):
+    def join_responses(self, first, second, text):
         """`recombines` says which row two rows become."""
         self.calls.append(Sampled("recombined", [text]))
         rows = [self.recombines[pair] for pair in zip(first.inputs, second.inputs, strict=True)]
@@ -230,10 +240,10 @@ class GivenPolicy:
         """Decisions, and none of a prompt."""
         return self.table.mask[torch.tensor(rollouts.inputs)].sum(1)
 
-    def stored(self, rollouts):
+    def serialize(self, rollouts):
         return [{"row": row} for row in rollouts.inputs]
 
-    def recalled(self, prompts, states):
+    def deserialize(self, prompts, states):
         rows = [state["row"] for state in states]
         samples = [self.table.sample(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
         return replace(self._unscored(rows), samples=samples)
@@ -295,14 +305,14 @@ class GivenPolicy:
     def segments(self, rollouts):
         return self.table.columns["segments"][torch.tensor(rollouts.inputs)].long()
 
-    def pieces(self, rollouts):
+    def decision_texts(self, rollouts):
         """What the table has as `pieces`, a text a decision."""
         return [self.table.pieces[row] for row in rollouts.inputs]
 
-    def numbers(self, rollouts):
+    def decision_ids(self, rollouts):
         return self.table.columns["numbers"][torch.tensor(rollouts.inputs)].long()
 
-    def inverse(self, rollouts):
+    def prompt_logp(self, rollouts):
         """What the table has as `inverse` of the first decision; else 0."""
         given = self.table.columns.get("inverse", torch.zeros(len(self.table.group), 1))
         return given[torch.tensor(rollouts.inputs), 0]
@@ -313,7 +323,7 @@ class GivenPolicy:
             return self.table.columns["latents"][torch.tensor(rollouts.inputs)]
         return torch.arange(self.table.mask.shape[1]).float().repeat(len(rollouts), 1)[..., None]
 
-    def trained_by(self, engine):
+    def set_engine(self, engine):
         pass
 
     def counts(self):

@@ -47,11 +47,11 @@ def by_hand(policy, record, sample):
 def test_it_is_what_the_model_says_word_by_word(folder):
     policy = policy_of(folder, drawing={"question": "draw a"}, rollout={"temperature": 0.5, "reasoning_length": 3})
     batch = policy.rollout(PROMPTS, 2, [1, 2, 3, 4])
-    found = policy.inverse(batch)
+    found = policy.prompt_logp(batch)
     expected = [by_hand(policy, *pair) for pair in zip(batch.inputs, batch.samples, strict=True)]
     close(found, expected, atol=5e-4)
     assert len({round(value, 5) for value in found.tolist()}) == 4  # every image says something else
-    alone = policy.inverse(batch.select(torch.tensor([2])))
+    alone = policy.prompt_logp(batch.select(torch.tensor([2])))
     close(alone, found[2:3], atol=5e-4)
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_without_words_is_named(folder):
     batch = policy.rollout(PROMPTS[:1], 1, [1])
     silent = replace(batch, samples=[replace(batch.samples[0], prompt=Prompt("c", ""))])
     with pytest.raises(UserError, match="prompt c has no text"):
-        policy.inverse(silent)
+        policy.prompt_logp(silent)
 
 
 def test_images_that_tell_their_prompt_earn_more(given):

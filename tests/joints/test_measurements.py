@@ -14,7 +14,7 @@ from mmrl.measurements.chains import Completions
 from mmrl.prompts.views import View
 from mmrl.protocols.abilities import AdvantageLabelling, Completing
 from mmrl.protocols.measurement import CollectedMeasurement, PreparedMeasurement
-from mmrl.protocols.requirements import Capabilities, Needs, check, together
+from mmrl.protocols.requirements import Capabilities, Needs, check, merge_needs
 from mmrl.protocols.teachers import Taught, TaughtTokens
 from mmrl.rollouts import Column, DecisionColumn, Prompt
 from mmrl.settings import SettingsError, locate
@@ -155,7 +155,7 @@ def test_nothing_is_measured_that_no_part_lists(given):
 
 def test_needs_are_put_together_without_doubles():
     one, other = Needs(measurements=(Length(), Unlikely())), Needs(measurements=(Length(2.0), Length()))
-    whole = together([one, other])
+    whole = merge_needs([one, other])
     assert whole.measurements == (Length(), Unlikely(), Length(2.0))
     assert whole.collected == [Length(), Length(2.0)] and whole.prepared == [Unlikely()]
     assert Needs(measurements=(Chained(),)).required == {Completing}

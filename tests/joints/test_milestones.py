@@ -13,13 +13,13 @@ PASSED = {
     "earned": [[0.0, 1.0, 0.0], [2.0, 0.5, -GARBAGE], [0.0, -GARBAGE, -GARBAGE]],
     "reached": [[True] * 3, [True, True, False], [True, False, False]],
 }
-OF_TURNS = [[0, 1, 2], [0, 1, 1], [0, 0, 0]]
+TURN_COLUMNS = [[0, 1, 2], [0, 1, 1], [0, 0, 0]]
 
 
 def passed(given, options, rewards=(0.0, 0.0, 0.0)):
     table = Table([[-1.0] * 3, [-1.0] * 3, [-1.0] * 2], rewards=list(rewards))
     made = given(table, *ONE, "algorithm.scale=none", f"algorithm.shaping=[{{type: milestones, {options}}}]")
-    turns = Turns(torch.tensor(OF_TURNS), torch.tensor(PASSED["reached"]), torch.tensor(PASSED["earned"]))
+    turns = Turns(torch.tensor(TURN_COLUMNS), torch.tensor(PASSED["reached"]), torch.tensor(PASSED["earned"]))
     return made.prepare(replace(table.rollouts(), extras={"turns": turns})).advantages
 
 

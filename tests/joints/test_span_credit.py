@@ -302,7 +302,7 @@ def test_a_planted_wrong_step_of_a_real_policy_gets_the_blame(tmp_path):
     )
     rollouts = trainer.collector.next(0, made := Metrics(trainer.engine))
     trainer.preparation.minibatches(rollouts, 0, torch.Generator().manual_seed(0), made)
-    pieces = trainer.policy.pieces(rollouts)
+    pieces = trainer.policy.decision_texts(rollouts)
     release(trainer)
     expected = torch.zeros(rollouts.mask.shape)
     for row, texts in enumerate(pieces):

@@ -134,7 +134,7 @@ def test_the_numbers_of_decisions_are_the_tokens_of_the_responses(tmp_path):
     _, task, policy = policy_of(tmp_path)
     rollouts = policy.rollout(prompts(task), 2, [1, 2, 3, 4], step=0)
     rollouts.mask[1] = False
-    found = policy.numbers(rollouts)
+    found = policy.decision_ids(rollouts)
     assert found.shape == rollouts.mask.shape and (found[1] == -1).all()
     for row in (0, 2, 3):
         response = rollouts.inputs[row].response.tolist()

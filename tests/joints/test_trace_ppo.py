@@ -90,7 +90,7 @@ def test_advantages_are_those_of_the_recursion(seed):
     mask = torch.arange(7) < torch.tensor([7, 4, 1, 0])[:, None]
     rewards, values = torch.randn(2, 4, 7, generator=chance, dtype=torch.float64)
     moment = torch.randint(0, 5, (4, 7), generator=chance)
-    known = Steps.of_decisions(mask, values, moment)
+    known = Steps.from_decisions(mask, values, moment)
     learner = choose(Algorithm, {"type": "ppo", "gamma": 0.9, "lam": 0.7})
     advantages, returns = learner.estimates_of_traces(rewards.where(mask, 0.0), known)
     for row, count in enumerate(mask.sum(1).tolist()):
@@ -105,7 +105,7 @@ def test_without_discounts_tokens_are_worth_the_reward_less_their_own_value():
     chance = torch.Generator().manual_seed(1)
     mask, moment = torch.ones(1, 6, dtype=torch.bool), torch.tensor([[3, 0, 3, 2, 0, 5]])
     values = torch.randn(1, 6, generator=chance, dtype=torch.float64)
-    known = Steps.of_decisions(mask, values, moment)
+    known = Steps.from_decisions(mask, values, moment)
     rewards = (moment == 5) * torch.tensor(0.7, dtype=torch.float64)
     for options in ({"type": "ppo", "lam": 1.0}, {"type": "ppo", "lam": 0.3, "value_lam": 1.0}):
         advantages, returns = choose(Algorithm, options | {"gamma": 1.0}).estimates_of_traces(rewards, known)
@@ -117,7 +117,7 @@ def test_without_discounts_tokens_are_worth_the_reward_less_their_own_value():
 def test_the_length_of_a_response_is_that_of_its_trace():
     """Lambda by length is 1 - 1 / (scale l) for l steps: two here, of four tokens."""
     mask, moment = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[1, 0, 1, 0]])
-    known = Steps.of_decisions(mask, torch.zeros(1, 4, dtype=torch.float64), moment)
+    known = Steps.from_decisions(mask, torch.zeros(1, 4, dtype=torch.float64), moment)
     rewards = moment.double()
     learner = choose(Algorithm, {"type": "ppo", "gamma": 1.0, "lam": {"type": "by_length", "scale": 1.0}})
     torch.testing.assert_close(learner.estimates_of_traces(rewards, known)[0], rewards.where(moment == 1, 0.5))

@@ -56,14 +56,14 @@ class Negative(View):
     type: str = "tests.policies.test_turns_reused:Negative"
 
     def change(self, prompt):
-        return prompt.redrawn(ImageOps.invert)
+        return prompt.map_images(ImageOps.invert)
 
 
 class Cropped(View):
     type: str = "tests.policies.test_turns_reused:Cropped"
 
     def change(self, prompt):
-        return prompt.redrawn(lambda image: image if image.width > 32 else image.crop((0, 0, 16, 16)))
+        return prompt.map_images(lambda image: image if image.width > 32 else image.crop((0, 0, 16, 16)))
 
 
 def prompts(inverted=False):
@@ -121,9 +121,9 @@ def test_a_view_that_changes_the_size_of_what_was_observed_is_refused(policy, ta
 
 
 def test_a_stored_conversation_is_the_same_again(policy, talks):
-    states = json.loads(json.dumps(policy.stored(talks)))
+    states = json.loads(json.dumps(policy.serialize(talks)))
     policy.counts()
-    again = policy.recalled([prompts()[0], prompts()[0], prompts()[1], prompts()[1]], states)
+    again = policy.deserialize([prompts()[0], prompts()[0], prompts()[1], prompts()[1]], states)
     assert policy.counts()["environment/tool_errors"] == 0  # they were counted when they came about
     assert torch.equal(again.mask, talks.mask)
     for one, other in zip(again.inputs, talks.inputs, strict=True):
@@ -143,10 +143,10 @@ def test_a_stored_conversation_is_the_same_again(policy, talks):
 
 
 def test_a_world_that_answers_otherwise_is_named(folders, talks, policy):
-    states = policy.stored(talks)
+    states = policy.serialize(talks)
     fickle = talking(folders["qwen2_5_vl"], fickle=True)
     with pytest.raises(UserError, match="the environment did not answer prompt a as it did before"):
-        fickle.recalled([prompts()[0]] * 4, states)
+        fickle.deserialize([prompts()[0]] * 4, states)
 
 
 def test_what_ended_at_a_limit_ends_there_again(folders):
@@ -154,9 +154,9 @@ def test_what_ended_at_a_limit_ends_there_again(folders):
     policy.drafter.converse(StepsSettings(limits=TurnLimits(turn_tokens=4)))
     rollouts = policy.rollout(prompts(), 1, [1, 2])
     assert {s.conversation.end for s in rollouts.samples} == {"length"}
-    states = policy.stored(rollouts)
+    states = policy.serialize(rollouts)
     policy.tokens.response_limit = constant(400)
-    again = policy.recalled(prompts(), states)
+    again = policy.deserialize(prompts(), states)
     assert [s.conversation.end for s in again.samples] == ["length", "length"]
     assert [t.response.tolist() for t in again.inputs] == [t.response.tolist() for t in rollouts.inputs]
 
@@ -166,7 +166,7 @@ def test_a_conversation_goes_on_from_inside(policy, talks, kept):
     """As many tokens of the policy's own stay, with the observations after those turns that are whole; the rest is new,
     in a world of its own."""
     lengths = [kept] * len(talks)
-    again = policy.continued(talks, lengths, [11, 12, 13, 14])
+    again = policy.continue_from(talks, lengths, [11, 12, 13, 14])
     for one, other, sample in zip(again.inputs, talks.inputs, again.samples, strict=True):
         mine, theirs = one.response[one.chosen][:kept], other.response[other.chosen][:kept]
         assert torch.equal(mine, theirs)
@@ -192,7 +192,7 @@ def test_what_ended_by_itself_ends_so_again(policy):
     (first, *_) = prompts()
     shown = policy.demonstrate([Prompt("a", first.text, images=first.images, metadata={"demonstration": ["is 3"]})])
     assert [sample.conversation.end for sample in shown.samples] == ["demonstration"]
-    again = policy.recalled([first], policy.stored(shown))
+    again = policy.deserialize([first], policy.serialize(shown))
     assert [sample.conversation.end for sample in again.samples] == ["demonstration"]
     assert torch.equal(again.inputs[0].response, shown.inputs[0].response)
 

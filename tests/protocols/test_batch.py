@@ -93,7 +93,7 @@ def parts():
     ],
 )
 def test_a_fact_is_that_of_all_rollouts_in_the_order_of_ranks(parts, name, expected):
-    found = together(lambda batch: batch.fact(name), *parts)
+    found = together(lambda batch: batch.column(name), *parts)
     for values in found:
         torch.testing.assert_close(values.double(), torch.tensor(expected).double(), equal_nan=True, atol=1e-6, rtol=0)
 
@@ -102,34 +102,34 @@ def test_a_fact_of_one_rank_is_the_fact_of_the_whole_batch(parts):
     whole = Rollouts.concat(parts)
     alone = Batch(whole, ["right", "short"], [1.0, 0.5])
     for name in ("rewards", "group", "length", "topic"):
-        for shared in together(lambda batch, name=name: batch.fact(name), *parts):
-            torch.testing.assert_close(shared, alone.fact(name), equal_nan=True)
+        for shared in together(lambda batch, name=name: batch.column(name), *parts):
+            torch.testing.assert_close(shared, alone.column(name), equal_nan=True)
 
 
 def test_what_is_missing_is_unknown(parts):
     for part in parts:
         part.accuracy = part.prompt = None
     parts[0].origin = torch.tensor([FRESH, DEMONSTRATION])
-    accuracy, prompt, origin = together(lambda b: [b.fact(n) for n in ("accuracy", "prompt", "origin")], *parts)[0]
+    accuracy, prompt, origin = together(lambda b: [b.column(n) for n in ("accuracy", "prompt", "origin")], *parts)[0]
     assert accuracy.isnan().all() and prompt.tolist() == [-1] * 5 and origin.tolist() == [0, 1, 0, 0, 0]
 
 
 def test_what_no_prompt_or_not_every_prompt_has_is_no_fact(parts):
     del parts[1].samples[2].prompt.metadata["level"]
     for name in ("levels", "level"):
-        with pytest.raises(KeyError, match=f"{name} is not a fact of rollouts"):
-            together(lambda batch, name=name: batch.fact(name), *parts)
+        with pytest.raises(KeyError, match=f"{name} is not a column of rollouts"):
+            together(lambda batch, name=name: batch.column(name), *parts)
 
 
 def test_the_combined_reward_weighs_components_and_knows_not_what_one_of_them_does_not(parts):
-    for found in together(lambda batch: batch.combined(), *parts):
+    for found in together(lambda batch: batch.combined_rewards(), *parts):
         torch.testing.assert_close(found, torch.tensor([0, 0.5, 1, NAN, 2]), equal_nan=True)
 
 
 def test_rollouts_that_a_mask_left_out_leave_the_rewards_of_everyone(parts):
     def ask(batch):
         batch.rollout_mask = torch.arange(len(batch.rollouts)) != 0  # the first of each rank
-        return batch.fact("rewards")[:, 1], batch.combined(), batch.fact("group")
+        return batch.column("rewards")[:, 1], batch.combined_rewards(), batch.column("group")
 
     for rewards, combined, group in together(ask, *parts):
         torch.testing.assert_close(rewards, torch.tensor([NAN, -1, NAN, -3, -4]), equal_nan=True)
@@ -138,7 +138,7 @@ def test_rollouts_that_a_mask_left_out_leave_the_rewards_of_everyone(parts):
 
 
 def test_each_rank_finds_its_own_part_again(parts):
-    for part, found in zip(parts, together(lambda b: b.local(b.fact("prompt")), *parts), strict=True):
+    for part, found in zip(parts, together(lambda b: b.local(b.column("prompt")), *parts), strict=True):
         assert torch.equal(found, part.prompt)
 
 
@@ -146,7 +146,11 @@ def test_decisions_are_those_that_count(parts):
     def ask(batch):
         mask = batch.rollouts.mask
         numbered = (batch.rollouts.prompt[:, None] * 10 + torch.arange(mask.shape[1])).float()
-        return batch.decisions(numbered), batch.decisions(batch.rollouts.prompt[:, None]), batch.steps(numbered, mask)
+        return (
+            batch.gather_decisions(numbered),
+            batch.gather_decisions(batch.rollouts.prompt[:, None]),
+            batch.gather_steps(numbered, mask),
+        )
 
     for by_decision, by_rollout, by_step in together(ask, *parts):
         assert by_decision.tolist() == [1000, 1001, 1010, 1020, 1021, 1022, 1030, 1040, 1041]
@@ -159,7 +163,7 @@ def test_statistics_are_means_over_the_decisions_that_count(parts):
     for part in parts:
         part.old_logp = (torch.arange(part.mask.shape[1]) - 1.0).expand(part.mask.shape)
         part.old_entropy = 4 + 2 * part.old_logp
-    for logp, entropy in together(lambda batch: (batch.fact("logp"), batch.fact("entropy")), *parts):
+    for logp, entropy in together(lambda batch: (batch.column("logp"), batch.column("entropy")), *parts):
         assert logp.tolist() == [-0.5, -1, 0, -1, -0.5] and entropy.tolist() == [3, 2, 4, 2, 3]
 
 

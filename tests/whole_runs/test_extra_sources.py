@@ -59,7 +59,7 @@ def test_a_rollout_that_was_put_away_is_made_again(tmp_path):
     made = make(tmp_path / "run", "rollout.temperature=1.5")
     policy, prompts = made.policy, [made.task.train[i] for i in (0, 1)]
     fresh = policy.rollout(prompts, 2, [1, 2, 3, 4], step=0)
-    again = policy.recalled([prompts[0], prompts[1]], [policy.stored(fresh)[i] for i in (1, 2)])
+    again = policy.deserialize([prompts[0], prompts[1]], [policy.serialize(fresh)[i] for i in (1, 2)])
     assert [s.response for s in again.samples] == [fresh.samples[i].response for i in (1, 2)]
     with torch.no_grad():
         one, two = policy.replay(fresh, policy.module), policy.replay(again, policy.module)
@@ -76,13 +76,13 @@ def test_a_response_goes_on_from_inside(tmp_path):
     policy, prompts = made.policy, [made.task.train[i] for i in (0, 1)]
     fresh = policy.rollout(prompts, 1, [1, 2], step=0, temperature=0.0)
     lengths = [min(2, len(row.response) - 1) for row in fresh.inputs]
-    both = policy.continued(fresh, lengths, [5, 6])
-    alone = policy.continued(fresh.select(torch.tensor([1])), lengths[1:], [6])
+    both = policy.continue_from(fresh, lengths, [5, 6])
+    alone = policy.continue_from(fresh.select(torch.tensor([1])), lengths[1:], [6])
     for row, length in enumerate(lengths):
         assert torch.equal(both.inputs[row].response[:length], fresh.inputs[row].response[:length])
         assert len(both.inputs[row].response) <= 6
     assert torch.equal(alone.inputs[0].response, both.inputs[1].response)
-    assert not torch.equal(policy.continued(fresh, lengths, [7, 8]).inputs[1].response, both.inputs[1].response)
+    assert not torch.equal(policy.continue_from(fresh, lengths, [7, 8]).inputs[1].response, both.inputs[1].response)
 
 
 @pytest.mark.usefixtures("alone")
@@ -91,7 +91,7 @@ def test_two_responses_become_one(tmp_path):
     made = make(tmp_path / "run", "rollout.max_response_length=20")
     policy, prompt = made.policy, made.task.train[0]
     fresh = policy.rollout([prompt], 2, [1, 2], step=0)
-    both = policy.recombined(fresh.select(torch.tensor([0])), fresh.select(torch.tensor([1])), " or")
+    both = policy.join_responses(fresh.select(torch.tensor([0])), fresh.select(torch.tensor([1])), " or")
     one, other, whole = *(row.response for row in fresh.inputs), both.inputs[0].response
     begun = one[:-1] if int(one[-1]) in policy.eos else one
     count = len(other)
@@ -102,7 +102,7 @@ def test_two_responses_become_one(tmp_path):
     with torch.no_grad():
         found = policy.replay(both, policy.module).logp[0]
         plain = policy.replay(
-            policy.recalled([prompt], [{"response": whole.tolist(), "temperature": 1.0}]), policy.module
+            policy.deserialize([prompt], [{"response": whole.tolist(), "temperature": 1.0}]), policy.module
         )
     torch.testing.assert_close(found[-count:], plain.logp[0, -count:], atol=1e-5, rtol=0)
     assert not found[:-count].any() and both.samples[0].response_length == len(whole)

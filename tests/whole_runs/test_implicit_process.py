@@ -181,7 +181,7 @@ def test_credit_falls_on_the_planted_step(tmp_path):
     preparation, seen = trainer.preparation, []
     for step in range(1, 41):
         rollouts = trainer.collector.next(step, Metrics(trainer.engine))
-        planted = (trainer.policy.numbers(rollouts) % 6 == 0) & rollouts.mask
+        planted = (trainer.policy.decision_ids(rollouts) % 6 == 0) & rollouts.mask
         rollouts.rewards[:, 0] = (~planted.any(1)).float()
         parts = preparation.cut(rollouts, torch.Generator().manual_seed(step))
         preparation.compute_logprobs(rollouts, parts)
@@ -247,5 +247,5 @@ def test_what_does_not_fit_is_refused(base, overrides, message):
 
 
 def test_an_outcome_that_the_task_lacks_is_refused(tmp_path):
-    with pytest.raises(UserError, match="reads reward/other, and the rewards are half"):
+    with pytest.raises(UserError, match="reads reward/other, but the task.s rewards are half"):
         make(tmp_path, OUTCOME, prime().replace("reward/half", "reward/other"))

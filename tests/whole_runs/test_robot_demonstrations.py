@@ -125,7 +125,7 @@ def test_the_expert_says_what_to_do_where_the_policy_came(tmp_path):
     places = [float(label.metadata["observation"].state[0, 0]) for label in kept]
     for place, label in zip(places, kept, strict=True):
         assert label.metadata["actions"][:, 0].tolist() == pytest.approx([0.5 - place + 0.01 * k for k in range(4)])
-    again = policy.labelled([trainer.task.train[3]], [7])
+    again = policy.label_with_expert([trainer.task.train[3]], [7])
     played = policy.rollout([trainer.task.train[3]], 1, [7])
     assert [float(one.metadata["observation"].state[0, 0]) for one in again] == [
         float(step.state[0]) for step in played.inputs[0]

@@ -122,7 +122,7 @@ class LengthWeighted(GroupStatistic):
     def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
         from mmrl.core.advantages import less_length_weighted_mean
 
-        return less_length_weighted_mean(rewards, index, within, batch.fact("length"))
+        return less_length_weighted_mean(rewards, index, within, batch.column("length"))
 
 
 class Shrinkage(GroupStatistic):

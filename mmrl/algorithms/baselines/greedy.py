@@ -40,4 +40,4 @@ class Greedy(Baseline):
             )
 
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        return batch.gathered(total(batch.measured(GreedyRewards()).values))
+        return batch.gather(total(batch.measured(GreedyRewards()).values))

@@ -26,7 +26,7 @@ class Quantile(Baseline):
     def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
         import torch
 
-        group, quantiles = batch.fact("group"), torch.full_like(rewards, torch.nan)
+        group, quantiles = batch.column("group"), torch.full_like(rewards, torch.nan)
         for g in group.unique():
             rows = group == g
             quantiles[rows] = rewards[rows].nanquantile(self.q)

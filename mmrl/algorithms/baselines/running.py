@@ -41,7 +41,7 @@ class Running(Baseline):
 
         memory = batch.memory.setdefault("baseline running", {"step": 0, "prompts": {}})
         memory["step"] += 1
-        prompts, means = batch.fact("prompt"), torch.full_like(rewards, torch.nan)
+        prompts, means = batch.column("prompt"), torch.full_like(rewards, torch.nan)
         for prompt in prompts.unique().tolist():
             rows = prompts == prompt
             scored = rewards[rows][~rewards[rows].isnan()]

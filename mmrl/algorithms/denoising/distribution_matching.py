@@ -62,8 +62,8 @@ class DistributionMatching(RewardedAlgorithm):
         rollouts = batch.rollouts
         assert rollouts.ref_logp is not None and rollouts.old_logp is not None
         apart = (rollouts.ref_logp - rollouts.old_logp).cpu().where(rollouts.mask, 0).sum(1)
-        away, rewards, group = batch.gathered(apart), batch.combined() / self.alpha.value, batch.fact("group")
-        part = ~rewards.isnan() & (batch.fact("length") > 0)
+        away, rewards, group = batch.gather(apart), batch.combined_rewards() / self.alpha.value, batch.column("group")
+        part = ~rewards.isnan() & (batch.column("length") > 0)
         weights = torch.zeros(len(rewards))
         sizes = []
         for g in group[part].unique():

@@ -55,7 +55,7 @@ class TiltMatching(RewardedAlgorithm):
 
         from mmrl.rollouts import Column
 
-        worth, group = (self.tilt.value * batch.combined()).exp(), batch.fact("group")
+        worth, group = (self.tilt.value * batch.combined_rewards()).exp(), batch.column("group")
         scored = ~worth.isnan()
         worth = worth.where(scored, 0.0)
         factor = torch.zeros_like(worth)

@@ -43,7 +43,7 @@ class Discriminative(GroupLoss):
     def advantages(self, batch: Batch) -> Tensor:
         import torch
 
-        rewards = batch.combined()
+        rewards = batch.combined_rewards()
         sides = torch.where(rewards > self.threshold, 1.0, -1.0)
         return batch.local(sides.masked_fill(rewards.isnan(), 0.0))
 

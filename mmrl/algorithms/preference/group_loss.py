@@ -101,7 +101,7 @@ class Preference(GroupLoss):
         [rollout]."""
         import torch
 
-        rewards, group = batch.combined(), batch.fact("group")
+        rewards, group = batch.combined_rewards(), batch.column("group")
         signs = torch.zeros(len(rewards))
         for g in group.unique():
             rows = ((group == g) & ~rewards.isnan()).nonzero().flatten()

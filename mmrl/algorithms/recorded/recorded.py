@@ -77,7 +77,7 @@ class RecordedSteps(Algorithm):
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         return super().denominators(micro) | {"valued": self.valued(micro).sum()}
 
-    def counted(self, name: str, micro: Rollouts) -> Tensor:
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
         return self.valued(micro) if name.startswith("critic/") else micro.mask
 
     def difference(self, micro: Rollouts, replay: Replay) -> Tensor:

@@ -25,7 +25,7 @@ class BestOnly(Transform):
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.fact("group")):
+        for rows in groups_of(rewards, batch.column("group")):
             advantages[rows] = 0.0
             if len(rows) < 2:
                 continue
@@ -54,7 +54,7 @@ class PassAtK(Transform):
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.fact("group")):
+        for rows in groups_of(rewards, batch.column("group")):
             if len(rows) < self.k:  # there is no subset
                 advantages[rows] = 0.0
                 continue
@@ -80,7 +80,7 @@ class PassAtKAnalytic(Transform):
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.fact("group")):
+        for rows in groups_of(rewards, batch.column("group")):
             advantages[rows] = 0.0
             if len(rows) >= self.k:
                 best = best_of_subsets(rewards[rows], self.k)

@@ -30,6 +30,6 @@ class InverseLikelihood(Transform):
         return Needs(measurements=(PromptLikelihoods(),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        likelihood = batch.gathered(batch.measured(PromptLikelihoods()).values).to(rewards)
+        likelihood = batch.gather(batch.measured(PromptLikelihoods()).values).to(rewards)
         batch.report({"inverse/likelihood": float(likelihood.nanmean())})
         return rewards + self.weight.value * likelihood

@@ -30,4 +30,4 @@ class KLPenalty(Transform):
         return self.kl.needs
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        return rewards - batch.gathered(self.kl.costs(batch).sum(1).to(rewards))
+        return rewards - batch.gather(self.kl.costs(batch).sum(1).to(rewards))

@@ -37,7 +37,7 @@ class Modes(Transform):
         from mmrl.core.distances import similarity
 
         shaped, responses = rewards.clone(), batch.responses()
-        for rows in groups_of(rewards.where(rewards > self.threshold, float("nan")), batch.fact("group")):
+        for rows in groups_of(rewards.where(rewards > self.threshold, float("nan")), batch.column("group")):
             if len(rows) < 2:
                 continue
             near = similarity([responses[row] for row in rows.tolist()], self.n) >= self.alike

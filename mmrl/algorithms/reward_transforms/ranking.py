@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.reward_transforms.transform import Transform, groups_of
-from mmrl.protocols.requirements import Needs, reads
+from mmrl.protocols.requirements import Needs, needs_column
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -83,10 +83,10 @@ class Rank(Transform):
 
     @property
     def needs(self) -> Needs:
-        return reads(self.by)
+        return needs_column(self.by)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         scores = rewards.clone()
-        for rows in groups_of(rewards, batch.fact(self.by)):
+        for rows in groups_of(rewards, batch.column(self.by)):
             scores[rows] = self.score.of(rewards[rows])
         return scores

@@ -33,12 +33,12 @@ class SequenceEntropy(Transform):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        shaped, entropy, nan = rewards.clone(), batch.fact("entropy").clamp(min=1e-6), float("nan")
+        shaped, entropy, nan = rewards.clone(), batch.column("entropy").clamp(min=1e-6), float("nan")
         for of, sign, share in (
             (rewards > self.threshold, 1.0, entropy),
             (rewards <= self.threshold, -1.0, 1 / entropy),
         ):
-            for rows in groups_of(rewards.where(of, nan), batch.fact("group")):
+            for rows in groups_of(rewards.where(of, nan), batch.column("group")):
                 part = share[rows] / share[rows].sum() * len(rows)
                 shaped[rows] = self.beta_1 * rewards[rows] + sign * self.beta_2 * part
         return shaped

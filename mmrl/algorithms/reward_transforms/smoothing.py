@@ -31,4 +31,4 @@ class Smoothing(Transform):
         return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        return rewards - self.tau * batch.fact("logp").where(rewards > self.threshold, 0.0)
+        return rewards - self.tau * batch.column("logp").where(rewards > self.threshold, 0.0)

@@ -43,8 +43,8 @@ class ViewAgreement(Transform):
         responses = batch.measured(ViewAnswers(self.view)).responses
         answers = [_plain(text, {}) for text in batch.responses()]
         swaps = self.swaps | {after: before for before, after in self.swaps.items()}
-        under = [[_plain(text, swaps) for text in texts] for texts in batch.gathered_list(responses)]
-        group, matched = batch.fact("group"), torch.zeros_like(rewards)
+        under = [[_plain(text, swaps) for text in texts] for texts in batch.gather_list(responses)]
+        group, matched = batch.column("group"), torch.zeros_like(rewards)
         for g in group.unique():
             rows = (group == g).nonzero().flatten().tolist()
             counts, counts_under = Counter(answers[row] for row in rows), Counter(under[rows[0]])

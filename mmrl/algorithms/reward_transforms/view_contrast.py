@@ -36,8 +36,8 @@ class ViewContrast(Transform):
         return Needs(measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        under = batch.gathered(batch.measured(ViewAnswers(self.view)).accuracy)
-        right = batch.fact("accuracy") == 1
-        accuracy = batch.fact("group/accuracy")
+        under = batch.gather(batch.measured(ViewAnswers(self.view)).accuracy)
+        right = batch.column("accuracy") == 1
+        accuracy = batch.column("group/accuracy")
         batch.report({"view_contrast/accuracy_under_view": float(under.nanmean())})
         return rewards + self.bonus * (right & (accuracy >= self.margin * under)).to(rewards)

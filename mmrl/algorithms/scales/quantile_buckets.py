@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.algorithms.scales.scale import Scale
-from mmrl.protocols.requirements import Needs, reads
+from mmrl.protocols.requirements import Needs, needs_column
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class QuantileBucketStd(Scale):
 
     @property
     def needs(self) -> Needs:
-        return reads(f"group/{self.by}")
+        return needs_column(f"group/{self.by}")
 
     def buckets(self, batch: Batch) -> Tensor:
         """Computes each rollout's bucket, [rollout] in 0..count; `count` is that of groups whose fact is unknown."""
         import torch
 
-        group, fact = batch.fact("group"), batch.fact(f"group/{self.by}")
+        group, fact = batch.column("group"), batch.column(f"group/{self.by}")
         known = ~fact.isnan()
         one = torch.stack([fact[group == g][0] for g in group[known].unique()]) if known.any() else torch.zeros(1)
         cuts = one.quantile(torch.arange(1, self.count).to(one) / self.count)

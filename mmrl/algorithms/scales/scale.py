@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.protocols.requirements import Needs, reads
+from mmrl.protocols.requirements import Needs, needs_column
 from mmrl.settings import Choice, option
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Scale(Choice):
     def buckets(self, batch: Batch) -> Tensor:
         """Returns numbers that are equal for rollouts that share a scale, [rollout of all ranks]; by default the
         group's."""
-        return batch.fact("group")
+        return batch.column("group")
 
     def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:
         """Divides differences from the baseline by the scale of the rewards of their bucket, [rollout of all ranks]; 0
@@ -67,7 +67,7 @@ class BatchStd(Scale):
     def buckets(self, batch: Batch) -> Tensor:
         import torch
 
-        return torch.zeros_like(batch.fact("group"))
+        return torch.zeros_like(batch.column("group"))
 
 
 class BucketStd(Scale):
@@ -80,10 +80,10 @@ class BucketStd(Scale):
 
     @property
     def needs(self) -> Needs:
-        return reads(self.by)
+        return needs_column(self.by)
 
     def buckets(self, batch: Batch) -> Tensor:
-        return batch.fact(self.by)
+        return batch.column(self.by)
 
 
 class NoScale(Scale):

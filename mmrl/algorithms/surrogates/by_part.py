@@ -60,12 +60,12 @@ class ByPart(Surrogate):
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         import torch
 
-        from mmrl.rollouts import IMAGE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, part_mask
 
         total = torch.zeros_like(log_ratio)
         stats: dict[str, Tensor] = {}
         for name, part, chosen in (("text", TEXT, self.text), ("image", IMAGE, self.image)):
-            inside = in_part(micro, part).to(log_ratio.device)
+            inside = part_mask(micro, part).to(log_ratio.device)
             values, measured = chosen.values(log_ratio, advantages, micro, replay)
             total = values.where(inside, total)
             stats |= {f"{name}_{key}": value.where(inside, torch.nan) for key, value in measured.items()}

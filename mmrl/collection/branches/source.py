@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from mmrl.collection.branches.points import BranchPoints, Point, UncertainTokens
 from mmrl.collection.extra_sources import ExtraSource
-from mmrl.protocols.abilities import Continuing
+from mmrl.protocols.abilities import ContinuingResponses
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -57,7 +57,7 @@ class Branches(ExtraSource):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({Continuing})) | self.at.needs
+        return Needs(offers=frozenset({ContinuingResponses})) | self.at.needs
 
     @property
     def offers(self) -> frozenset[Offer]:
@@ -71,14 +71,14 @@ class Branches(ExtraSource):
         """Makes as many branches for every group, so that all ranks generate and compute entropies together."""
         import torch
 
-        from mmrl.rollouts import Rollouts, alike, own_nodes
+        from mmrl.rollouts import Rollouts, fill_in_columns, unshared_nodes
 
-        members = replace(fresh, nodes=own_nodes(fresh)) if fresh.nodes is None else fresh
+        members = replace(fresh, nodes=unshared_nodes(fresh)) if fresh.nodes is None else fresh
         used: set[State] = set()
         for number in range(self.rounds):
             share = self.count // self.rounds + (number < self.count % self.rounds)
             new = self._grown(members, share, used)
-            members = Rollouts.concat([members, alike(new, members)])
+            members = Rollouts.concat([members, fill_in_columns(new, members)])
         return members.select(torch.arange(len(fresh), len(members)))
 
     def _grown(self, members: Rollouts, share: int, used: set[State]) -> Rollouts:
@@ -90,7 +90,7 @@ class Branches(ExtraSource):
         context = self._context
         points, seeds = self._chosen(members, share, used)
         parents = members.select(torch.tensor([row for row, _ in points]))
-        new: Rollouts = context.policy.continued(parents, [length for _, length in points], seeds)
+        new: Rollouts = context.policy.continue_from(parents, [length for _, length in points], seeds)
         new.group, new.prompt, new.version = parents.group, parents.prompt, parents.version
         new.origin = torch.full((len(new),), EXTRA)
         new.rewards = context.task.score(new.samples, new.group)

@@ -76,7 +76,7 @@ class StoredSteps(ExtraSource):
         """Stores this rank's new episodes that the task could score."""
         from mmrl.rollouts import FRESH
 
-        outcomes = batch.local(batch.combined())
+        outcomes = batch.local(batch.combined_rewards())
         rollouts = batch.rollouts
         assert rollouts.origin is not None
         fresh = rollouts.select(rollouts.origin == FRESH)

@@ -18,7 +18,7 @@ from mmrl.policies.autoregressive_image.settings import ImageTokenDemonstrations
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import recompute, transformers_model
-from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_and_image
+from mmrl.rollouts import PARTS, SEGMENTS, DecisionColumn, Prompt, Replay, Rollouts, Sample, text_image_parts
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule
 
@@ -107,7 +107,7 @@ class ImageTokenPolicy:
         rollouts = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.reasoning_length:
             rollouts.extras[PARTS] = DecisionColumn(
-                text_and_image(len(records), self.reasoning_length, self.max_decisions)
+                text_image_parts(len(records), self.reasoning_length, self.max_decisions)
             )
         return rollouts
 
@@ -145,10 +145,10 @@ class ImageTokenPolicy:
 
     def segments(self, rollouts: Rollouts) -> Tensor:
         """Returns the part of each decision, text or image, [rollout, decision] int64."""
-        return text_and_image(len(rollouts), self.reasoning_length, self.max_decisions)
+        return text_image_parts(len(rollouts), self.reasoning_length, self.max_decisions)
 
     @torch.no_grad()
-    def inverse(self, rollouts: Rollouts) -> Tensor:
+    def prompt_logp(self, rollouts: Rollouts) -> Tensor:
         """Returns the mean log-likelihood of each prompt's text behind its image and the question, [rollout], without
         temperature. Raises UserError for a prompt without text."""
         records: list[ImageTokenRecord] = rollouts.inputs
@@ -180,7 +180,7 @@ class ImageTokenPolicy:
         ]
         return replace(rollouts, inputs=inputs)
 
-    def numbers(self, rollouts: Rollouts) -> Tensor:
+    def decision_ids(self, rollouts: Rollouts) -> Tensor:
         """Returns the id of each written token, [rollout, decision] int64; -1 where there is none."""
         records: list[ImageTokenRecord] = rollouts.inputs
         text, _ = self.prompts.text_targets(records, 10**6)
@@ -188,7 +188,7 @@ class ImageTokenPolicy:
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: TrainingEngine) -> None:
+    def set_engine(self, engine: TrainingEngine) -> None:
         """Has texts written to their limit under ZeRO-3, so that every rank makes as many passes."""
         self.sampler.in_step = engine.zero_stage == 3
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Inverting, Numbered, Segmented
+from mmrl.protocols.abilities import DiscreteDecisions, ScoringPrompts, Segmented
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
 from mmrl.schedules.schedule import Schedule, number
@@ -98,11 +98,11 @@ class AutoregressiveImageModel(ModelSettings):
             "entropy",
             "square_sum",
             "tokens",
-            Numbered,
+            DiscreteDecisions,
             "single_sample_kl",
             "reference_ratio",
             "views",
-            Inverting,
+            ScoringPrompts,
             "reference_rollouts",
         }
         limits: ImageTokenLimits = config.rollout

@@ -44,7 +44,7 @@ class Decisions(Protocol):
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts: ...
 
-    def recorded(self, rollouts: Rollouts) -> Replay | None: ...
+    def recorded_replay(self, rollouts: Rollouts) -> Replay | None: ...
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay: ...
 
@@ -152,9 +152,9 @@ class DiffusionPolicy:
 
     # --- images to likelihoods ---
 
-    def recorded(self, rollouts: Rollouts) -> Replay | None:
+    def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
         """Returns the replay by the predictions that were kept while sampling; None where none were kept."""
-        return self.decisions.recorded(rollouts)
+        return self.decisions.recorded_replay(rollouts)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
         """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine around it), in one
@@ -179,7 +179,7 @@ class DiffusionPolicy:
         chunks = likelihood.chunks if isinstance(likelihood, ImageChain) else ()
         return require(chain.segment_ids(chunks, len(rollouts)), "denoising.likelihood.chunks")
 
-    def trained_by(self, engine: TrainingEngine) -> None:
+    def set_engine(self, engine: TrainingEngine) -> None:
         """Does nothing: no part of this policy depends on the engine."""
 
     def counts(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, RandomStates, Unmasking
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
-from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_and_image
+from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_image_parts
 from mmrl.runtime.files import share
 from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
@@ -151,7 +151,7 @@ class DiscreteDiffusionPolicy(ABC):
 
     def segments(self, rollouts: Rollouts) -> Tensor:
         """Returns the part of each position, text or image, [rollout, position] int64."""
-        return text_and_image(len(rollouts), self.layout.text_length, self.layout.length)
+        return text_image_parts(len(rollouts), self.layout.text_length, self.layout.length)
 
     def _inputs(
         self, records: list[MaskedRecord], states: list[States]
@@ -169,8 +169,8 @@ class DiscreteDiffusionPolicy(ABC):
             ids, mask, options["positions"] = self.collator.in_blocks(records, states, blocks, self._response_in_state)
         return ids, mask, first + self.layout.length, options  # behind the response
 
-    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Implements `Redrawing`: every epoch has the same states."""
+    def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `ResamplingStates`: every epoch has the same states."""
         return None
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
@@ -181,13 +181,13 @@ class DiscreteDiffusionPolicy(ABC):
         ]
         return replace(rollouts, inputs=inputs)
 
-    def numbers(self, rollouts: Rollouts) -> Tensor:
+    def decision_ids(self, rollouts: Rollouts) -> Tensor:
         """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
         return torch.stack([record.response for record in rollouts.inputs]).where(rollouts.mask, -1)
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: TrainingEngine) -> None:  # noqa: B027
+    def set_engine(self, engine: TrainingEngine) -> None:  # noqa: B027
         """Does nothing: every replay is one forward, and every rank takes as many steps."""
 
     def counts(self) -> dict[str, float]:
@@ -274,8 +274,9 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
             record.seed, len(record.prompt), record.steps, len(self.steps), self.blocks
         )
 
-    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Implements `Redrawing`, where the likelihood has `redraw`: seeds depend on the rollout's and on the epoch."""
+    def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `ResamplingStates` where the likelihood has `redraw`. Seeds depend on the rollout's seed and the
+        epoch."""
         if not (isinstance(self.likelihood, RandomStates) and self.likelihood.redraw):
             return None
         inputs = [

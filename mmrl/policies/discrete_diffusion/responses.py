@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.codebook import Codebook
 from mmrl.policies.discrete_diffusion.scorer import Vocabulary
 from mmrl.policies.tokenizers import Tokenizer
-from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_and_image
+from mmrl.rollouts import PARTS, DecisionColumn, Prompt, Rollouts, Sample, text_image_parts
 from mmrl.runtime.template_limits import render_template
 
 
@@ -127,7 +127,7 @@ class ResponseLayout:
         samples = [self.sample(*row, forwards) for row in zip(prompts, records, mask, strict=True)]
         rollouts = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
         if self.in_parts:
-            rollouts.extras[PARTS] = DecisionColumn(text_and_image(len(records), self.text_length, self.length))
+            rollouts.extras[PARTS] = DecisionColumn(text_image_parts(len(records), self.text_length, self.length))
         return rollouts
 
     def units(self, rollouts: Rollouts) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Numbered, Segmented
+from mmrl.protocols.abilities import DiscreteDecisions, Segmented
 from mmrl.protocols.critic import CriticSettings, SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
@@ -395,7 +395,7 @@ class TokenDiffusionModel(ModelSettings):
     )
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
+        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", DiscreteDecisions, "single_sample_kl", "views"}
         offers |= {"lengths", "reference_ratio", "distribution", "reference_rollouts"}
         return Capabilities(f"model.type={self.type}", frozenset(offers))
 
@@ -423,7 +423,7 @@ class MaskedModel(TokenDiffusionModel):
         shared = super().capabilities(config)
         limits: WritingLimits = config.rollout
         parts: set[Offer] = {"parts", Segmented} if limits.reasoning_length else set()
-        return Capabilities(shared.of, shared.offers | {"critic"} | parts, groups=("critic",))
+        return Capabilities(shared.source, shared.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
         from mmrl.policies.discrete_diffusion.schedule import in_parts

@@ -76,8 +76,8 @@ class UniformPolicy(DiscreteDiffusionPolicy):
     def states_of(self, record: MaskedRecord) -> States:
         return noised(record.seed, self.layout.length, self.noising.draws, self.noising.levels)
 
-    def redrawn(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Implements `Redrawing`, with `noising.redraw`: seeds depend on the rollout's and on the epoch."""
+    def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
+        """Implements `ResamplingStates`, with `noising.redraw`: seeds depend on the rollout's and on the epoch."""
         if not (isinstance(self.noising, NoisingRollouts) and self.noising.redraw):
             return None
         inputs = [

@@ -135,8 +135,8 @@ class FewStepPolicy:
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: TrainingEngine) -> None:
-        self.policy.trained_by(engine)
+    def set_engine(self, engine: TrainingEngine) -> None:
+        self.policy.set_engine(engine)
 
     def counts(self) -> dict[str, float]:
         return self.policy.counts()

@@ -28,9 +28,9 @@ from mmrl.rollouts import (
     Replay,
     Rollouts,
     Sample,
+    decision_parts,
     old_logp,
-    parts_of,
-    text_and_image,
+    text_image_parts,
 )
 
 
@@ -76,7 +76,7 @@ class PromptRewritingPolicy:
             else with_response(image, prompt, response)
             for image, (prompt, is_original, response) in zip(drawn.samples, rows, strict=True)
         ]
-        parts = text_and_image(len(row_prompts), self.writer.max_decisions, self.max_decisions)
+        parts = text_image_parts(len(row_prompts), self.writer.max_decisions, self.max_decisions)
         return Rollouts(
             samples=samples,
             inputs=[PromptRewritingRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
@@ -156,7 +156,7 @@ class PromptRewritingPolicy:
 
     def segments(self, rollouts: Rollouts) -> Tensor:
         """Returns the part of each decision, text or image, [rollout, decision] int64."""
-        return parts_of(rollouts)
+        return decision_parts(rollouts)
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
         """Returns the number of the writer's tokens [rollout] int64; all images take the same time."""
@@ -164,9 +164,9 @@ class PromptRewritingPolicy:
 
     # --- the rest of a policy ---
 
-    def trained_by(self, engine: TrainingEngine) -> None:
-        self.writer.trained_by(engine)
-        self.generator.trained_by(engine)
+    def set_engine(self, engine: TrainingEngine) -> None:
+        self.writer.set_engine(engine)
+        self.generator.set_engine(engine)
 
     def counts(self) -> dict[str, float]:
         return {**self.writer.counts(), **self.generator.counts()}

@@ -14,7 +14,7 @@ from mmrl.protocols.critic import CriticSettings, SeparateCritic, SharedCritic
 
 
 class Critic(nn.Module):
-    """Estimates the value of an observation. `reads`: whether it needs the backbone's reading."""
+    """Estimates the value of an observation. `needs_column`: whether it needs the backbone's reading."""
 
     reads: bool
 

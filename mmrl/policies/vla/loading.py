@@ -81,7 +81,7 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         ),
         steps_at_once=config.engine.steps_at_once if isinstance(config.engine, EpisodeEngine) else None,
         log=config.log,
-        watched=task.watched or any(measurement.films for measurement in config.needs.measurements),
+        watched=task.watched or any(measurement.needs_frames for measurement in config.needs.measurements),
         stores_episodes=EpisodeStoring in config.needs.required,
     )
 

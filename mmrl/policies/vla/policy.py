@@ -240,13 +240,13 @@ class VisionLanguageActionPolicy:
             rollouts.extras["steps"] = Steps(blank.bool(), blank, blank.clone(), blank.bool(), blank.clone())
         return rollouts
 
-    def labelled(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
+    def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode a prompt as a rollout. Returns its observations as prompts for `demonstrate`, with the
         actions of the simulator's expert, who starts from there. Raises UserError where there is no expert."""
         options = PlayOptions(self.temperature.value, training=False, labelled=True)
         return [label for record in self._play(prompts, seeds, seeds, options) for label in record.labels]
 
-    def trained_by(self, engine: TrainingEngine) -> None:
+    def set_engine(self, engine: TrainingEngine) -> None:
         """Does nothing: no part of the policy follows the engine's steps."""
 
     def counts(self) -> dict[str, float]:
@@ -312,7 +312,8 @@ class VisionLanguageActionPolicy:
             fields["std"] = fields["std"].where(fields["std"] > 0, 1)  # of policy steps that do not exist
         numbers = torch.arange(shape[1], device=self.device).repeat_interleave(decisions).expand(len(rollouts), -1)
         columns = {name.removeprefix(EXTRA): field for name, field in fields.items()}
-        return Replay.of({**columns, POLICY_STEPS.name: numbers, "value": None if value is None else spread(value)})
+        value = None if value is None else spread(value)
+        return Replay.from_columns({**columns, POLICY_STEPS.name: numbers, "value": value})
 
     def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
         """Returns the episode of each rollout; None where the simulator lost it, and for rollouts that are none."""

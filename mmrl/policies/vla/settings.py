@@ -12,8 +12,8 @@ from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
 from mmrl.protocols.abilities import (
-    Acting,
     AdvantageLabelling,
+    DifferentiableActions,
     EpisodeStoring,
     ExpertLabelling,
     StateActionEncoding,
@@ -330,7 +330,7 @@ class NormalActions(ActionHead):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        offered: set[Offer] = {"divergence", "single_sample_kl", Acting}
+        offered: set[Offer] = {"divergence", "single_sample_kl", DifferentiableActions}
         return frozenset(offered if self.fixed else offered | {"entropy"})
 
 

@@ -30,7 +30,7 @@ from mmrl.policies.vlm.responses.runner import Lockstep, ModelRunner
 from mmrl.policies.vlm.responses.teachers import VisionLanguageTeachers
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
-from mmrl.protocols.parts import Misfit, PromptReader
+from mmrl.protocols.parts import PromptCheck, PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 from mmrl.runtime.files import share
 from mmrl.schedules.schedule import Schedule, constant
@@ -64,7 +64,8 @@ class VisionLanguagePolicy:
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
-        self.misfit: Misfit = tokens.encoder.misfit  # where environments change prompts: of what they are before
+        # Where environments change prompts, it checks the prompt before the change.
+        self.prompt_problem: PromptCheck = tokens.encoder.prompt_problem
         self.image_resize = resize_of(processor)
         # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
@@ -90,7 +91,7 @@ class VisionLanguagePolicy:
         """All ids that end a response."""
         return self.tokens.eos
 
-    def read_by(self, reader: PromptReader) -> None:
+    def set_prompt_reader(self, reader: PromptReader) -> None:
         """Takes encoded prompts from `reader`, where it has them."""
         self.tokens.reader = reader
 
@@ -99,7 +100,7 @@ class VisionLanguagePolicy:
         """Tokens of the longest response of the whole run."""
         return int(self.tokens.response_limit.extremes[1])
 
-    def trained_by(self, engine: TrainingEngine) -> None:
+    def set_engine(self, engine: TrainingEngine) -> None:
         """Keeps passes in lockstep over the ranks of `engine` under ZeRO-3."""
         if engine.zero_stage == 3:
             self.runner.lockstep = Lockstep(engine.max, engine.whole)
@@ -170,21 +171,21 @@ class VisionLanguagePolicy:
 
     # --- rollouts to rollouts ---
 
-    def stored(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Returns what `recalled` needs of each rollout besides its prompt."""
-        return reuse.stored(rollouts)
+    def serialize(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """Returns what `deserialize` needs of each rollout besides its prompt."""
+        return reuse.serialize(rollouts)
 
-    def recalled(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+    def deserialize(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
         """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
-        return reuse.recalled(self.drafter, prompts, states)
+        return reuse.deserialize(self.drafter, prompts, states)
 
-    def continued(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
+    def continue_from(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
         """Keeps the first lengths[i] tokens of each response and samples the rest; not scored."""
-        return reuse.continued(self.drafter, self.engine, rollouts, lengths, seeds)
+        return reuse.continue_from(self.drafter, self.engine, rollouts, lengths, seeds)
 
-    def recombined(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+    def join_responses(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
         """Returns responses of `first`, the text, and responses of `second`, whose tokens alone are decisions."""
-        return reuse.recombined(self.tokens, first, second, text)
+        return reuse.join_responses(self.tokens, first, second, text)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         """Returns the same responses to changed prompts."""
@@ -208,18 +209,18 @@ class VisionLanguagePolicy:
         """Returns the tokens of prompt and response, [rollout] int64."""
         return torch.tensor(lengths_of(rollouts.inputs))
 
-    def numbers(self, rollouts: Rollouts) -> Tensor:
+    def decision_ids(self, rollouts: Rollouts) -> Tensor:
         """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
         ids = torch.full(rollouts.mask.shape, -1)
         for row, tokens in enumerate(rollouts.inputs):
             ids[row, : len(tokens.response)] = tokens.response.cpu()
         return ids.where(rollouts.mask, -1)
 
-    def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
+    def top_k(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
         """Returns the likeliest tokens of each decision under `model`, best first, [rollout, decision, count] int64."""
-        return self.likelihoods.likeliest(rollouts, model, count)
+        return self.likelihoods.top_k(rollouts, model, count)
 
-    def pieces(self, rollouts: Rollouts) -> list[list[str]]:
+    def decision_texts(self, rollouts: Rollouts) -> list[list[str]]:
         """Returns the text that each token adds to the response before it, the end token included."""
         return [self.tokens.pieces(tokens.response) for tokens in rollouts.inputs]
 

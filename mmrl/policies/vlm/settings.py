@@ -11,7 +11,15 @@ from pydantic import model_validator
 from mmrl.engine.settings import UnevenEngine
 from mmrl.generation.settings import GeneratorSettings, TransformersGenerator, VLLMGenerator
 from mmrl.policies.settings import Collects, LoRA, ModelSettings, Sections
-from mmrl.protocols.abilities import Continuing, Numbered, Ranking, Recombining, Segmented, Spelling, Storing
+from mmrl.protocols.abilities import (
+    ContinuingResponses,
+    DecisionTexts,
+    DiscreteDecisions,
+    JoiningResponses,
+    Segmented,
+    Storing,
+    TopK,
+)
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.offers import Offer
 from mmrl.protocols.requirements import Capabilities
@@ -124,8 +132,17 @@ class VisionLanguageModel(ModelSettings):
         return {"rollout": rollout, "evaluation": TokenEvaluation, "engine": TokenEngine}
 
     def capabilities(self, config: JobConfig) -> Capabilities:
-        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", Numbered, "single_sample_kl", "views"}
-        offers |= {"lengths", "reference_ratio", "demonstrations", Storing, "critic", Recombining, Ranking, Spelling}
+        offers: set[Offer] = {"entropy", "square_sum", "tokens", "text", DiscreteDecisions, "single_sample_kl", "views"}
+        offers |= {
+            "lengths",
+            "reference_ratio",
+            "demonstrations",
+            Storing,
+            "critic",
+            JoiningResponses,
+            TopK,
+            DecisionTexts,
+        }
         offers |= {Taught, TaughtTokens}
         sampling = config.rollout
         if isinstance(sampling, TokenSampling) and isinstance(sampling.generator, VLLMGenerator):
@@ -135,9 +152,9 @@ class VisionLanguageModel(ModelSettings):
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
             offers |= {Segmented}
         if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
-            offers |= {"temperatures", Continuing}
+            offers |= {"temperatures", ContinuingResponses}
         if converses(config):
-            offers -= {Recombining, Spelling}  # a response is several, of which rewards see the last
+            offers -= {JoiningResponses, DecisionTexts}  # a response is several, of which rewards see the last
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 

@@ -220,7 +220,7 @@ class Conversations:
         if not torch.equal(draft.tokens.response[:count], response[:count]):
             raise changed_answer(draft)
 
-    def recalled(
+    def deserialize(
         self, policy: ConversingPolicy, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]
     ) -> Rollouts:
         """Returns conversations as `reuse.stored` has them: the environment answers their responses again. Raises

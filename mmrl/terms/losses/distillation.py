@@ -105,7 +105,7 @@ class ListedDivergence(DivergenceEstimator):
         likelihoods = require(listed.logp, "a teacher's log-probabilities").to(student)
         known = ~likelihoods.isnan() & micro.mask.to(student.device)[..., None]
         pair = (logp.where(known, NOT_LISTED) for logp in (student, likelihoods))
-        values = listed_divergence(*pair, direction=direction, whole=listed.whole)
+        values = listed_divergence(*pair, direction=direction, whole=listed.is_full_vocabulary)
         known = known.any(-1)
         return values.where(known, 0), values.detach().where(known, torch.nan)
 

@@ -227,7 +227,7 @@ class DifficultyWeighting(KLWeighting):
 
         rollouts = batch.rollouts
         assert rollouts.advantages is not None
-        solved = batch.local(batch.fact("group/accuracy"))
+        solved = batch.local(batch.column("group/accuracy"))
         weight = 1 - torch.exp(-math.e * solved)
         free = (rollouts.advantages > 0) & ((solved > 0) & (solved < 1))[:, None]
         return weight[:, None].expand(free.shape).where(free, 1.0)
@@ -251,9 +251,9 @@ class CovarianceWeighting(KLWeighting):
     def weights(self, batch: Batch) -> Tensor:
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.advantages is not None
-        logp, advantages = batch.decisions(rollouts.old_logp), batch.decisions(rollouts.advantages)
+        logp, advantages = batch.gather_decisions(rollouts.old_logp), batch.gather_decisions(rollouts.advantages)
         covariance = (rollouts.old_logp - logp.mean()) * (rollouts.advantages - advantages.mean())
-        ranked = batch.decisions(covariance).sort(descending=True).values
+        ranked = batch.gather_decisions(covariance).sort(descending=True).values
         if not len(ranked):
             return rollouts.mask & False
         return rollouts.mask & (covariance >= ranked[max(1, int(self.share * len(ranked))) - 1])

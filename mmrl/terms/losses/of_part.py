@@ -48,12 +48,12 @@ class OfPart(Term):
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
-        from mmrl.rollouts import IMAGE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, part_mask
 
         values, stats = self.term.values(micro, replay)
         if replay.entropy is not None:
             stats = stats | {"entropy": replay.entropy.detach()}
-        inside = in_part(micro, TEXT if self.part == "text" else IMAGE).to(values.device)
+        inside = part_mask(micro, TEXT if self.part == "text" else IMAGE).to(values.device)
         return values.where(inside, 0.0), {
             f"{name}/{self.part}": value.where(inside, torch.nan) for name, value in stats.items()
         }

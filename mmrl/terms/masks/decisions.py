@@ -31,7 +31,7 @@ class EntropyShare(Mask):
     def keep(self, batch: Batch) -> Tensor:
         entropy = batch.rollouts.old_entropy
         assert entropy is not None
-        ranked = batch.decisions(entropy).sort(descending=True).values
+        ranked = batch.gather_decisions(entropy).sort(descending=True).values
         last = max(1, round(self.share * len(ranked))) - 1
         return entropy >= ranked[last]
 
@@ -58,12 +58,12 @@ class CovarianceClip(Mask):
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.advantages is not None
         logp, advantages = rollouts.old_logp, rollouts.advantages.expand(rollouts.mask.shape)
-        everyone = batch.decisions(logp), batch.decisions(advantages)
+        everyone = batch.gather_decisions(logp), batch.gather_decisions(advantages)
         covariance = (logp - everyone[0].mean()) * (advantages - everyone[1].mean())
         eligible = rollouts.mask & (covariance >= self.low) & (covariance <= self.high)
         wanted = max(1, int(self.share * len(everyone[0])))
         chance = torch.rand(eligible.shape, generator=batch.generator()).where(eligible, 2.0)
-        lowest = batch.decisions(chance).sort().values[:wanted]
+        lowest = batch.gather_decisions(chance).sort().values[:wanted]
         return ~(eligible & (chance <= lowest[-1]))
 
 
@@ -81,5 +81,5 @@ class TokenBudget(Mask):
         import torch
 
         chance = torch.rand(batch.rollouts.mask.shape, generator=batch.generator(self.type))
-        ranked = batch.decisions(chance).sort().values
+        ranked = batch.gather_decisions(chance).sort().values
         return chance <= ranked[min(self.budget, len(ranked)) - 1] if len(ranked) else chance >= 0

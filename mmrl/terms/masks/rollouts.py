@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.protocols.requirements import Needs, reads
+from mmrl.protocols.requirements import Needs, needs_column
 from mmrl.settings import option
 from mmrl.terms.term import Mask
 
@@ -67,7 +67,7 @@ class BandMask(Mask):
 
     @property
     def needs(self) -> Needs:
-        return reads(self.fact)
+        return needs_column(self.fact)
 
     @model_validator(mode="after")
     def _rises(self) -> BandMask:
@@ -76,7 +76,7 @@ class BandMask(Mask):
         return self
 
     def keep(self, batch: Batch) -> Tensor:
-        values = batch.fact(self.fact)
+        values = batch.column(self.fact)
         inside = values.isnan() | ((values >= self.low) & (values <= self.high))
         batch.report({f"band/{self.fact}": float(inside.float().mean())})
         return batch.local(inside)
@@ -97,13 +97,16 @@ class BestOfGroup(Mask):
 
     @property
     def needs(self) -> Needs:
-        return Needs() if self.by == "reward_per_length" else reads(self.by, varies=True)
+        return Needs() if self.by == "reward_per_length" else needs_column(self.by, varies=True)
 
     def keep(self, batch: Batch) -> Tensor:
         import torch
 
-        group = batch.fact("group")
-        measure = batch.combined() / batch.fact("length") if self.by == "reward_per_length" else batch.fact(self.by)
+        group = batch.column("group")
+        if self.by == "reward_per_length":
+            measure = batch.combined_rewards() / batch.column("length")
+        else:
+            measure = batch.column(self.by)
         order = measure.double().nan_to_num(-torch.inf if self.highest else torch.inf)
         order = -order if self.highest else order
         best = torch.zeros(len(group), dtype=torch.bool)
@@ -133,10 +136,10 @@ class ProcessAgreement(Mask):
 
     @property
     def needs(self) -> Needs:
-        return reads(f"reward/{self.reward}") | reads("accuracy")
+        return needs_column(f"reward/{self.reward}") | needs_column("accuracy")
 
     def keep(self, batch: Batch) -> Tensor:
-        process, accuracy = batch.fact(f"reward/{self.reward}"), batch.fact("accuracy")
+        process, accuracy = batch.column(f"reward/{self.reward}"), batch.column("accuracy")
         known = ~(process.isnan() | accuracy.isnan())
         right, low = known & (accuracy >= 0.5), process < self.low
         wrong = known & ~right

@@ -124,7 +124,7 @@ class LatentValues(Shaper):
         memory = batch.memory.setdefault(self.key, {"calls": 0})
         network = batch.modules.get(self.key, lambda: ValueNetwork(x.shape[-1], self.width, 0), self.lr)
         value = network.predict(x.flatten(0, 1)).view(x.shape[:2]).float()
-        combined = batch.combined()
+        combined = batch.combined_rewards()
         rewards = batch.local(combined)
         gains = segment_returns(value, rewards, self.every)
         batch.report(self._learn(network, x, combined, batch))
@@ -139,7 +139,7 @@ class LatentValues(Shaper):
         """Trains the network on the latents of all ranks, so that it stays equal on them."""
         from mmrl.core.values import fit_values
 
-        states = batch.gathered(x)
+        states = batch.gather(x)
         outcome = combined[:, None].expand(states.shape[:2]).flatten()
         scored = ~outcome.isnan()
         if not bool(scored.any()) or not self.passes:

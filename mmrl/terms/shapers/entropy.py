@@ -80,7 +80,7 @@ class SureWeight(Section):
     def factor(self, batch: Batch) -> Tensor:
         """Returns factors of the advantages, [rollout, decision], whose mean over the batch is 1."""
         sure = (-self.k * scaled_entropy(batch)).exp()
-        return sure / batch.decisions(sure).mean()
+        return sure / batch.gather_decisions(sure).mean()
 
 
 class EntropyShaping(Shaper):
@@ -111,12 +111,14 @@ class EntropyShaping(Shaper):
         return Needs(offers=frozenset({"entropy"}), statistics=frozenset({"entropy"}))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        if not len(batch.decisions(old_entropy(batch))):
+        if not len(batch.gather_decisions(old_entropy(batch))):
             return advantages
         shaped = advantages if self.sure is None else advantages * self.sure.factor(batch)
         if self.bonus is not None:
             shaped = shaped + self.bonus.bonus(shaped, batch)
-        return (shaped - batch.decisions(shaped).mean()).where(batch.rollouts.mask, 0) if self.centred else shaped
+        if not self.centred:
+            return shaped
+        return (shaped - batch.gather_decisions(shaped).mean()).where(batch.rollouts.mask, 0)
 
 
 def old_entropy(batch: Batch) -> Tensor:
@@ -128,7 +130,7 @@ def old_entropy(batch: Batch) -> Tensor:
 
 def scaled_entropy(batch: Batch) -> Tensor:
     """Returns `old_entropy` scaled to 0..1 over the decisions of the batch, of which there is one at least."""
-    entropies = batch.decisions(old_entropy(batch))
+    entropies = batch.gather_decisions(old_entropy(batch))
     return (old_entropy(batch) - entropies.min()) / (entropies.max() - entropies.min()).clamp(min=1e-12)
 
 
@@ -162,7 +164,7 @@ class EntropyRedistribution(Shaper):
 
         rollouts, shaped = batch.rollouts, torch.zeros_like(advantages)
         entropy, mask = old_entropy(batch).clamp(self.low, self.high), rollouts.mask
-        rewards = batch.local(batch.combined())
+        rewards = batch.local(batch.combined_rewards())
         right, scored = rewards > self.threshold, ~rewards.isnan()
         for group in rollouts.group.unique():  # a group lies on one rank
             for of, sign, share in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
@@ -179,7 +181,7 @@ class EntropyRedistribution(Shaper):
         bool."""
         for of in (right & scored, ~right & scored):
             chosen = of[:, None] & batch.rollouts.mask
-            selected = batch.gathered(shaped[chosen])
+            selected = batch.gather(shaped[chosen])
             if len(selected) > 1:
                 shaped = ((shaped - selected.mean()) / (selected.std() + 1e-6)).where(chosen, shaped)
         return shaped

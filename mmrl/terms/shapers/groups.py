@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.measurements.answers import ReferenceRewards
-from mmrl.protocols.requirements import Needs, Reference, reads
+from mmrl.protocols.requirements import Needs, Reference, needs_column
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -27,23 +27,23 @@ class Stratified(Shaper):
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "stratified"
     by: str = option(
-        description="the fact that makes strata: tool_calls, turns, truncated, ... (`mmrl.protocols.facts`)"
+        description="the fact that makes strata: tool_calls, turns, truncated, ... (`mmrl.protocols.columns`)"
     )
     alpha: float = option(0.5, "weight of the comparison within the stratum", ge=0, le=1)
 
     @property
     def needs(self) -> Needs:
-        return reads(self.by, varies=True)
+        return needs_column(self.by, varies=True)
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
         from mmrl.core.advantages import group_advantages
 
-        pairs = torch.stack([batch.fact("group").double(), batch.fact(self.by).double()], 1)
+        pairs = torch.stack([batch.column("group").double(), batch.column(self.by).double()], 1)
         stratum = pairs.unique(dim=0, return_inverse=True)[1]
         pairs_of_one = torch.bincount(stratum)[stratum] == 1
-        rewards = batch.combined()
+        rewards = batch.combined_rewards()
         # A stratum of one has nothing to compare with, which is not a mistake here.
         within, _ = group_advantages(rewards.where(~pairs_of_one, torch.nan), stratum)
         return self.alpha * batch.local(within)[:, None] + (1 - self.alpha) * advantages
@@ -74,7 +74,7 @@ class SetDiversity(Shaper):
         from mmrl.core.distances import similarity
 
         rollouts, gained = batch.rollouts, torch.zeros(len(batch.rollouts))
-        rewards = batch.local(batch.combined())
+        rewards = batch.local(batch.combined_rewards())
         allowed = ~rewards.isnan() if self.threshold is None else rewards > self.threshold
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = ((rollouts.group == group) & allowed).nonzero().flatten()
@@ -105,7 +105,7 @@ class LongWrong(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        rewards, lengths, group = batch.combined(), batch.fact("length").float(), batch.fact("group")
+        rewards, lengths, group = batch.combined_rewards(), batch.column("length").float(), batch.column("group")
         right, factor = rewards > self.threshold, torch.ones(len(rewards))
         for g in group.unique():
             rows = group == g
@@ -136,7 +136,7 @@ class AdvantageMomentum(Shaper):
         return Needs(reference=Reference(), measurements=(ReferenceRewards(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        ahead = batch.local(batch.combined()) - batch.measured(ReferenceRewards()).values
+        ahead = batch.local(batch.combined_rewards()) - batch.measured(ReferenceRewards()).values
         gain = ahead.clamp(-self.low, self.high).nan_to_num(0.0)  # where either could not be scored
         return advantages + gain[:, None].to(advantages)
 
@@ -154,6 +154,6 @@ class SignalCorrection(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.filters import varied_groups
 
-        rewards = batch.combined()
-        signal = int(varied_groups(rewards, batch.fact("group")).logical_and(~rewards.isnan()).sum())
+        rewards = batch.combined_rewards()
+        signal = int(varied_groups(rewards, batch.column("group")).logical_and(~rewards.isnan()).sum())
         return advantages * (int((~rewards.isnan()).sum()) / max(signal, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mmrl.measurements.implicit import ImplicitRewards
-from mmrl.protocols.requirements import Needs, Reference, reads
+from mmrl.protocols.requirements import Needs, Reference, needs_column
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -44,13 +44,13 @@ class ImplicitProcess(Shaper):
 
     @property
     def needs(self) -> Needs:
-        return reads(self.label) | Needs(reference=Reference(), measurements=(self.measurement,))
+        return needs_column(self.label) | Needs(reference=Reference(), measurements=(self.measurement,))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.credit import leave_one_out_returns
 
         rewards = batch.measured(self.measurement).values
-        scored = batch.rollout_mask & batch.local(batch.combined()).isfinite()
+        scored = batch.rollout_mask & batch.local(batch.combined_rewards()).isfinite()
         counted = batch.rollouts.mask & scored[:, None]
         self._report(rewards, batch)
         process = leave_one_out_returns(rewards, counted, batch.rollouts.group, self.gamma)
@@ -61,8 +61,8 @@ class ImplicitProcess(Shaper):
         before it, as `updates` says."""
         from mmrl.measurements.implicit import outcome_loss
 
-        logits, outcome = batch.gathered(rewards.sum(1)), batch.fact(self.label)
-        known = outcome.isfinite() & (batch.fact("length") > 0)
+        logits, outcome = batch.gather(rewards.sum(1)), batch.column(self.label)
+        known = outcome.isfinite() & (batch.column("length") > 0)
         if bool(known.any()):
             logits, outcome = logits[known], outcome[known]
             batch.report(

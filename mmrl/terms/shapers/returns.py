@@ -38,7 +38,7 @@ class KLReturns(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import discounted
 
-        scored = ~batch.local(batch.combined()).isnan()[:, None]
+        scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
         return advantages - discounted(self.kl.costs(batch), self.gamma).where(scored & batch.rollouts.mask, 0)
 
 
@@ -57,9 +57,9 @@ class Whitening(Shaper):
     )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        scored = ~batch.local(batch.combined()).isnan()[:, None]
+        scored = ~batch.local(batch.combined_rewards()).isnan()[:, None]
         counted = batch.rollouts.mask & scored
-        known = batch.steps(*self._counted(advantages, counted))
+        known = batch.gather_steps(*self._counted(advantages, counted))
         if len(known) < 2:
             return advantages.where(~counted, 0)
         variance = known.var() + 1e-8

@@ -72,12 +72,12 @@ class PartCredit(Shaper):
                     raise ValueError(f"algorithm.shaping: {key}: {name} is not one of the rewards, {', '.join(names)}")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.rollouts import IMAGE, TEXT, in_part
+        from mmrl.rollouts import IMAGE, TEXT, part_mask
 
         text = self.text * self._part_advantages(self.text_rewards, advantages, batch)
         image = self.image * self._part_advantages(self.image_rewards, advantages, batch)
-        shaped = text.where(in_part(batch.rollouts, TEXT), advantages)
-        return image.where(in_part(batch.rollouts, IMAGE), shaped)
+        shaped = text.where(part_mask(batch.rollouts, TEXT), advantages)
+        return image.where(part_mask(batch.rollouts, IMAGE), shaped)
 
     def _part_advantages(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
         """Computes advantages from these rewards alone, [rollout, decision]."""
@@ -87,8 +87,8 @@ class PartCredit(Shaper):
             return advantages
         columns = [batch.reward_names.index(name) for name in names]
         part, _ = group_advantages(
-            batch.fact("rewards")[:, columns],
-            batch.fact("group"),
+            batch.column("rewards")[:, columns],
+            batch.column("group"),
             weights=batch.reward_weights[columns],
             scale=self.scale,
         )

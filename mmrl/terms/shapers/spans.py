@@ -58,7 +58,7 @@ class SpanCredit(SpanShaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import compared, spread
 
-        column, scored = batch.measured(self.spans), batch.local(batch.combined()).isfinite()
+        column, scored = batch.measured(self.spans), batch.local(batch.combined_rewards()).isfinite()
         counted = (batch.rollout_mask & scored).tolist()
         credits = [each if keep else each[:0] for each, keep in zip(self.credit(column, batch), counted, strict=True)]
         shares = [each if keep else each[:, :0] for each, keep in zip(column.shares, counted, strict=True)]
@@ -154,7 +154,7 @@ class SpanProgress(SpanCredit):
         features = [self._features(texts, row, batch) for row, texts in enumerate(column.texts)]
         width = 2 * PROMPT_WIDTH + 1
         network = batch.modules.get(self.key, lambda: ValueNetwork(width, self.width, 0), self.lr)
-        combined = batch.combined()
+        combined = batch.combined_rewards()
         credits = []
         for x, outcome in zip(features, batch.local(combined).tolist(), strict=True):
             known = outcome == outcome  # else it was not scored
@@ -182,7 +182,7 @@ class SpanProgress(SpanCredit):
         """Trains the network on the responses of all ranks, so that it stays equal on them."""
         import torch
 
-        everywhere = batch.gathered_list(features)
+        everywhere = batch.gather_list(features)
         known = [(x, float(r)) for x, r in zip(everywhere, combined, strict=True) if len(x) and bool(r.isfinite())]
         if not known or not self.passes:
             return {}

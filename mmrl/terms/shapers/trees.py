@@ -46,7 +46,7 @@ class SubtreeAdvantages(TreeShaper):
         from mmrl.rollouts import require
 
         rollouts = batch.rollouts
-        rewards, nodes = batch.local(batch.combined()), require(rollouts.nodes, "nodes of a tree")
+        rewards, nodes = batch.local(batch.combined_rewards()), require(rollouts.nodes, "nodes of a tree")
         own = subtree_advantages(rewards, rollouts.group, nodes, weights=self.weights)
         return own[:, None].expand(advantages.shape).to(advantages)
 
@@ -68,7 +68,7 @@ class PrefixMean(TreeShaper):
         from mmrl.rollouts import require
 
         rollouts, nodes = batch.rollouts, require(batch.rollouts.nodes, "nodes of a tree")
-        combined = batch.combined()
-        compared, _ = group_advantages(combined, batch.fact("group"), scale=self.scale)
+        combined = batch.combined_rewards()
+        compared, _ = group_advantages(combined, batch.column("group"), scale=self.scale)
         known = batch.local(compared.where(~combined.isnan(), float("nan")))
         return shared_means(known, rollouts.group, nodes).to(advantages)

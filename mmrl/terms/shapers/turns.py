@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.protocols.requirements import Needs, reads, together
+from mmrl.protocols.requirements import Needs, merge_needs, needs_column
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
 
@@ -48,8 +48,8 @@ class TurnReturns(Shaper):
 
     @property
     def needs(self) -> Needs:
-        named = [reads(f"reward/{name}") for name in (self.gate, self.answer) if name is not None]
-        return together([Needs(offers=frozenset({"turns"})), *named])
+        named = [needs_column(f"reward/{name}") for name in (self.gate, self.answer) if name is not None]
+        return merge_needs([Needs(offers=frozenset({"turns"})), *named])
 
     @property
     def needs_paid_turns(self) -> bool:
@@ -64,11 +64,11 @@ class TurnReturns(Shaper):
         turns = batch.rollouts.extra("turns", Turns)
         rewards, counted = turns.rewards * turns.mask, turns.mask & batch.rollout_mask[:, None]
         if self.answer is not None:
-            earned = batch.local(batch.fact(f"reward/{self.answer}"))[:, None]
+            earned = batch.local(batch.column(f"reward/{self.answer}"))[:, None]
             last = torch.arange(turns.mask.shape[1]) == turns.mask.sum(1, keepdim=True) - 1
             rewards, counted = rewards + earned.where(last, 0.0), counted & ~earned.isnan()
         if self.gate is not None:
-            gate = batch.local(batch.fact(f"reward/{self.gate}"))[:, None]
+            gate = batch.local(batch.column(f"reward/{self.gate}"))[:, None]
             rewards, counted = rewards * (gate > 0), counted & ~gate.isnan()
         shaped = turn_advantages(
             discounted(rewards, self.gamma),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from mmrl.errors import UserError
-from mmrl.protocols.parts import Misfit
+from mmrl.protocols.parts import PromptCheck
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.runtime.progress import display
@@ -82,7 +82,7 @@ class RowSource:
         self.name, self.max_bad_share = name, max_bad_share
         self._rows, self._fields, self._prefix = rows, fields, prefix
         self.change: Callable[[Prompt], Prompt] | None = None  # of prompts, before they are tried and returned
-        self._misfit: Misfit | None = None
+        self._prompt_problem: PromptCheck | None = None
         self._fitting: set[int] = set()  # rows that were tried
         self._reasons = self._verdict() if validate else {}
         if problem := self._too_many():
@@ -119,9 +119,9 @@ class RowSource:
         """Returns the prompt of exactly this row, not of the next one if it cannot be used. Raises RowError."""
         return self._prompt(self._good[index])
 
-    def fit(self, misfit: Misfit) -> None:
+    def fit(self, prompt_problem: PromptCheck) -> None:
         """Leaves out rows whose prompts do not fit, from here on, when they are first used."""
-        self._misfit, self._fitting = misfit, set()
+        self._prompt_problem, self._fitting = prompt_problem, set()
 
     def fits(self, index: int) -> bool:
         """Returns whether this row can be used; if not, it is named and left out. Raises UserError as `self[index]`."""
@@ -137,8 +137,8 @@ class RowSource:
         prompt = self._fields.prompt(self._rows[row], f"{self._prefix}:{self._rows.number(row)}")
         if self.change is not None:
             prompt = self.change(prompt)
-        if self._misfit is not None and row not in self._fitting:
-            if (reason := self._misfit(prompt)) is not None:
+        if self._prompt_problem is not None and row not in self._fitting:
+            if (reason := self._prompt_problem(prompt)) is not None:
                 raise RowError(reason)
             self._fitting.add(row)
         return prompt

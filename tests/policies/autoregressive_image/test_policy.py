@@ -131,7 +131,7 @@ def test_a_view_is_the_same_image_under_another_prompt(folder):
     batch = policy.rollout(PROMPTS, 1, [1, 2])
     viewed = policy.view(batch, lambda prompt: replace(prompt, text="draw a one"))
     assert torch.equal(viewed.inputs[0].prompt, policy.prompts.encode("draw a one"))
-    assert torch.equal(policy.numbers(viewed), policy.numbers(batch))
+    assert torch.equal(policy.decision_ids(viewed), policy.decision_ids(batch))
 
 
 def test_codes_and_images_by_hand():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.rollouts import IMAGE, TEXT, Prompt, in_part
+from mmrl.rollouts import IMAGE, TEXT, Prompt, part_mask
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import image_tokens
 from tests.policies.autoregressive_image.test_policy import policy_of
@@ -92,10 +92,10 @@ def test_parts_and_what_counts(folder):
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert made.module.allowed[record.text].all() and not made.module.allowed[made.tokenizer.bos_token_id]
         assert (record.tokens >= made.writer.first).all()
-    assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.tokens_per_image
-    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, IMAGE).long())
-    numbers = made.numbers(batch)
+    assert part_mask(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * made.writer.tokens_per_image
+    assert torch.equal(part_mask(batch, IMAGE), ~part_mask(batch, TEXT))
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], part_mask(batch, IMAGE).long())
+    numbers = made.decision_ids(batch)
     assert numbers[0][: len(batch.inputs[0].text)].tolist() == batch.inputs[0].text.tolist()
     assert (numbers[~batch.mask] == -1).all() and torch.equal(numbers[:, LONGEST:][2], batch.inputs[2].tokens)
     assert torch.equal(batch.select(torch.tensor([3, 1])).extras["parts"].values, batch.extras["parts"].values[:2])

@@ -135,7 +135,7 @@ class TestOnPolicy:
     def test_what_was_kept_is_what_a_replay_says(self, name, window, family_of):
         policy = keeping(policy_of(family_of(name), guidance=3.0, window=window))
         batch = draw(policy)
-        kept, replayed = policy.recorded(batch), remember(policy, batch)
+        kept, replayed = policy.recorded_replay(batch), remember(policy, batch)
         torch.testing.assert_close(kept.prediction, replayed.old_prediction, atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(kept.logp, replayed.old_logp, atol=2e-5, rtol=1e-5)
         assert kept.logp.shape == batch.mask.shape and not kept.logp.requires_grad
@@ -156,7 +156,7 @@ class TestOnPolicy:
         hook.remove()
         (plain, expected), (half, gradients) = found
         assert len(calls) == 2 + 1
-        assert torch.equal(half.prediction, policy.recorded(batch).prediction) and not half.log_ratio.any()
+        assert torch.equal(half.prediction, policy.recorded_replay(batch).prediction) and not half.log_ratio.any()
         torch.testing.assert_close(half.prediction, plain.prediction, atol=2e-5, rtol=1e-5)
         assert max(float(g.abs().max()) for g in expected) > 1e-3
         for one, other in zip(gradients, expected, strict=True):
@@ -170,7 +170,7 @@ class TestOnPolicy:
         assert float(policy.replay(batch, policy.module).log_ratio.abs().min()) > 1e-6  # an old policy is known
         with torch.no_grad():  # another policy's pass
             passed = policy.replay(replace(batch, old_prediction=None), policy.module)
-        assert float((passed.prediction - policy.recorded(batch).prediction).abs().max()) > 1e-3
+        assert float((passed.prediction - policy.recorded_replay(batch).prediction).abs().max()) > 1e-3
         other = policy.view(batch, lambda prompt: replace(prompt, text="two"))
         assert all(record.prediction is None for record in other.inputs)
         assert policy.replay(other, policy.module).logp.requires_grad
@@ -178,7 +178,7 @@ class TestOnPolicy:
     def test_nothing_is_kept_unless_it_is_asked_for(self):
         policy = policy_of(small())
         batch = draw(policy)
-        assert policy.recorded(batch) is None and batch.inputs[0].prediction is None
+        assert policy.recorded_replay(batch) is None and batch.inputs[0].prediction is None
         assert keeping(policy_of(small(), "contrast")).recorded(batch) is None
 
     @pytest.mark.parametrize("guidance", [1.0, 3.0])

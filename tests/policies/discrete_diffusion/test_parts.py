@@ -9,7 +9,7 @@ from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.discrete_diffusion.likelihoods import spread
 from mmrl.policies.discrete_diffusion.schedule import in_parts, schedule
-from mmrl.rollouts import IMAGE, TEXT, Prompt, in_part
+from mmrl.rollouts import IMAGE, TEXT, Prompt, part_mask
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import image_tokens
 from tests.policies.discrete_diffusion.parts import policy_of
@@ -66,9 +66,9 @@ def test_text_and_codes_have_places_of_their_own(folder):
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert sample.truncated == (not bool((text == end).any()))
     assert len({int(batch.mask[i, :LONGEST].sum()) for i in range(24)}) > 1, "or ends are not tested"
-    assert in_part(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * PLACES
-    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
-    assert torch.equal(made.replay(batch, made.module).extras["segments"], in_part(batch, IMAGE).long())
+    assert part_mask(batch, TEXT)[0].tolist() == [True] * LONGEST + [False] * PLACES
+    assert torch.equal(part_mask(batch, IMAGE), ~part_mask(batch, TEXT))
+    assert torch.equal(made.replay(batch, made.module).extras["segments"], part_mask(batch, IMAGE).long())
     alone = made.rollout(PROMPTS[1:], 1, [18])
     assert torch.equal(alone.inputs[0].response, batch.inputs[18].response)  # of its seed alone
     kept = batch.select(torch.tensor([3, 1])).extras["parts"].values

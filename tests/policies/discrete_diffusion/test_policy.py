@@ -110,7 +110,7 @@ def test_what_stands_behind_the_end_does_not_count(folder):
     assert [s.response for s in made.samples] == ["0", "0123", ""]
     assert [s.response_length for s in made.samples] == [2, 4, 1]
     assert [s.truncated for s in made.samples] == [False, True, False]
-    assert policy.numbers(made)[0].tolist() == [4, end, -1, -1]
+    assert policy.decision_ids(made)[0].tolist() == [4, end, -1, -1]
 
 
 def test_demonstrations_are_scored_by_the_bound_with_other_states_for_every_seed(folder):

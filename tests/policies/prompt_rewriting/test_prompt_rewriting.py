@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallDiffusionConfig, create
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER
-from mmrl.rollouts import IMAGE, TEXT, Rollouts, in_part
+from mmrl.rollouts import IMAGE, TEXT, Rollouts, part_mask
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import rewriter
 
@@ -92,8 +92,8 @@ def test_words_come_first_and_steps_behind_them(folders):
     lengths = [sample.response_length for sample in batch.samples]
     for row, length in zip(batch.mask, lengths, strict=True):
         assert row.tolist() == [i < length for i in range(WORDS)] + [True] * STEPS
-    assert torch.equal(in_part(batch, TEXT), (torch.arange(WORDS + STEPS) < WORDS).expand(8, -1))
-    assert torch.equal(in_part(batch, IMAGE), ~in_part(batch, TEXT))
+    assert torch.equal(part_mask(batch, TEXT), (torch.arange(WORDS + STEPS) < WORDS).expand(8, -1))
+    assert torch.equal(part_mask(batch, IMAGE), ~part_mask(batch, TEXT))
 
 
 def test_likelihoods_are_those_of_the_two_policies(folders):

@@ -31,7 +31,7 @@ class TwoCameras(Line):
         return self._shown(super().step(rows, actions))
 
 
-class Uneven(TwoCameras):
+class UnevenCost(TwoCameras):
     cameras = ("a", "b", "c")
 
 
@@ -63,7 +63,7 @@ def test_a_simulator_without_names_has_one_camera():
     assert (seen.image("camera") == 7).all()
 
 
-@pytest.mark.parametrize("simulator", ["Uneven", "Twice"])
+@pytest.mark.parametrize("simulator", ["UnevenCost", "Twice"])
 def test_names_must_fit_the_image(simulator):
     with pytest.raises(UserError, match="cameras must have different names, and equal shares of the image's 16 pixels"):
         build(f"tests.policies.vla.test_cameras:{simulator}", 1)

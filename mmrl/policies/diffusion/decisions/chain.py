@@ -125,7 +125,7 @@ class ChainDecisions:
 
     # --- likelihoods ---
 
-    def recorded(self, rollouts: Rollouts) -> Replay | None:
+    def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
         """Returns the replay by the predictions that were kept while sampling; None where none were kept."""
         v = predictions_of(rollouts.inputs) if self.denoiser.keep_predictions else None
         if v is None:
@@ -139,7 +139,7 @@ class ChainDecisions:
             reduction=self.likelihood.reduction,
             unscaled=self.likelihood.transition.unscaled,
         ).columns
-        return Replay.of(columns)
+        return Replay.from_columns(columns)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
         """Computes every drawn step's log-likelihood under `model`, in one forward of [rollout * decision] rows."""
@@ -172,7 +172,7 @@ class ChainDecisions:
         ).columns
         weight, segments = self._weight(points), segment_ids(likelihood.chunks, len(records))
         added = {"weight": move(weight, denoiser.device), SEGMENTS.name: move(segments, denoiser.device)}
-        return Replay.of({**columns, **added})
+        return Replay.from_columns({**columns, **added})
 
     def _steps(self, records: Sequence[ImageRecord]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the grid points of the drawn steps [rollout, decision], and the latents before and after them

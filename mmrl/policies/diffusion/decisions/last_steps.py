@@ -39,7 +39,7 @@ class LastStepDecisions:
         final = denoiser.denoise(before, inputs, none, seeds, start=ends).final
         return Chain(final, before[:, None], final[:, None])
 
-    def recorded(self, rollouts: Rollouts) -> None:
+    def recorded_replay(self, rollouts: Rollouts) -> None:
         """Returns None: sampling gives an image no likelihood."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:

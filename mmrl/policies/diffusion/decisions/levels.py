@@ -66,7 +66,7 @@ class LevelDecisions:
         windows: list[list[int]] = [[]] * len(prompts)
         return self.denoiser.rollouts(prompts, inputs, group_size, draws, chain, windows, self.count, decode=decode)
 
-    def recorded(self, rollouts: Rollouts) -> None:
+    def recorded_replay(self, rollouts: Rollouts) -> None:
         """Returns None: sampling predicts nothing at the noise levels of decisions."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
@@ -104,7 +104,7 @@ class LevelDecisions:
             noise_space=space == "noise",
             source=self._sources(records),
         )
-        return Replay.of({**columns, MATCHING.name: matching})
+        return Replay.from_columns({**columns, MATCHING.name: matching})
 
     def _sources(self, records: Sequence[ImageRecord]) -> Tensor | None:
         """Returns the latents of the edited images [rollout, 1, ...]; None where a rollout has none."""

@@ -36,7 +36,7 @@ class PromptEncoder:
         cached = self._cached.pop(id(prompt), None)
         return None if cached is None or cached[0]() is not prompt else cached[1]
 
-    def misfit(self, prompt: Prompt) -> str | None:
+    def prompt_problem(self, prompt: Prompt) -> str | None:
         """Returns why the model can not read a prompt: a placeholder in its text, too many tokens, images that the
         processor does not take; None where it can."""
         try:

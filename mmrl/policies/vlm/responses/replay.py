@@ -16,7 +16,7 @@ from mmrl.policies.vlm.responses.runner import ModelRunner, distinct_prompts
 from mmrl.policies.vlm.routing import collate_routes
 from mmrl.policies.vlm.scorer import PrefixContinuations
 from mmrl.protocols.choices import WholeVocabulary
-from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts, alternatives_of
+from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollouts, get_alternatives
 
 
 class Layout(NamedTuple):
@@ -74,13 +74,13 @@ class ResponseReplay:
 
     def _others(self, rollouts: Rollouts, row: Tensor, decision: Tensor) -> Tensor | None:
         """Returns the alternatives to each decision, [decision, k], or [k] where they are the same for all."""
-        listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), alternatives_of(rollouts)
+        listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), get_alternatives(rollouts)
         if isinstance(listed, WholeVocabulary):
             return listed.ids.to(self.runner.device)
         return None if alternatives is None else alternatives.to(self.runner.device)[row, decision]
 
-    def likeliest(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
-        """Returns the likeliest tokens; see `VisionLanguagePolicy.likeliest`."""
+    def top_k(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
+        """Returns the likeliest tokens; see `VisionLanguagePolicy.top_k`."""
         rows: list[RolloutTokens] = rollouts.inputs
         row, decision, targets, temperature = self._decisions(rows)
         inputs, continuations, column = self._layout(rows, row, decision, False, "right")

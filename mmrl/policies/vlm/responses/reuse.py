@@ -15,8 +15,8 @@ from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.rollouts import Prompt, Rollouts
 
 
-def stored(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Returns what `recalled` needs of each rollout besides its prompt."""
+def serialize(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """Returns what `deserialize` needs of each rollout besides its prompt."""
     states = []
     for row, sample in zip(rollouts.inputs, rollouts.samples, strict=True):
         state: dict[str, Any] = {"response": row.response.tolist(), "temperature": row.temperature}
@@ -27,11 +27,11 @@ def stored(rollouts: Rollouts) -> list[dict[str, Any]]:
     return states
 
 
-def recalled(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
+def deserialize(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
     """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
     tokens = drafter.tokens
     if drafter.conversations is not None:
-        return drafter.conversations.recalled(drafter, prompts, states)
+        return drafter.conversations.deserialize(drafter, prompts, states)
     rows = [
         replace(row, response=torch.tensor(state["response"]), temperature=state["temperature"])
         for row, state in zip(tokens.encode(prompts), states, strict=True)
@@ -39,7 +39,7 @@ def recalled(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[
     return tokens.rollouts(prompts, rows, 1)
 
 
-def continued(
+def continue_from(
     drafter: Drafter, engine: Answering | None, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]
 ) -> Rollouts:
     """Keeps the first lengths[i] tokens of each response, of those that the policy chose, and samples the rest; not
@@ -68,7 +68,7 @@ def unsampled(count: int) -> Tensor:
     return torch.full((count,), torch.nan)
 
 
-def recombined(tokens: ChatTokenizer, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
+def join_responses(tokens: ChatTokenizer, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
     """Returns responses of `first` without their end token, the text, and responses of `second`, whose tokens alone are
     decisions; not scored."""
     between, rows = torch.tensor(tokens.ids(text)), []

@@ -18,7 +18,7 @@ ANSWER = Turn("1")
 # A call and an answer, a call alone, a call that failed and an answer: 3, 2 and 2 decisions.
 TALKS = [talk(CALLED, ANSWER), talk(CALLED), talk(FAILED, ANSWER)]
 LOGP = [[-1.0, -2.0, -1.0], [-3.0, -1.0], [-1.0, -1.0]]
-OF_TURNS = {"turns": [2, 1, 2], "tool_calls": [1, 1, 1], "tool_errors": [0, 0, 1], "turn_tokens": [1.5, 2, 1]}
+TURN_COLUMNS = {"turns": [2, 1, 2], "tool_calls": [1, 1, 1], "tool_errors": [0, 0, 1], "turn_tokens": [1.5, 2, 1]}
 
 
 def prepared(given, *options, talks=TALKS, rewards=(1.0, 0.0, 3.0)):
@@ -26,15 +26,15 @@ def prepared(given, *options, talks=TALKS, rewards=(1.0, 0.0, 3.0)):
     return made, made.prepare(rollouts(made.table, talks))
 
 
-@pytest.mark.parametrize("name", OF_TURNS)
+@pytest.mark.parametrize("name", TURN_COLUMNS)
 def test_facts_of_turns(given, name):
     made, _ = prepared(given)
-    close(made.batch.fact(name), OF_TURNS[name])
+    close(made.batch.column(name), TURN_COLUMNS[name])
 
 
 def test_a_conversation_that_was_lost_has_none(given):
     made, _ = prepared(given, talks=[*TALKS[:2], talk(CALLED, ANSWER, end="lost")])
-    assert made.batch.fact("tool_calls")[2].isnan() and made.batch.fact("turn_tokens")[2].isnan()
+    assert made.batch.column("tool_calls")[2].isnan() and made.batch.column("turn_tokens")[2].isnan()
 
 
 def test_the_turns_of_a_lost_conversation_are_not_compared():
@@ -81,17 +81,17 @@ def test_groups_whose_accuracy_is_unknown_are_a_bucket_of_their_own(given):
 REFUSED = [
     (
         "shaping=[{type: stratified, by: calls}]",
-        r"stratified\) reads calls, which is not a fact .* .they have kind, level",
+        r"stratified\) reads calls, which is not a column .* .they have kind, level",
     ),
     ("shaping=[{type: stratified, by: kind}]", "compares rollouts of a group by kind, which is the same for all"),
     ("shaping=[{type: stratified, by: group/length}]", "by group/length, which is the same for all"),
     ("masks=[{type: best_of_group, by: level, count: 1}]", "compares rollouts of a group by level"),
-    ("masks=[{type: best_of_group, by: lenght, count: 1}]", "reads lenght, which is not a fact"),
-    ("masks=[{type: band, fact: reward/sharp, low: 1}]", "reads reward/sharp, and the rewards are mark"),
-    ("scale={type: bucket_std, by: task}", "algorithm.scale=bucket_std reads task, which is not a fact"),
+    ("masks=[{type: best_of_group, by: lenght, count: 1}]", "reads lenght, which is not a column"),
+    ("masks=[{type: band, fact: reward/sharp, low: 1}]", "reads reward/sharp, but the task's rewards are mark"),
+    ("scale={type: bucket_std, by: task}", "algorithm.scale=bucket_std reads task, which is not a column"),
     ("scale={type: quantile_bucket_std, by: task}", "algorithm.scale=quantile_bucket_std reads task"),
     ("transforms=[{type: rank, by: task}]", r"transforms.0 \(rank\) reads task"),
-    ("shaping=[{type: turn_returns, gate: sharp}]", "reads reward/sharp, and the rewards are mark"),
+    ("shaping=[{type: turn_returns, gate: sharp}]", "reads reward/sharp, but the task's rewards are mark"),
 ]
 
 
@@ -108,5 +108,5 @@ def test_facts_of_turns_need_turns():
 
 def test_metadata_of_the_task_s_own_prompts_is_known(tmp_path):
     options = [f"run_dir={tmp_path}", "task.data={type: digits, train_size: 4, eval_size: 2}"]
-    with pytest.raises(UserError, match="reads colour, which is not a fact of rollouts"):
+    with pytest.raises(UserError, match="reads colour, which is not a column of rollouts"):
         build_task(load("visual_qa_digits", [*options, "algorithm.scale={type: bucket_std, by: colour}"]))
