@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from mmrl import kernels
 from mmrl.config import Config, configure
-from mmrl.engine import Engine, Ranks, take_device
+from mmrl.engine import Engine, Ranks, select_device
 from mmrl.errors import UserError, describe_error
 from mmrl.generation.settings import RolloutWorkers, VLLMGenerator
 from mmrl.measurements.teachers import Teacher
@@ -242,5 +242,5 @@ def worker_parts(tree: dict[str, Any]) -> tuple[Config, Policy]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    take_device()
+    select_device()
     return config, build_policy(config, build_task(config))

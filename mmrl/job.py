@@ -24,7 +24,7 @@ from mmrl.children.processes import run_command, stopped_by
 from mmrl.collection.checks import check_batch
 from mmrl.collection.collector import sampled_by, synced
 from mmrl.config import Config, configure, load, to_yaml
-from mmrl.engine import Engine, Heartbeat, Ranks, applied, end_with_launcher, start_distributed, take_device
+from mmrl.engine import Engine, Heartbeat, Ranks, applied, end_with_launcher, select_device, start_distributed
 from mmrl.engine.launcher import NOT_MET, meeting_place
 from mmrl.errors import UserError, describe_error
 from mmrl.evaluation.evaluate import Journal, evaluate
@@ -90,7 +90,7 @@ class Job:
 
     def __enter__(self) -> Job:
         end_with_launcher()
-        take_device()
+        select_device()
         quieten()
         with ExitStack() as parts, self._named():
             self._build(parts)

@@ -28,10 +28,15 @@ class Video:
         return (len(self.frames), *self.frames[0].size)
 
     def times(self) -> dict[str, Any]:
-        """Returns the metadata of its frames, in the form of transformers and vLLM."""
-        count = len(self.frames)
-        indices = list(range(count))
-        return {"total_num_frames": count, "fps": self.fps, "duration": count / self.fps, "frames_indices": indices}
+        """Returns the metadata of the frames as transformers and vLLM expect it: number, frames a second, seconds, and
+        indices."""
+        num_frames = len(self.frames)
+        return {
+            "total_num_frames": num_frames,
+            "fps": self.fps,
+            "duration": num_frames / self.fps,
+            "frames_indices": list(range(num_frames)),
+        }
 
 
 @dataclass(frozen=True)
@@ -76,47 +81,53 @@ class Prompt:
     videos: tuple[Video, ...] = ()
     before_start: Prompt | None = None
 
-    def map_images(self, change: Callable[[Image.Image], Image.Image]) -> Prompt:
-        """Returns the prompt with `change` applied to every image and video frame of its messages, in order; then to
-        every image and every video frame beside them."""
+    def map_images(self, transform: Callable[[Image.Image], Image.Image]) -> Prompt:
+        """Returns the prompt with `transform` applied to every image and every video frame: first to those of
+        `messages`, in order, then to those of `images` and of `videos`."""
 
-        def changed(part: str | Image.Image | Video) -> str | Image.Image | Video:
+        def transform_part(part: str | Image.Image | Video) -> str | Image.Image | Video:
             if isinstance(part, Video):
-                return replace(part, frames=tuple(change(frame) for frame in part.frames))
-            return part if isinstance(part, str) else change(part)
+                return transform_video(part)
+            return part if isinstance(part, str) else transform(part)
 
-        messages = tuple(replace(each, parts=tuple(changed(part) for part in each.parts)) for each in self.messages)
-        images = tuple(change(image) for image in self.images)
-        videos = tuple(replace(video, frames=tuple(change(frame) for frame in video.frames)) for video in self.videos)
+        def transform_video(video: Video) -> Video:
+            return replace(video, frames=tuple(transform(frame) for frame in video.frames))
+
+        messages = tuple(replace(m, parts=tuple(transform_part(part) for part in m.parts)) for m in self.messages)
+        images = tuple(transform(image) for image in self.images)
+        videos = tuple(transform_video(video) for video in self.videos)
         return replace(self, messages=messages, images=images, videos=videos)
 
     @property
     def seen_images(self) -> tuple[Image.Image, ...]:
-        """The images that a policy sees, in order."""
-        return tuple(i for each in self.messages for i in each.images) if self.messages else self.images
+        """The images that a policy reads, in order: those of `messages` if there are any, else `images`."""
+        return tuple(i for message in self.messages for i in message.images) if self.messages else self.images
 
     @property
     def seen_videos(self) -> tuple[Video, ...]:
-        """The videos that a policy sees, in order."""
-        return tuple(v for each in self.messages for v in each.videos) if self.messages else self.videos
+        """The videos that a policy reads, in order: those of `messages` if there are any, else `videos`."""
+        return tuple(v for message in self.messages for v in message.videos) if self.messages else self.videos
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One response of a conversation, with the environment's observation and reward."""
+    """One turn of a conversation: the policy's response, and the environment's answer to it."""
 
     response: str
     observation: tuple[Message, ...] = ()  # what the policy reads next; empty in the last turn
-    reward: float = 0.0  # of the environment
-    tool: str | None = None  # the one that the response called
+    reward: float = 0.0  # from the environment
+    tool: str | None = None  # name of the tool that the response called
     error: str | None = None  # why the environment could not execute the response
-    facts: dict[str, Any] = field(default_factory=dict)  # of the environment, for rewards, metrics and tables
+    facts: dict[str, Any] = field(default_factory=dict)  # the environment's info, for rewards, metrics and tables
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a policy and an environment. end: "environment" (it ended the conversation), "turns" or "length" (a
-    limit was reached), "lost" (the environment failed, so the conversation does not count)."""
+    """A conversation of a policy and an environment.
+
+    end: why it ended: "environment" (the environment ended it), "turns" or "length" (it reached the limit of turns or
+    of tokens), or "lost" (the environment failed; the rollout gets no reward and is not trained on).
+    """
 
     messages: tuple[Message, ...]  # before the first turn
     turns: tuple[Turn, ...]
@@ -126,36 +137,36 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Episode:
-    """The outcome of one episode in a simulator. Lengths count executed actions."""
+    """The outcome of one episode in a simulator."""
 
     instruction: str
-    success: bool  # at any time
+    success: bool  # at any time during the episode
     success_at_end: bool
-    length: int
-    reward: float  # of the simulator, summed
-    lost: bool = False  # the simulator failed, so the episode does not count
+    length: int  # executed actions
+    reward: float  # the simulator's, summed over the episode
+    lost: bool = False  # the simulator failed; the rollout gets no reward and is not trained on
     frames: NDArray[np.uint8] | None = None  # [frame, height, width, 3], where they were requested
-    reasoning: float | None = None  # mean latents drawn before a chunk; None: the head has none
+    reasoning: float | None = None  # mean number of latents sampled before a chunk; None: the head samples none
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Values of parts of a response, as a reward returns them in the place of a number.
+    """Rewards of parts of a response (process rewards). A reward function may return them instead of a number.
 
-    values: (begin, end, value) in order and apart, end excluded. of: what begin and end count: characters of
-    `Sample.response`, turns of the conversation, or decisions, such as denoising steps. total: of the rollout; None: as
-    the reward's option `total` makes it of the values.
+    values: (begin, end, value), sorted and without overlap; end is excluded. unit: what begin and end count:
+    "characters" of `Sample.response`, "turns" of the conversation, or "decisions", such as denoising steps. total: the
+    reward of the whole rollout; None: computed from the values by the reward's option `total`.
     """
 
     values: Sequence[tuple[int, int, float]]
     total: float | None = None
-    of: str = "characters"
+    unit: str = "characters"
 
 
 @dataclass(frozen=True)
 class Sample:
     """The input of a reward function: a prompt with its response, image, video or episode. In a conversation `response`
-    is the last one, and `response_length` counts the tokens of all."""
+    is the last response, and `response_length` counts the tokens of all responses."""
 
     prompt: Prompt
     response: str = ""
@@ -166,21 +177,23 @@ class Sample:
     frames: Tensor | None = None  # of a video [frame, channel, height, width], otherwise as `image`
     episode: Episode | None = None
     conversation: Conversation | None = None
-    opened_thoughts: bool | None = None  # whether the rendered prompt ended in <think>; None: unknown
-    forwards: int = 0  # model calls that generated it, where they may be fewer than its tokens
-    # Filled in by rewards that return spans, by their column; a changed copy of the sample has none.
+    prompt_opens_think: bool | None = None  # whether the rendered prompt ended in <think>; None: unknown
+    forwards: int = 0  # forward passes that generated it, of a model that may decode several tokens in one
+    # By reward name, filled in for rewards that return spans; copies made by `replace` have none.
     spans: dict[str, Spans] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
-FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)  # origins of a rollout
-TEXT, IMAGE = range(2)  # parts of a response with an image: its text, and the image
-OBJECTIVE = "objective"  # name of the column of `Rollouts.extras` that is 0 where a mask of the objective holds
-PARTS = "parts"  # name of the column of `Rollouts.extras` with the part of each decision, where responses have parts
+# Values of `Rollouts.origin`. FRESH: sampled in this step. DEMONSTRATION: the known answer. REPLAYED: from an earlier
+# step. EXTRA: sampled in this step by a source of `rollout.extras`.
+FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)
+TEXT, IMAGE = range(2)  # parts of a response that contains an image
+OBJECTIVE = "objective"  # key in `Rollouts.extras`: 0 where a mask excludes a decision from the objective, else 1
+PARTS = "parts"  # key in `Rollouts.extras`: TEXT or IMAGE for each decision, where responses contain images
 
 
 def column(pad: float | None = None) -> Any:
-    """Returns a dataclass field for an optional tensor [rollout, ...]. pad: fills up the second dimension, whose length
-    varies between batches; None: it does not vary."""
+    """Returns a dataclass field for an optional tensor [rollout, ...]. pad: the value that `Record.concat` pads the
+    second dimension with, where its length varies between batches; None: it does not vary."""
     return field(default=None, metadata={"pad": pad})
 
 
@@ -297,14 +310,14 @@ class DecisionColumn(Extra):
 
 
 @dataclass
-class FurtherAnswers(Extra):
+class FurtherResponses(Extra):
     """Further responses to the prompt of each rollout, and their mean accuracy; NaN where none could be judged."""
 
     accuracy: Tensor  # [rollout] float32
     responses: list[list[str]]
 
-    def blank(self, rollouts: Rollouts) -> FurtherAnswers:
-        return FurtherAnswers(_unknown(self.accuracy, len(rollouts)), [[] for _ in range(len(rollouts))])
+    def blank(self, rollouts: Rollouts) -> FurtherResponses:
+        return FurtherResponses(_unknown(self.accuracy, len(rollouts)), [[] for _ in range(len(rollouts))])
 
 
 def _unknown(like: Tensor, rollouts: int) -> Tensor:

@@ -15,8 +15,8 @@ from mmrl.collection.collector import Collector, synced
 from mmrl.config import Config
 from mmrl.core.correction import effective_sample_size
 from mmrl.core.filters import whole_groups
-from mmrl.engine import EMA, Engine, Interruption, applied, ramp, warmed_up
-from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
+from mmrl.engine import EMA, Engine, Interruption, applied, ema_warmup, ramp
+from mmrl.engine.snapshot import AdaptersOff, Snapshot, make_reference
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import checkpoint_value, evaluate
 from mmrl.generation.correction import corrected
@@ -49,13 +49,13 @@ class Trainer:
         self.generator = generator
         self.algorithm, self.needs, self.controls = config.algorithm, config.needs, Schedules(config)
         self.collector = Collector(config, policy, task, engine, generator)
-        self.ema = None if config.optim.ema is None else EMA(policy.module, warmed_up(config.optim.ema))
+        self.ema = None if config.optim.ema is None else EMA(policy.module, ema_warmup(config.optim.ema))
         slow = self.algorithm.slow_sampling
         self.sampling_policy = None if slow is None else EMA(policy.module, ramp(slow.slope, slow.most, slow.start))
         reference = self.needs.reference
         self.reference: Snapshot | AdaptersOff | None = None
         if reference is not None:
-            self.reference = start_of(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
+            self.reference = make_reference(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
         self._reward_states()  # one that no checkpoint can hold is named now
@@ -79,7 +79,7 @@ class Trainer:
             try:
                 self.loop()
             finally:
-                self.collector.give_up()
+                self.collector.cancel()
                 self.collector.close()
 
     def loop(self) -> None:
@@ -87,7 +87,9 @@ class Trainer:
         if self.step == 0 and self.config.evaluation.before:
             self.evaluate()
         while self.step < self.config.steps and not (self.stopping or self.ends):
-            metrics = Metrics(self.engine, Workload.of(self.policy, self.algorithm.epochs, self.config.model.dtype))
+            metrics = Metrics(
+                self.engine, Workload.from_policy(self.policy, self.algorithm.epochs, self.config.model.dtype)
+            )
             with metrics.phase("rollout"), applied(self.sampling_policy):
                 rollouts = self.collector.next(self.step, metrics)
             with metrics.phase("update"):
@@ -319,7 +321,7 @@ class Trainer:
         """Writes the weights that evaluation measures (the EMA, if any) to the folder `name` of the run directory, in
         the library's own format."""
         with applied(self.ema):
-            origin = checkpoints.origin_of(self.step, plain(self.config))
+            origin = checkpoints.make_origin(self.step, plain(self.config))
             checkpoints.save_weights(self.run.folder / name, self.policy, self.engine, origin)
 
     def _copies(self) -> dict[str, EMA | Snapshot]:

@@ -24,7 +24,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def finished(folder: Path) -> list[Path]:
+def list_finished(folder: Path) -> list[Path]:
     """Returns the checkpoints in `folder` that were written completely, oldest first. Does not verify them."""
     if not folder.is_dir():
         return []
@@ -54,7 +54,7 @@ def manifest(folder: Path) -> dict[str, Record]:
     return file_records
 
 
-def quick_damage(folder: Path, name: str) -> str | None:
+def find_damage_quickly(folder: Path, name: str) -> str | None:
     """Returns what is wrong with a folder by the sizes of all files and the checksum of the file `name`; None where
     nothing is."""
     try:
@@ -64,7 +64,7 @@ def quick_damage(folder: Path, name: str) -> str | None:
     return _size_damage(folder, file_records) or _checksum_damage(folder, file_records, [name])
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """Returns what is wrong with a folder by the sizes and checksums of its files; None where nothing is. Of `parts`
     callers each reads the files of its own `part`."""
     try:

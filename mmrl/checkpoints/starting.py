@@ -23,7 +23,9 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
     config: the whole configuration as a tree. Raises UserError where the run can neither start nor resume.
     """
     resume = config["checkpoint"]["resume"]
-    intact = [path for path in files.finished(folder / "checkpoints") if files.quick_damage(path, STATE) is None]
+    intact = [
+        path for path in files.list_finished(folder / "checkpoints") if files.find_damage_quickly(path, STATE) is None
+    ]
     logged = folder / "metrics.jsonl"
     used = logged.exists() and logged.stat().st_size > 0  # empty: a run that failed before its first line
     if resume is False:
@@ -79,9 +81,9 @@ def check_starts_again(folder: Path, config: Tree) -> None:
 
 
 def read_origin(weights: Path) -> Tree | None:
-    """Returns the origin that is stored beside weights, see `store.origin_of`; None where they are absent or
+    """Returns the origin that is stored beside weights, see `store.make_origin`; None where they are absent or
     damaged."""
-    return None if files.quick_damage(weights, ORIGIN) else json.loads((weights / ORIGIN).read_text())
+    return None if files.find_damage_quickly(weights, ORIGIN) else json.loads((weights / ORIGIN).read_text())
 
 
 def check_warm_start(final: Path, config: Tree, path: str) -> bool:
@@ -91,7 +93,7 @@ def check_warm_start(final: Path, config: Tree, path: str) -> bool:
     """
     if not final.is_dir():
         return False
-    if (wrong := files.damage(final)) is not None:
+    if (wrong := files.find_damage(final)) is not None:
         raise UserError(f"model.warm_start={path}: {final}: {wrong}; remove it and the warm start is run again")
     origin = read_origin(final)
     assert origin is not None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.checkpoints import files
-from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest, why_fixed
+from mmrl.checkpoints.training import MAY_CHANGE, WORTH_SAYING, differences, digest, resume_obstacle
 from mmrl.checkpoints.writing import Writing, one_line
 from mmrl.engine import EMA, Engine, weights_only
 from mmrl.engine.snapshot import Snapshot
@@ -73,7 +73,7 @@ def end(pending: Pending, engine: Engine, *, keep: int) -> None:
 
 
 def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, Any]) -> None:
-    """Replaces `folder` by the policy's weights in the library's own format, with their `origin`, see `origin_of`. A
+    """Replaces `folder` by the policy's weights in the library's own format, with their `origin`, see `make_origin`. A
     collective.
 
     Raises UserError if it can not be written, or if weights are NaN or infinite; the previous folder then stays.
@@ -126,11 +126,11 @@ def check_finite(engine: Engine, target: Path) -> None:
 
 def rotate(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints, and those that were set aside as damaged."""
-    for old in [*files.finished(folder)[:-keep], *folder.glob(f"*{files.DAMAGED}")]:
+    for old in [*files.list_finished(folder)[:-keep], *folder.glob(f"*{files.DAMAGED}")]:
         shutil.rmtree(old)
 
 
-def origin_of(step: int, config: dict[str, Any]) -> dict[str, Any]:
+def make_origin(step: int, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the record that is stored beside weights. config: the whole configuration of the run as a tree."""
     return {"step": step, "digest": digest(config), "config": config}
 
@@ -141,10 +141,10 @@ def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> P
 
     Raises UserError if there are checkpoints and none of them is intact.
     """
-    candidates = [folder / name for name in engine.gather([path.name for path in files.finished(folder)])[0][::-1]]
+    candidates = [folder / name for name in engine.gather([path.name for path in files.list_finished(folder)])[0][::-1]]
     damaged: list[Path] = []
     for path in candidates:
-        reasons = [r for r in engine.gather(files.damage(path, engine.rank, engine.world)) if r is not None]
+        reasons = [r for r in engine.gather(files.find_damage(path, engine.rank, engine.world)) if r is not None]
         if not reasons:
             if engine.rank == 0:
                 set_aside(damaged)
@@ -274,7 +274,7 @@ def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) 
     """Raises UserError naming the first key that differs and may not change within a run."""
     named = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
-        fixed = why_fixed(key, before, after)
+        fixed = resume_obstacle(key, before, after)
         if fixed is None and key in named:
             continue
         hint = "" if fixed is None or key not in named else f" (checkpoint.may_change: {fixed})"

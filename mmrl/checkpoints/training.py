@@ -54,7 +54,7 @@ def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any,
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def why_fixed(key: str, before: object, after: object) -> str | None:
+def resume_obstacle(key: str, before: object, after: object) -> str | None:
     """Returns why a run can not be resumed with another value of a key, or None. Only numbers of the keys that
     checkpoint.may_change accepts may differ."""
     if _under(key, SHAPES) or not _under(key, NUMBERS):

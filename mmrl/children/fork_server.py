@@ -46,7 +46,7 @@ class ForkServer:
         self._running: ForkServerProcess | None = None
         _LIVE.add(self)
 
-    def hire(self) -> ForkedProcess:
+    def acquire(self) -> ForkedProcess:
         """Returns an idle process or a new one. Raises UserError where the service cannot be built, and
         ConnectionError where the fork server ends or does not answer."""
         with self._opening:
@@ -54,7 +54,7 @@ class ForkServer:
                 self._running.close()
                 self._running = None
             self._running = self._running or ForkServerProcess(self._first, self._records)
-            return self._running.hire()
+            return self._running.acquire()
 
     def close(self) -> None:
         """Ends all processes; new ones may be hired later."""
@@ -90,7 +90,7 @@ class ForkServerProcess:
             self.close()
             raise UserError(str(problem))
 
-    def hire(self) -> ForkedProcess:
+    def acquire(self) -> ForkedProcess:
         """Returns an idle worker or forks one. Raises ConnectionError where this process has ended or does not
         answer."""
         with suppress(IndexError):
@@ -101,7 +101,7 @@ class ForkServerProcess:
         self._workers[pid] = ForkedProcess(self, pid, Channel(ours))
         return self._workers[pid]
 
-    def dismiss(self, worker: ForkedProcess) -> str | None:
+    def terminate(self, worker: ForkedProcess) -> str | None:
         """Kills the worker and all that it has started. Returns why the fork server had killed it before, None where it
         had not."""
         self._workers.pop(worker.pid, None)
@@ -159,7 +159,7 @@ class ForkedProcess:
             if answer.get("number") != self._requests:
                 raise ValueError("an answer without a request")
         except (TimeoutError, ConnectionError, ValueError) as error:
-            if (why := self.fork_server.dismiss(self)) is None and isinstance(error, TimeoutError):
+            if (why := self.fork_server.terminate(self)) is None and isinstance(error, TimeoutError):
                 raise
             cause = " ".join(str(error).split())
             raise ConnectionAbortedError(why or f"its process ended or answered nonsense ({cause})") from error
@@ -169,7 +169,7 @@ class ForkedProcess:
     def release(self) -> None:
         """Returns the worker to the idle ones, or replaces it where it is spent."""
         if self._spent:
-            self.fork_server.dismiss(self)
+            self.fork_server.terminate(self)
         else:
             self.fork_server.idle.append(self)
 

@@ -171,9 +171,9 @@ class Collector:
         self.pending.wait()
         self.weights.stale = True
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancels pending batches that have not begun, and resets the draws of prompts to before them."""
-        before = self.pending.give_up()
+        before = self.pending.cancel()
         if before is not None:
             self._load(*before)
 

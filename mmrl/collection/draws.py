@@ -47,13 +47,13 @@ class PromptDraws:
     def prompts(self, draw: Draw) -> list[Prompt]:
         return [self.source[index] for index in draw.indices]
 
-    def foresee(self, *draws: Draw) -> None:
+    def prefetch(self, *draws: Draw) -> None:
         """Starts reading prompts that were drawn, and those that would be drawn next. A sampler may draw others after
         it has observed outcomes; then they are read in vain."""
         if self.reader is not None:
             drawn = [index for draw in draws for index in draw.indices]
             sampler = self.sampler.model_copy(deep=True)
-            self.reader.expect([*drawn, *self._share_of(sampler.draw(self.share * self.ranks.world))])
+            self.reader.prefetch([*drawn, *self._share_of(sampler.draw(self.share * self.ranks.world))])
 
     def observe(self, outcomes: list[Outcome]) -> None:
         self.sampler.observe(outcomes)

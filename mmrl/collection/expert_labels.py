@@ -52,7 +52,7 @@ class ExpertLabels(ExtraSource):
 
         from mmrl.rollouts import DEMONSTRATION
 
-        rank, world = self._context.share
+        rank, world = self._context.rank_and_world
         step = self._order.state()["drawn"] // self.episodes
         self._play()
         if not self._kept:
@@ -67,7 +67,7 @@ class ExpertLabels(ExtraSource):
 
     def _play(self) -> None:
         """Adds the observations of this rank's share of the episodes."""
-        (rank, world), first = self._context.share, self._order.state()["drawn"]
+        (rank, world), first = self._context.rank_and_world, self._order.state()["drawn"]
         count = self.episodes // world
         share = slice(rank * count, (rank + 1) * count)
         starts = [self._context.prompts[i] for i in self._order.draw(self.episodes)[share]]

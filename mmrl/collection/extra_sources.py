@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceContext:
-    """Inputs of a source. policy: with every ability that the source needs. share: this rank's number and the number of
-    ranks. most: the maximum of a number over the ranks, a collective. folder: of the run. checkpoints: how many of them
-    the run keeps, which may refer to files of a source."""
+    """What a source of rollouts gets at the start of a run.
+
+    policy: has every ability that the source needs. prompts: the task's training prompts. rank_and_world: this rank's
+    number, and the number of ranks. max_over_ranks: the maximum of a number over the ranks, a collective. folder: the
+    run directory. checkpoints: the number of checkpoints that the run keeps; they may refer to files of a source.
+    """
 
     policy: Any
     prompts: Source
     task: Task
     seed: int
-    share: tuple[int, int]
-    most: Callable[[int], int]
+    rank_and_world: tuple[int, int]
+    max_over_ranks: Callable[[int], int]
     folder: Path
     checkpoints: int
 
@@ -121,7 +124,7 @@ class ExtraRolloutSources:
     def __init__(self, settings: Sequence[ExtraSource], context: SourceContext) -> None:
         # Copies, for a default is shared by all configurations of the process.
         self.sources = [source.model_copy(deep=True) for source in settings]
-        self._most = context.most
+        self._most = context.max_over_ranks
         for source in self.sources:
             source.start(context)
 
@@ -151,7 +154,7 @@ class ExtraRolloutSources:
         assert rollouts.origin is not None
         rollouts = rollouts.select((rollouts.origin != FRESH).byte().argsort(stable=True))
         missing = self._most(len(rollouts)) - len(rollouts)
-        rollouts = Rollouts.concat([rollouts, masked_out(rollouts, missing)])
+        rollouts = Rollouts.concat([rollouts, masked_copies(rollouts, missing)])
         return self._joined(rollouts, [source for source in self.sources if not source.in_group])
 
     def joined(self, fresh: Rollouts) -> Rollouts:
@@ -227,7 +230,7 @@ class DemonstrationSource(ExtraSource):
         from mmrl.rollouts import DEMONSTRATION
 
         context, shown = self._context, self._shown
-        rank, world = context.share
+        rank, world = context.rank_and_world
         first, count = self._order.state()["drawn"], self.prompts // world
         indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]
         positions = range(first + rank * count, first + (rank + 1) * count)
@@ -257,18 +260,18 @@ def failed_groups(fresh: Rollouts, accuracy: float) -> tuple[list[int], list[int
     return groups, prompts
 
 
-def joining(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
+def pad_to_all_ranks(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
     """Concatenates rollouts that join groups, and fills them up with masked ones to the largest number of any rank, so
     that all ranks make as many passes of the model."""
     from mmrl.rollouts import Rollouts, fill_in_columns
 
-    blank = masked_out(fresh, context.most(sum(map(len, parts))) - sum(map(len, parts)))
+    blank = masked_copies(fresh, context.max_over_ranks(sum(map(len, parts))) - sum(map(len, parts)))
     if any(part.old_logp is not None for part in parts):
         blank = with_old_logp(blank)
     return Rollouts.concat([*(fill_in_columns(part, blank) for part in parts), blank])
 
 
-def masked_out(like: Rollouts, count: int) -> Rollouts:
+def masked_copies(like: Rollouts, count: int) -> Rollouts:
     """Returns `count` rollouts, each a group of its own, of which nothing is learned."""
     import torch
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, pad_to_all_ranks
 from mmrl.errors import UserError
 from mmrl.protocols.abilities import ContinuingResponses
 from mmrl.protocols.requirements import Needs
@@ -80,9 +80,9 @@ class GuidedGroups(Guidance):
         context = self._context
         groups, prompts = self.chosen(fresh)
         if not groups:
-            return joining([], fresh, context)
+            return pad_to_all_ranks([], fresh, context)
         demonstrations = context.policy.demonstrate([context.prompts[prompt] for prompt in prompts], groups)
-        return joining([self.joined(demonstrations, groups, prompts, DEMONSTRATION)], fresh, context)
+        return pad_to_all_ranks([self.joined(demonstrations, groups, prompts, DEMONSTRATION)], fresh, context)
 
 
 class GuidedPrefixes(Guidance):
@@ -124,8 +124,8 @@ class GuidedPrefixes(Guidance):
 
         context = self._context
         groups, prompts = self.chosen(fresh)
-        if context.most(len(groups)) == 0:
-            return joining([], fresh, context)
+        if context.max_over_ranks(len(groups)) == 0:
+            return pad_to_all_ranks([], fresh, context)
         assert fresh.prompt is not None
         targets = groups or [int(fresh.group[0])]  # ranks may have to generate together
         shown = [context.prompts[prompt] for prompt in prompts or [int(fresh.prompt[0])]]
@@ -138,6 +138,6 @@ class GuidedPrefixes(Guidance):
         if not self.learned:
             continued.mask = continued.mask & (continued.mask.cumsum(1) > lengths[:, None])
         if not groups:
-            return joining([], fresh, context)
+            return pad_to_all_ranks([], fresh, context)
         each_group, each_prompt = ([column[i] for i in each.tolist()] for column in (groups, prompts))
-        return joining([self.joined(continued, each_group, each_prompt, EXTRA)], fresh, context)
+        return pad_to_all_ranks([self.joined(continued, each_group, each_prompt, EXTRA)], fresh, context)

@@ -30,7 +30,7 @@ class GeneratorWeights:
         """Sends the generator the present weights, those after `version` steps. A collective."""
         if self.generator is None:
             raise ValueError("there is no generator that could have weights of its own")
-        metrics.set(self.generator.synchronise())
+        metrics.set(self.generator.sync_weights())
         self.version, self.stale = version, False
 
 
@@ -64,7 +64,7 @@ class PendingBatches:
         thread = one_thread("rollouts")
         self.observed = []
         drawn = [((self.draws.state(), self.rounds.state()), self.rounds.ahead()) for _ in steps]
-        self.draws.foresee(*(draw for _, draw in drawn if draw is not None))
+        self.draws.prefetch(*(draw for _, draw in drawn if draw is not None))
         for step, (before, draw) in zip(steps, drawn, strict=True):
             future = thread.submit(self.rounds.make, step, version, draw)
             self.batches.append(PendingBatch(before, future))
@@ -91,7 +91,7 @@ class PendingBatches:
         shared, of_rank = self.batches[0].before
         return shared | {"observed": [list(astuple(outcome)) for outcome in self.observed]}, of_rank
 
-    def give_up(self) -> State | None:
+    def cancel(self) -> State | None:
         """Cancels the batches. Returns the state from which their prompts can be drawn again; None where nothing is
         cancelled: a pool has one batch at most, which has begun."""
         if not self.batches or self.rounds.one_at_once:

@@ -57,7 +57,7 @@ class ReadAhead:
             self._encoded[id(prompt)] = (prompt, encoded)
         return prompt
 
-    def expect(self, indices: Sequence[int]) -> None:
+    def prefetch(self, indices: Sequence[int]) -> None:
         """Starts reading these prompts, in this order, and cancels all others that were expected."""
         self._encoded.clear()
         for index in self._coming.keys() - set(indices):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, joining
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, failed_groups, pad_to_all_ranks
 from mmrl.protocols.abilities import Storing
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -138,9 +138,9 @@ class SuccessReplay(ReplaySource):
                 drawn = chance.sample(stored, min(self.count, len(stored)))
                 chosen += [(group, prompt, one) for one in drawn]
         if not chosen:
-            return joining([], fresh, context)
+            return pad_to_all_ranks([], fresh, context)
         groups, prompts, stored = (list(column) for column in zip(*chosen, strict=True))
-        return joining([self._restored(prompts, stored, torch.tensor(groups))], fresh, context)
+        return pad_to_all_ranks([self._restored(prompts, stored, torch.tensor(groups))], fresh, context)
 
 
 class SelfImitation(ReplaySource):
@@ -164,9 +164,9 @@ class SelfImitation(ReplaySource):
         every = [(prompt, one) for prompt, stored in self._stored.items() for one in stored]
         self._drawn += 1
         if not every:
-            return joining([], fresh, context)
+            return pad_to_all_ranks([], fresh, context)
         drawn = random.Random(f"{context.seed} {self._drawn}").choices(every, k=self.count)
-        rank, world = context.share
+        rank, world = context.rank_and_world
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
         prompts, stored = (list(column) for column in zip(*drawn[local], strict=True))
         positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]

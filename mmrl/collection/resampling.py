@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.collection.extra_sources import ExtraSource, failed_groups, joining
+from mmrl.collection.extra_sources import ExtraSource, failed_groups, pad_to_all_ranks
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -49,8 +49,8 @@ class ExtraRollouts(ExtraSource):
         context = self._context
         failed = list(zip(*failed_groups(fresh, self.accuracy), strict=True))
         # Under ZeRO-3 ranks generate together: one without failed groups samples for another group
-        if context.most(len(failed)) == 0:
-            return joining([], fresh, context)
+        if context.max_over_ranks(len(failed)) == 0:
+            return pad_to_all_ranks([], fresh, context)
         assert fresh.prompt is not None
         targets = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
         seeds = rollout_seeds(context.seed + APART, [group for group, _ in targets], self.count)
@@ -63,4 +63,4 @@ class ExtraRollouts(ExtraSource):
         responses.origin = torch.full((len(responses),), EXTRA)
         right = (responses.accuracy >= self.accuracy) & bool(failed)
         rank = right.view(-1, self.count).cumsum(1).flatten()  # among the right responses of its group, from 1
-        return joining([responses.select(right & (rank <= self.most))], fresh, context)
+        return pad_to_all_ranks([responses.select(right & (rank <= self.most))], fresh, context)

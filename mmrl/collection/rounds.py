@@ -54,7 +54,7 @@ class Rounds(ABC):
         chosen = self.draws.draw() if draw is None else draw
         prompts = self.draws.prompts(chosen)
         if draw is None:
-            self.draws.foresee()
+            self.draws.prefetch()
         return chosen, prompts
 
 
@@ -150,7 +150,7 @@ class PooledRounds(ScoredRounds):
         added = self.draws.draw(max(0, room - len(self.pool.groups)))
         self.pool.add(added.positions, added.indices)
         if not self.steps_ahead:
-            self.draws.foresee()
+            self.draws.prefetch()
         batch = self.pool.take(share, step, version)
         batch.rewards = self.task.score(batch.samples, batch.group)
         batch.accuracy = self.task.accuracy(batch.samples)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, joining
+from mmrl.collection.extra_sources import ExtraSource, pad_to_all_ranks
 from mmrl.protocols.abilities import JoiningResponses
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -55,7 +55,7 @@ class SelfCorrections(ExtraSource):
         context = self._context
         pairs = self._pairs(fresh)
         if not pairs:
-            return joining([], fresh, context)
+            return pad_to_all_ranks([], fresh, context)
         first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
         joined: Rollouts = context.policy.join_responses(fresh.select(first), fresh.select(second), self.text)
         assert fresh.prompt is not None
@@ -76,7 +76,7 @@ class SelfCorrections(ExtraSource):
                 "raise it or shorten the text between them",
                 *(len(pairs), shortest, joined.samples[0].max_response_length),
             )
-        return joining([joined.select(fits)], fresh, context)
+        return pad_to_all_ranks([joined.select(fits)], fresh, context)
 
     def _pairs(self, fresh: Rollouts) -> list[tuple[int, int]]:
         """Returns the rows of first and second responses: a wrong and a right one, then two wrong ones where there are

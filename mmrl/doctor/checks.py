@@ -187,7 +187,7 @@ def physics(folder: Path) -> list[Finding]:
 
     backend = "physx_cuda" if has_gpu() else "physx_cpu"
     if has_gpu():
-        devices.claim(1)
+        devices.select_gpu(1)
     options = {"tasks": ["PushCube-v1"], "observation": "state", "sim_backend": backend}
     rows = 64 if has_gpu() else 1
     with sims.build("maniskill", rows, options) as sim:

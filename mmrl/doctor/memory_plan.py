@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mmrl.config import Config
 from mmrl.doctor.time_estimate import update_lines
-from mmrl.engine.memory import GIB, MemoryModel, peak, standing, sums_in_fp32
+from mmrl.engine.memory import GIB, MemoryModel, accumulates_in_fp32, peak_activations, static_memory
 from mmrl.errors import UserError
 from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.measurements.teachers import PathTeacher
@@ -105,14 +105,14 @@ class Peaks:
         key = f"{trains} {relevant}"
         if key not in self._computed:
             compute = (lambda: memory.train(config.engine.micro_batch)) if trains else memory.sample
-            self._computed[key] = 0.0 if compute is None else peak(memory.module, compute, trains=trains)
+            self._computed[key] = 0.0 if compute is None else peak_activations(memory.module, compute, trains=trains)
         return self._computed[key]
 
 
 def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
     """Returns the memory plan of one of `ranks` GPUs. gpu: of which a colocated vLLM takes its share."""
     engine, dtype = config.engine, config.model.dtype
-    states = standing(memory.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
+    states = static_memory(memory.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
     trained = sum(p.numel() for p in memory.module.parameters() if p.requires_grad)
     every = sum(p.numel() for p in memory.module.parameters())
     width = 2 if dtype == "bfloat16" else 4
@@ -174,7 +174,7 @@ def weights_of(config: Config, path: str) -> int:
 def flat_gradients(zero_stage: int, dtype: str) -> int:
     """Returns the bytes a trained parameter of DeepSpeed's flat fp32 gradient, with the flat one in bf16 that it is
     copied from where gradients are not summed in fp32."""
-    return 6 if dtype == "bfloat16" and not sums_in_fp32(zero_stage, dtype) else 4
+    return 6 if dtype == "bfloat16" and not accumulates_in_fp32(zero_stage, dtype) else 4
 
 
 def simulators(config: Config) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mmrl.engine import Ranks, take_device
+from mmrl.engine import Ranks, select_device
 
 ROUNDS = 5
 
@@ -19,7 +19,7 @@ ROUNDS = 5
 def main() -> None:
     """Checks sums and gathers over ranks, and measures their speed: bus bandwidth in GB/s as in nccl-tests. Rank 0
     writes the report."""
-    take_device()
+    select_device()
     ranks = Ranks(timeout=60)
     on_gpu = ranks.device.type == "cuda"
     mebibytes = 256 if on_gpu else 4

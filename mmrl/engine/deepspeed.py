@@ -30,11 +30,11 @@ import deepspeed  # noqa: E402  (needs_column DS_ACCELERATOR when imported)
 from deepspeed.runtime.zero import unwrap_model_for_generation  # noqa: E402
 
 from mmrl.engine import files, reshape  # noqa: E402
-from mmrl.engine.ema import reshaped, share  # noqa: E402
+from mmrl.engine.ema import local_part, reshaped  # noqa: E402
 from mmrl.engine.heartbeat import Heartbeat  # noqa: E402
-from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, gloo_on_loopback, take_device  # noqa: E402
-from mmrl.engine.memory import sums_in_fp32  # noqa: E402
-from mmrl.engine.packing import exchange_messages, gather_messages, packed, unpacked  # noqa: E402
+from mmrl.engine.launcher import ANY_PORT, INIT_METHOD, end_with_launcher, gloo_on_loopback, select_device  # noqa: E402
+from mmrl.engine.memory import accumulates_in_fp32  # noqa: E402
+from mmrl.engine.packing import exchange_messages, gather_messages, pack, unpack  # noqa: E402
 
 T = TypeVar("T")
 LATER = 60.0  # seconds that a collective waits on, so that ranks that watch each other name the missing one before
@@ -186,20 +186,20 @@ class Ranks:
         while one rank is late. Raises UserError for another value."""
         if self.world == 1:  # there is nobody to write it for
             return [value]
-        message = packed(value)
+        message = pack(value)
         with self._waiting():
             messages = gather_messages(message, self.world, self._objects)
-        return [value if rank == self.rank else unpacked(one) for rank, one in enumerate(messages)]
+        return [value if rank == self.rank else unpack(one) for rank, one in enumerate(messages)]
 
     def exchange(self, values: list[Any], instead: str) -> list[Any]:
         """Sends each rank its value, and returns those that all ranks have for this one, in rank order. values: one a
         rank, as for `gather`; they may be large, for each goes to its rank alone. Raises UserError for what can not be
         sent; it names `instead`, the setting without this exchange."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        messages = [nothing if rank == self.rank else packed(value, instead) for rank, value in enumerate(values)]
+        messages = [nothing if rank == self.rank else pack(value, instead) for rank, value in enumerate(values)]
         with self._waiting():
             arrived = exchange_messages(messages, self._objects)
-        return [values[rank] if rank == self.rank else unpacked(one) for rank, one in enumerate(arrived)]
+        return [values[rank] if rank == self.rank else unpack(one) for rank, one in enumerate(arrived)]
 
     def barrier(self) -> None:
         with self._waiting():
@@ -274,7 +274,7 @@ class Engine(Ranks):
         if offload == "all":
             zero["offload_param"] = {"device": "cpu"}
         # Micro-batches' gradients that are summed in bf16 lose a per cent in a hundred of them.
-        sums = {"grad_accum_dtype": "fp32"} if sums_in_fp32(self.zero_stage, dtype) else {}
+        sums = {"grad_accum_dtype": "fp32"} if accumulates_in_fp32(self.zero_stage, dtype) else {}
         if self.zero_stage == 3:
             zero["stage3_gather_16bit_weights_on_model_save"] = True
         return {
@@ -327,7 +327,7 @@ class Engine(Ranks):
                 state[name] = value.zero_() if isinstance(value, Tensor) else 0
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def gathered_weights(self) -> Iterator[None]:
         """Context in which every rank has all weights, also under ZeRO-3, and its passes of the network are not
         collectives. For passes without gradient. A collective at both ends."""
         with unwrap_model_for_generation(self._engine) if self.zero_stage == 3 else nullcontext():
@@ -348,7 +348,7 @@ class Engine(Ranks):
 
     def finite(self) -> bool:
         """Returns whether all trained weights of all ranks are finite. A collective."""
-        finite = all(bool(share(p).isfinite().all()) for p in self._trained)
+        finite = all(bool(local_part(p).isfinite().all()) for p in self._trained)
         return self.max(not finite) == 0
 
     @cached_property
@@ -362,7 +362,7 @@ class Engine(Ranks):
         """This rank's part of the sum of a parameter's bit patterns, modulo 2^64."""
         if self.rank > 0 and self.zero_stage < 3:  # every rank has all of it
             return torch.tensor(0)
-        local = share(parameter).detach().flatten()
+        local = local_part(parameter).detach().flatten()
         return local.view(BITS[local.element_size()]).sum(dtype=torch.int64).cpu()
 
     @property
@@ -371,7 +371,7 @@ class Engine(Ranks):
         moments."""
         shared = self.world if self.zero_stage in (1, 2) else 1  # under ZeRO-3 a rank has its share of all
         optimizer = 4 * (1 + len(self._moments)) / shared
-        return int(sum(share(p).numel() * (p.element_size() + optimizer) for p in self._trained))
+        return int(sum(local_part(p).numel() * (p.element_size() + optimizer) for p in self._trained))
 
     def save(self, folder: Path, write: files.Write) -> None:
         """Hands weights, optimizer and step count of this rank to `write`, as files below `folder` (DeepSpeed's
@@ -414,7 +414,7 @@ def start_distributed(timeout: float) -> None:
     if dist.is_initialized():
         return
     end_with_launcher()
-    take_device()
+    select_device()
     if "RANK" not in os.environ:
         alone = {
             "RANK": "0",
@@ -437,7 +437,7 @@ def objects_group(timeout: float) -> dist.ProcessGroup | None:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + LATER))
 
 
-def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+def gathered_parameters(parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
     """Context in which parameters are whole also where ZeRO-3 keeps a slice on each rank (a collective then)."""
     split = [p for p in parameters if "ds_id" in vars(p)]
     return deepspeed.zero.GatheredParameters(split) if split else nullcontext()

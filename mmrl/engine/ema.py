@@ -22,19 +22,19 @@ class EMA:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._decay = decay
         self.updates = 0
-        self.average = [share(p).detach().float().clone() for p in self._parameters]
+        self.average = [local_part(p).detach().float().clone() for p in self._parameters]
 
     @torch.no_grad()
     def update(self) -> None:
         decay = self._decay(self.updates)
         for average, parameter in zip(self.average, self._parameters, strict=True):
-            average.lerp_(share(parameter).float(), 1 - decay)
+            average.lerp_(local_part(parameter).float(), 1 - decay)
         self.updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context in which the module computes with the averages. Nothing may be trained inside."""
-        trained = [share(p).detach().clone() for p in self._parameters]
+        trained = [local_part(p).detach().clone() for p in self._parameters]
         write(self._parameters, self.average)
         try:
             yield
@@ -63,7 +63,7 @@ def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.
     return {**averages, "updates": states[0]["updates"]}
 
 
-def share(parameter: nn.Parameter) -> Tensor:
+def local_part(parameter: nn.Parameter) -> Tensor:
     """Returns the memory of this rank's part of a parameter: under ZeRO-3 a slice of its elements in order, without the
     padding of the last one, else all of it."""
     if not _sliced(parameter):
@@ -73,7 +73,7 @@ def share(parameter: nn.Parameter) -> Tensor:
 
 
 def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Cuts this rank's part out of the whole parameter, [element]. The part has the shape of `share`."""
+    """Cuts this rank's part out of the whole parameter, [element]. The part has the shape of `local_part`."""
     if not _sliced(parameter):
         return whole.view_as(parameter)
     return whole.narrow(0, *_local_slice(parameter))
@@ -95,7 +95,7 @@ def _local_slice(parameter: nn.Parameter) -> tuple[int, int]:
 def write(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
     """Overwrites this rank's share of every parameter. A collective under ZeRO-3."""
     for parameter, value in zip(parameters, values, strict=True):
-        share(parameter).copy_(value)
+        local_part(parameter).copy_(value)
     gather_again(parameters)
 
 
@@ -109,7 +109,7 @@ def gather_again(parameters: list[nn.Parameter]) -> None:
         whole[0].all_gather(param_list=whole)
 
 
-def warmed_up(decay: float) -> Callable[[int], float]:
+def ema_warmup(decay: float) -> Callable[[int], float]:
     """min((1 + n) / (10 + n), decay): the average forgets the start faster than the plain one."""
     return lambda updates: min((1 + updates) / (10 + updates), decay)
 

@@ -249,12 +249,12 @@ class SequenceFlops:
     token: Flops
     pair: Flops
 
-    def of_length(self, length: int) -> Flops:
+    def for_sequence(self, length: int) -> Flops:
         """Returns the operations of a pass over a whole sequence. Every token counts as attending to all, also where a
         mask hides the later ones."""
-        return self.of_extension(0, length)
+        return self.for_extension(0, length)
 
-    def of_extension(self, before: int, length: int, *, one_by_one: bool = False) -> Flops:
+    def for_extension(self, before: int, length: int, *, one_by_one: bool = False) -> Flops:
         """Returns the operations of `length` more tokens behind `before` cached ones, as one pass, or `one_by_one`,
         each attending to those before it and to itself."""
         pairs = length * (before + (length + 1) / 2) if one_by_one else length * (before + length)

@@ -32,11 +32,11 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def take_device() -> None:
+def select_device() -> None:
     """Takes this rank's GPU, where there are any, before anything is built on one: the GPU of its local rank.
     Raises UserError where there are fewer than ranks."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(devices.claim(torch.cuda.device_count()))
+        torch.cuda.set_device(devices.select_gpu(torch.cuda.device_count()))
 
 
 def meeting_place() -> str:

@@ -39,12 +39,12 @@ class MemoryModel:
     notes: list[str] = field(default_factory=list)
 
 
-def sums_in_fp32(zero_stage: int, dtype: str) -> bool:
+def accumulates_in_fp32(zero_stage: int, dtype: str) -> bool:
     """Returns whether gradients of bf16 weights are summed over micro-batches in fp32."""
     return dtype == "bfloat16" and zero_stage == 2
 
 
-def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
+def static_memory(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
     """Bytes that a rank holds all the time, by part: weights, gradients and optimizer, which keeps so many moments.
 
     ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054).
@@ -55,7 +55,7 @@ def standing(module: nn.Module, zero_stage: int, world: int, dtype: str, moments
     share = {stage: world if zero_stage >= stage else 1 for stage in (1, 2, 3)}
     return {
         "weights": every * width / share[3],
-        "gradients": trained * (4 if sums_in_fp32(zero_stage, dtype) else width) / share[2],
+        "gradients": trained * (4 if accumulates_in_fp32(zero_stage, dtype) else width) / share[2],
         "optimizer": trained * (4 * moments + (4 if width == 2 else 0)) / share[1],  # in fp32, and copies of bf16
     }
 
@@ -126,7 +126,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: obje
     return _Fused.apply(query, key, value)
 
 
-def peak(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) -> int:
+def peak_activations(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) -> int:
     """The most bytes that `compute` holds at once, on the meta device where nothing is computed: activations and
     whatever comes and goes; where it trains, of a backward pass from its outputs too, each gradient of a weight once it
     is complete left out. Weights are not activations.
@@ -173,7 +173,7 @@ def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str, 
     """Lines that say what a rank holds for weights, gradients and optimizer; activations come on top."""
     parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
     every, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
-    parts = standing(module, zero_stage, world, dtype, moments)
+    parts = static_memory(module, zero_stage, world, dtype, moments)
     named = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
     return [
         f"{every / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained",

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 LARGEST = 2**34  # bytes of one message; more than rollouts of a step take, less than a number that is damaged asks for
 
 
-def packed(value: object, instead: str | None = None) -> Tensor:
+def pack(value: object, instead: str | None = None) -> Tensor:
     """Returns the message of a value, [byte] uint8. Raises UserError for what can not be sent, such as an open file in
     a prompt's metadata; it names `instead`, the setting with which nothing is sent."""
     try:
@@ -28,8 +28,8 @@ def packed(value: object, instead: str | None = None) -> Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def unpacked(message: Tensor) -> Any:
-    """Returns the value of a message [byte]. Raises ValueError for anything that `packed` has not made."""
+def unpack(message: Tensor) -> Any:
+    """Returns the value of a message [byte]. Raises ValueError for anything that `pack` has not made."""
     return decode(bytearray(message.numpy()), repeats=True)
 
 

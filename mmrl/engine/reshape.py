@@ -23,7 +23,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from mmrl.engine.ema import gather_again, share, take
+from mmrl.engine.ema import gather_again, local_part, take
 
 MASTER = "fp32"  # the weights that the optimizer steps; beside them its moments
 STEP = "step"  # the optimizer's count of its steps, where it has one
@@ -177,10 +177,10 @@ def into_sharded_optimizer(engine: DeepSpeedEngine, trained: Trained, whole: Who
 
 def into_sharded_weights(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
     """Installs a state under ZeRO 3. `whole` puts a parameter or a moment together, [element]; `take` cuts this rank's
-    slice out of it, which is copied to `share`, the memory of that slice (bfloat16 or fp32). The optimizer's fp32
+    slice out of it, which is copied to `local_part`, the memory of that slice (bfloat16 or fp32). The optimizer's fp32
     weights and moments are padded slices."""
     for name, parameter in trained.items():
-        share(parameter).copy_(take(parameter, whole(name, MASTER)))
+        local_part(parameter).copy_(take(parameter, whole(name, MASTER)))
         safe_set_local_fp32_param(parameter, padded(parameter, whole(name, MASTER)))
         for key in moments:
             safe_set_local_optimizer_state(parameter, padded(parameter, whole(name, key)), key)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.engine.ema import share, write
+from mmrl.engine.ema import local_part, write
 
 
 class Snapshot:
@@ -23,18 +23,18 @@ class Snapshot:
         self.take()
 
     def take(self) -> None:
-        self.copies = [share(p).detach().clone() for p in self._parameters]
+        self.copies = [local_part(p).detach().clone() for p in self._parameters]
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
         """Moves towards the current weights: copy <- decay copy + (1 - decay) current."""
         for copy, parameter in zip(self.copies, self._parameters, strict=True):
-            copy.lerp_(share(parameter).to(copy), 1 - decay)
+            copy.lerp_(local_part(parameter).to(copy), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Context in which the module computes with the copy. Nothing may be trained inside."""
-        now = [share(p).detach().clone() for p in self._parameters]
+        now = [local_part(p).detach().clone() for p in self._parameters]
         write(self._parameters, self.copies)
         try:
             yield
@@ -72,7 +72,7 @@ class AdaptersOff:
             layer._disable_adapters = off  # peft's own switch also changes which parameters are trained
 
 
-def start_of(module: nn.Module, *, stays: bool, zero_stage: int) -> Snapshot | AdaptersOff:
+def make_reference(module: nn.Module, *, stays: bool, zero_stage: int) -> Snapshot | AdaptersOff:
     """The policy that training starts from, as a reference: without adapters where these are all that is trained and
     begin as no change, else a copy. stays: whether it will never move. Under ZeRO-3 it is a copy: there adapters are
     gathered in the order of the passes before."""

@@ -12,7 +12,7 @@ from mmrl.protocols.offers import Offer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.rollouts import Column, FurtherAnswers, Prompt, Rollouts
+    from mmrl.rollouts import Column, FurtherResponses, Prompt, Rollouts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GreedyRewards(CollectedMeasurement["Column"]):
 
 
 @dataclass(frozen=True)
-class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
+class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
     """Responses to each prompt under a view, as many as a group has, and their mean accuracy."""
 
     view: View
@@ -50,8 +50,8 @@ class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
     def check_prompt(self, prompt: Prompt) -> None:
         self.view.check(prompt)
 
-    def measure(self, rollouts: Rollouts, context: CollectedContext) -> FurtherAnswers:
-        from mmrl.rollouts import FurtherAnswers
+    def measure(self, rollouts: Rollouts, context: CollectedContext) -> FurtherResponses:
+        from mmrl.rollouts import FurtherResponses
         from mmrl.runtime.seeds import rollout_seeds
 
         prompts, groups, member = grouped_prompts(rollouts)
@@ -61,7 +61,7 @@ class ViewAnswers(CollectedMeasurement["FurtherAnswers"]):
         samples = context.sampling.rollout(changed, size, seeds, step=context.step).samples
         accuracy = context.task.accuracy(samples).view(-1, size).nanmean(1)
         responses = [[sample.response for sample in samples[g * size : (g + 1) * size]] for g in range(len(groups))]
-        return FurtherAnswers(accuracy[member], [responses[g] for g in member.tolist()])
+        return FurtherResponses(accuracy[member], [responses[g] for g in member.tolist()])
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         from mmrl.runtime.seeds import reference_seeds
 
         prompts, groups, member = grouped_prompts(rollouts)
-        most = context.most(len(groups))
+        most = context.max_over_ranks(len(groups))
         chosen = [i % len(groups) for i in range(most)]  # ranks may have to generate together
         with context.reference():
             seeds = reference_seeds(context.seed, [groups[i] for i in chosen])

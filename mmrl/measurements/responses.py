@@ -143,7 +143,7 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         worth[:, 0] = torch.stack([rewards[rollouts.group == group].nanmean() for group in rollouts.group])
         lengths = rollouts.mask.sum(1).tolist()
         cuts = [(row, cut) for row, length in enumerate(lengths) for cut in range(self.every, length, self.every)]
-        if context.most(len(cuts)):  # ranks may have to generate together
+        if context.max_over_ranks(len(cuts)):  # ranks may have to generate together
             earned = self._earned(rollouts, cuts or [(0, 0)], context)
             for (row, cut), value in zip(cuts, earned[: len(cuts)], strict=True):
                 worth[row, cut // self.every] = value

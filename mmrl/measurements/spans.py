@@ -49,7 +49,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
         from mmrl.protocols.spans import SpanColumn
         from mmrl.rollouts import Spans
 
-        spans = [sample.spans.get(self.reward, Spans((), of=self.of)) for sample in rollouts.samples]
+        spans = [sample.spans.get(self.reward, Spans((), unit=self.of)) for sample in rollouts.samples]
         self._check(rollouts, spans)
         bounds = [[(begin, end) for begin, end, _ in each.values] for each in spans]
         return SpanColumn(

@@ -23,7 +23,7 @@ class TrainingEngine(Protocol):
     def max(self, value: int) -> int:
         """Returns the largest of all ranks' values."""
 
-    def whole(self) -> AbstractContextManager[None]:
+    def gathered_weights(self) -> AbstractContextManager[None]:
         """Gathers all weights on every rank inside the context."""
 
 

@@ -23,18 +23,20 @@ R_co = TypeVar("R_co", covariant=True)  # a record; for a ReplayedMeasurement an
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """Inputs of a measurement. policy: with every ability that the measurement requires. most: the maximum of a number
-    over the ranks, a collective. group_size: rollouts of a prompt; step: finished steps."""
+    """Inputs of a measurement. policy: has every ability that the measurement requires. seed: of the run. step: number
+    of finished steps. group_size: rollouts of a prompt. max_over_ranks: the maximum of a number over the ranks, a
+    collective."""
 
     policy: Any
     task: Task
     seed: int
     step: int
     group_size: int
-    most: Callable[[int], int]
+    max_over_ranks: Callable[[int], int]
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
-        """Returns the combined reward of scored rollouts, [rollout]; NaN as in `earned`."""
+        """Returns the weighted sum of the rewards of scored rollouts, [rollout]; NaN where a component with a weight
+        could not be scored."""
         import torch
 
         from mmrl.core.advantages import combined_reward
@@ -43,8 +45,8 @@ class MeasurementContext:
         return combined_reward(require(rollouts.rewards, "rewards"), torch.tensor(self.task.reward_weights))
 
     def score(self, samples: list[Sample], group: Tensor) -> Tensor:
-        """Scores samples and returns their combined reward, [sample]; NaN where a component with a weight could not be
-        scored."""
+        """Scores samples with the task's rewards. Returns the weighted sum, [sample]; NaN where a component with a
+        weight could not be scored."""
         import torch
 
         from mmrl.core.advantages import combined_reward
@@ -54,17 +56,23 @@ class MeasurementContext:
 
 @dataclass(frozen=True)
 class CollectedContext(MeasurementContext):
-    """Inputs of a measurement of scored rollouts in whole groups. sampling: samples further rollouts and responses."""
+    """Inputs of a measurement that is made while rollouts are collected: they are scored, and groups are whole.
+    sampling: samples further rollouts and responses."""
 
     sampling: RolloutSource
 
 
 @dataclass(frozen=True)
 class PreparedContext(MeasurementContext):
-    """Inputs of a measurement before the updates of a step. micro_batches: rows of the rollouts. replayed: a field of
-    `Replay`, such as "logp" or "value", under the policy that sampled, of these rollouts or of changed ones of the same
-    size. reference: a context in which the policy has the reference's weights. modules: networks that are trained
-    beside the policy, and lie in checkpoints; sum: of a tensor over the ranks, a collective."""
+    """Inputs of a measurement before the updates of a step.
+
+    - micro_batches: the rows [n] of the rollouts in each micro-batch
+    - replayed(rollouts, name): a field of `Replay`, such as "logp" or "value", under the policy that sampled; the
+      rollouts may be changed, but not their number
+    - reference(): a context in which the policy has the reference's weights
+    - modules: networks that are trained beside the policy; checkpoints hold them
+    - sum: the sum of a tensor over the ranks, a collective
+    """
 
     micro_batches: list[Tensor]
     replayed: Callable[[Rollouts, str], Tensor]
@@ -75,8 +83,9 @@ class PreparedContext(MeasurementContext):
 
 @dataclass(frozen=True)
 class ReplayedContext:
-    """Inputs of a measurement in an update. policy: with every ability that the measurement requires; engine: wraps the
-    policy's module and replays with a gradient where it is passed to the policy as `model`; step: finished steps."""
+    """Inputs of a measurement in an update. policy: has every ability that the measurement requires. engine: wraps the
+    policy's module; passed to `Policy.replay` as `model`, it gives log-probabilities with a gradient. step: number of
+    finished steps."""
 
     policy: Any
     engine: Any
@@ -106,7 +115,7 @@ class Measurement(ABC, Generic[R_co]):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        """Returns what decisions must support beside `requires`."""
+        """Returns what the policy's decisions must support beside `requires`, as keys of `OFFERS`."""
         return frozenset()
 
     @property
@@ -114,7 +123,7 @@ class Measurement(ABC, Generic[R_co]):
         return self.offers if self.requires is None else self.offers | {self.requires}
 
     def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027  (most measure any prompt)
-        """Raises UserError for the first prompt of a job where nothing could be measured of such prompts."""
+        """Raises UserError where prompts like this one, the first of the job, cannot be measured."""
 
 
 class CollectedMeasurement(Measurement[R_co]):
@@ -126,7 +135,8 @@ class CollectedMeasurement(Measurement[R_co]):
 
 class PreparedMeasurement(Measurement[R_co]):
     """A measurement in `Rollouts.extras` that is computed before the updates of a step, in the micro-batches of the
-    updates. scores: whether it holds likelihoods of decisions, which estimates from other states would not have."""
+    updates. scores: whether it holds likelihoods of decisions. They are computed in the states of the first epoch,
+    so they do not go with a policy that resamples its states in each epoch (`ResamplingStates`)."""
 
     scores: ClassVar[bool] = False
 

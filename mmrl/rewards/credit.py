@@ -145,7 +145,7 @@ def sections(*, tags: Sequence[str]) -> Reward:
 
     def reward(sample: Sample) -> float:
         left = full_response(sample).strip()
-        if tags[0] == "think" and "<think>" not in left and sample.opened_thoughts is None:
+        if tags[0] == "think" and "<think>" not in left and sample.prompt_opens_think is None:
             left = f"<think>{left}"
         for tag in tags:
             opening, closing = f"<{tag}>", f"</{tag}>"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Prompt, Sample, Spans
-from mmrl.runtime.devices import named
+from mmrl.runtime.devices import device_name
 
 Score = float | None  # None: could not be scored
 Reward = Callable[[Sample], Score | Spans]
@@ -59,7 +59,7 @@ def device_of(device: str | None) -> torch.device:
 
     To be called when scoring, not when building: a reward may be built before the GPU of its process is set.
     """
-    return torch.device(device or (named("cuda") if torch.cuda.is_available() else "cpu"))
+    return torch.device(device or (device_name("cuda") if torch.cuda.is_available() else "cpu"))
 
 
 def image_of(sample: Sample) -> Tensor:

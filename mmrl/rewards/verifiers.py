@@ -109,7 +109,7 @@ def think_answer() -> Reward:
         response = full_response(sample)
         counts = [response.count(tag) for tag in _TAGS]
         # Where it is not known what the prompt ended in, the tag may have stood there.
-        openings = (0, 1) if sample.opened_thoughts is None else (1,)
+        openings = (0, 1) if sample.prompt_opens_think is None else (1,)
         match = _FORMAT.fullmatch(response) if counts[1:] == [1, 1, 1] and counts[0] in openings else None
         return float(match is not None and "<think>" not in match[1] and all(part.strip() for part in match.groups()))
 

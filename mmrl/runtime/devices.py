@@ -30,7 +30,7 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
-def claim(count: int) -> int:
+def select_gpu(count: int) -> int:
     """Assigns the GPU with the number of the local rank, out of `count`, to this process, and returns that number.
     MuJoCo renders there too, unless the user has chosen a GPU for it.
 
@@ -45,28 +45,28 @@ def claim(count: int) -> int:
             "rank is shown one GPU of its own, start each with LOCAL_RANK=0"
         )
     _device_index = number
-    if (name := names([number])).isdigit():  # EGL knows no UUIDs, and MIG slices can not render
+    if (name := visible_devices([number])).isdigit():  # EGL knows no UUIDs, and MIG slices can not render
         os.environ.setdefault(EGL, name)
     return number
 
 
 def device_index() -> int | None:
-    """Returns the index of this rank's GPU, as torch counts; None before `claim`."""
+    """Returns the index of this rank's GPU, as torch counts; None before `select_gpu`."""
     return _device_index
 
 
 def release_device() -> None:
-    """Undoes `claim`; for tests."""
+    """Undoes `select_gpu`; for tests."""
     global _device_index
     _device_index = None
 
 
-def named(kind: str) -> str:
+def device_name(kind: str) -> str:
     """Returns `kind` ("cuda", "physx_cuda") with the index of this rank's GPU, if it has one."""
     return kind if _device_index is None else f"{kind}:{_device_index}"
 
 
-def names(numbers: Iterable[int]) -> str:
+def visible_devices(numbers: Iterable[int]) -> str:
     """Returns CUDA_VISIBLE_DEVICES for a child that shall see only the GPUs `numbers`, as this process counts them.
     They are numbers, UUIDs or MIG ids, as in this process's own variable.
 
@@ -82,9 +82,9 @@ def names(numbers: Iterable[int]) -> str:
     return ",".join(visible[number] for number in numbers)
 
 
-def of_children() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Returns environment variables that show a child only this rank's GPU; empty where the rank has none."""
-    return {} if _device_index is None else {VISIBLE: names([_device_index])}
+    return {} if _device_index is None else {VISIBLE: visible_devices([_device_index])}
 
 
 def without_launcher(environment: dict[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def share(folder: Path) -> None:
+def use_default_mode(folder: Path) -> None:
     """Gives all files in `folder` the mode of a new file of this user. safetensors writes files that only the user can
     read."""
     new = folder / ".new"

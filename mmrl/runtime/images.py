@@ -30,7 +30,7 @@ def check_mode(image: Image.Image) -> None:
         raise ValueError(f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 bits, as RGB")
 
 
-def as_shown(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """Returns an image as viewers show it, in RGB: upright by its EXIF orientation, on white where it is transparent,
     16 bits of grey as 8. Raises ValueError as `check_mode`, and what a decoder raises.
 
@@ -68,7 +68,7 @@ def _on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-def embedded(url: str) -> bytes:
+def decode_data_url(url: str) -> bytes:
     """Returns the bytes of an image that a URL holds, data:image/png;base64,... Raises ValueError for another URL."""
     head, mark, data = url.partition(",")
     if not head.lower().startswith("data:image/") or not mark:

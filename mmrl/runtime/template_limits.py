@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.runtime.time_limits import ends_within
+from mmrl.runtime.time_limits import time_limit
 
 TEMPLATE_S = 20.0  # seconds; a usual template takes a millisecond
 TEMPLATE_BYTES = 2**31  # that a process may grow by meanwhile, threads of its own included
@@ -23,7 +23,7 @@ _within: list[int] = []  # limits of address space that were in force before the
 
 
 @contextmanager
-def grows_at_most(size: int, message: str) -> Iterator[None]:
+def limit_memory_growth(size: int, message: str) -> Iterator[None]:
     """Raises UserError with the message where the process asks for more than `size` bytes in the block, before it has
     them. Blocks of several threads share the limit of the first. Does nothing where the system has no such limit."""
     if sys.platform != "linux":
@@ -61,8 +61,8 @@ def render_template(name: str, apply: Callable[..., Any], messages: list[Any], *
     whose text is too long."""
     late = f"{name}: its chat template has not come to an end in {TEMPLATE_S:g} s; mend its loops, or take the "
     large = f"{name}: its chat template takes more than {TEMPLATE_BYTES / 2**30:g} GiB of memory; {MEND}"
-    limit = ends_within(TEMPLATE_S, f"{late}chat_template.jinja of its instruction-tuned version")
-    with limit, grows_at_most(TEMPLATE_BYTES, large):
+    limit = time_limit(TEMPLATE_S, f"{late}chat_template.jinja of its instruction-tuned version")
+    with limit, limit_memory_growth(TEMPLATE_BYTES, large):
         text: str = apply(messages, tokenize=False, add_generation_prompt=True, **options)
     if len(text) > LONGEST:
         raise UserError(f"{name}: its chat template makes {len(text)} characters of a conversation; {MEND}")

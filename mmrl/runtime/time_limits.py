@@ -15,7 +15,7 @@ class OutOfTime(BaseException):
 
 
 @contextmanager
-def ends_within(seconds: float, message: str) -> Iterator[None]:
+def time_limit(seconds: float, message: str) -> Iterator[None]:
     """Raises UserError with the message where the block takes longer. It is stopped between two Python instructions: a
     single one that does not return, such as a call of a C library, is not stopped."""
     thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()

@@ -33,7 +33,7 @@ class Move:
     slot: int
 
 
-def balanced(
+def balance_ranks(
     rollouts: Rollouts, parts: list[list[Tensor]], cost: Tensor, staying: Tensor, ranks: Ranks
 ) -> tuple[Rollouts, dict[str, float]]:
     """Returns this rank's rollouts after the exchange, and the cost of the most loaded rank over the mean, before and

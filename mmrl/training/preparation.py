@@ -25,7 +25,7 @@ from mmrl.protocols.job import JobConfig
 from mmrl.protocols.measurement import PreparedContext
 from mmrl.protocols.parts import Policy, Task
 from mmrl.rollouts import OBJECTIVE, DecisionColumn, Replay, Rollouts, Steps, require
-from mmrl.training.balancing import balanced
+from mmrl.training.balancing import balance_ranks
 from mmrl.training.metrics import Metrics
 
 Minibatch = list[Rollouts]  # its micro-batches
@@ -141,7 +141,7 @@ class Preparation:
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True
         lengths = require_ability(self.policy, UnevenCost).lengths(rollouts)
-        rollouts, reports = balanced(rollouts, parts, lengths, staying, self.engine)
+        rollouts, reports = balance_ranks(rollouts, parts, lengths, staying, self.engine)
         metrics.set(reports)
         return rollouts
 

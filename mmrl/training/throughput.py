@@ -23,7 +23,7 @@ class Workload:
     peak: float | None
 
     @classmethod
-    def of(cls, policy: object, epochs: int, dtype: str) -> Workload | None:
+    def from_policy(cls, policy: object, epochs: int, dtype: str) -> Workload | None:
         """Returns the workload of a policy whose products are of this dtype; None where it counts nothing."""
         return cls(policy.work, epochs, device_flops(dtype)) if isinstance(policy, Counting) else None
 

@@ -21,7 +21,7 @@ from mmrl.children.child import Launch, Lost, OnCluster, OnThisHost
 from mmrl.children.frames import encode
 from mmrl.children.ray import Cluster
 from mmrl.config import Config
-from mmrl.engine import Ranks, gathered
+from mmrl.engine import Ranks, gathered_parameters
 from mmrl.errors import UserError
 from mmrl.generation.settings import RolloutWorkers
 from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, absent, checksum, differing
@@ -33,7 +33,7 @@ from mmrl.schedules.schedule import Schedules
 from mmrl.settings import plain
 from mmrl.workers.handles import Handle
 from mmrl.workers.local import without_workers
-from mmrl.workers.worker import objects_of
+from mmrl.workers.worker import shared_objects
 
 ATTEMPTS = 3  # starts of a worker for one request
 
@@ -55,7 +55,7 @@ class WorkerPool:
     worker is its share of the prompts.
 
     A worker that ends is started again and gets its request again. Methods are called by one thread at a
-    time; `synchronise` is a collective.
+    time; `sync_weights` is a collective.
     """
 
     def __init__(self, config: Config, settings: RolloutWorkers, policy: Policy, ranks: Ranks, *, builder: str) -> None:
@@ -81,9 +81,9 @@ class WorkerPool:
     @contextmanager
     def generation(self) -> Iterator[dict[str, float]]:
         """Synchronises the weights of the workers; yields metrics."""
-        yield self.synchronise()
+        yield self.sync_weights()
 
-    def synchronise(self) -> dict[str, float]:
+    def sync_weights(self) -> dict[str, float]:
         """Sends all workers the present trained weights. Collective. Raises UserError, on all ranks, if a checksum of a
         worker differs afterwards."""
         started, before = time.perf_counter(), self.current
@@ -206,7 +206,7 @@ class WorkerPool:
                     f"a prompt between {share[0].id} and {share[-1].id} holds {error}, which can not be sent to "
                     "workers; set rollout.workers=null"
                 ) from None
-            return self._ask(self.handles[number], message, objects_of(share))
+            return self._ask(self.handles[number], message, shared_objects(share))
 
         with ThreadPoolExecutor(len(parts)) as threads:
             answers = list(threads.map(ask, range(len(parts))))
@@ -230,7 +230,7 @@ def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
         cluster = Cluster(settings.ray, "rollout.workers.ray")
         return [OnCluster(cluster, int(cuda), log=log) for log in logs]
     gpus = devices_of(settings, torch.cuda.device_count()) if cuda else []
-    environments = [{devices.VISIBLE: devices.names([gpu])} for gpu in gpus] or [{}] * len(logs)
+    environments = [{devices.VISIBLE: devices.visible_devices([gpu])} for gpu in gpus] or [{}] * len(logs)
     return [OnThisHost(environment=environment, log=log) for environment, log in zip(environments, logs, strict=True)]
 
 
@@ -262,7 +262,7 @@ def weights(module: nn.Module, *, trained: bool) -> Iterator[tuple[str, Tensor]]
     gathered, by all ranks."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == trained:
-            with gathered([parameter]):
+            with gathered_parameters([parameter]):
                 value = parameter.detach().clone()
             yield name, value
 

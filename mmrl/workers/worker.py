@@ -94,9 +94,9 @@ class RolloutWorker(Service):
         return {"result": result, "counts": self.policy.counts()}
 
     def shared(self, request: dict[str, Any]) -> Sequence[Any]:
-        return objects_of(request.get("prompts", []))
+        return shared_objects(request.get("prompts", []))
 
 
-def objects_of(prompts: Sequence[Prompt]) -> list[Any]:
+def shared_objects(prompts: Sequence[Prompt]) -> list[Any]:
     """Returns the objects that answers share with the prompts: the prompts and their images."""
     return [*prompts, *(image for prompt in prompts for image in prompt.images)]

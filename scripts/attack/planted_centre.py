@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: continuations by rows of the batch", MEASURED + "responses.py",
      "[int((rollouts.group[:row] == rollouts.group[row]).sum()) for row, _ in cuts]", "[row for row, _ in cuts]",
      ("joints/test_segments.py",)),
-    ("centre: a rank without cuts does not generate along", MEASURED + "responses.py", "if context.most(len(cuts)):",
+    ("centre: a rank without cuts does not generate along", MEASURED + "responses.py", "if context.max_over_ranks(len(cuts)):",
      "if len(cuts):", ("joints/test_segments.py",)),
     ("centre: likelihoods under a view are those of the prompt", MEASURED + "responses.py",
      'context.replayed(context.policy.view(rollouts, under(self.view, context.step)), "logp")', 'context.replayed(rollouts, "logp")',

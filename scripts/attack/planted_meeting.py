@@ -70,7 +70,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("meet: another answer of a world is taken", T, "if not torch.equal(draft.tokens.response[:count], response[:count]):",
      "if False:", TURNS),
     # --- views ---
-    ("meet: a view leaves images of messages", R, "return part if isinstance(part, str) else change(part)", "return part", VIEWS),
+    ("meet: a view leaves images of messages", R, "return part if isinstance(part, str) else transform(part)", "return part", VIEWS),
     ("meet: a view leaves observed images", "mmrl/policies/vlm/responses/reuse.py",
      "if row.read_images and drafter.conversations is not None:", "if False:", VIEWS),
     ("meet: a view takes another image's place", T, "images = [image for _ in observation for image in next(left).images]",

@@ -76,7 +76,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("guided prefixes: seeds of the rollouts", G, "rollout_seeds(context.seed + APART,", "rollout_seeds(context.seed,",
      GUIDANCE),
     ("guided prefixes: a rank without failures keeps what it asked", G,
-     "        if not groups:\n            return joining([], fresh, context)\n        each_group",
+     "        if not groups:\n            return pad_to_all_ranks([], fresh, context)\n        each_group",
      "        groups, prompts = asked, prompts or [int(fresh.prompt[0])]\n"
      "        each_group", GUIDANCE),
     # --- further responses, segments ---
@@ -123,8 +123,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("likelihood: demonstrations are rollouts of its own", "mmrl/terms/losses/likelihood.py",
      "better & (origin != DEMONSTRATION)[:, None]", "better", GUIDANCE),
     ("sources: what fills up counts", "mmrl/collection/extra_sources.py", "blank.mask = torch.zeros_like(blank.mask)", "pass", GUIDANCE),
-    ("sources: ranks fill up nothing", "mmrl/collection/extra_sources.py", "masked_out(fresh, context.most(sum(map(len, parts))) -",
-     "masked_out(fresh, sum(map(len, parts)) -", GUIDANCE),
+    ("sources: ranks fill up nothing", "mmrl/collection/extra_sources.py", "masked_copies(fresh, context.max_over_ranks(sum(map(len, parts))) -",
+     "masked_copies(fresh, sum(map(len, parts)) -", GUIDANCE),
     ("batches: sources hear nothing", B, "self.extras.observe(batch)", "pass", REPLAYS),
     ("batches: sources go on from before the round", B, "shared | {\"extras\": self.extras.state()}", "shared",
      REPLAYS),

@@ -12,7 +12,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("programs: files may be read anywhere", "mmrl/children/confinement.py", "_allow(ruleset, path, _READ & every)", "_allow(ruleset, Path('/'), _READ & every)", HOSTILE),
     ("programs: connections are free", "mmrl/children/confinement.py", "_rights(_CONNECTIONS, version)", "0", HOSTILE),
     ("programs: signals are free", "mmrl/children/confinement.py", "_rights(_SCOPES, version)", "0", HOSTILE),
-    ("programs: a worker serves two", P + "runner.py", "worker.fork_server.dismiss(worker)", "worker.release()", VALUE),
+    ("programs: a worker serves two", P + "runner.py", "worker.fork_server.terminate(worker)", "worker.release()", VALUE),
     ("programs: scratch folders stay", P + "runner.py", "shutil.rmtree(scratch, ignore_errors=True)", "pass", HOSTILE),
     ("programs: a hang is a pass", P + "unit_tests.py", "            return 0.0\n        same", "            return 1.0\n        same", HOSTILE),
     ("programs: the first block counts", P + "responses.py", "parts[-2] if", "parts[1] if", VALUE),

@@ -169,7 +169,7 @@ def flips(attack: Attack, count: int) -> None:
         path = found[number % len(found)]
         place = attack.chance.randrange(path.stat().st_size * 8)
         flip(path, place)
-        seen = files.damage(checkpoint) is not None
+        seen = files.find_damage(checkpoint) is not None
         attack.judge("bits flipped in a checkpoint", seen, "noticed", f"not noticed: {path.name}, bit {place}")
         flip(path, place)
 

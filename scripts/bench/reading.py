@@ -87,7 +87,7 @@ def steps(folder: Path, readers: int, busy: bool, options: Any) -> tuple[float, 
         tokens = [next(rest) if known is None else known for known in made]
         coming = torch.randperm(PROMPTS, generator=order).tolist()
         if reader is not None:
-            reader.expect(coming)
+            reader.prefetch(coming)
         waits.append(time.perf_counter() - begun)
         compute(options.rest, busy)
         took.append(time.perf_counter() - begun)

@@ -154,25 +154,25 @@ class PretendRanks:
         self.bytes = 0
 
     def gather(self, value: Any) -> list[Any]:
-        from mmrl.engine.packing import packed
+        from mmrl.engine.packing import pack
 
-        message = packed(value)
+        message = pack(value)
         return self.received([message] * self.world)
 
     def exchange(self, values: Sequence[Any], instead: str) -> list[Any]:
-        from mmrl.engine.packing import packed
+        from mmrl.engine.packing import pack
 
-        return self.received([packed(value, instead) for value in values])
+        return self.received([pack(value, instead) for value in values])
 
     def received(self, messages: list[Any]) -> list[Any]:
         """Returns what all ranks have for this one. messages: one a rank."""
-        from mmrl.engine.packing import unpacked
+        from mmrl.engine.packing import unpack
 
         self.meeting.messages[self.rank] = messages
         self.meeting.barrier.wait()
         arrived = [sent[self.rank] for sent in self.meeting.messages]
         self.bytes += sum(map(len, arrived))
-        found = [unpacked(message) for message in arrived]
+        found = [unpack(message) for message in arrived]
         self.meeting.barrier.wait()
         return found
 

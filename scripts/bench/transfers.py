@@ -64,7 +64,7 @@ def measured(made: dict[str, Any], policy: VisionLanguagePolicy, rounds: int) ->
             for parameter in policy.module.parameters():
                 parameter.mul_(1.001)
         for way, generator in made.items():
-            seconds = generator.synchronise()["time/synchronise"]
+            seconds = generator.sync_weights()["time/synchronise"]
             if number > 0:
                 found[way].append(seconds)
     return found

@@ -11,7 +11,7 @@ import sapien
 import torch
 
 from mmrl.errors import UserError
-from mmrl.runtime.devices import named
+from mmrl.runtime.devices import device_name
 
 COMMAND = "bash scripts/install_renderer.sh"
 CHOSEN_BY_USER = ("VK_ICD_FILENAMES", "VK_DRIVER_FILES")
@@ -41,7 +41,7 @@ def choose_device() -> str:
         _preload(folder())
         os.environ["VK_ICD_FILENAMES"] = str(manifest)
     reasons = []
-    for name in (named("cuda"), "pci:0"):
+    for name in (device_name("cuda"), "pci:0"):
         try:
             if sapien.Device(name).can_render():
                 return name

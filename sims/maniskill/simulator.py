@@ -18,7 +18,7 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.runtime.devices import named
+from mmrl.runtime.devices import device_name
 from mmrl.sims.maniskill.alone import take_apart
 from mmrl.sims.maniskill.driver import choose_device
 from mmrl.sims.maniskill.experts import EXPERTS
@@ -169,7 +169,7 @@ class Recipe:
                     obs_mode=obs_mode,
                     reward_mode=None if self.reward == "sparse" else "normalized_dense",  # None: of no consequence
                     control_mode=self.control_mode,
-                    sim_backend=named(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
+                    sim_backend=device_name(self.sim_backend) if self.sim_backend == "physx_cuda" else self.sim_backend,
                     render_backend=renderer,
                     sensor_configs=size,
                     human_render_camera_configs=size,

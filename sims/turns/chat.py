@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from mmrl.rollouts import Message
-from mmrl.runtime.images import as_shown
+from mmrl.runtime.images import to_rgb
 
 Part = str | Image.Image
 
@@ -37,11 +37,11 @@ def read_image(written: object) -> Image.Image:
     """Reads an image: a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
     width, 3] from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):
-        return as_shown(written)
+        return to_rgb(written)
     if isinstance(written, str):
         try:
             file = base64.b64decode(written.rpartition(";base64,")[2], validate=True)
-            return as_shown(Image.open(io.BytesIO(file)))
+            return to_rgb(Image.open(io.BytesIO(file)))
         except (binascii.Error, OSError, ValueError) as error:
             raise ValueError(f"not an image in base64 ({' '.join(str(error).split())})") from None
     try:

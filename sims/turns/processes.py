@@ -18,7 +18,7 @@ from mmrl.children.fork_server import ForkedProcess, ForkServer
 from mmrl.children.limits import Limits
 from mmrl.errors import UserError, describe_error
 from mmrl.rollouts import Message, Prompt, Video
-from mmrl.runtime.images import as_shown
+from mmrl.runtime.images import to_rgb
 from mmrl.sims.turns.dialogue import Fault, within
 from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
@@ -40,10 +40,10 @@ class Processes:
     def make(self) -> Environment:
         return RemoteEnvironment(self)
 
-    def hire(self) -> ForkedProcess:
+    def acquire(self) -> ForkedProcess:
         """Returns an idle worker or a new one. Raises ConnectionError, UserError."""
         try:
-            return self._fork_server.hire()
+            return self._fork_server.acquire()
         except UserError as error:
             raise UserError(f"task.environment: {error}") from None
 
@@ -98,7 +98,7 @@ class RemoteEnvironment(Environment):
         does not answer in time."""
         deadline = self._processes.deadline_s
         try:
-            self._worker = self._worker or self._processes.hire()
+            self._worker = self._worker or self._processes.acquire()
             answer = self._worker.call(request, deadline, self._processes.max_bytes)
         except (TimeoutError, ConnectionError) as error:
             self._worker = None
@@ -151,7 +151,7 @@ def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> lis
 def _packed(part: str | Image.Image | Video) -> Any:
     if isinstance(part, Video):
         return replace(part, frames=tuple(map(_packed, part.frames)))
-    return as_shown(part) if isinstance(part, Image.Image) else part
+    return to_rgb(part) if isinstance(part, Image.Image) else part
 
 
 def _plain(text: Any) -> Any:

@@ -265,7 +265,7 @@ class SimulatorWorker:
 def launched(name: str, python: str | None, ray: str | None) -> Launch:
     """Returns the launcher of each worker; see `Workers`."""
     if ray is None:
-        return OnThisHost(python, devices.of_children())
+        return OnThisHost(python, devices.child_environment())
     return OnCluster(Cluster(ray, f"simulator {name!r}: ray"), python=python)
 
 

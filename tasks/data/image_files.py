@@ -16,7 +16,7 @@ from typing import BinaryIO, TypeVar
 
 from PIL import Image
 
-from mmrl.runtime.images import as_shown, check_mode, embedded, local_path
+from mmrl.runtime.images import check_mode, decode_data_url, local_path, to_rgb
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.bounds import MAX_PIXELS, MAX_RATIO
 
@@ -49,9 +49,9 @@ class ImageFiles:
     def decoded(self, image: object) -> Image.Image:
         """Returns the image in RGB. Raises RowError for an image that cannot be used."""
         if isinstance(image, Image.Image):
-            return _converted(image, as_shown)
+            return _converted(image, to_rgb)
         with self._opened(image) as opened:
-            return as_shown(opened)
+            return to_rgb(opened)
 
     def file(self, image: object) -> tuple[str, BinaryIO]:
         """Returns a name for messages, and a stream of the bytes. Raises RowError for a file that may not be opened."""
@@ -62,7 +62,7 @@ class ImageFiles:
             if not _URL.match(reference):
                 return repr(reference), self._file(reference)
             if not reference.lower().startswith("file:"):
-                return repr(reference[:40]), io.BytesIO(embedded(reference))
+                return repr(reference[:40]), io.BytesIO(decode_data_url(reference))
             path = local_path(reference)
         except ValueError as error:
             raise RowError(str(error)) from None

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from mmrl.rollouts import Video
-from mmrl.runtime.images import as_shown
+from mmrl.runtime.images import to_rgb
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.bounds import MAX_ANIMATED, MAX_FILMED, MAX_FRAMES
 from mmrl.tasks.data.image_files import ImageFiles
@@ -67,7 +67,7 @@ class VideoFiles:
             frames, shown = [], 0.0
             for index in indices:
                 opened.seek(index)
-                frames.append(as_shown(opened))
+                frames.append(to_rgb(opened))
                 shown = float(opened.info.get("duration", 0))
         fps = 1000 / shown if shown > 0 else GIF_FPS
         return Video(tuple(frames), fps * len(indices) / count)

@@ -236,7 +236,7 @@ def test_a_torn_checkpoint_is_never_loaded(tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.move(folder / "step-000002", folder / "step-000002.pending")
     (folder / "step-000002.pending" / "trainer.json").unlink()
-    assert [p.name for p in checkpoints.finished(folder)] == ["step-000001"]
+    assert [p.name for p in checkpoints.list_finished(folder)] == ["step-000001"]
     trainer = make(tmp_path, "steps=2", "checkpoint.every=1")
     trainer.resume()
     assert trainer.step == 1

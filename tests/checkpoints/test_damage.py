@@ -77,7 +77,7 @@ def test_a_checkpoint_knows_all_of_its_files(run):
     recorded = files.manifest(newest(run))
     assert {p.relative_to(newest(run)).as_posix() for p in contents(newest(run))} == {*recorded, files.MANIFEST}
     assert {"trainer.json", "rank-0.pt", "engine/mp_rank_00_model_states.pt"} < recorded.keys()
-    assert files.damage(newest(run)) is None and not list(newest(run).rglob("*.py"))
+    assert files.find_damage(newest(run)) is None and not list(newest(run).rglob("*.py"))
 
 
 def test_one_bit_anywhere_in_any_file_is_noticed(run):
@@ -86,9 +86,9 @@ def test_one_bit_anywhere_in_any_file_is_noticed(run):
         bits = path.stat().st_size * 8
         for place in {0, bits - 1, *(generator.randrange(bits) for _ in range(25))}:
             flip(path, place)
-            assert files.damage(checkpoint) is not None, (path, place)
+            assert files.find_damage(checkpoint) is not None, (path, place)
             flip(path, place)
-    assert files.damage(checkpoint) is None
+    assert files.find_damage(checkpoint) is None
 
 
 NAMES = ["engine/mp_rank_00_model_states.pt", "rank-0.pt", "trainer.json", "manifest.json"]
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_when_old_ones_are_removed(run):
     newest(run).rename(run / "checkpoints" / "step-000009")
     train(run, *RUN, "steps=3", "checkpoint.keep=1", resume=True)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000003"]
-    assert files.damage(newest(run)) is None
+    assert files.find_damage(newest(run)) is None
 
 
 def test_strangers_among_the_checkpoints_are_passed_over(run):
@@ -154,11 +154,11 @@ def test_strangers_among_the_checkpoints_are_passed_over(run):
 def test_a_million_steps_come_after_999999(tmp_path):
     for name in ("step-999999", "step-1000000", "step-000002", "step-000003.damaged", "step-4x", "mystep-5"):
         (tmp_path / name).mkdir()
-    assert [files.step_of(p) for p in checkpoints.finished(tmp_path)] == [2, 999999, 1000000]
+    assert [files.step_of(p) for p in checkpoints.list_finished(tmp_path)] == [2, 999999, 1000000]
 
 
 def test_nothing_intact_is_refused(run):
-    for path in checkpoints.finished(run / "checkpoints"):
+    for path in checkpoints.list_finished(run / "checkpoints"):
         (path / "trainer.json").unlink()
     with pytest.raises(UserError, match="no checkpoint in .* is intact"):
         resumed(run)
@@ -172,7 +172,7 @@ def test_what_a_kill_left_between_two_renames_is_put_right(run):
     (run / "mine.pending").mkdir()
     assert resumed(run)[0] == 3
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
-    assert files.damage(run / "best") is None and (run / "mine.pending").is_dir()
+    assert files.find_damage(run / "best") is None and (run / "mine.pending").is_dir()
     assert not list(run.glob("*.replaced")) and not (run / "final.pending").exists()
 
 
@@ -287,7 +287,7 @@ def test_of_adapters_only_what_is_trained_is_kept(tmp_path, zero_stage):
 def test_weights_name_their_step_and_configuration(whole):
     origin = json.loads((whole / "run" / "final" / "run.json").read_text())
     assert origin["step"] == 4 and origin["config"]["optim"]["ema"] == 0.5 and len(origin["digest"]) == 64
-    assert files.damage(whole / "run" / "final") is None
+    assert files.find_damage(whole / "run" / "final") is None
     mask = os.umask(0o022)
     os.umask(mask)
     assert {p.stat().st_mode & 0o777 for p in contents(whole / "run" / "final")} == {0o666 & ~mask}

@@ -17,7 +17,7 @@ from PIL import Image
 from mmrl.children import frames
 from mmrl.children.frames import decode, encode
 from mmrl.rollouts import Column, Message, Prompt, Rollouts, Sample, Video
-from mmrl.workers.worker import objects_of
+from mmrl.workers.worker import shared_objects
 
 
 @dataclass
@@ -114,8 +114,8 @@ def test_records_arrive_and_share_what_both_sides_hold():
         torch.ones(2, 3, dtype=torch.bool),
         extras={"column": Column(torch.tensor([2.0, 3.0]))},
     )
-    message = encode(made, objects_of(asked))
-    came = decode(message, objects_of(prompts))
+    message = encode(made, shared_objects(asked))
+    came = decode(message, shared_objects(prompts))
     assert came.samples[0].prompt is prompts[1] and came.samples[1].prompt is prompts[0]
     assert came.inputs[0].part[0] is image and came.inputs[0].more["x"].tolist() == [1.0] and came.inputs[1] is None
     assert came.extras["column"].values.tolist() == [2.0, 3.0] and came.rewards is None and came.mask.all()

@@ -376,7 +376,7 @@ def test_what_a_pool_has_in_the_making_is_not_given_up():
     collector = Collector(config, Lengths(), task, ranks, generator)
     collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words, **options: None))
     (pending,) = collector.pending.batches
-    collector.give_up()
+    collector.cancel()
     assert list(collector.pending.batches) == [pending] and len(pending.rollouts.result(10).group) == 6
 
 

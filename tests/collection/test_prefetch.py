@@ -90,7 +90,7 @@ def test_what_was_expected_is_what_would_have_been_read(reader, path, processor,
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1 and f"questions.jsonl, line {BAD + 1}: " in told[0] and f"'{BAD}.jpg'" in told[0]
     caplog.clear()
-    reader.expect(order[::-1])
+    reader.prefetch(order[::-1])
     with caplog.at_level(logging.WARNING):
         found = [reader[index] for index in order]
     assert [record.getMessage() for record in caplog.records] == told
@@ -117,16 +117,16 @@ def alike(one, other):
 
 
 def test_what_is_not_expected_any_more_is_not_kept(reader, path):
-    reader.expect([0, 1, 2])
+    reader.prefetch([0, 1, 2])
     first = reader[0]
-    reader.expect([2, 3])
+    reader.prefetch([2, 3])
     assert set(reader._coming) == {2, 3} and reader.encoded(first) is None
     same(reader[9], asked(path, 0)[9])  # was never expected
 
 
 def test_a_prompt_that_is_too_long_is_named_as_ever(path, processor, caplog):
     short = ReadAhead(asked(path, 1), PromptEncoder(processor, 3))
-    short.expect([0])
+    short.prefetch([0])
     with caplog.at_level(logging.WARNING):
         prompt = short[0]
     assert "was not read ahead, but in time: UserError: prompt questions:1 has" in caplog.text
@@ -146,7 +146,7 @@ def test_rows_of_a_parquet_file_are_read_by_processes_too(tmp_path, path):
     file = tmp_path / "questions.parquet"
     pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=4)
     reader = ReadAhead(asked(file, 1), None)
-    reader.expect([21, 2])
+    reader.prefetch([21, 2])
     for index in (2, 21):
         same(reader[index], asked(file, 0)[index])
     reader.close()
@@ -154,11 +154,11 @@ def test_rows_of_a_parquet_file_are_read_by_processes_too(tmp_path, path):
 
 def test_a_process_that_is_killed_is_named_with_its_key(path):
     reader = ReadAhead(asked(path, 1), None)
-    reader.expect([0])
+    reader.prefetch([0])
     assert reader[0].id == "questions:1"
     for pid in reader._pool._processes:
         os.kill(pid, signal.SIGKILL)
-    reader.expect([1])
+    reader.prefetch([1])
     with pytest.raises(UserError, match="was killed .* task.data.readers"):
         reader[1]
     reader.close()

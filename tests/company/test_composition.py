@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.measurements.answers import GreedyRewards, ReferenceRewards, ViewAnswers
 from mmrl.measurements.chains import CandidateCompletions, Completions
 from mmrl.prompts.counterfactual_views import Mirrored, ShuffledFrames
-from mmrl.rollouts import PARTS, Column, DecisionColumn, FurtherAnswers
+from mmrl.rollouts import PARTS, Column, DecisionColumn, FurtherResponses
 from mmrl.settings import choose
 from mmrl.terms.shapers.segments import SegmentValues
 from mmrl.terms.term import Shaper, Term
@@ -148,7 +148,7 @@ def learned(given, monkeypatch, decision, algorithm, order, micro_batch):
     rollouts.extras[GreedyRewards().name] = Column(torch.full((12, 2), 0.3))
     said = [["two", "a third", "two", "none"] for _ in range(12)]
     for view in (Mirrored(), ShuffledFrames()):
-        rollouts.extras[ViewAnswers(view).name] = FurtherAnswers(torch.full((12,), 0.4), said)
+        rollouts.extras[ViewAnswers(view).name] = FurtherResponses(torch.full((12,), 0.4), said)
     # The task of these tests knows a rollout by its response, and here those are words.
     monkeypatch.setattr(ReferenceRewards, "measure", lambda self, rollouts, context: Column(torch.full((12,), 0.35)))
     made.prepare(rollouts)

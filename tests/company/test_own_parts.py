@@ -5,7 +5,7 @@ import torch
 
 from mmrl import Job, configure, read_run
 from mmrl.checkpoints.store import shared_rewards
-from mmrl.checkpoints.training import why_fixed
+from mmrl.checkpoints.training import resume_obstacle
 from mmrl.errors import UserError
 from mmrl.job import recorded_end
 from mmrl.rewards import RewardSet, RewardSpec
@@ -173,5 +173,5 @@ def test_a_number_that_is_named_may_change_within_a_run(tmp_path):
     ],
 )
 def test_what_may_be_named(key, before, after, reason):
-    fixed = why_fixed(key, before, after)
+    fixed = resume_obstacle(key, before, after)
     assert fixed is None if reason is None else reason in fixed

@@ -407,11 +407,11 @@ class Ring(ExtraSource):
         self._context, self._kept = context, []
 
     def make(self, fresh):
-        count = self.rollouts // self._context.share[1]
+        count = self.rollouts // self._context.rank_and_world[1]
         chosen = (self._kept or [self._row(fresh, row) for row in range(count)])[-count:]
         prompts = [self._context.prompts[row["prompt"]] for row in chosen]
         made = self._context.policy.deserialize(prompts, [row["state"] for row in chosen])
-        made.group = -1 - torch.arange(count) - count * self._context.share[0]
+        made.group = -1 - torch.arange(count) - count * self._context.rank_and_world[0]
         made.prompt = torch.tensor([row["prompt"] for row in chosen])
         made.origin = torch.full((count,), REPLAYED)
         made.rewards = torch.full((count, fresh.rewards.shape[1]), torch.nan)

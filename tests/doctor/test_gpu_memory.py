@@ -13,7 +13,7 @@ from mmrl.config import load
 from mmrl.doctor import memory_plan
 from mmrl.doctor.checks import IMAGES
 from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, memory_lines, moves
-from mmrl.engine.memory import GIB, MemoryModel, peak, standing
+from mmrl.engine.memory import GIB, MemoryModel, peak_activations, static_memory
 from mmrl.errors import UserError
 from mmrl.settings import plain
 from mmrl.settings.recipes import shipped
@@ -121,18 +121,18 @@ def test_two_linear_layers_hold_their_outputs_and_what_a_backward_pass_makes():
     layers = nn.Sequential(nn.Linear(3, 5, device="meta"), nn.Linear(5, 2, device="meta"))
     given = torch.empty(7, 3, device="meta")
     outputs = 7 * (5 + 2) * 4
-    assert peak(layers, lambda: layers(given), trains=False) == outputs
+    assert peak_activations(layers, lambda: layers(given), trains=False) == outputs
     # The gradients of both outputs, and of the second layer's weights until they are counted elsewhere.
-    assert peak(layers, lambda: layers(given)) == outputs + 7 * (2 + 5) * 4 + (5 * 2 + 2) * 4
+    assert peak_activations(layers, lambda: layers(given)) == outputs + 7 * (2 + 5) * 4 + (5 * 2 + 2) * 4
     layers.requires_grad_(False)
-    assert peak(layers, lambda: layers(given), trains=False) == outputs
+    assert peak_activations(layers, lambda: layers(given), trains=False) == outputs
 
 
 def test_gradients_of_weights_are_counted_elsewhere_once_they_are_complete():
     layers = nn.Sequential(*(nn.Linear(100, 100, bias=False, device="meta") for _ in range(4)))
     given = torch.empty(1, 100, device="meta")
     one = 100 * 100 * 4
-    assert one < peak(layers, lambda: layers(given)) < 2 * one
+    assert one < peak_activations(layers, lambda: layers(given)) < 2 * one
 
 
 def test_checkpoints_hold_their_inputs_and_one_block():
@@ -147,7 +147,7 @@ def test_checkpoints_hold_their_inputs_and_one_block():
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if again else block(x)
         return x
 
-    plain, again = peak(blocks, lambda: run(False)), peak(blocks, lambda: run(True))
+    plain, again = peak_activations(blocks, lambda: run(False)), peak_activations(blocks, lambda: run(True))
     assert plain >= (8 * depth + 1) * one
     assert (depth + 8) * one <= again <= (depth + 8 + 5) * one + width * width * 4
 
@@ -160,7 +160,7 @@ def test_attention_holds_no_matrix():
         return torch.nn.functional.scaled_dot_product_attention(query, query, query)
 
     own, sums = rows * 4 * length * size * 4, rows * 4 * length * 4
-    found = peak(nn.Module(), attend)
+    found = peak_activations(nn.Module(), attend)
     assert own + sums < found <= 6 * own + sums  # output, its gradient, three gradients and their sum
     assert found < rows * 4 * length * length * 4  # a matrix
 
@@ -172,11 +172,13 @@ def test_what_zero_shares_out_over_four_ranks(stage, gradients, weights, optimiz
     """15 weights are trained, 8 are not."""
     module = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 2)])
     module[1].requires_grad_(False)
-    found = standing(module, stage, 4, "bfloat16")
+    found = static_memory(module, stage, 4, "bfloat16")
     assert found == {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    assert standing(module, 3, 4, "float32") == {"weights": 23.0, "gradients": 15.0, "optimizer": 30.0}
-    assert standing(module, 3, 4, "float32", moments=0)["optimizer"] == 0.0
-    assert standing(module, 0, 4, "bfloat16", moments=1)["optimizer"] == 120.0  # one moment, and copies of the weights
+    assert static_memory(module, 3, 4, "float32") == {"weights": 23.0, "gradients": 15.0, "optimizer": 30.0}
+    assert static_memory(module, 3, 4, "float32", moments=0)["optimizer"] == 0.0
+    assert (
+        static_memory(module, 0, 4, "bfloat16", moments=1)["optimizer"] == 120.0
+    )  # one moment, and copies of the weights
 
 
 def parts(*overrides):

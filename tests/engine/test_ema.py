@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.engine.ema import EMA, ramp, warmed_up
+from mmrl.engine.ema import EMA, ema_warmup, ramp
 from tests.whole_runs import workers
 from tests.whole_runs.parts import call, distance, final
 
@@ -37,7 +37,7 @@ def test_update_by_hand_and_of_trained_parameters_only():
 
 
 def test_schedules():
-    assert [warmed_up(0.9)(n) for n in (0, 8, 1000)] == [0.1, 0.5, 0.9]
+    assert [ema_warmup(0.9)(n) for n in (0, 8, 1000)] == [0.1, 0.5, 0.9]
     assert [ramp(0.1, 0.5, 2)(n) for n in (0, 2, 4, 1000)] == pytest.approx([0, 0, 0.2, 0.5])
 
 
@@ -71,11 +71,11 @@ def test_an_average_sees_changes_that_bfloat16_weights_round_away():
 
 def test_state_round_trip_goes_on_with_the_same_decay():
     made = module(1, 2, 3)
-    one = EMA(made, warmed_up(0.9))
+    one = EMA(made, ema_warmup(0.9))
     set_to(made, 2.0)
     one.update()
     state = {k: v.clone() for k, v in one.state().items()}
-    other = EMA(made, warmed_up(0.9))
+    other = EMA(made, ema_warmup(0.9))
     other.load(state)
     set_to(made, 5.0)
     for shadow in (one, other):

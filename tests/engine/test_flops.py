@@ -84,9 +84,9 @@ def test_activations_that_are_computed_again_are_no_work():
 
 def test_tokens_one_by_one_attend_to_those_before_and_to_themselves():
     flops = SequenceFlops(Flops(10, 20), Flops(1, 2))
-    assert flops.of_length(3) == Flops(3 * 10 + 9, 3 * 20 + 18)
-    assert flops.of_extension(2, 3) == Flops(30 + 3 * 5, 60 + 30)
-    assert flops.of_extension(2, 3, one_by_one=True) == Flops(30 + 3 + 4 + 5, 60 + 2 * (3 + 4 + 5))
+    assert flops.for_sequence(3) == Flops(3 * 10 + 9, 3 * 20 + 18)
+    assert flops.for_extension(2, 3) == Flops(30 + 3 * 5, 60 + 30)
+    assert flops.for_extension(2, 3, one_by_one=True) == Flops(30 + 3 + 4 + 5, 60 + 2 * (3 + 4 + 5))
 
 
 def sd3_inputs(rows):

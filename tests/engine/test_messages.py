@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmrl.engine.packing import LARGEST, check_sizes, gather_messages, packed, unpacked
+from mmrl.engine.packing import LARGEST, check_sizes, gather_messages, pack, unpack
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
 
@@ -50,9 +50,9 @@ def test_what_is_there_twice_is_sent_once():
     """A group shares its prompt, whose images are large."""
     prompt = Prompt("a", "b", metadata={"pixels": torch.arange(30_000, dtype=torch.uint8), "raw": b"\x00\xff"})
     group = [Sample(prompt, response=str(number), response_length=1) for number in range(8)]
-    message = packed(group)
+    message = pack(group)
     assert 30_000 < len(message) < 36_000
-    came = unpacked(message)
+    came = unpack(message)
     assert [sample.response for sample in came] == list("01234567") and all(s.prompt is came[0].prompt for s in came)
     assert torch.equal(came[0].prompt.metadata["pixels"], prompt.metadata["pixels"])
     assert came[0].prompt.metadata["raw"] == b"\x00\xff"
@@ -61,7 +61,7 @@ def test_what_is_there_twice_is_sent_once():
 def test_parts_that_are_there_again_keep_their_order():
     one, two = torch.tensor([1.0]), torch.tensor([2.0])
     inner = Pair(one, two)
-    came = unpacked(packed([Pair(inner, one), two, inner, Pair(two, inner)]))
+    came = unpack(pack([Pair(inner, one), two, inner, Pair(two, inner)]))
     assert [float(came[0].right), float(came[1]), float(came[2].left), float(came[3].left)] == [1.0, 2.0, 1.0, 2.0]
     assert came[0].left is came[2] is came[3].right and came[0].right is came[2].left and came[1] is came[2].right
 
@@ -77,18 +77,18 @@ def test_a_pickle_that_another_rank_sends_does_not_run(tmp_path, monkeypatch):
         data = pickle.dumps(Runs(), protocol)
         for message in (data, len(data).to_bytes(8, "little") + data):
             with pytest.raises(ValueError):
-                unpacked(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+                unpack(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     text = json.dumps({"record": ["subprocess", "Popen", {"args": "touch ran"}]}).encode()
     with pytest.raises(ValueError, match="is not a record"):
-        unpacked(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
+        unpack(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8))
     assert not Path("ran").exists()
 
 
 def test_what_can_not_be_sent_is_named():
     with pytest.raises(UserError, match=r"metadata, holds a builtins\.complex, which can not be sent; set here=none$"):
-        packed({"root": 1j}, "here=none")
+        pack({"root": 1j}, "here=none")
     with pytest.raises(UserError, match="holds .* which can not be sent$"):
-        packed({1j, 2})
+        pack({1j, 2})
 
 
 @pytest.mark.parametrize("size", [-1, LARGEST + 1])
@@ -104,5 +104,5 @@ def test_sizes_are_bounded_before_there_is_memory_for_them(size, monkeypatch):
 
     monkeypatch.setattr(dist, "all_gather", gather)
     with pytest.raises(UserError, match="rank 1 sends"):
-        gather_messages(packed("a"), 2, None)
+        gather_messages(pack("a"), 2, None)
     assert calls == [1]

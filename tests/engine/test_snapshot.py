@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.engine.snapshot import AdaptersOff, Snapshot, start_of
+from mmrl.engine.snapshot import AdaptersOff, Snapshot, make_reference
 
 
 def adapted(init=True, **config):
@@ -19,7 +19,7 @@ def adapted(init=True, **config):
 
 
 def start(module, *, stays=True, zero_stage=0):
-    return start_of(module, stays=stays, zero_stage=zero_stage)
+    return make_reference(module, stays=stays, zero_stage=zero_stage)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def built(path, engine=Copy, **options):
     made = Synced(
         policy, engine(policy, PROMPTS, adapters=adapters), ONE_IMAGE, gather=lambda v: [v], adapters=adapters
     )
-    made.synchronise()  # before the first update all is well
+    made.sync_weights()  # before the first update all is well
     return made
 
 
@@ -39,7 +39,7 @@ def updated(made, lr):
 
 def named(made, words):
     with pytest.raises(UserError, match=words) as error:
-        made.synchronise()
+        made.sync_weights()
     assert "\n" not in str(error.value)
 
 
@@ -51,7 +51,7 @@ def test_a_healthy_engine_is_left_alone(dtype):
     for options in ({}, {"lora": LORA}, {"lora": LORA, "freeze": ["vision", "connector"]}):
         made = built(model_folder(), dtype=dtype, **options)
         for _ in range(2):
-            updated(made, 1e-3).synchronise()
+            updated(made, 1e-3).sync_weights()
 
 
 class Without(Copy):

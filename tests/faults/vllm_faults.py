@@ -36,7 +36,7 @@ def planted(folder: Path) -> None:
     generator, engine, policy = trainer.generator, trainer.generator.engine, trainer.policy
     runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model = runner.get_model()
-    generator.synchronise()
+    generator.sync_weights()
     found: dict = {"healthy": []}
 
     def tell(name: str, *faults, change=lambda name: True) -> None:
@@ -94,7 +94,7 @@ def updated(policy, change) -> None:
 
 def said(generator) -> str:
     try:
-        generator.synchronise()
+        generator.sync_weights()
     except UserError as error:
         return str(error)
     return ""

@@ -251,13 +251,13 @@ class Held:
     def __init__(self):
         self.policy, self.weights, self.given = None, None, 0  # given: how often it was synchronised
 
-    def synchronise(self):
+    def sync_weights(self):
         self.weights, self.given = self.policy.weights, self.given + 1
         return {}
 
     @contextmanager
     def generation(self):
-        yield self.synchronise()
+        yield self.sync_weights()
 
     def close(self):
         pass
@@ -332,7 +332,7 @@ def test_what_was_given_up_is_made_again(given):
     found = []
     for step in range(3):
         found.append(made.next(step).group.tolist())
-        made.trainer.collector.give_up()
+        made.trainer.collector.cancel()
         assert not made.trainer.collector.pending
     assert found == expected
 
@@ -358,7 +358,7 @@ def held_up(made):
 def test_what_is_given_up_before_it_was_begun_is_not_made(given):
     made = two_ahead(given)
     go, (first, second) = held_up(made)
-    made.trainer.collector.give_up()
+    made.trainer.collector.cancel()
     go.set()
     wait([first, second], 10)
     assert second.cancelled() and not first.cancelled() and len(made.trainer.policy.calls) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, failed_groups, joining, masked_out
+from mmrl.collection.extra_sources import ExtraSource, failed_groups, masked_copies, pad_to_all_ranks
 from mmrl.rollouts import DEMONSTRATION, EXTRA, FRESH, REPLAYED
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table
@@ -29,7 +29,7 @@ class Ring(ExtraSource):
         self._context = context
 
     def make(self, fresh):
-        return joining([], fresh, self._context)
+        return pad_to_all_ranks([], fresh, self._context)
 
     def observe(self, batch):
         self._seen += len(batch.rollouts)
@@ -85,6 +85,6 @@ def test_a_group_that_nobody_could_judge_has_not_failed():
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_blanks_are_not_fresh(count):
-    blank = masked_out(Table(LOGP).rollouts(), count)
+    blank = masked_copies(Table(LOGP).rollouts(), count)
     assert blank.origin.tolist() == [REPLAYED] * count and not blank.mask.any() and blank.rewards.isnan().all()
     assert len(set(blank.group.tolist())) == count and (blank.group < 0).all()

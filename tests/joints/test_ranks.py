@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from mmrl.engine.packing import packed, unpacked
+from mmrl.engine.packing import pack, unpack
 from tests.helpers.threads import together
 from tests.joints.parts import Ledger, Table, close
 
@@ -17,9 +17,9 @@ class Exchange:
         self.slots, self.barrier = [None, None], threading.Barrier(2, timeout=30)
 
     def gather(self, rank, value):
-        self.slots[rank] = packed(value)  # as between processes
+        self.slots[rank] = pack(value)  # as between processes
         self.barrier.wait()
-        found = [unpacked(slot) for slot in self.slots]
+        found = [unpack(slot) for slot in self.slots]
         self.barrier.wait()
         return found
 

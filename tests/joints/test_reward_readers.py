@@ -111,7 +111,7 @@ def test_templates_that_open_the_thoughts(tmp_path, tail, opened):
     template = policy.tokens.processor.chat_template
     policy.tokens.processor.chat_template = template + (f"{{{{ {json.dumps(tail)} }}}}" if tail else "")
     samples = policy.respond([task.evaluation[0]], [1])
-    assert [sample.opened_thoughts for sample in samples] == [opened] * len(samples)
+    assert [sample.prompt_opens_think for sample in samples] == [opened] * len(samples)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_templates_that_open_the_thoughts(tmp_path, tail, opened):
 def test_thoughts_that_the_prompt_opened(response, opened, think_answer, sections, answer):
     specs = [RewardSpec(name="think_answer"), RewardSpec(name="exact_match")]
     specs.insert(1, RewardSpec(name="sections", options={"tags": ["think", "answer"]}))
-    sample = Sample(Prompt("p", "question", answer="7"), response, opened_thoughts=opened)
+    sample = Sample(Prompt("p", "question", answer="7"), response, prompt_opens_think=opened)
     assert RewardSet(specs).score([sample])[0].tolist() == [think_answer, sections, answer]
 
 

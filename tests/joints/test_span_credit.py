@@ -33,7 +33,7 @@ def right(sample):
 
 
 def first_half(sample):
-    return Spans([(0, 2, 3.0)], of="decisions")
+    return Spans([(0, 2, 3.0)], unit="decisions")
 
 
 REWARDS = f"task.rewards=[{{name: '{HERE}:valued', label: process, weight: 0}}, {{name: '{HERE}:right'}}]"
@@ -230,7 +230,7 @@ def test_spans_of_turns():
     turns = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
     rollouts.extras["turns"] = Turns(turns, torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2))
     for sample, end in zip(rollouts.samples, (2, 1), strict=True):
-        sample.spans["process"] = Spans([(t, t + 1, t - 1.0) for t in range(end)], of="turns")
+        sample.spans["process"] = Spans([(t, t + 1, t - 1.0) for t in range(end)], unit="turns")
     column = SpanValues("process", "turns").measure(rollouts, None)
     close(spread(column.values, column.shares, 4), [[-1, -1, 0, 0], [-1, -1, 0, 0]])
 

@@ -229,6 +229,6 @@ def test_a_run_goes_back_to_the_last_good_checkpoint_with_half_the_rate(tmp_path
         assert all(torch.equal(a, b) for a, b in zip(kept[2], kept[1], strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(kept[1], kept[0], strict=True))
         assert trainer.engine.lr == pytest.approx(0.5 * load(DIGITS, [f"run_dir={tmp_path}"]).optim.lr)
-        assert [path.name for path in checkpoints.finished(tmp_path / "checkpoints")] == ["step-000002"]
+        assert [path.name for path in checkpoints.list_finished(tmp_path / "checkpoints")] == ["step-000002"]
     finally:
         release(trainer)

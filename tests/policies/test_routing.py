@@ -389,11 +389,11 @@ def made(policy, monkeypatch, *overrides):
 
 def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
     generator, asked = made(load(FAMILY), monkeypatch, "rollout.generator.routing_replay=true")
-    assert asked.settings.routing_replay and generator.synchronise()["generation/probe_gap"] < 1e-5
+    assert asked.settings.routing_replay and generator.sync_weights()["generation/probe_gap"] < 1e-5
     generator, asked = made(load(FAMILY), monkeypatch)
     assert not asked.settings.routing_replay
     with pytest.raises(UserError, match="differ from the trained model's"):  # the engine has routes of its own
-        generator.synchronise()
+        generator.sync_weights()
     with pytest.raises(UserError, match="^rollout.generator.routing_replay is for"):
         made(load("qwen3_vl"), monkeypatch, "rollout.generator.routing_replay=true")
 

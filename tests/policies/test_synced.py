@@ -146,11 +146,11 @@ def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
     made.engine.load = lambda weights: None  # nor asks for them
     disturb(made.policy)
     with pytest.raises(UserError, match=r"69 of 69 tensors are not as they were sent: visual.patch_embed"):
-        made.synchronise()
+        made.sync_weights()
     healthy = synced()
     healthy.gather = lambda value: [value, "another rank's"]
     with pytest.raises(UserError, match="another rank's"):
-        healthy.synchronise()
+        healthy.sync_weights()
 
 
 def test_an_engine_that_computes_otherwise_stops_the_run_on_every_rank(synced):
@@ -159,7 +159,7 @@ def test_an_engine_that_computes_otherwise_stops_the_run_on_every_rank(synced):
         healthy.compare = lambda arrivals: {}
         healthy.gather = lambda value, other=other: [value, [Gap(other)]]  # another rank's
         with pytest.raises(UserError, match=f"differ from .* by {words} in the mean, .*probe_limit=0.001"):
-            healthy.synchronise()
+            healthy.sync_weights()
 
 
 def test_a_weight_that_is_left_out_is_noticed(synced):
@@ -177,7 +177,7 @@ def test_a_weight_that_is_left_out_is_noticed(synced):
     made.engine.load = load_but_head
     disturb(made.policy)
     with pytest.raises(UserError, match="1 of 69 tensors are not as they were sent: lm_head.weight;"):
-        made.synchronise()
+        made.sync_weights()
 
 
 def test_an_engine_that_is_not_installed_is_asked_for_in_one_line(monkeypatch):
@@ -202,7 +202,7 @@ def test_without_checksums_the_trainer_sums_nothing_and_the_probe_still_proves(m
     for _ in range(2):
         disturb(policy)
         assert made.probe(engine).mean > 1e-2
-        assert made.synchronise()["generation/probe_gap"] < 1e-3
+        assert made.sync_weights()["generation/probe_gap"] < 1e-3
 
 
 @pytest.mark.parametrize("watches", [True, False])

@@ -256,7 +256,7 @@ def test_a_limit_of_two_threads_ends_with_the_last_of_them():
     before, steps = resource.getrlimit(resource.RLIMIT_AS), [threading.Event() for _ in range(3)]
 
     def first():
-        with template_limits.grows_at_most(2**30, "first"):
+        with template_limits.limit_memory_growth(2**30, "first"):
             steps[0].set()
             steps[1].wait(10)
         steps[2].set()
@@ -264,7 +264,7 @@ def test_a_limit_of_two_threads_ends_with_the_last_of_them():
     thread = threading.Thread(target=first)
     thread.start()
     steps[0].wait(10)
-    with template_limits.grows_at_most(2**30, "second"):
+    with template_limits.limit_memory_growth(2**30, "second"):
         steps[1].set()
         steps[2].wait(10)
         within = resource.getrlimit(resource.RLIMIT_AS)

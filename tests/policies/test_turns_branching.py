@@ -134,11 +134,11 @@ def test_a_rise_of_the_entropy_makes_a_branch_likelier():
     1; in row 0 the second turn's is 2.5 and the third's 1.5, in row 1 it is 1.5 and then 2.5. What was read has 99."""
     entropy = torch.tensor([[0.5, 1.5, 99, 1.0, 4.0, 99, 1.0, 2.0], [0.5, 1.5, 99, 1.0, 2.0, 99, 2.0, 3.0]])
     members, at = spoken(["look", "look", None]), ToolAnswers(first=2, vocabulary=8)
-    assert at.ranked(members, entropy, Numbers(0.6, 0.6, 0.6, 0.6)) == [(0, 2), (1, 4)]
-    assert at.ranked(members, entropy, Numbers(0.45, 0.45, 0.45, 0.45)) == [(0, 2), (1, 2), (0, 4), (1, 4)]
-    assert at.ranked(spoken(["look", None, None]), entropy, Numbers(0.6, 0.6)) == [(0, 2)]
+    assert at.rank_points(members, entropy, Numbers(0.6, 0.6, 0.6, 0.6)) == [(0, 2), (1, 4)]
+    assert at.rank_points(members, entropy, Numbers(0.45, 0.45, 0.45, 0.45)) == [(0, 2), (1, 2), (0, 4), (1, 4)]
+    assert at.rank_points(spoken(["look", None, None]), entropy, Numbers(0.6, 0.6)) == [(0, 2)]
     # Of the first decision alone: that rises by a half in row 0, and by one and a half in row 1's third turn
-    assert ToolAnswers(first=1, vocabulary=8).ranked(members, entropy, Numbers(*[0.6] * 4)) == [(1, 4)]
+    assert ToolAnswers(first=1, vocabulary=8).rank_points(members, entropy, Numbers(*[0.6] * 4)) == [(1, 4)]
 
 
 @pytest.mark.usefixtures("alone")

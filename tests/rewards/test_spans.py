@@ -78,7 +78,7 @@ def test_unknown_units_and_totals_that_are_not_finite():
 
 
 def turned(sample):
-    return Spans([(0, 1, 1.0)], of="turns")
+    return Spans([(0, 1, 1.0)], unit="turns")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mmrl.engine import take_device
+from mmrl.engine import select_device
 from mmrl.errors import UserError
 from mmrl.generation.settings import VLLMServer
 from mmrl.generation.vllm.engine import EngineOptions
@@ -43,18 +43,18 @@ def cuda(monkeypatch):
 def test_a_rank_takes_its_gpu_and_hands_it_on(cuda, monkeypatch, visible, name, renders):
     if visible is not None:
         monkeypatch.setenv(devices.VISIBLE, visible)
-    assert devices.of_children() == {} and devices.named("cuda") == "cuda"  # nothing is taken yet
-    take_device()
+    assert devices.child_environment() == {} and devices.device_name("cuda") == "cuda"  # nothing is taken yet
+    select_device()
     assert cuda == [3] and devices.device_index() == 3
-    assert devices.of_children() == {"CUDA_VISIBLE_DEVICES": name}
-    assert (devices.named("cuda"), devices.named("physx_cuda")) == ("cuda:3", "physx_cuda:3")
+    assert devices.child_environment() == {"CUDA_VISIBLE_DEVICES": name}
+    assert (devices.device_name("cuda"), devices.device_name("physx_cuda")) == ("cuda:3", "physx_cuda:3")
     assert device_of(None) == torch.device("cuda:3") and device_of("cpu") == torch.device("cpu")
     assert os.environ.get(devices.EGL) == renders
 
 
 def test_a_renderer_that_the_user_names_stays(cuda, monkeypatch):
     monkeypatch.setenv(devices.EGL, "1")
-    take_device()
+    select_device()
     assert os.environ[devices.EGL] == "1"
 
 
@@ -62,13 +62,15 @@ def test_more_ranks_than_gpus_are_named_before_anything_is_built(cuda, monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv(devices.VISIBLE, "6")
     with pytest.raises(UserError, match=r"rank 3 of this host finds 1 GPU \(CUDA_VISIBLE_DEVICES=6\); start as many"):
-        take_device()
+        select_device()
     assert cuda == []
 
 
 def test_without_a_gpu_nothing_is_taken():
-    take_device()
-    assert devices.device_index() is None and devices.of_children() == {} and device_of(None) == torch.device("cpu")
+    select_device()
+    assert (
+        devices.device_index() is None and devices.child_environment() == {} and device_of(None) == torch.device("cpu")
+    )
 
 
 LAUNCHED = {
@@ -86,7 +88,7 @@ def test_a_simulator_s_worker_sees_the_rank_s_gpu_alone_and_no_launcher(cuda, mo
     monkeypatch.setenv(devices.VISIBLE, "4,5,6,7")
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    take_device()
+    select_device()
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.update(env))
     SimulatorWorker({"name": "tabletop", "count": 1, "options": {}}, 60.0, launched("tabletop", None, None))
     assert started["CUDA_VISIBLE_DEVICES"] == started["MUJOCO_EGL_DEVICE_ID"] == "7"
@@ -132,7 +134,7 @@ def test_servers_on_gpus_that_are_taken_or_not_there_are_refused(cuda, monkeypat
 def test_a_gpu_that_is_not_shown_is_named(monkeypatch):
     monkeypatch.setenv(devices.VISIBLE, "4,5")
     with pytest.raises(UserError, match="GPU 2 was requested, but CUDA_VISIBLE_DEVICES=4,5 lists 2"):
-        devices.names([1, 2])
+        devices.visible_devices([1, 2])
 
 
 def test_torch_is_not_needed_to_know():

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from mmrl.runtime.images import as_shown, check_mode, embedded, local_path
+from mmrl.runtime.images import check_mode, decode_data_url, local_path, to_rgb
 from mmrl.runtime.jsonl import RowError
 from mmrl.sims.turns.chat import read_image
 from mmrl.tasks.data.image_files import ImageFiles
@@ -52,7 +52,7 @@ def square():
 @pytest.mark.parametrize("form", LOSSLESS)
 def test_every_orientation_by_hand(form, orientation):
     image = opened(stored(square(), form, orientation, **LOSSLESS[form]))
-    assert np.asarray(as_shown(image)).tolist() == np.array(TURNED[orientation]).tolist()
+    assert np.asarray(to_rgb(image)).tolist() == np.array(TURNED[orientation]).tolist()
 
 
 MODES = {
@@ -77,7 +77,7 @@ MODES = {
 def test_pixels_are_those_of_the_loader_of_transformers(form, mode, orientation):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8))
     data = stored(noise.convert(mode), form, orientation)
-    shown, theirs = as_shown(opened(data)), load_image(opened(data))
+    shown, theirs = to_rgb(opened(data)), load_image(opened(data))
     assert shown.mode == "RGB" and shown.size == theirs.size == ((7, 5) if orientation is None else (5, 7))
     assert np.array_equal(np.asarray(shown), np.asarray(theirs))
 
@@ -93,9 +93,7 @@ def strokes(mode):
     ("form", "mode"), [("PNG", "RGBA"), ("PNG", "LA"), ("WEBP", "RGBA"), ("TIFF", "RGBA"), ("TIFF", "LA")]
 )
 def test_transparent_drawings_stand_on_white(form, mode):
-    shown = as_shown(
-        opened(stored(strokes(mode), form, **({"lossless": True, "exact": True} if form == "WEBP" else {})))
-    )
+    shown = to_rgb(opened(stored(strokes(mode), form, **({"lossless": True, "exact": True} if form == "WEBP" else {}))))
     assert np.asarray(shown)[0].tolist() == [[0] * 3, [127] * 3, [255] * 3]
 
 
@@ -104,18 +102,18 @@ def test_palettes_and_colours_that_are_transparent():
     palette.putpalette([*A, *B])
     palette.putdata([0, 1])
     for form in ("PNG", "GIF"):
-        shown = as_shown(opened(stored(palette, form, transparency=1)))
+        shown = to_rgb(opened(stored(palette, form, transparency=1)))
         assert np.asarray(shown)[0].tolist() == [list(A), [255] * 3]
     for mode, colour, clear in (("RGB", A, A), ("L", 7, 7)):
-        shown = as_shown(opened(stored(Image.new(mode, (1, 1), colour), "PNG", transparency=clear)))
+        shown = to_rgb(opened(stored(Image.new(mode, (1, 1), colour), "PNG", transparency=clear)))
         assert np.asarray(shown)[0, 0].tolist() == [255] * 3
-    assert np.asarray(as_shown(strokes("RGBA").convert("RGBa")))[0].tolist() == [[0] * 3, [127] * 3, [255] * 3]
+    assert np.asarray(to_rgb(strokes("RGBA").convert("RGBa")))[0].tolist() == [[0] * 3, [127] * 3, [255] * 3]
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_of_grey_become_eight(form):
     deep = Image.fromarray(np.array([[0, 128, 129, 257, 32768, 65535]], np.uint16))
-    shown = as_shown(opened(stored(deep, form)))
+    shown = to_rgb(opened(stored(deep, form)))
     assert np.asarray(shown)[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255]
 
 
@@ -136,7 +134,7 @@ def test_numbers_without_a_range_are_refused_by_the_header(mode, tmp_path):
 )
 def test_damaged_exif_is_passed_over(damage):
     image = opened(stored(square(), "PNG", exif=b"Exif\x00\x00" + damage))
-    assert np.asarray(as_shown(image)).tolist() == TURNED_AS_LISTS
+    assert np.asarray(to_rgb(image)).tolist() == TURNED_AS_LISTS
 
 
 TURNED_AS_LISTS = np.array(TURNED[1]).tolist()
@@ -198,5 +196,8 @@ def test_frames_of_a_transparent_animation_stand_on_white(tmp_path):
 
 
 def test_urls_by_hand():
-    assert embedded("data:image/png;base64,QUI=") == b"AB" and embedded("data:image/jpeg;base64,QU\nI%3D") == b"AB"
+    assert (
+        decode_data_url("data:image/png;base64,QUI=") == b"AB"
+        and decode_data_url("data:image/jpeg;base64,QU\nI%3D") == b"AB"
+    )
     assert local_path("file:///a%20b/%C3%A9.png") == "/a b/\xe9.png" and local_path("file://localhost/a") == "/a"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.rollouts import Prompt, Rollouts, Sample
-from mmrl.training.balancing import Move, Piece, balanced, heaviest, pieces, planned
+from mmrl.training.balancing import Move, Piece, balance_ranks, heaviest, pieces, planned
 from tests.helpers.threads import together
 
 GROUP = torch.tensor([4, 4, 6, 6, 5, 5])
@@ -84,7 +84,7 @@ def test_what_comes_from_two_ranks_takes_the_places_that_it_was_given():
         )
         ranks = SimpleNamespace(rank=rank, world=3, gather=gather, exchange=exchange)
         nowhere = torch.zeros(2, dtype=torch.bool)
-        return balanced(own, [[torch.tensor([0, 1])]], torch.tensor(costs[rank]), nowhere, ranks)[0].inputs
+        return balance_ranks(own, [[torch.tensor([0, 1])]], torch.tensor(costs[rank]), nowhere, ranks)[0].inputs
 
     assert together(work, range(3), barrier) == [["1-0", "2-0"], ["0-0", "1-1"], ["0-1", "2-1"]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mmrl.engine import Ranks
-from mmrl.engine.packing import packed
+from mmrl.engine.packing import pack
 from mmrl.errors import UserError
 from mmrl.trainer import Trainer
 from tests.whole_runs.parts import make, release, train
@@ -85,7 +85,7 @@ def parcels(folder: Path) -> None:
     facts = {
         "got": [(one["from"], one["to"], one["part"].tolist()) for one in got],
         "shared": [one["twice"][0] is one["twice"][1] for one in got],
-        "bytes": len(packed(part)),
+        "bytes": len(pack(part)),
         "said": said,
     }
     (folder / f"parcels-{ranks.rank}.json").write_text(json.dumps(facts))

@@ -29,12 +29,12 @@ def two_servers(folder: Path) -> None:
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(16)]
     try:
-        found: dict = {"start": generator.synchronise()}
+        found: dict = {"start": generator.sync_weights()}
         found["answers"] = responses(policy.rollout(prompts, 8, range(128)))
         found["answered"] = list(engine.answered)
         found["files"] = [path.name for path in (folder / "run/engines").rglob("*.safetensors")]
         found["damaged"] = damaged(generator)
-        found["sound"] = generator.synchronise()
+        found["sound"] = generator.sync_weights()
         found["again"] = responses(policy.rollout(prompts, 8, range(128)))
         found |= killed(trainer)
         trainer.train()
@@ -60,7 +60,7 @@ def damaged(generator) -> str:
 
     transfer.packed = other
     try:
-        generator.synchronise()
+        generator.sync_weights()
     except UserError as error:
         return str(error)
     finally:
@@ -87,7 +87,7 @@ def killed(trainer) -> dict:
     with torch.no_grad():
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
-    return found | {"after": generator.synchronise()}
+    return found | {"after": generator.sync_weights()}
 
 
 def stopped(generator) -> tuple[str, float]:
@@ -103,7 +103,7 @@ def stopped(generator) -> tuple[str, float]:
     nccl.announce = stopping
     started = time.monotonic()
     try:
-        generator.synchronise()
+        generator.sync_weights()
     except UserError as error:
         return str(error), time.monotonic() - started
     finally:

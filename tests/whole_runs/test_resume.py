@@ -124,7 +124,7 @@ def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, mome
     log = run.with_suffix(".log")
     processes = launch(run)
     folder = run / "checkpoints"
-    until(lambda: len(checkpoints.finished(folder)) >= 2, processes, log)
+    until(lambda: len(checkpoints.list_finished(folder)) >= 2, processes, log)
     written = {
         "created": lambda: pending(run),
         "weights": lambda: any(list(p.glob("engine/mp_rank*")) for p in pending(run)),
@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, mome
     until(written[moment], processes, log)
     os.kill(processes[0].pid, signal.SIGKILL)
     assert wait(processes, log) == [-signal.SIGKILL]
-    newest = int(checkpoints.finished(folder)[-1].name.removeprefix("step-"))
+    newest = int(checkpoints.list_finished(folder)[-1].name.removeprefix("step-"))
     assert newest >= 2
     left = pending(run)
     steps = newest + 2
@@ -146,7 +146,7 @@ def test_a_killed_run_goes_on_from_its_newest_finished_checkpoint(tmp_path, mome
     assert f"resumed from {folder}/step-{newest:06d}" in log.read_text().replace("\n", "")
     assert [r["step"] for r in metrics(run) if "loss" in r] == list(range(1, steps + 1))
     assert not pending(run) or pending(run) == left
-    assert checkpoints.finished(folder)[-1].name == f"step-{steps:06d}"
+    assert checkpoints.list_finished(folder)[-1].name == f"step-{steps:06d}"
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path):
     until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 2, processes, log)
     os.kill(processes[1].pid, signal.SIGTERM)  # one rank's signal stops all
     assert wait(processes, log) == [143, 143], log.read_text()[-3000:]
-    (saved,) = checkpoints.finished(run / "checkpoints")
+    (saved,) = checkpoints.list_finished(run / "checkpoints")
     assert not (run / "final").exists()  # it did not reach its end
     step = int(saved.name.removeprefix("step-"))
     assert step >= 2 and [r["step"] for r in metrics(run)] == list(range(1, step + 1))

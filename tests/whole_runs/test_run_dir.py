@@ -82,7 +82,7 @@ def same(one, other):
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, whole):
     run = tmp_path / "run"
     assert stopped(run, signal.SIGKILL, "checkpoint.every=100") == -signal.SIGKILL
-    assert len(steps(run)) >= 1 and not checkpoints.finished(run / "checkpoints")
+    assert len(steps(run)) >= 1 and not checkpoints.list_finished(run / "checkpoints")
     assert "resumed" not in ends(run)
     assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
 
@@ -151,7 +151,7 @@ def test_damage_of_what_is_read_first_stops_nothing(tmp_path, whole, kind):
     """What decides whether to start, to go on or to do nothing is read before checksums of large files are."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    for path in (checkpoints.finished(run / "checkpoints")[-1] / "trainer.json", run / "final" / "run.json"):
+    for path in (checkpoints.list_finished(run / "checkpoints")[-1] / "trainer.json", run / "final" / "run.json"):
         size = path.stat().st_size
         path.unlink()
         if kind != "deleted":
@@ -220,7 +220,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     run = tmp_path / "run"
     assert stopped(run, signal.SIGINT, "steps=100000", "checkpoint.every=0", after=2) == 130
     said = run.with_suffix(".log").read_text()
-    (saved,) = checkpoints.finished(run / "checkpoints")
+    (saved,) = checkpoints.list_finished(run / "checkpoints")
     step = steps(run)[-1]
     assert saved.name == f"step-{step:06d}" and not (run / "final").exists()
     assert f"stopped at step {step} and saved; the same command goes on" in said and "Traceback" not in said
@@ -271,7 +271,7 @@ def test_a_warm_start_that_was_cut_off_is_gone_on_with(recipes):
     log = recipes / "base.log"
     (process,) = start(command, "train", str(recipes / "base.yaml"), log=log)
     base = recipes / "base"
-    until(lambda: len(checkpoints.finished(base / "checkpoints")) == 1, process, log)
+    until(lambda: len(checkpoints.list_finished(base / "checkpoints")) == 1, process, log)
     os.kill(process.pid, signal.SIGTERM)
     assert wait([process], log) == [143] and not (base / "final").exists()
     result = after(recipes)
@@ -336,4 +336,4 @@ def test_a_warm_start_gets_the_signals_of_its_job(recipes):
     os.kill(process.pid, signal.SIGUSR1)
     assert wait([process], log) == [128 + signal.SIGUSR1]
     assert log.read_text().endswith("the same command goes on with it\n")
-    assert len(checkpoints.finished(base / "checkpoints")) == 1 and not (base / "final").exists()
+    assert len(checkpoints.list_finished(base / "checkpoints")) == 1 and not (base / "final").exists()

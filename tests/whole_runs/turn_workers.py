@@ -97,7 +97,7 @@ def beside(folder: Path) -> None:
     trainer = with_ends(make(folder / "beside", *TALKS, *COLOCATED))
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(6)]
-    generator.synchronise()
+    generator.sync_weights()
     with generator.generation():
         sampled = policy.rollout(prompts, 2, range(12))
         greedy = policy.rollout(prompts, 1, range(6), temperature=0.0)

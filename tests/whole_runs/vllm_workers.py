@@ -79,14 +79,14 @@ def one_rank(folder: Path) -> None:
 
 def stale(generator, policy, without=None) -> str:
     """What a synchronisation says that skips a part, after weights have moved."""
-    generator.synchronise()
+    generator.sync_weights()
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter.mul_(1.1)
     if without:
         setattr(generator.engine, without, lambda *ignored: None)
     try:
-        generator.synchronise()
+        generator.sync_weights()
     except UserError as error:
         return str(error)
     finally:
@@ -180,7 +180,7 @@ def adapters(folder: Path) -> None:
     trainer.collector.collect = collected
     trainer.train()
     found = {"trained": trained, "loaded": list(engine.llm.llm_engine.list_loras()), "adapters": engine.adapters}
-    generator.synchronise()
+    generator.sync_weights()
     drafts = policy.draft(prompts, 1, range(4), temperature=0.0)
     for _ in range(4):
         policy.extend(engine, drafts, 2)
@@ -214,14 +214,14 @@ def server_with_adapters(folder: Path) -> None:
     prompts = [trainer.task.train[i] for i in range(8)]
     try:
         trainer.train()
-        generator.synchronise()
+        generator.sync_weights()
         headers = {"Authorization": f"Bearer {engine.servers[0].key}"}
         served = requests.get(f"{engine.servers[0].address}/v1/models", timeout=60, headers=headers).json()["data"]
         found: dict = {"models": [model["id"] for model in served]}
         found["before"] = responses(policy.rollout(prompts, 8, range(64)))
         threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 16)).start()
         found["killed"] = responses(policy.rollout(prompts, 8, range(64)))
-        found |= generator.synchronise()
+        found |= generator.sync_weights()
         found["stale"] = stale(generator, policy, without="adapt")
     finally:
         release(trainer)
@@ -240,7 +240,7 @@ def server(folder: Path) -> None:
     found: dict = {"prompts": trainer.config.rollout.prompts}
     prompts = [trainer.task.train[i] for i in range(8)]
     try:
-        generator.synchronise()
+        generator.sync_weights()
         found |= asked(policy, prompts)
         found["again"] = responses(policy.rollout(prompts, 8, range(8 * len(prompts))))
         paths = ["weight_info", "v1/models", "docs", "pause", "collective_rpc", "inference/v1/generate", "health"]
@@ -266,18 +266,18 @@ def servers(folder: Path) -> None:
     policy, generator, engine = trainer.policy, trainer.generator, trainer.generator.engine
     prompts = [trainer.task.train[i] for i in range(16)]
     try:
-        generator.synchronise()
+        generator.sync_weights()
         found = asked(policy, prompts) | {"answered": list(engine.answered)}
 
         threading.Thread(target=kill_at, args=(engine, sum(engine.answered) + 32)).start()
         found["killed"] = responses(policy.rollout(prompts, 8, range(128)))
         engine.answered = [0, 0]
-        found |= generator.synchronise()
+        found |= generator.sync_weights()
         policy.rollout(prompts, 8, range(128))
         found["answered_after"] = engine.answered
 
         found["stale"] = forgotten(generator, policy)
-        generator.synchronise()
+        generator.sync_weights()
         found |= slow_second(engine, policy, prompts)
     finally:
         release(trainer)
@@ -294,14 +294,14 @@ def placed(folder: Path, address: str) -> None:
 
     here = make(folder / "here", *one, task=Fixed(spread))
     try:
-        here.generator.synchronise()
+        here.generator.sync_weights()
         found: dict = {"here": batch(here)}
     finally:
         release(here)
     there = make(folder / "there", *one, f"rollout.generator.ray={address}", task=Fixed(spread))
     generator, engine = there.generator, there.generator.engine
     try:
-        generator.synchronise()
+        generator.sync_weights()
         found |= {
             "there": batch(there),
             "pids": group(engine.processes[0].running.pid),
@@ -309,7 +309,7 @@ def placed(folder: Path, address: str) -> None:
         }
         threading.Thread(target=lose_host, args=(engine, sum(engine.answered) + 32)).start()
         found["killed"] = batch(there)
-        found |= generator.synchronise()
+        found |= generator.sync_weights()
         found["moved"] = engine.servers[0].address != found["before"]
         found["after"] = batch(there)
         found["pids"] += group(engine.processes[0].running.pid)
@@ -350,7 +350,7 @@ def forgotten(generator, policy) -> str:
     post, second.post = second.post, lambda path, body=None: {} if has_weights(body) else post(path, body)
     message = ""
     try:
-        generator.synchronise()
+        generator.sync_weights()
     except UserError as error:
         message = str(error)
     second.post = post

@@ -166,7 +166,7 @@ def test_a_worker_that_is_silent_is_given_up(tmp_path, threads, monkeypatch):
     monkeypatch.setattr(InThread, "__call__", silent)
     trainer = make(tmp_path, "rollout.workers={timeout: 0.2}", base=IMAGES)
     with pytest.raises(UserError, match=r"rollout worker 0 was lost 3 times .* rollout.workers.timeout=0.2 s"):
-        trainer.generator.synchronise()
+        trainer.generator.sync_weights()
     release(trainer)
 
 
@@ -177,13 +177,13 @@ def test_weights_that_arrive_otherwise_are_named(tmp_path, threads, monkeypatch)
     def wrongly(folder, named):
         write(folder, ((n, v.flip(0) if v.ndim == 1 and len(v.unique()) > 1 else v) for n, v in named))
 
-    trainer.generator.synchronise()
+    trainer.generator.sync_weights()
     with torch.no_grad():
         for parameter in trainer.policy.module.parameters():
             parameter.add_(torch.linspace(0, 1, parameter.numel()).view(parameter.shape))
     monkeypatch.setattr(pool, "write_weights", wrongly)
     with pytest.raises(UserError, match=r"rollout worker 0: \S+ differs from what was sent; set rollout.workers"):
-        trainer.generator.synchronise()
+        trainer.generator.sync_weights()
     release(trainer)
 
 
@@ -193,14 +193,14 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
     name, parameter = next(iter(trainer.policy.module.named_parameters()))
     parameter.requires_grad_(False)
     if not changed:
-        assert trainer.generator.synchronise()["time/synchronise"] > 0
+        assert trainer.generator.sync_weights()["time/synchronise"] > 0
         assert name in trainer.generator.frozen and name not in trainer.generator.current.checksums
     else:
         parameter.data.add_(1e-3)
         with pytest.raises(
             UserError, match=rf"rollout worker 0: {name}, .* differs from the training process's.* model.build"
         ):
-            trainer.generator.synchronise()
+            trainer.generator.sync_weights()
     release(trainer)
 
 

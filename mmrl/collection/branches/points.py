@@ -40,10 +40,10 @@ class BranchPoints(Choice):
         return "entropy" in self.needs.offers
 
     @abstractmethod
-    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+    def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         """Returns the points at which the rollouts of one group may branch, the first to be used first.
 
-        entropy: of their decisions, [rollout, decision]; 0 where it is not read. chance: for draws, which depend on the
+        entropy: of their decisions, [rollout, decision]; 0 where it is not read. rng: depends on the
         run's seed and the group alone."""
 
 
@@ -56,7 +56,7 @@ class UncertainTokens(BranchPoints):
     type: str = "uncertain_tokens"
     apart: int = option(1, "fewest decisions between two branch points of a response", unit="tokens", ge=1)
 
-    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+    def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         chosen: list[Point] = []
         values = decided(members, entropy)
         every = [(-float(h), row, t) for row, own in enumerate(values) for t, h in enumerate(own) if t > 0]
@@ -83,11 +83,11 @@ class SegmentEnds(BranchPoints):
     def needs(self) -> Needs:
         return Needs() if self.by == "chance" else super().needs
 
-    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+    def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         values = decided(members, entropy)
         points = [(row, cut) for row, own in enumerate(values) for cut in range(self.every, len(own), self.every)]
         if self.by == "chance":
-            return chance.sample(points, len(points))
+            return rng.sample(points, len(points))
         return sorted(points, key=lambda point: -float(values[point[0]][point[1] : point[1] + self.every].mean()))
 
 
@@ -114,7 +114,7 @@ class ToolAnswers(BranchPoints):
     def needs(self) -> Needs:
         return super().needs | Needs(offers=frozenset({"turns"}))
 
-    def ranked(self, members: Rollouts, entropy: Tensor, chance: random.Random) -> list[Point]:
+    def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
         from mmrl.rollouts import Turns
 
         number, points = members.extra("turns", Turns).number, []
@@ -126,7 +126,7 @@ class ToolAnswers(BranchPoints):
                 if k == 0 or conversation.turns[k - 1].tool is None:
                     continue
                 rise = float(own[turn == k][: self.first].mean() - opening) / math.log(self.vocabulary)
-                if chance.random() - self.weight * rise <= self.threshold:
+                if rng.random() - self.weight * rise <= self.threshold:
                     points.append((k, row, int((turn < k).sum())))
         return [(row, cut) for _, row, cut in sorted(points)]
 

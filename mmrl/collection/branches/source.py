@@ -113,8 +113,8 @@ class Branches(ExtraSource):
         points, seeds = [], []
         for group in members.group.unique().tolist():
             rows = (members.group == group).nonzero().flatten()
-            own, chance = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
-            chosen = unused(own, self.at.ranked(own, entropy[rows], chance), used, -(-share // self.width))
+            own, rng = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
+            chosen = unused(own, self.at.rank_points(own, entropy[rows], rng), used, -(-share // self.width))
             branches = [(member, length, i) for member, length in chosen for i in range(self.width)][:share]
             # Beside those of earlier rounds, which had fewer members
             branches += [(0, 0, len(rows) + i) for i in range(share - len(branches))]

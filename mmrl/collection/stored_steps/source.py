@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from mmrl.collection.extra_sources import ExtraSource, SourceContext, masked_out
+from mmrl.collection.extra_sources import ExtraSource, SourceContext, masked_copies
 from mmrl.protocols.abilities import EpisodeStoring
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
@@ -48,7 +48,7 @@ class StoredSteps(ExtraSource):
         from mmrl.collection.stored_steps.ring import StepRing
 
         self._context, self._drawn = context, 0
-        folder = context.folder / "stored_steps" / f"rank_{context.share[0]}"
+        folder = context.folder / "stored_steps" / f"rank_{context.rank_and_world[0]}"
         self._ring = StepRing(
             folder, size=self.keep, chosen=self.of, checkpoints=context.checkpoints + 1
         )  # one more: a save may fail
@@ -59,11 +59,11 @@ class StoredSteps(ExtraSource):
 
         from mmrl.rollouts import REPLAYED
 
-        (rank, world), step = self._context.share, self._drawn
+        (rank, world), step = self._context.rank_and_world, self._drawn
         self._drawn += 1
         count = self.steps // world
         if not self._ring.eligible:
-            return masked_out(fresh, count)
+            return masked_copies(fresh, count)
         chance = random.Random(f"{self._context.seed} {rank} {step}")
         drawn = self._ring.draw(chance.choices(range(self._ring.eligible), k=count))
         positions = torch.arange(step * self.steps, (step + 1) * self.steps)[rank * count : (rank + 1) * count]

@@ -42,7 +42,7 @@ class Process:
         environment = devices.without_launcher(dict(os.environ)) | self.environment()
         if torch.cuda.is_available():
             gpus = range(self.device, self.device + self.options.tensor_parallel)
-            environment[devices.VISIBLE] = devices.names(gpus)
+            environment[devices.VISIBLE] = devices.visible_devices(gpus)
         command = [sys.executable, *self.arguments(model, host, int(port))]
         self.running = LocalProcess(command, environment, log=self.log)
 

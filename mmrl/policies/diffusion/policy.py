@@ -31,7 +31,7 @@ from mmrl.policies.diffusion.settings import (
 from mmrl.policies.models import NetworkCall, TrainingEngine
 from mmrl.protocols.teachers import Teachers
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample, require
-from mmrl.runtime.files import share
+from mmrl.runtime.files import use_default_mode
 from mmrl.samplers.chain import Sampler
 
 
@@ -189,7 +189,7 @@ class DiffusionPolicy:
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         self.family.save(folder, state)
-        share(folder)
+        use_default_mode(folder)
 
 
 def decisions_of(denoiser: Denoiser) -> Decisions:

@@ -51,7 +51,7 @@ from mmrl.rollouts import (
     Sample,
     Steps,
 )
-from mmrl.runtime.files import share
+from mmrl.runtime.files import use_default_mode
 from mmrl.samplers.chain import mixed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
@@ -587,7 +587,7 @@ def save(
     save_file({**critic_weights, **{f"head.{name}": value for name, value in rest.items()}}, folder / WEIGHTS)
     description = plain(action) | ({} if states is None else {"states": states.to_json()})
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2))
-    share(folder)
+    use_default_mode(folder)
 
 
 def below(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

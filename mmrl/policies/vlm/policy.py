@@ -32,7 +32,7 @@ from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
 from mmrl.protocols.parts import PromptCheck, PromptReader
 from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
-from mmrl.runtime.files import share
+from mmrl.runtime.files import use_default_mode
 from mmrl.schedules.schedule import Schedule, constant
 
 
@@ -103,7 +103,7 @@ class VisionLanguagePolicy:
     def set_engine(self, engine: TrainingEngine) -> None:
         """Keeps passes in lockstep over the ranks of `engine` under ZeRO-3."""
         if engine.zero_stage == 3:
-            self.runner.lockstep = Lockstep(engine.max, engine.whole)
+            self.runner.lockstep = Lockstep(engine.max, engine.gathered_weights)
 
     # --- prompts to rollouts ---
 
@@ -237,4 +237,4 @@ class VisionLanguagePolicy:
         save_processor(self.tokens.processor, folder)
         if self.module.critic is not None:
             write_critic(folder, state)
-        share(folder)
+        use_default_mode(folder)

@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from mmrl.engine import gathered
+from mmrl.engine import gathered_parameters
 from mmrl.errors import UserError
 from mmrl.generation.vllm.engine import Answering, Generator
 from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, checksum
@@ -63,10 +63,10 @@ class Synced:
     def generation(self) -> Iterator[dict[str, float]]:
         """Wakes the engine inside the context, with the weights that the policy has now. Yields metrics."""
         self.engine.wake()
-        yield self.synchronise()
+        yield self.sync_weights()
         self.engine.sleep()
 
-    def synchronise(self) -> dict[str, float]:
+    def sync_weights(self) -> dict[str, float]:
         """Sends the weights and verifies them; returns metrics. Raises UserError, on all ranks, if an engine does not
         compute with the policy's weights afterwards."""
         started, model = time.perf_counter(), self.policy.module.model
@@ -168,7 +168,7 @@ def adapter_rank(model: nn.Module) -> int:
 def write_adapter(model: nn.Module, folder: Path | None) -> None:
     """Saves the language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
     parts = adapter_parts(model)
-    with gathered(list(parts.values())):
+    with gathered_parameters(list(parts.values())):
         if folder is not None:
             assert isinstance(model, peft.PeftModel)  # `adapter_rank` refuses others
             model.save_pretrained(str(folder), state_dict=parts, save_embedding_layers=False)
@@ -179,7 +179,7 @@ def adapter_checksums(model: nn.Module) -> dict[str, Checksum]:
     is scaled. Under ZeRO-3 a collective."""
     parts, checksums = adapter_parts(model), {}
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
-    with gathered(list(parts.values())):
+    with gathered_parameters(list(parts.values())):
         for name, value in parts.items():
             path, factor, adapter, _ = name.rsplit(".", 3)
             size = layers[path].scaling[adapter] if factor == "lora_B" else 1.0
@@ -209,7 +209,7 @@ def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Ten
         parameters = list(module.parameters(recurse=path in adapted))
         if not parameters:
             continue
-        with gathered(parameters):
+        with gathered_parameters(parameters):
             layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
             tensors = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
             for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():

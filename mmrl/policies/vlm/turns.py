@@ -351,7 +351,7 @@ class Conversations:
             truncated=record.end == "length",
             max_response_length=longest,
             conversation=record,
-            opened_thoughts=self._opens_thoughts(draft.tokens, draft.begin),
+            prompt_opens_think=self._opens_thoughts(draft.tokens, draft.begin),
         )
 
     def _opens_thoughts(self, tokens: RolloutTokens, begin: int) -> bool:

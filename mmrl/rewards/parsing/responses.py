@@ -55,7 +55,7 @@ def stated(response: str) -> str:
 
 def full_response(sample: Sample) -> str:
     """The response of a sample, with the tag that opens its thoughts where that stands in the prompt."""
-    return f"<think>{sample.response}" if sample.opened_thoughts else sample.response
+    return f"<think>{sample.response}" if sample.prompt_opens_think else sample.response
 
 
 def split_thoughts(response: str) -> tuple[str, str]:

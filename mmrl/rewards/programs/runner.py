@@ -68,7 +68,7 @@ class ProgramRunner:
             scratch = Path(self._folder.name) / str(next(self._numbers))
         scratch.mkdir()
         try:
-            worker = self._fork_server.hire()
+            worker = self._fork_server.acquire()
             answer = worker.call({**request, "scratch": str(scratch)}, self.deadline_s, MAX_ANSWER)
         except TimeoutError:
             return {"failed": f"it took more than {self.deadline_s:g} s"}
@@ -76,7 +76,7 @@ class ProgramRunner:
             return {"failed": f"it ended its process: {error}"}
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        worker.fork_server.dismiss(worker)  # nothing that a program changed meets the next one
+        worker.fork_server.terminate(worker)  # nothing that a program changed meets the next one
         return answer
 
 

@@ -76,7 +76,7 @@ class IsolatedReward:
 
     def _answer(self, sample: Sample) -> Score | Spans | Failure:
         try:
-            worker = self._fork_server.hire()
+            worker = self._fork_server.acquire()
             answer = worker.call(sample, self.deadline_s)
         except TimeoutError:
             return self.failures.waited(self.deadline_s)
@@ -121,7 +121,7 @@ def _scored(reward: Reward, sample: Sample) -> dict[str, Any]:
         value = reward(sample)
         if isinstance(value, Spans):
             spans = plain(value)
-            return {"spans": [list(span) for span in spans.values], "total": spans.total, "of": spans.of}
+            return {"spans": [list(span) for span in spans.values], "total": spans.total, "of": spans.unit}
         return {"value": numbers([value], 1)[0]}
     except UserError as error:
         return {"refused": str(error)}

@@ -49,8 +49,8 @@ def total_of(spans: Spans, total: Total) -> Score:
 def plain(spans: Spans) -> Spans:
     """Returns spans with Python's own numbers. Raises ValueError for what are not triples of two integers and a number,
     for an unknown unit and for numbers that are not finite."""
-    if spans.of not in UNITS:
-        raise ValueError(f"spans must be of {', '.join(UNITS)}, not of {spans.of!r}")
+    if spans.unit not in UNITS:
+        raise ValueError(f"the unit of spans must be one of {', '.join(UNITS)}, not {spans.unit!r}")
     try:
         values = tuple((index(begin), index(end), float(value)) for begin, end, value in spans.values)
         total = None if spans.total is None else float(spans.total)
@@ -62,7 +62,7 @@ def plain(spans: Spans) -> Spans:
             raise ValueError(f"the value of span {number} is {value}")
     if total is not None and not math.isfinite(total):
         raise ValueError(f"the total of its spans is {total}")
-    return Spans(values, total, spans.of)
+    return Spans(values, total, spans.unit)
 
 
 def _at_the_door(spans: Spans, sample: Sample, failures: Failures) -> Score | Spans:
@@ -84,14 +84,14 @@ def _check_bounds(spans: Spans, sample: Sample) -> None:
         if begin < before:
             raise ValueError(f"span {number}, {begin} to {end}, begins before {before}, where the one before it ends")
         if end > length:
-            raise ValueError(f"span {number}, {begin} to {end}, ends after the response's {length:g} {spans.of}")
+            raise ValueError(f"span {number}, {begin} to {end}, ends after the response's {length:g} {spans.unit}")
         before = end
 
 
 def _length(spans: Spans, sample: Sample) -> float:
     """Returns how much of the unit there is; infinity for decisions, which only the policy counts."""
-    if spans.of == "characters":
+    if spans.unit == "characters":
         return len(sample.response)
-    if spans.of == "decisions":
+    if spans.unit == "decisions":
         return math.inf
     return 0 if sample.conversation is None else len(sample.conversation.turns)

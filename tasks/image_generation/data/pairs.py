@@ -10,7 +10,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.runtime.images import as_shown
+from mmrl.runtime.images import to_rgb
 from mmrl.tasks.data.pairs import Pairs
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -29,7 +29,7 @@ class ImagePairs(Pairs):
     def read(self, path: Path, row: str) -> Tensor:
         try:
             with Image.open(path, formats=FORMATS) as opened:
-                pixels = np.asarray(as_shown(opened).convert(self.mode), dtype=np.float32) / 255
+                pixels = np.asarray(to_rgb(opened).convert(self.mode), dtype=np.float32) / 255
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise UserError(f"{row}: {path} is not an image that can be read: {error}") from None
         return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

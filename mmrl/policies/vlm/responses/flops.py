@@ -39,10 +39,10 @@ class ResponseFlops:
         if known is None:
             return
         if prompts is None:
-            parts = [known.of_length(len(row.prompt) + len(row.response)) for row in rows]
+            parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in rows]
         else:
-            parts = [known.of_length(len(row.prompt)) for row in prompts]
-            parts += [known.of_extension(len(row.prompt), max(0, len(row.response) - 1)) for row in rows]
+            parts = [known.for_sequence(len(row.prompt)) for row in prompts]
+            parts += [known.for_extension(len(row.prompt), max(0, len(row.response) - 1)) for row in rows]
         decisions = sum(int(row.chosen.sum()) for row in rows)
         self.tally.add(sum(parts, self.head * decisions))
 
@@ -62,12 +62,12 @@ class ResponseFlops:
             return
         if shared:
             prompts = {id(row.prompt): len(row.prompt) for row in read}
-            parts = [known.of_length(length) for length in prompts.values()]
-            parts += [known.of_extension(len(row.prompt), len(row.response)) for row in read if len(row.response)]
+            parts = [known.for_sequence(length) for length in prompts.values()]
+            parts += [known.for_extension(len(row.prompt), len(row.response)) for row in read if len(row.response)]
         else:
-            parts = [known.of_length(len(row.prompt) + len(row.response)) for row in read]
+            parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in read]
         parts += [
-            known.of_extension(len(row.prompt) + len(row.response), len(ids), one_by_one=True)
+            known.for_extension(len(row.prompt) + len(row.response), len(ids), one_by_one=True)
             for row, ids in zip(rows, drawn, strict=True)
         ]
         self.tally.add(sum(parts, self.head * sum(len(ids) for ids in drawn)))

@@ -85,7 +85,7 @@ class ChatTokenizer:
                 response_length=len(row.response),
                 truncated=int(row.response[-1]) not in self.eos,
                 max_response_length=self.max_response_length,
-                opened_thoughts=opens_thoughts(self.tokenizer, row.prompt),
+                prompt_opens_think=opens_thoughts(self.tokenizer, row.prompt),
             )
             for prompt, row, text in zip(prompts, rows, texts, strict=True)
         ]
