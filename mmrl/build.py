@@ -37,11 +37,11 @@ from mmrl.tasks.settings import TaskSettings
 
 
 def build_task(config: Config) -> Task:
-    """Builds the task, and checks that it fits the algorithm: names of rewards, rewards of turns, the metadata that
-    terms read, and the prompts that measurements need. Raises UserError, which names the key."""
+    """Builds the task. Checks that it fits the algorithm: names of rewards, rewards of turns, columns that parts read,
+    and prompts that measurements need. Raises UserError with the configuration key."""
     check_files(config.task)
     try:
-        task = open_elsewhere(config.task, config.algorithm.needs.gates).build(config.seed)
+        task = pass_unjudged_gates(config.task, config.algorithm.needs.gates).build(config.seed)
         if isinstance(task, ConversationTask) and task.environment is not None:
             task.environment.check()
     except (ValueError, OSError, ImportError) as error:
@@ -56,29 +56,29 @@ def build_task(config: Config) -> Task:
             metadata = task.train[0].metadata
             for key, column in columns:
                 check_column(key, column, task.reward_names, metadata, paired=config.rollout.paired)
-        check_measured(config, task)
+        check_measurements(config, task)
     except ValueError as error:
         raise UserError(str(error)) from None
     return task
 
 
 def check_files(task: TaskSettings) -> None:
-    """Raises UserError, which names the key, for a file or folder of the task that does not exist."""
+    """Raises UserError with the configuration key for a file or folder of the task that does not exist."""
     for key, path in sections_in(task, Path, ("task",)):
         if not path.exists():
-            raise UserError(f"{key}={path}: no such file or folder")
+            raise UserError(f"{key}={path}: no such file or folder; check the path")
 
 
-def check_measured(config: Config, task: Task) -> None:
-    """Raises UserError, which names the part, for a measurement that the task's prompts do not allow, such as a view of
-    videos where there are none."""
-    measured = [(key, one) for key, needs in config.algorithm.parts() for one in needs.measurements]
-    if task.train is None or not measured:
+def check_measurements(config: Config, task: Task) -> None:
+    """Raises UserError with the configuration key for a measurement that the task's prompts do not allow, such as a
+    view of videos where prompts have none. Looks at the first prompt only."""
+    measurements = [(key, measurement) for key, needs in config.algorithm.parts() for measurement in needs.measurements]
+    if task.train is None or not measurements:
         return
     prompt = task.train[0]
     if isinstance(task, ConversationTask) and task.environment is not None:
         prompt = replace(prompt, before_start=prompt)
-    for key, measurement in measured:
+    for key, measurement in measurements:
         try:
             measurement.check_prompt(prompt)
         except UserError as error:
@@ -86,21 +86,21 @@ def check_measured(config: Config, task: Task) -> None:
 
 
 def check_turns(config: Config, task: Task) -> None:
-    """Raises ValueError for an advantage of each turn where neither tools nor the task reward single turns."""
+    """Raises ValueError for a shaper that needs rewards of single turns where the environment gives none."""
     if not isinstance(task, ConversationTask) or task.environment is None or task.environment.pays_turns:
         return
-    unpaid = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
-    if unpaid is not None:
+    shaper = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
+    if shaper is not None:
         raise ValueError(
-            f"algorithm.shaping ({unpaid}) credits rewards of turns, and task.environment gives none, so nothing would "
-            "be learned: give a tool a reward (in task.environment.tools), or turn_returns a reward of the task "
-            "as its answer"
+            f"algorithm.shaping ({shaper}) computes advantages from rewards of turns, but task.environment gives none, "
+            "so nothing would be learned; set a reward for a tool in task.environment.tools, or use turn_returns with "
+            "a reward of the task as its answer"
         )
 
 
-def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:
-    """Returns the settings of a task whose rewards of these names give 1 to prompts that they are not for. Rewards that
-    come with the data stay as they are."""
+def pass_unjudged_gates(task: TaskSettings, gates: Container[str]) -> TaskSettings:
+    """Returns the settings with rewards named in `gates` set to 1 for prompts that they do not judge. Gates multiply
+    the other rewards, so that 0 would cancel them. Rewards that come with the data are unchanged."""
     if "rewards" not in type(task).model_fields or vars(task)["rewards"] is None:
         return task
     rewards = [
@@ -111,8 +111,8 @@ def open_elsewhere(task: TaskSettings, gates: Container[str]) -> TaskSettings:
 
 
 def build_policy(config: Config, task: Task) -> Policy:
-    """Builds the policy from model.path, or from the model that model.build writes into a temporary folder. Raises
-    UserError where both are null, where the function fails, and as `load_policy`."""
+    """Builds the policy from model.path, or from the files that the function model.build writes into a temporary
+    folder. Raises UserError where both are null, where the function fails, and as `load_policy`."""
     choose_kernels(config)
     model = config.model
     if model.build is None:
@@ -122,18 +122,18 @@ def build_policy(config: Config, task: Task) -> Policy:
     # Each rank writes its own copy: the function is deterministic and ranks may not share a disk.
     folder = tempfile.mkdtemp(prefix="mmrl-model-")
     try:
-        builder = located(model.build, "model.build")
+        builder = locate_or_fail(model.build, "model.build")
         try:
             builder(folder, seed=config.seed)
-        except Exception as error:  # any fault of the user's function
+        except Exception as error:  # a user's function may raise anything
             raise UserError(f"model.build={model.build} failed: {describe_error(error)}") from error
         return load_policy(config, task, folder)
     finally:
         shutil.rmtree(folder)
 
 
-def located(target: str, key: str) -> Any:
-    """Returns the object named by "package.module:name". Raises UserError naming the configuration's key."""
+def locate_or_fail(target: str, key: str) -> Any:
+    """Imports and returns the object that "package.module:name" names. Raises UserError with the configuration key."""
     try:
         return locate(target, key)
     except SettingsError as error:
@@ -141,7 +141,7 @@ def located(target: str, key: str) -> Any:
 
 
 def choose_kernels(config: Config) -> None:
-    """Selects the kernels of kernels.backend. Raises UserError if they are not available."""
+    """Selects the fused operators by kernels.backend. Raises UserError if they are not available."""
     try:
         kernels.use(config.kernels.backend)
     except kernels.KernelError as error:
@@ -161,7 +161,7 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
     try:
         policy = config.model.load(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:  # no weights, no processor, no such layer
-        raise UserError(f"model {path} can not be loaded: {error}") from None
+        raise UserError(f"model {path} cannot be loaded: {error}") from None
     check_abilities(config, policy)
     if isinstance(task, ResizedTask) and isinstance(policy, Resizing):
         task.use_resize(policy.image_resize)
@@ -171,25 +171,26 @@ def load_policy(config: Config, task: Task, path: str) -> Policy:
                 source.fit(policy.prompt_problem)
     if isinstance(policy, Taught):
         policy.teachers.loader = partial(load_teacher, config, task)
-    bad = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
-    if bad is not None:
-        raise UserError(f"model {path}: weight {bad} has NaN or infinite values")
+    bad_weight = next((n for n, p in policy.module.named_parameters() if not p.isfinite().all()), None)
+    if bad_weight is not None:
+        raise UserError(f"model {path}: weight {bad_weight} has NaN or infinite values; use another checkpoint")
     return policy
 
 
 def load_teacher(config: Config, task: Task, path: str, guidance: float | None) -> Policy:
-    """Loads a teacher of the job's policy. guidance: of its denoising; None: the job's. Raises UserError."""
+    """Loads a frozen teacher for distillation, of the same kind of model as the policy. guidance: its
+    classifier-free guidance scale; None: denoising.guidance of the job. Raises UserError where it cannot be loaded."""
     if guidance is not None:
         denoising = config.section("denoising").model_copy(update={"guidance": guidance})
         config = config.model_copy(update={"denoising": denoising})
     try:
         return config.model.frozen.load(config, task, path)
     except (OSError, ImportError, ValueError, SafetensorError) as error:
-        raise UserError(f"teacher {path} can not be loaded: {error}") from None
+        raise UserError(f"teacher {path} cannot be loaded: {error}") from None
 
 
 def check_teachers(config: Config, policy: Policy) -> None:
-    """Raises UserError in one line for a teacher that can not judge what the policy decides."""
+    """Raises UserError with the configuration key for a teacher that cannot score the policy's decisions."""
     for key, teacher in sections_in(config.algorithm, Teacher, ("algorithm",)):
         try:
             teacher.check(policy, config)
@@ -198,7 +199,8 @@ def check_teachers(config: Config, policy: Policy) -> None:
 
 
 def check_abilities(config: Config, policy: Policy) -> None:
-    """Raises UserError where a policy lacks an ability that its settings offer."""
+    """Raises UserError where the policy class lacks an ability (a Protocol of `protocols.abilities`) that its settings
+    declare."""
     offered = config.model.capabilities(config).offers
     for ability in sorted((kind for kind in offered if not isinstance(kind, str)), key=lambda kind: kind.__name__):
         try:
@@ -208,10 +210,10 @@ def check_abilities(config: Config, policy: Policy) -> None:
 
 
 def build_engine(config: Config, policy: Policy) -> Engine:
-    """Builds the engine around the policy's module. Raises UserError where no parameter is trained and for a teacher
-    that does not fit."""
+    """Builds the DeepSpeed engine around the policy's module. Raises UserError where no parameter is trained, and for a
+    teacher that does not fit the policy."""
     if not any(p.requires_grad for p in policy.module.parameters()):
-        raise UserError("model.freeze leaves nothing to train")
+        raise UserError("model.freeze leaves no parameter to train; name fewer modules in it")
     check_teachers(config, policy)
     engine = Engine(
         policy.module, config.optim, config.engine, total_steps=config.total_updates, dtype=config.model.dtype
@@ -221,7 +223,8 @@ def build_engine(config: Config, policy: Policy) -> Engine:
 
 
 def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> SyncedGenerator | None:
-    """Builds the vLLM engines or the rollout workers of the configuration; None where the policy itself samples."""
+    """Builds what samples rollouts in place of the policy: vLLM engines or rollout workers. Returns None where the
+    configuration has neither and the policy samples itself."""
     settings = config.generator
     if isinstance(settings, RolloutWorkers):
         from mmrl.workers.pool import WorkerPool
@@ -236,8 +239,8 @@ def build_generator(config: Config, policy: Any, task: Task, ranks: Ranks) -> Sy
 
 
 def worker_parts(tree: dict[str, Any]) -> tuple[Config, Policy]:
-    """Builds configuration and policy of a worker from a configuration's tree. Raises UserError as `mmrl train`
-    does."""
+    """Builds the configuration and the policy in a rollout worker. tree: the configuration as plain mappings. Raises
+    UserError as `mmrl train` does."""
     config = configure(tree)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

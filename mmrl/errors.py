@@ -15,30 +15,30 @@ class UserError(Exception):
 
 @contextmanager
 def name_second_model(key: str) -> Iterator[None]:
-    """Names `key` where a message names model.path: a teacher or a frozen generator is loaded by the code of the
-    trained model, and its own key is the one to change."""
+    """Replaces model.path by `key` in messages of UserErrors from the block. The code that loads the trained model also
+    loads a second one, such as a teacher, whose path is under another key."""
     try:
         yield
     except UserError as error:
         raise UserError(str(error).replace("model.path=", f"{key}=")) from error
 
 
-def describe_error(error: BaseException, longest: int = 300) -> str:
-    """Returns type, message and source line of an exception of foreign code as one ASCII line.
+def describe_error(error: BaseException, max_chars: int = 300) -> str:
+    """Returns type, message and source line of an exception from user code or a library, as one ASCII line.
 
-    longest: characters of type and message together.
+    max_chars: limit of type and message together; longer ones are cut.
     """
     try:
         text = str(error)
-    except Exception as second:  # its __str__ is foreign code too
+    except Exception as second:  # the exception's __str__ is user code too
         text = f"(its text raises {type(second).__name__})"
-    line = " ".join(f"{type(error).__name__}: {text}".split())[:longest]
+    line = " ".join(f"{type(error).__name__}: {text}".split())[:max_chars]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return printable(f"{line}{where}".encode("ascii", "backslashreplace").decode())
 
 
 def printable(text: str) -> str:
-    """Returns a string whose control characters, but for line ends and tabs, are written as \\x1b: foreign text (a
-    response, the answer of a server) could else move a terminal's cursor, clear it or set its title."""
+    """Escapes control characters other than tab and newline, as in \\x1b. Otherwise text from a model or a server could
+    move the terminal's cursor, clear the screen or set its title."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

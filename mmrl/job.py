@@ -1,4 +1,4 @@
-"""Runs a job from Python, as `mmrl train`, `mmrl eval` and `mmrl sample` do: for notebooks and programs."""
+"""Runs a job from Python: training, evaluation and sampling, as `mmrl train`, `mmrl eval` and `mmrl sample` do."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ EachStep = Callable[[int, Mapping[str, float]], None]
 
 
 class RunEnded(UserError):
-    """Raised where the run directory holds this very run, complete."""
+    """Raised where the run directory already holds this run and it is complete."""
 
 
 class WarmStartStopped(UserError):
-    """Raised where the signal `signum` stopped the warm start."""
+    """Raised where the signal `signum` stopped a warm start (a supervised run before RL)."""
 
     def __init__(self, path: str, signum: int) -> None:
         self.signum, name = signum, signal.Signals(signum).name
-        super().__init__(f"{name} stopped the warm start {path}; the same command goes on with it")
+        super().__init__(f"{name} stopped the warm start {path}; run the same command again to resume it")
 
 
 class Job:
@@ -66,12 +66,13 @@ class Job:
             job.train(lambda step, metrics: print(step, metrics.get("accuracy")))
             print(job.evaluate())
 
-    `task`, `policy` and `ranks` exist inside the block. A warm start runs first; `config` is the one after it.
-    With several processes every one of them runs the block, as torchrun starts them.
+    `task`, `policy` and `ranks` exist inside the block. A warm start (a supervised run before RL) runs first; then
+    `config` has its final weights as model.path. With several ranks, each process that torchrun starts runs the block.
     """
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
-        """trains: build an optimizer too, and refuse a run directory that is in use or complete."""
+        """trains: whether the job trains; then it builds an optimizer, and refuses a run directory that is in use or
+        complete."""
         self.config = config
         self._trains, self._parts = trains, ExitStack()
         self._engine: Engine | None = None
@@ -80,19 +81,22 @@ class Job:
 
     @classmethod
     def from_weights(cls, model: str | Path, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Job:
-        """Returns a job that evaluates and samples with the weights in `model`: a run directory, a folder of weights,
-        or a name on a hub. config: a YAML file; optional for a run directory and for weights that a run wrote.
+        """Returns a job that evaluates and samples, but does not train.
+
+        model: a run directory, a folder of weights, or a name on the Hugging Face hub. config: a YAML file; optional
+        for a run directory and for weights that a run wrote. overrides: dotted overrides such as "sample.search=null".
 
         Raises UserError for a run that is not complete, and for weights without a configuration.
         """
-        origin = [f"model.path={json.dumps(weights(str(model)))}", "model.build=null", "model.warm_start=null"]
-        return cls(config_for(Path(model), config, [*overrides, *origin]), trains=False)
+        model_keys = [f"model.path={json.dumps(weights_folder(str(model)))}"]
+        model_keys += ["model.build=null", "model.warm_start=null"]
+        return cls(config_for(Path(model), config, [*overrides, *model_keys]), trains=False)
 
     def __enter__(self) -> Job:
         end_with_launcher()
         select_device()
         quieten()
-        with ExitStack() as parts, self._named():
+        with ExitStack() as parts, self._explained_failures():
             self._build(parts)
             self._parts = parts.pop_all()
         return self
@@ -103,12 +107,12 @@ class Job:
         self._parts.__exit__(kind, error, traceback)
 
     def _build(self, parts: ExitStack) -> None:
-        """Builds the parts of the job in order: task, policy, engine, generator; what has to be closed goes on `parts`.
-        Raises UserError."""
+        """Builds the parts of the job in order: task, policy, engine, generator. Pushes what must be closed onto
+        `parts`. Raises UserError for a configuration or data that cannot be used."""
         if self._trains:
-            self.config = warm_started(self.config)
+            self.config = run_warm_start(self.config)
             check_start(self.config)
-            self._announce(parts)
+            self._start_heartbeat(parts)
         else:
             self.config = without_workers(self.config)
         config = self.config
@@ -119,12 +123,13 @@ class Job:
         torch.manual_seed(config.seed)
         self.task = build_task(config)
         if self._trains and self.task.train is None:
-            raise UserError("the task has no questions to train on, only held-out ones; name them in task.data")
-        if self._trains and rank_and_world_size()[0] == 0:
+            raise UserError("the task has no training prompts, only held-out ones; name a training file in task.data")
+        first_rank = rank_and_world_size()[0] == 0
+        if self._trains and first_rank:
             for alarm in probe_quickly(config, self.task):
                 log.warning("%s", alarm.text)
         self.policy = build_policy(config, self.task)
-        if rank_and_world_size()[0] == 0:
+        if first_rank:
             for alarm in probe_policy(self.policy):
                 log.warning("%s", alarm.text)
             if self._trains:
@@ -138,7 +143,7 @@ class Job:
                 self._engine.watch(self._heartbeat)
         else:
             self.ranks = Ranks()
-        # In order also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
+        # Closed also after an error: gloo's thread otherwise aborts the interpreter and hides the message.
         parts.callback(self.ranks.close)
         if self._engine is None:
             self.policy.module.to(self.ranks.device)
@@ -151,13 +156,16 @@ class Job:
             parts.callback(self._engine.release)
 
     def train(self, each_step: EachStep | None = None) -> RunRecord:
-        """Trains to the last step, or until a signal. Returns the record of the run directory.
+        """Trains to the last step, or until SIGTERM, SIGUSR1 or Ctrl-C. Returns the record of the run directory.
 
-        each_step: called on every rank with number and metrics of each finished step and of each evaluation, whose
-        metrics begin with evaluation/. Raises UserError as `mmrl train` prints it.
+        each_step: called as each_step(step, metrics) on every rank, after each step and after each evaluation; names of
+        evaluation metrics begin with "evaluation/". Raises UserError with the message that `mmrl train` prints.
         """
         if self._engine is None or self._trainer is not None:
-            raise UserError("this job can not train: it was made for weights that are finished, or has trained already")
+            raise UserError(
+                "this job cannot train: it was made by Job.from_weights or with trains=False, or it has trained "
+                "already; make another Job of the configuration"
+            )
         folder = Path(self.config.run_dir)
         try:
             run = Run(
@@ -168,14 +176,14 @@ class Job:
                 each_step=each_step,
             )
         except OSError as error:
-            raise UserError(f"run_dir={folder} can not be written: {error}") from None
+            raise UserError(f"run_dir={folder} cannot be written: {error}; name another folder") from None
         try:
             if run.writes:
                 with writing(folder):
                     record(folder, plain(self.config))
-            with self._named():
+            with self._explained_failures():
                 self._trainer = trainer.Trainer(self.config, self.policy, self.task, self._engine, run, self.generator)
-            with recorded_end(run, self._trainer), self._named():
+            with record_end(run, self._trainer), self._explained_failures():
                 if self.config.checkpoint.resume:
                     self._trainer.resume()
                 self._trainer.train()
@@ -183,8 +191,9 @@ class Job:
             run.close()
         return read_run(folder)
 
-    def _announce(self, parts: ExitStack) -> None:
-        """Has the other ranks know that this one has come up, before anything that takes long."""
+    def _start_heartbeat(self, parts: ExitStack) -> None:
+        """Starts the heartbeat of this rank where there are several ranks. The others then know that it has started,
+        before it loads a model."""
         rank, world = rank_and_world_size()
         if world > 1:
             with writing(Path(self.config.run_dir)):
@@ -192,23 +201,27 @@ class Job:
             parts.callback(self._heartbeat.close)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Raises UserError for an error whose cause is a rank that has ended, or ranks that do not meet."""
+    def _explained_failures(self) -> Iterator[None]:
+        """Turns RuntimeErrors of torch.distributed into UserErrors that name the cause: a rank whose process has ended,
+        or ranks that do not connect."""
         try:
             yield
         except RuntimeError as error:  # the message depends on the backend
             if self._heartbeat is not None and (dead := self._heartbeat.dead()) is not None:
                 raise UserError(f"{dead} has ended: {str(error).splitlines()[0]}") from error
             if isinstance(error, NOT_MET):
-                raise UserError(f"ranks do not meet at {meeting_place()}: {str(error).splitlines()[0]}") from error
+                raise UserError(
+                    f"ranks do not connect at MASTER_ADDR:MASTER_PORT={meeting_place()}: {str(error).splitlines()[0]}"
+                ) from error
             raise
 
     def stop(self) -> None:
-        """Ends the training after this step, for `each_step` to call, on any rank: it saves a checkpoint, and `train`
-        returns. A job with the same run directory goes on from there. Raises UserError where nothing trains."""
+        """Requests the end of the training after this step: it saves a checkpoint, and `train` returns. To be called in
+        `each_step`, on any rank. A later job with the same run directory resumes. Raises UserError where the job does
+        not train."""
         if self._trainer is None:
-            raise UserError("stop() is for a job that trains; call it in each_step")
-        self._trainer.ends = True
+            raise UserError("Job.stop() is for a job that trains; call it in each_step")
+        self._trainer.stop_requested = True
 
     @property
     def step(self) -> int:
@@ -217,35 +230,38 @@ class Job:
 
     @property
     def stopped(self) -> int:
-        """The number of the signal that ended the training before its last step; 0 without one."""
-        return 0 if self._trainer is None else self._trainer.stopping
+        """The number of the signal that ended the training before its last step; 0 if none did."""
+        return 0 if self._trainer is None else self._trainer.stop_signal
 
     @property
     def accuracies(self) -> dict[str, float]:
-        """Held-out accuracy of the evaluations while training, by step."""
+        """Held-out accuracy of the evaluations during training, by step number as a string."""
         return {} if self._trainer is None else self._trainer.accuracies
 
     def evaluate(self, prompts: int | None = None) -> dict[str, float]:
-        """Returns metrics on the first `prompts` held-out prompts (default: evaluation.prompts), as they are logged."""
+        """Returns the metrics on the first `prompts` held-out prompts (default: evaluation.prompts), with the names
+        that they have in the log."""
         return self.measure(prompts)[0]
 
     def sample(self, prompts: int = 16) -> list[Sample]:
-        """Returns samples of the first held-out prompts; with several ranks those of this one."""
+        """Returns the samples for the first `prompts` held-out prompts; with several ranks, this rank's share."""
         return self.measure(prompts)[1]
 
     def measure(
         self, prompts: int | None = None, journal: Journal | None = None
     ) -> tuple[dict[str, float], list[Sample], list[float]]:
-        """Returns metrics, samples, and the accuracy of each sample, with the averaged weights where there are any.
-        journal: a record of episodes that were played before, which are not repeated."""
-        count = self.config.evaluation.prompts if prompts is None else prompts
+        """Evaluates on the first `prompts` held-out prompts (default: evaluation.prompts), after training with the EMA
+        of the weights if there is one. Returns metrics, samples, and the accuracy of each sample.
+
+        journal: a record of episodes of an earlier, interrupted evaluation; they are not played again."""
+        num_prompts = self.config.evaluation.prompts if prompts is None else prompts
         ema = None if self._trainer is None else self._trainer.ema
         with applied(ema), synced(self.generator):
-            return evaluate(self._answering(), self.task, self.ranks, count, self.config, journal)
+            return evaluate(self._responder(), self.task, self.ranks, num_prompts, self.config, journal)
 
-    def _answering(self) -> Responding:
-        """Returns what responds to prompts: the policy, its workers, or, in a job that does not train, the search of
-        sample.search."""
+    def _responder(self) -> Responding:
+        """Returns what answers the prompts of an evaluation: the policy, the workers that sample for it, or, in a job
+        that does not train, the search of sample.search."""
         search = None if self._trains else self.config.sample.search
         if search is not None:
             return SearchingPolicy(self.policy, self.task, search)
@@ -261,30 +277,37 @@ def rank_and_world_size() -> tuple[int, int]:
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
         if not text.isdecimal():
-            raise UserError(f"{name}={text} in the environment is not a number of ranks; start several with torchrun")
+            raise UserError(
+                f"the environment variable {name}={text} is not a number; unset it, or start the ranks with torchrun"
+            )
         ranks[name] = int(text)
     rank, world = ranks["RANK"], ranks["WORLD_SIZE"]
     if rank >= world:
-        raise UserError(f"RANK={rank} in the environment is beyond WORLD_SIZE={world}; start several with torchrun")
+        raise UserError(
+            f"the environment variable RANK={rank} is not below WORLD_SIZE={world}; start the ranks with torchrun"
+        )
     return rank, world
 
 
 def check_start(config: Config) -> None:
-    """Raises UserError where a run of this configuration can neither start nor resume. Fast: loads no model."""
+    """Raises UserError where a run of this configuration can neither start nor resume. Loads no model."""
     rank, world = rank_and_world_size()
     folder = Path(config.run_dir)
     check_batch(config, world)
     if rank == 0:
         check_free(folder)
     if check_run_dir(folder, plain(config)):
-        raise RunEnded(f"run_dir={folder} has reached its end already; raise steps, or name another run_dir")
+        raise RunEnded(f"run_dir={folder} holds this run and it is complete; raise steps, or name another run_dir")
     check_trackers(config.log)
 
 
-def warm_started(config: Config) -> Config:
-    """Returns the configuration with model.path set to the final weights of its warm start. Runs or resumes the warm
-    start, and the recipes of second models such as teachers, where their weights are missing. Raises UserError if such
-    a run fails, if there are several ranks, or if the weights are those of another configuration."""
+def run_warm_start(config: Config) -> Config:
+    """Returns the configuration with model.path set to the final weights of its warm start.
+
+    Where these weights are missing, runs or resumes the warm start first; likewise the recipes of second models, such
+    as teachers. Raises UserError if such a run fails, if weights are missing and there are several ranks, or if the
+    weights are those of another configuration.
+    """
     if config.model.warm_start is not None:
         finish_run("model.warm_start", config.model.warm_start)
     for key, origin in sections_in(config, WeightsOrigin):
@@ -294,42 +317,45 @@ def warm_started(config: Config) -> Config:
 
 
 def finish_run(key: str, path: str) -> None:
-    """Runs or resumes the recipe that `key` names, unless its final weights are there. Raises UserError as
-    `warm_started`."""
+    """Runs or resumes the recipe `path`, which the configuration key `key` names, unless its final weights exist.
+    Raises UserError as `run_warm_start`."""
     final = Path(load(path).run_dir) / "final"
-    before = plain(after_warm_start(load(path)))
-    if check_warm_start(final, before, path):
+    recipe = plain(after_warm_start(load(path)))
+    if check_warm_start(final, recipe, path):
         return
     if rank_and_world_size()[1] > 1:
         raise UserError(f"{key}={path}: {final} is missing; run it first, as one process: mmrl train {path}")
-    _run_first(key, path, final, before)
+    _run_recipe(key, path, final, recipe)
 
 
-def _run_first(key: str, path: str, final: Path, config: dict[str, Any]) -> None:
-    """Runs or resumes the recipe `path` that `key` names, whose configuration is `config`; waits for a job that does so
-    already. Raises UserError where it fails, WarmStartStopped where a signal stops it."""
+def _run_recipe(key: str, path: str, final: Path, config: dict[str, Any]) -> None:
+    """Runs or resumes the recipe `path` in another process until its weights `final` exist. Waits for another job that
+    runs it already. key: the configuration key that names the recipe. config: its configuration as plain mappings.
+    Raises UserError where it fails, and WarmStartStopped where a signal stops it."""
     while not check_warm_start(final, config, path):
         if await_free(final.parent, f"its final weights are what {key}={path} asks for"):
             continue
         print(f"{'warm start' if key == 'model.warm_start' else key}: mmrl train {path}", flush=True)
         if signum := stopped_by(run_command([sys.executable, "-m", "mmrl", "train", path, "checkpoint.resume=auto"])):
             raise WarmStartStopped(path, signum)
-        if not check_warm_start(final, config, path) and owner_of(final.parent) is None:  # else another was quicker
-            raise UserError(f"{key}={path} failed; see above")
+        # Another job may have started it in the meantime.
+        if not check_warm_start(final, config, path) and owner_of(final.parent) is None:
+            raise UserError(f"{key}={path} failed; see its output above")
 
 
 def before_warm_start(config: Config) -> Config:
-    """Returns the configuration with the initial model of its warm start, if that has not been run; else unchanged. It
-    has the same shapes, which is enough for a dry run. Raises UserError for a warm start with another configuration."""
+    """Returns the configuration for a dry run: if the warm start has not been run, with the model that it starts from,
+    whose tensors have the same shapes; else unchanged. Raises UserError where the warm start's run directory holds
+    weights of another configuration."""
     path = config.model.warm_start
     if path is None:
         return config
-    first = load(path)
-    if check_warm_start(Path(first.run_dir) / "final", plain(after_warm_start(first)), path):
+    warm_start = load(path)
+    if check_warm_start(Path(warm_start.run_dir) / "final", plain(after_warm_start(warm_start)), path):
         return config
-    begun = before_warm_start(first).model
-    print(f"model.warm_start={path} has not been run: this step begins with what it begins with", flush=True)
-    origin = {"path": begun.path, "build": begun.build, "warm_start": begun.warm_start}
+    initial = before_warm_start(warm_start).model
+    print(f"model.warm_start={path} has not been run: this step uses the model that it starts from", flush=True)
+    origin = {"path": initial.path, "build": initial.build, "warm_start": initial.warm_start}
     return config.model_copy(update={"model": config.model.model_copy(update=origin)})
 
 
@@ -343,14 +369,14 @@ def after_warm_start(config: Config) -> Config:
 
 
 def use_deterministic_kernels() -> None:
-    """Makes every operation of torch give the same bits each time, or raise."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS asks for
+    """Has torch use deterministic kernels, and raise for an operation that has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def quieten() -> None:
-    """Replaces the progress bars of libraries by mmrl's, also where the libraries are imported already."""
+    """Silences libraries and replaces their progress bars by mmrl's, also where they are imported already."""
     from transformers.utils.logging import set_tqdm_hook
 
     quieten_environment()
@@ -361,43 +387,43 @@ def quieten() -> None:
 
 
 @contextmanager
-def recorded_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
-    """Records in the run directory how the training in the block ended."""
+def record_end(run: Run, training: trainer.Trainer) -> Iterator[None]:
+    """Records in the run directory how the training in the block ended: finished, stopped or failed."""
 
-    def at() -> str:
+    def position() -> str:
         return f"step {training.step} of {training.config.steps}"
 
     try:
         yield
     except BaseException as error:  # recorded and raised again
         text = str(error) if isinstance(error, UserError) else describe_error(error)
-        run.end("failed", f"It ended at {at()} with an error: {text}")
+        run.end("failed", f"It ended at {position()} with an error: {text}")
         raise
-    if training.stopping:
-        name = signal.Signals(training.stopping).name
-        run.end("stopped", f"{name} stopped it at {at()}; it has saved, and the same command goes on.")
-    elif training.ends and training.step < training.config.steps:
-        run.end("stopped", f"The program stopped it at {at()}; it has saved, and the same program goes on.")
+    if training.stop_signal:
+        name = signal.Signals(training.stop_signal).name
+        run.end("stopped", f"{name} stopped it at {position()}; it has saved, and the same command goes on.")
+    elif training.stop_requested and training.step < training.config.steps:
+        run.end("stopped", f"The program stopped it at {position()}; it has saved, and the same program goes on.")
     else:
         run.end("finished", f"It reached its end, step {training.step}.")
 
 
-def weights(model: str) -> str:
-    """Returns the folder of a run's final weights, or `model` itself where it is not a run directory.
+def weights_folder(model: str) -> str:
+    """Returns MODEL/final, the final weights, if `model` is a run directory, and otherwise `model` itself.
 
     Raises UserError for a run that is not complete.
     """
     final = Path(model) / "final"
     if not final.is_dir() and (Path(model) / "metrics.jsonl").is_file():
         best = Path(model) / "best"
-        instead = f"; {best} holds the best weights so far" if best.is_dir() else ""
-        raise UserError(f"{model} is a run that has not reached its end: {final} is missing{instead}")
+        hint = f"use {best}, the best weights so far" if best.is_dir() else "run it to its end first"
+        raise UserError(f"{model} is a run that has not reached its end: {final} is missing; {hint}")
     return str(final if final.is_dir() else model)
 
 
 def config_for(model: Path, config: str | Path | None, overrides: Sequence[str]) -> Config:
-    """Returns the configuration in the file `config`; without one that of the run in `model`, or of the run that wrote
-    the weights in `model`. Raises UserError where there is none."""
+    """Returns the configuration for the weights in `model`: that of the file `config` if it is given; else that of the
+    run in `model`, or of the run that wrote these weights. Raises UserError where there is none."""
     if config is not None:
         return load(config, list(overrides))
     if (model / "config.yaml").is_file():

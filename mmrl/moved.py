@@ -1,4 +1,5 @@
-"""Present names of the modules, classes and kinds that were renamed in November 2026, for error messages."""
+"""Names of modules, classes, configuration keys and types before they were renamed in November 2026, so that error
+messages can say what they are called now."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ NOT_THERE = r"cannot import name '(\w+)' from '(mmrl\.[\w.]+)'"
 
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
-    """Returns the tables of moved.json. modules: present by former name. classes: present "module:Class" by former name
-    in the former and in the present module. keys: of sections. kinds: forms of choices, see `present_forms`."""
+    """Returns the tables of moved.json, from former to present names. modules: "package.module". classes:
+    "package.module:Class". keys: dotted configuration keys. kinds: templates of choices, see `present_forms`."""
     import json  # late, as below: every process that imports mmrl imports this module, and hardly any uses it
     from pathlib import Path
 
@@ -38,7 +39,7 @@ def hint(name: str) -> str:
 
 
 def hint_of(error: ImportError) -> str:
-    """Returns the hint for an import of a former name from a module that exists."""
+    """Returns the hint for a failed `from module import name` with a former name; "" for other errors."""
     import re
 
     match = re.search(NOT_THERE, str(error))
@@ -46,7 +47,7 @@ def hint_of(error: ImportError) -> str:
 
 
 def update_names(text: str) -> str:
-    """Returns a string with every former name in it replaced by the present one."""
+    """Replaces every former module or class name in a string by the present one."""
     import re
 
     return re.sub(NAME, lambda match: current_name(match[0]) or match[0], text)
@@ -58,39 +59,42 @@ def present_key(name: str) -> str:
 
 
 def present_forms(title: str, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the present form of a choice of a former kind, or with a key that its kind no longer has: one mapping, or
-    several that together do the same. Empty where the choice is in its present form.
+    """Rewrites a section of the configuration that has a former `type`, or a key that its type no longer has.
 
-    The table `kinds` holds forms by the title of the choice and the former kind. In a form "$key" stands for the value
-    of that key in `tree`, "$key|default" has a default, and {"$key": {value: form}} selects a form by the value, "*"
-    for any other. Null values are dropped. If there is one form, keys of `tree` that it does not name are kept.
+    Returns one mapping, or several that together do the same; an empty list where the section is up to date. title: the
+    title of the `Choice` that the section belongs to, such as "optimizer". tree: the section.
+
+    The table `kinds` holds templates by title and former type. In a template "$key" stands for the value of that key in
+    `tree`, "$key|default" has a default, and {"$key": {value: template}} selects a template by the value, "*" for any
+    other value. Null values are dropped. If there is one template, keys of `tree` that it does not name are kept.
     """
     import json
     import re
 
-    forms = _tables()["kinds"].get(title, {}).get(str(tree.get("type")), [])
-    used = set(re.findall(r"\$(\w+)", json.dumps(forms)))
-    if not used & tree.keys() and any(form["type"] == tree["type"] for form in forms):
+    templates = _tables()["kinds"].get(title, {}).get(str(tree.get("type")), [])
+    used = set(re.findall(r"\$(\w+)", json.dumps(templates)))
+    if not used & tree.keys() and any(template["type"] == tree["type"] for template in templates):
         return []
-    unchanged = {key: value for key, value in tree.items() if key not in used} if len(forms) == 1 else {}
-    return [unchanged | _filled(form, tree) for form in forms]
+    unchanged = {key: value for key, value in tree.items() if key not in used} if len(templates) == 1 else {}
+    return [unchanged | _fill_template(template, tree) for template in templates]
 
 
-def _filled(form: object, tree: Mapping[str, Any]) -> Any:
-    """Fills a template of the present configuration: "$key" is the former key's value, "$key|default" with a JSON
-    default, {"$key": {value: form}} a choice by value."""
+def _fill_template(template: object, tree: Mapping[str, Any]) -> Any:
+    """Returns a template with the values of `tree` in the place of "$key", "$key|default" and {"$key": {...}}; see
+    `present_forms`."""
     import json
 
-    if isinstance(form, Mapping):
-        first = next(iter(form))
-        if first.startswith("$"):
-            value = json.dumps(tree[first[1:]], default=str) if first[1:] in tree else ""
-            return _filled(form[first].get(value, form[first].get("*")), tree)
-        filled = {key: _filled(inner, tree) for key, inner in form.items()}
+    if isinstance(template, Mapping):
+        first_key = next(iter(template))
+        if first_key.startswith("$"):
+            former = first_key[1:]
+            value = json.dumps(tree[former], default=str) if former in tree else ""
+            return _fill_template(template[first_key].get(value, template[first_key].get("*")), tree)
+        filled = {key: _fill_template(inner, tree) for key, inner in template.items()}
         return {key: inner for key, inner in filled.items() if inner is not None}
-    if not isinstance(form, str) or not form.startswith("$"):
-        return form
-    key, _, default = form[1:].partition("|")
+    if not isinstance(template, str) or not template.startswith("$"):
+        return template
+    key, _, default = template[1:].partition("|")
     return tree[key] if tree.get(key) is not None else json.loads(default or "null")
 
 

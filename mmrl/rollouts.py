@@ -206,20 +206,19 @@ class Record:
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
         rows = index.tolist()
-        return replace(self, **{f.name: _picked(vars(self)[f.name], index, rows) for f in fields(self)})
+        return replace(self, **{f.name: _select_rows(vars(self)[f.name], index, rows) for f in fields(self)})
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Concatenates the rollouts of `parts`, padded as their fields say. A field must be set in all parts or in
-        none.
+        """Concatenates batches of rollouts. Fields with a `pad` value are padded to the longest batch.
 
-        Raises ValueError naming a field for which that does not hold.
+        Raises ValueError naming a field that is None in some of the batches only.
         """
-        return cls(**{f.name: _joined(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
+        return cls(**{f.name: _concat_column(f, [vars(part)[f.name] for part in parts]) for f in fields(cls)})
 
 
 ExtraKind = TypeVar("ExtraKind", bound=Record)
-BY_DECISION = ("advantages",)  # columns by decision that are not padded
+BY_DECISION = ("advantages",)  # columns [rollout, decision] without a pad value
 
 
 @dataclass
@@ -257,7 +256,7 @@ class Rollouts(Record):
         return len(self.samples)
 
     def extra(self, name: str, kind: type[ExtraKind]) -> ExtraKind:
-        """Returns a record of `extras`. Raises TypeError where there is none of this kind."""
+        """Returns the entry `name` of `extras`. Raises TypeError where it is missing or not of class `kind`."""
         record = self.extras.get(name)
         if not isinstance(record, kind):
             raise TypeError(
@@ -266,16 +265,17 @@ class Rollouts(Record):
         return record
 
     def by_step(self, inputs: list[list[Any]]) -> Rollouts:
-        """Returns every step of every rollout as a rollout and group of its own. All steps have equally many decisions.
+        """Splits rollouts into their steps. Returns each step as a rollout that is its own group.
 
-        inputs: by rollout and step; steps beyond its lists are left out. Columns by rollout are repeated for its steps.
+        All steps have the same number of decisions. inputs: the inputs of each step, as a list for each rollout; only
+        steps that are listed are returned. Columns [rollout, ...] are repeated for the steps of a rollout.
         """
-        indices = [(b, s) for b, steps in enumerate(inputs) for s in range(len(steps))]
+        indices = [(rollout, step) for rollout, steps in enumerate(inputs) for step in range(len(steps))]
         row, step = torch.tensor(indices, dtype=torch.int64).view(-1, 2).unbind(1)
-        most = max(1, *map(len, inputs))
-        repeated = self.select(row)
-        cut = _cut(repeated, step, most)
-        return replace(cut, inputs=[one for steps in inputs for one in steps], group=torch.arange(len(indices)))
+        max_steps = max(1, *map(len, inputs))
+        single_steps = _keep_step(self.select(row), step, max_steps)
+        flat_inputs = [step_inputs for steps in inputs for step_inputs in steps]
+        return replace(single_steps, inputs=flat_inputs, group=torch.arange(len(indices)))
 
 
 class Extra(Record, ABC):
@@ -283,7 +283,7 @@ class Extra(Record, ABC):
 
     @abstractmethod
     def blank(self, rollouts: Rollouts) -> Self:
-        """Returns a record like this one for `rollouts`, with every value unknown."""
+        """Returns a record of this class for other rollouts, with the value "unknown" everywhere."""
 
 
 @dataclass
@@ -293,8 +293,8 @@ class Column(Extra):
     values: Tensor  # [rollout, ...], of the same shape in every batch
 
     def blank(self, rollouts: Rollouts) -> Column:
-        """Returns NaN, or 0 for integers."""
-        return Column(_unknown(self.values, len(rollouts)))
+        """Returns a column of NaN, or of 0 for integers."""
+        return Column(_unknown_like(self.values, len(rollouts)))
 
 
 @dataclass
@@ -304,143 +304,149 @@ class DecisionColumn(Extra):
     values: Tensor = field(metadata={"pad": 0})  # [rollout, decision, ...]
 
     def blank(self, rollouts: Rollouts) -> DecisionColumn:
-        """Returns 0 everywhere."""
+        """Returns a column of 0."""
         shape = (*rollouts.mask.shape, *self.values.shape[2:])
         return DecisionColumn(torch.zeros(shape, dtype=self.values.dtype))
 
 
 @dataclass
 class FurtherResponses(Extra):
-    """Further responses to the prompt of each rollout, and their mean accuracy; NaN where none could be judged."""
+    """Further responses to the prompt of each rollout, and their mean accuracy; NaN where none could be scored."""
 
     accuracy: Tensor  # [rollout] float32
     responses: list[list[str]]
 
     def blank(self, rollouts: Rollouts) -> FurtherResponses:
-        return FurtherResponses(_unknown(self.accuracy, len(rollouts)), [[] for _ in range(len(rollouts))])
+        return FurtherResponses(_unknown_like(self.accuracy, len(rollouts)), [[] for _ in range(len(rollouts))])
 
 
-def _unknown(like: Tensor, rollouts: int) -> Tensor:
-    empty = torch.nan if like.is_floating_point() else 0
-    return torch.full((rollouts, *like.shape[1:]), empty, dtype=like.dtype)
+def _unknown_like(values: Tensor, num_rollouts: int) -> Tensor:
+    """Returns a tensor [num_rollouts, ...] shaped otherwise like `values`, filled with NaN, or 0 for integers."""
+    fill = torch.nan if values.is_floating_point() else 0
+    return torch.full((num_rollouts, *values.shape[1:]), fill, dtype=values.dtype)
 
 
 Value = TypeVar("Value")
 
 
 def require(value: Value | None, name: str) -> Value:
-    """Returns `value`. Raises ValueError naming it where it is None."""
+    """Returns `value`. Raises ValueError with `name` where it is None."""
     if value is None:
-        raise ValueError(f"{name} are needed, and were not filled in")
+        raise ValueError(f"{name} are needed here, but are None: no earlier part of the step has filled them in")
     return value
 
 
-def text_image_parts(rollouts: int, text: int, decisions: int) -> Tensor:
-    """Returns [rollout, decision] int64: TEXT for the first `text` decisions, IMAGE for the others."""
-    index = torch.arange(decisions)
-    return torch.full_like(index, IMAGE).where(index >= text, TEXT).repeat(rollouts, 1)
+def text_image_parts(num_rollouts: int, num_text: int, num_decisions: int) -> Tensor:
+    """Returns [rollout, decision] int64: TEXT for the first `num_text` decisions of each rollout, then IMAGE."""
+    index = torch.arange(num_decisions)
+    return torch.full_like(index, IMAGE).where(index >= num_text, TEXT).repeat(num_rollouts, 1)
 
 
 def get_alternatives(rollouts: Rollouts) -> Tensor | None:
-    """Returns [rollout, decision, k] int64: alternatives to each decision whose log-probabilities a replay returns too;
-    None where the rollouts have none in `extras`."""
+    """Returns [rollout, decision, k] int64: the ids of k alternatives to each decision, whose log-probabilities the
+    replay shall return too. None where `extras` has no "alternatives"."""
     record = rollouts.extras.get("alternatives")
     return record.values if isinstance(record, DecisionColumn) else None
 
 
 def part_mask(rollouts: Rollouts, part: int) -> Tensor:
-    """Returns [rollout, decision] bool: True for decisions in the given part of their response, TEXT or IMAGE."""
+    """Returns [rollout, decision] bool: True for decisions that belong to `part`, which is TEXT or IMAGE."""
     return decision_parts(rollouts) == part
 
 
 def decision_parts(rollouts: Rollouts) -> Tensor:
-    """Returns [rollout, decision] int64: TEXT or IMAGE. Raises TypeError for responses that have no parts."""
+    """Returns [rollout, decision] int64: TEXT or IMAGE for each decision. Raises TypeError for rollouts whose responses
+    contain no images."""
     return rollouts.extra(PARTS, DecisionColumn).values
 
 
-def fill_in_columns(part: Rollouts, fresh: Rollouts) -> Rollouts:
-    """Returns `part` with all columns that `fresh` has. Missing ones are NaN, -1 for integers, False for bool; those of
-    `extras` are blank."""
+def fill_in_columns(part: Rollouts, other: Rollouts) -> Rollouts:
+    """Returns `part` with all columns that `other` has, so that both can be concatenated. A column that `part` lacks is
+    filled with NaN, -1 for integers or False for bool; a record of `extras` with its `blank`."""
     filled: dict[str, Any] = {}
     for name in ("rewards", "accuracy", "prompt", "filler", "version", "behaviour_logp", "old_logp"):
-        like = vars(fresh)[name]
-        if like is not None and vars(part)[name] is None:
-            shape = part.mask.shape if name.endswith("logp") else (len(part), *like.shape[1:])
-            value = torch.nan if like.is_floating_point() else False if like.dtype == torch.bool else -1
-            filled[name] = torch.full(shape, value, dtype=like.dtype)
-    extra_records = {name: record for name, record in fresh.extras.items() if isinstance(record, Extra)}
-    extras = {name: record.blank(part) for name, record in extra_records.items()} | part.extras
+        column = vars(other)[name]
+        if column is not None and vars(part)[name] is None:
+            shape = part.mask.shape if name.endswith("logp") else (len(part), *column.shape[1:])
+            value = torch.nan if column.is_floating_point() else False if column.dtype == torch.bool else -1
+            filled[name] = torch.full(shape, value, dtype=column.dtype)
+    records = {name: record for name, record in other.extras.items() if isinstance(record, Extra)}
+    extras = {name: record.blank(part) for name, record in records.items()} | part.extras
     return replace(part, **filled, extras=extras)
 
 
 def fill_in_nodes(fresh: Rollouts, parts: Sequence[Rollouts]) -> list[Rollouts]:
-    """Returns `parts` with `nodes` in all of them if any has some, and sets those of `fresh`. Rollouts that share no
-    decision get the id of their row at each."""
+    """Returns `parts` with the column `nodes`, and sets that of `fresh`, if any of the parts has it. Rollouts that
+    share no decision with others get one node id, their row, for all of their decisions."""
     if all(part.nodes is None for part in parts):
         return list(parts)
-    first, numbered = len(fresh), []
+    first, with_nodes = len(fresh), []
     fresh.nodes = unshared_nodes(fresh) if fresh.nodes is None else fresh.nodes
     for part in parts:
-        numbered.append(replace(part, nodes=unshared_nodes(part, first)) if part.nodes is None else part)
+        with_nodes.append(replace(part, nodes=unshared_nodes(part, first)) if part.nodes is None else part)
         first += len(part)
-    return numbered
+    return with_nodes
 
 
 def unshared_nodes(rollouts: Rollouts, first: int = 0) -> Tensor:
-    """Returns the nodes of rollouts that share no decision, [rollout, decision] int64: numbers from `first` on."""
+    """Returns the node ids of rollouts that share no decision, [rollout, decision] int64: the row, plus `first`."""
     return torch.arange(first, first + len(rollouts))[:, None].repeat(1, rollouts.mask.shape[1])
 
 
 @dataclass
 class Steps(Record):
-    """Columns for a critic of rollouts in an environment, with at most S steps; `Rollouts.extras["steps"]`. A step has
-    T / S decisions, or those that `index` says."""
+    """What a critic needs of rollouts with at most S steps, in `Rollouts.extras["steps"]`. A step is what the critic
+    gives one value for: a call of a robot's policy, a turn, or a single decision. Each step has T / S decisions, or
+    those that `index` assigns to it."""
 
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True while the episode ran
-    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, of the simulator
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the simulator's
     values: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the critic's value before the step
-    terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, the episode ended in it by itself
+    terminated: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True where the step ended the episode
     bootstrap: Tensor = field(metadata={"pad": 0})  # [rollout, step] float32, the value of the state at the time limit
     returns: Tensor | None = column(0)  # [rollout, step] float32, the critic's targets
-    moment: Tensor | None = column(0)  # [rollout, step] int64, its time, where several steps may coincide
+    moment: Tensor | None = column(0)  # [rollout, step] int64, the time of a step, where steps may have the same time
     index: Tensor | None = column(0)  # [rollout, decision] int64, the step of a decision, where steps differ in length
-    begin: Tensor | None = column(0)  # [rollout, step] int64, the first decision of a step, likewise
+    begin: Tensor | None = column(0)  # [rollout, step] int64, the first decision of a step, where `index` is set
 
     @classmethod
     def from_decisions(cls, mask: Tensor, values: Tensor, moment: Tensor | None = None) -> Steps:
-        """Returns the steps of rollouts in which every decision is a step, the last one terminates, and only the task
-        gives rewards.
+        """Returns steps of one decision each. The last step of a rollout terminates it, and rewards are 0, since only
+        the task rewards such rollouts.
 
-        mask, values: [rollout, decision]. moment: likewise, the time of each decision; None: in order."""
-        blank = torch.zeros(mask.shape, dtype=values.dtype)
+        mask: [rollout, decision] bool. values: [rollout, decision], the critic's. moment: [rollout, decision], the time
+        of each decision; None: decisions have their order as time."""
+        zeros = torch.zeros(mask.shape, dtype=values.dtype)
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-        return cls(mask.clone(), blank, values.where(mask, 0.0), last, blank.clone(), moment=moment)
+        return cls(mask.clone(), zeros, values.where(mask, 0.0), last, zeros.clone(), moment=moment)
 
-    def grouped(self, index: Tensor) -> Steps:
-        """Returns steps of which each has the decisions of one index, where every decision was a step: its value is
-        that of its first decision, its reward the sum. index: [rollout, decision] int64, which rises by 1 at most from
-        one counted decision to the next."""
+    def merge(self, index: Tensor) -> Steps:
+        """Merges steps of one decision each into longer ones. The value of a merged step is that of its first decision,
+        its reward the sum.
+
+        index: [rollout, decision] int64, the merged step of each decision. It starts at 0 and rises by 0 or 1 from one
+        decision under the mask to the next."""
         index = index.where(self.mask, 0)
-        count = int(index.max()) + 1 if index.numel() else 1
-        shape, width = (len(index), count), index.shape[1]
+        num_steps = int(index.max()) + 1 if index.numel() else 1
+        shape, width = (len(index), num_steps), index.shape[1]
         column = torch.arange(width).expand_as(index).where(self.mask, width)
         begin = torch.full(shape, width).scatter_reduce(1, index, column, "amin")
         mask, begin = begin < width, begin.clamp(max=max(0, width - 1))
         values = self.values.gather(1, begin).where(mask, 0.0)
         rewards = self.rewards.new_zeros(shape).scatter_add(1, index, self.rewards.where(self.mask, 0.0))
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-        blank = torch.zeros_like(values)
-        return Steps(mask, rewards, values, last, blank, index=index, begin=begin)
+        return Steps(mask, rewards, values, last, torch.zeros_like(values), index=index, begin=begin)
 
     def at_step_starts(self, values: Tensor) -> Tensor:
-        """Returns the values [rollout, step] of what may be values of decisions [rollout, decision]."""
+        """Selects the values of each step's first decision, [rollout, decision] -> [rollout, step]. Values that are
+        [rollout, step] already, where steps have no `begin`, are returned as they are."""
         return values if self.begin is None else values.gather(1, self.begin.to(values.device))
 
-    def by_decision(self, values: Tensor, decisions: int) -> Tensor:
-        """Repeats values of steps for each of their decisions, [rollout, step] -> [rollout, decision]."""
+    def by_decision(self, values: Tensor, num_decisions: int) -> Tensor:
+        """Repeats the value of a step for each of its decisions, [rollout, step] -> [rollout, decision]."""
         if self.index is not None:
             return values.gather(1, self.index.to(values.device))
-        return values.repeat_interleave(decisions // values.shape[1], 1)
+        return values.repeat_interleave(num_decisions // values.shape[1], 1)
 
 
 @dataclass
@@ -449,28 +455,28 @@ class Turns(Record):
 
     number: Tensor = field(metadata={"pad": 0})  # [rollout, decision] int64, the turn that a decision belongs to
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, turn] bool, True where there was a turn
-    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, turn] float32, of the environment
+    rewards: Tensor = field(metadata={"pad": 0})  # [rollout, turn] float32, the environment's
 
 
 @dataclass
 class MatchingTargets:
-    """Tensors with which losses compare final samples at a noise level, [rollout, decision, ...] each; see
-    `core.surrogates.contrast`."""
+    """Predictions for the finished sample of a denoising chain with noise added to it again, [rollout, decision, ...]
+    each. Losses on flow-matching errors read them; see `core.surrogates.contrast`."""
 
-    noisy: Tensor  # the sample with noise
-    prediction: Tensor  # of the policy, with its gradient
-    old: Tensor  # of the policy that made the rollouts
-    data: Tensor  # the sample itself
+    noisy: Tensor  # the sample with noise added
+    prediction: Tensor  # the policy's, with its gradient
+    old: Tensor  # the prediction of the policy that sampled the rollouts
+    data: Tensor  # the sample without noise
     sigma: Tensor  # [rollout, decision] the noise level
-    signal: Tensor  # [rollout, decision] how much of the sample is left in `noisy`
-    noise_space: bool  # whether the noise is predicted, rather than the velocity
-    source: Tensor | None = None  # [rollout, 1, ...] the latents of the image that was edited, where there was one
+    signal: Tensor  # [rollout, decision] the factor of the sample in `noisy`
+    noise_space: bool  # whether the network predicts the noise; otherwise the velocity
+    source: Tensor | None = None  # [rollout, 1, ...] latents of the image that was edited, where there was one
 
 
 @dataclass
 class Replay:
-    """Log-probabilities and further columns of a batch of rollouts under the present weights, [rollout, decision]
-    float32 each. Columns of single policies or methods are in `extras`, see `ReplayColumn`."""
+    """Log-probabilities of rollouts recomputed under the present weights, and further columns, [rollout, decision]
+    float32 each. Columns that only some policies or methods have are in `extras`, see `ReplayColumn`."""
 
     logp: Tensor
     entropy: Tensor | None = None  # None where it is constant (a Gaussian step of fixed variance)
@@ -486,14 +492,14 @@ class Replay:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Replay:
-        """Returns a replay of columns by name: its fields, and all others as `extras`. None counts as missing."""
+        """Builds a replay from columns by name. Names that are no field go into `extras`; None counts as missing."""
         field_names = {f.name for f in fields(cls)}
         present = {name: values for name, values in columns.items() if values is not None}
         extras = {name: values for name, values in present.items() if name not in field_names}
         return cls(**{name: values for name, values in present.items() if name in field_names}, extras=extras)
 
     def column(self, name: str) -> Any:
-        """Returns a field, or a column of `extras`; None where it is missing."""
+        """Returns the field `name`, or else the entry of `extras`; None where there is neither."""
         return self.extras.get(name) if name not in vars(self) else vars(self)[name]
 
 
@@ -502,17 +508,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplayColumn(Generic[T]):
-    """The typed name of a column of `Replay.extras`."""
+    """The name of a column of `Replay.extras`, with the type of its values."""
 
     name: str
 
     def get(self, replay: Replay) -> T | None:
-        """Returns the column; None where the policy does not provide it."""
+        """Returns the column of a replay; None where the policy does not compute it."""
         column: T | None = replay.extras.get(self.name)
         return column
 
     def of(self, replay: Replay) -> T:
-        """Returns the column. Raises ValueError where the policy does not provide it."""
+        """Returns the column of a replay. Raises ValueError where the policy does not compute it."""
         return require(self.get(replay), f"{self.name} of a replay")
 
 
@@ -532,18 +538,19 @@ ROUTING_DIFFERS = ReplayColumn[Tensor]("routing_differs")
 
 
 def old_logp(micro: Rollouts, replay: Replay) -> Tensor:
-    """Returns [rollout, decision] log-likelihoods under the policy that made the rollouts, on the device of `replay`.
-    Where rollouts.old_logp is None (before the first update) they are those of the replay, detached."""
+    """Returns [rollout, decision] log-probabilities under the policy that sampled the rollouts, on the device of
+    `replay`. Where `micro.old_logp` is None, in the first update of a step, they are the replay's, detached."""
     return replay.logp.detach() if micro.old_logp is None else micro.old_logp.to(replay.logp.device)
 
 
 def log_ratio(micro: Rollouts, replay: Replay) -> Tensor:
-    """Returns [rollout, decision] log pi / pi_old with its gradient, in the policy's exact form if it has one."""
+    """Returns [rollout, decision] log pi - log pi_old with its gradient: `replay.log_ratio` where the policy computes
+    it more exactly than the difference of the two."""
     return replay.logp - old_logp(micro, replay) if replay.log_ratio is None else replay.log_ratio
 
 
-def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
-    """Selects rows of one column. index: [n] int64, and `rows` the same as a list."""
+def _select_rows(value: Any, index: Tensor, rows: list[int]) -> Any:
+    """Selects rows of one column. index: [n] int64. rows: the same numbers as a list, for columns that are lists."""
     if isinstance(value, list):
         return [value[row] for row in rows]
     if isinstance(value, dict):
@@ -551,24 +558,26 @@ def _picked(value: Any, index: Tensor, rows: list[int]) -> Any:
     return None if value is None else value[index]
 
 
-def _cut(record: ExtraKind, step: Tensor, steps: int) -> ExtraKind:
-    """Returns `record` with only the decisions of one step a row. Its rows are (rollout, step) pairs already, but its
-    columns still hold all steps' decisions, [row, steps x decisions]. step: [row], the step that is taken; steps: of
-    the longest rollout."""
+def _keep_step(record: ExtraKind, step: Tensor, max_steps: int) -> ExtraKind:
+    """Returns `record` with the decisions of one step in each row.
+
+    Columns [row, max_steps x decisions] become [row, decisions]. step: [row] int64, the step to keep. max_steps: number
+    of steps of the longest rollout.
+    """
     columns: dict[str, Any] = {}
     for f in fields(record):
         value = vars(record)[f.name]
         if isinstance(value, dict):
-            columns[f.name] = {name: _cut(nested, step, steps) for name, nested in value.items()}
+            columns[f.name] = {name: _keep_step(nested, step, max_steps) for name, nested in value.items()}
         elif isinstance(value, Tensor) and (f.metadata.get("pad") is not None or f.name in BY_DECISION):
-            parts = value.unflatten(1, (steps, value.shape[1] // steps))
-            columns[f.name] = parts[torch.arange(len(step)), step]
+            by_step = value.unflatten(1, (max_steps, value.shape[1] // max_steps))
+            columns[f.name] = by_step[torch.arange(len(step)), step]
     return replace(record, **columns)
 
 
-def _joined(column: Field[Any], values: list[Any]) -> Any:
-    """Joins one column of several batches: lists, records by name, or tensors, padded where the column says so. Raises
-    ValueError where it is None in some of them."""
+def _concat_column(column: Field[Any], values: list[Any]) -> Any:
+    """Concatenates one column of several batches: lists, mappings of records, or tensors, padded where the field has a
+    `pad` value. Raises ValueError where it is None in some of the batches only."""
     if isinstance(values[0], list):
         return [item for value in values for item in value]
     if isinstance(values[0], dict):
@@ -576,7 +585,7 @@ def _joined(column: Field[Any], values: list[Any]) -> Any:
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
-        raise ValueError(f"{column.name} is filled in some of the batches and None in others")
+        raise ValueError(f"{column.name} is set in some of the batches and None in others; set it in all or in none")
     pad = column.metadata.get("pad")
     return torch.cat(values if pad is None else pad_to_longest(values, pad))
 

@@ -58,7 +58,7 @@ class Trainer:
             self.reference = make_reference(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
-        self._reward_states()  # one that no checkpoint can hold is named now
+        self._reward_states()  # raises now for a state that no checkpoint can hold
         self.step = 0  # finished steps
         self.bad_steps = 0  # skipped updates in a row
         self.guards = Guards(config.guards)
@@ -68,14 +68,14 @@ class Trainer:
         self.accuracies: dict[str, float] = {}  # held-out accuracy by step
         self.saver = checkpoints.Saver(run.folder / "checkpoints", config.checkpoint, engine, run.line)
         self.interruption = Interruption()  # SIGTERM or Ctrl-C, on this rank
-        self.stopping = 0  # the number of the signal that any rank got; all ranks learn it at the same step
-        self.ends = False  # whether a program requested the end, see `Job.stop`
-        self.work: Work | None = None  # the progress of the training
+        self.stop_signal = 0  # number of the signal that a rank received, 0 for none; the same on all ranks
+        self.stop_requested = False  # whether a program requested the end, see `Job.stop`
+        self.progress: Work | None = None  # the progress bar of the training
         self.line_interval = Interval(config.log.lines_every, at_once=True)  # between printed step lines
 
     def train(self) -> None:
         with self.interruption, self.saver, display.work("training", self.config.steps, self.step, lines=False) as work:
-            self.work = work
+            self.progress = work
             try:
                 self.loop()
             finally:
@@ -83,10 +83,11 @@ class Trainer:
                 self.collector.close()
 
     def loop(self) -> None:
-        """Runs the steps: rollouts, advantages, epochs of minibatches, log, evaluate, save."""
+        """Runs the training steps. Each collects rollouts, prepares minibatches with advantages, updates the policy
+        once for each minibatch of each epoch, logs, and evaluates and saves where these are due."""
         if self.step == 0 and self.config.evaluation.before:
             self.evaluate()
-        while self.step < self.config.steps and not (self.stopping or self.ends):
+        while self.step < self.config.steps and not (self.stop_signal or self.stop_requested):
             metrics = Metrics(
                 self.engine, Workload.from_policy(self.policy, self.algorithm.epochs, self.config.model.dtype)
             )
@@ -105,10 +106,11 @@ class Trainer:
             self.log(batch.rollouts, metrics)
             if due(self.step, self.config.evaluation.every, self.config.steps):
                 self.evaluate()
-            self.stopping = self.engine.max(self.interruption.signum)
-            self.ends = bool(self.engine.max(int(self.ends)))
+            self.stop_signal = self.engine.max(self.interruption.signum)
+            self.stop_requested = bool(self.engine.max(int(self.stop_requested)))
             self.saver.poll()
-            if self.stopping or self.ends or (self.guards.within and due(self.step, self.config.checkpoint.every)):
+            save_due = self.guards.within and due(self.step, self.config.checkpoint.every)
+            if self.stop_signal or self.stop_requested or save_due:
                 self.save()
         self.saver.finish()
         if self.step >= self.config.steps:
@@ -117,8 +119,9 @@ class Trainer:
     # --- updates ---
 
     def update(self, minibatch: Minibatch, metrics: Metrics) -> dict[str, float]:
-        """Performs one optimizer step. Returns means of the statistics that the algorithm watches. A loss or gradient
-        that is not finite skips it; too many in a row end the run."""
+        """Performs one optimizer step on a minibatch. Returns the means of the statistics `Algorithm.watched` over all
+        decisions and ranks. A loss or gradient that is not finite skips the step. Raises UserError after
+        engine.max_bad_steps skipped steps in a row."""
         denominators = [self.algorithm.denominators(micro) for micro in minibatch]
         totals = {
             name: self.engine.sum(torch.stack([part[name] for part in denominators]).sum()) for name in denominators[0]
@@ -128,7 +131,7 @@ class Trainer:
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
-            loss_parts.append({name: part.detach() for name, part in (*parts.items(), ("loss", loss))})
+            loss_parts.append({name: value.detach() for name, value in (*parts.items(), ("loss", loss))})
             # The engine skips a step whose gradient is not finite, on every rank. The loss is not read here, since that
             # would wait for the GPU.
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
@@ -141,81 +144,85 @@ class Trainer:
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
-        metrics.add("updates", torch.tensor([1.0 / self.engine.world]), sums=True)  # all ranks make it together
+        metrics.add("updates", torch.tensor([1.0 / self.engine.world]), sums=True)  # all ranks share one update
         metrics.add("updates_skipped", torch.tensor([0.0 if changed else 1.0]))
         self.bad_steps = 0 if changed else self.bad_steps + 1
         if changed and self.ema is not None:
             self.ema.update()
         if not changed:
-            wrong = (name for parts in reversed(loss_parts) for name, part in parts.items() if not part.isfinite())
-            self._report_bad_step(minibatch, next(wrong, "gradient"))
+            not_finite = [name for parts in reversed(loss_parts) for name, part in parts.items() if not part.isfinite()]
+            self._report_bad_step(minibatch, not_finite[0] if not_finite else "gradient")
         sums = {name: self.engine.sum(values) for name, values in watched.items()}
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def by_mask(self, stats: dict[str, Tensor], micro: Rollouts) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Groups statistics by the mask of the entries that they are averaged over: (bool mask, statistics by name)."""
+        """Groups statistics by the mask that they are averaged under. Returns pairs of a bool mask and the statistics
+        by name, all of the mask's shape."""
         groups: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
         for name, values in stats.items():
-            counted = self.algorithm.counted_mask(name, micro)
-            check_values(f"the statistic {name}", values, counted.shape)
-            groups.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
-        return [(counted.to(device), columns) for (_, device), (counted, columns) in groups.items()]
+            mask = self.algorithm.counted_mask(name, micro)
+            check_values(f"the statistic {name}", values, mask.shape)
+            groups.setdefault((id(mask), values.device), (mask, {}))[1][name] = values
+        return [(mask.to(device), columns) for (_, device), (mask, columns) in groups.items()]
 
     def losses(self, micro: Rollouts, totals: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns this micro-batch's parts of the loss by origin, 0-d each, and statistics, [rollout, decision] by
-        default. totals: the algorithm's denominators, summed over the minibatch and all ranks."""
+        """Computes the loss of a micro-batch. Returns its summands, 0-d each, by the configuration key that they come
+        from, and statistics for the log, [rollout, decision] by default. totals: the algorithm's denominators, summed
+        over the minibatch and all ranks."""
         replay = self.policy.replay(micro, self.engine)
         context = ReplayedContext(self.policy, self.engine, self.step)
         for measurement in self.needs.replayed:
             replay.extras[measurement.name] = measurement.measure(micro, context)
         stats = {} if micro.behaviour_logp is None else corrected(micro, replay, self.config.correction)
         weigh_objective(micro, replay)
-        over = self.algorithm.reduction(micro, totals, self.policy.max_decisions, replay.logp.device)
-        loss, more = self.algorithm.objective(micro, replay, over)
+        reduce = self.algorithm.reduction(micro, totals, self.policy.max_decisions, replay.logp.device)
+        loss, loss_stats = self.algorithm.objective(micro, replay, reduce)
         key = f"algorithm.type={self.algorithm.type}"
         check_loss(key, loss)
         parts = {f"loss of {key}": loss}
-        stats |= more
+        stats |= loss_stats
         for i, term in enumerate(self.algorithm.terms):
-            values, more = term.values(micro, replay)
-            name = f"algorithm.terms.{i} ({term.type})"
-            check_values(name, values, micro.mask.shape)
-            parts[name] = over(values)
-            stats |= {
-                f"{statistic}/{i}" if statistic in stats else statistic: tensor for statistic, tensor in more.items()
-            }
+            values, term_stats = term.values(micro, replay)
+            key = f"algorithm.terms.{i} ({term.type})"
+            check_values(key, values, micro.mask.shape)
+            parts[key] = reduce(values)
+            # Two terms may report a statistic of the same name.
+            stats |= {f"{name}/{i}" if name in stats else name: column for name, column in term_stats.items()}
         if replay.entropy is not None:
             stats["entropy"] = replay.entropy.detach()
         return parts, stats
 
-    def _report_bad_step(self, minibatch: Minibatch, what: str) -> None:
-        """Saves the rollouts of an update that was skipped, and prints where. Raises UserError after
-        engine.max_bad_steps in a row."""
+    def _report_bad_step(self, minibatch: Minibatch, culprit: str) -> None:
+        """Saves the rollouts of an update that was skipped, and prints the path. culprit: which part of the loss, or
+        "gradient", is not finite. Raises UserError after engine.max_bad_steps skipped updates in a row."""
         path = self.run.skipped_update(self.step + 1, self.engine.rank, minibatch)
         ids = ", ".join(sorted({s.prompt.id for micro in minibatch for s in micro.samples})[:3])
         self.run.line(
-            f"step {self.step + 1}: {what} not finite, update skipped; its rollouts ({ids}, ...) are in {path}"
+            f"step {self.step + 1}: {culprit} not finite, update skipped; its rollouts ({ids}, ...) are in {path}"
         )
         if self.bad_steps >= self.config.engine.max_bad_steps:
             raise UserError(
-                f"{self.bad_steps} updates in a row had a {what} that is not finite; lower optim.lr or look at {path}"
+                f"{self.bad_steps} updates in a row were skipped, the last because its {culprit} is not finite; lower "
+                f"optim.lr, or look at its rollouts in {path}"
             )
 
     # --- evaluation ---
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the first evaluation.prompts held-out prompts, also by kind where prompts have one. Returns
-        metrics."""
+        """Evaluates on the first evaluation.prompts held-out prompts, logs the metrics and a table of samples, and
+        saves the weights if they are the best so far. Returns the metrics."""
         self.collector.pause_prefetch()
         self.engine.mark("evaluation")
         started = time.perf_counter()
         with applied(self.ema), synced(self.generator) as measured:
-            count = self.config.evaluation.prompts
-            result, samples, marks = evaluate(self.collector.sampling, self.task, self.engine, count, self.config)
+            num_prompts = self.config.evaluation.prompts
+            result, samples, accuracies = evaluate(
+                self.collector.sampling, self.task, self.engine, num_prompts, self.config
+            )
         result["time/evaluation"] = time.perf_counter() - started
         result |= {f"evaluation/{name}": value for name, value in measured.items() if not name.startswith("time/")}
         self.run.log(self.step, result)
-        self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": marks})
+        self.run.samples("evaluation", self.step, samples[: self.config.log.samples], {"accuracy": accuracies})
         self.run.line(evaluation_line(self.step, result))
         if "evaluation/accuracy" in result:
             self.accuracies[str(self.step)] = result["evaluation/accuracy"]
@@ -227,7 +234,7 @@ class Trainer:
                 self.save_weights("best")
         return result
 
-    # --- what guards may do ---
+    # --- actions of guards (`monitors.guards`) ---
 
     def line(self, text: str) -> None:
         self.run.line(text)
@@ -236,15 +243,16 @@ class Trainer:
         self.engine.lr_factor *= factor
 
     def go_back(self) -> str:
-        """Restores weights and optimizer of the newest checkpoint, but not step, prompts and schedules. Returns its
-        name."""
+        """Restores the weights and the optimizer of the newest checkpoint, while the step, the order of prompts and the
+        schedules go on. Returns the checkpoint's name."""
         self.saver.finish()
         return checkpoints.go_back(self.saver.folder, self.engine, self._copies(), self.line)
 
     # --- log, save, resume, stop ---
 
     def log(self, rollouts: Rollouts, metrics: Metrics) -> None:
-        """Logs a step: metrics of all ranks, guards, monitors, and from time to time samples."""
+        """Logs the metrics of a step over all ranks, and every log.samples_every steps a table of samples. Lets guards,
+        monitors and schedules see the metrics. Raises UserError where a guard or a monitor ends the run."""
         metrics.add_rollouts(rollouts, self.task)
         metrics.add_counts(self.collector.sampling.counts())
         metrics.set(self.controls.values())
@@ -258,27 +266,29 @@ class Trainer:
         self.print_step_line(values)
         reasons = self.task.unscored_reasons() if isinstance(self.task, ExplainingTask) else {}
         self.unscored_monitor.judge(self.step, values, reasons)
-        if (idle := self.zero_gradient_monitor.judge(self.step, values)) is not None:
-            self.run.line(idle)
+        if (warning := self.zero_gradient_monitor.judge(self.step, values)) is not None:
+            self.run.line(warning)
         if due(self.step, self.config.log.samples_every):
-            shown = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
-            names, rewards = self.task.reward_names, shown.rewards
+            logged = rollouts.select(whole_groups(rollouts.group, self.config.log.samples))
+            names, rewards = self.task.reward_names, logged.rewards
             columns = {} if rewards is None else dict(zip(names, rewards.T.tolist(), strict=True))
-            assert shown.advantages is not None
-            columns["advantage"] = shown.advantages.mean(1).tolist()
-            self.run.samples("train", self.step, shown.samples, columns)
+            assert logged.advantages is not None
+            columns["advantage"] = logged.advantages.mean(1).tolist()
+            self.run.samples("train", self.step, logged.samples, columns)
 
     def print_step_line(self, values: dict[str, float]) -> None:
-        """Prints the line of a step: of the first, the last, and others every log.lines_every seconds."""
-        if self.work is not None:
-            self.work.advance()
+        """Advances the progress bar. Prints a line with the main metrics for the first and the last step, and otherwise
+        at most every log.lines_every seconds."""
+        if self.progress is not None:
+            self.progress.advance()
         if self.line_interval.due() or self.step == self.config.steps:
-            left = None if self.work is None else self.work.left
-            self.run.line(step_line(self.step, self.config.steps, values, left))
+            seconds_left = None if self.progress is None else self.progress.left
+            self.run.line(step_line(self.step, self.config.steps, values, seconds_left))
 
     def judge_generator(self, values: dict[str, float]) -> None:
-        """Adds the effective sample size. Raises UserError, on all ranks, if log-probabilities of the generator are too
-        far from the trained model's."""
+        """Compares the sampling engine's log-probabilities with the trained model's. Adds the effective sample size of
+        the importance weights to `values`. Raises UserError, on all ranks, where the mean difference exceeds
+        correction.max_gap."""
         if "correction/logp_gap" not in values:
             return
         squared = values.pop("correction/weight_squared")
@@ -287,9 +297,9 @@ class Trainer:
         if not gap <= limit:
             generator: Any = self.config.generator
             raise UserError(
-                f"step {self.step}: log-probabilities of the sampling engine are {gap:.3g} from the trained model's on "
-                f"average, more than {generator.where}.correction.max_gap={limit:g}; try model.dtype=float32, a lower "
-                f"optim.lr, or {generator.instead}"
+                f"step {self.step}: log-probabilities of the sampling engine differ from the trained model's by "
+                f"{gap:.3g} on average, more than {generator.where}.correction.max_gap={limit:g}; try "
+                f"model.dtype=float32, a lower optim.lr, or {generator.instead}"
             )
 
     def save(self) -> None:
@@ -318,21 +328,22 @@ class Trainer:
         return self.task.rewards.state() if isinstance(self.task, RewardingTask) else {}
 
     def save_weights(self, name: str) -> None:
-        """Writes the weights that evaluation measures (the EMA, if any) to the folder `name` of the run directory, in
-        the library's own format."""
+        """Writes the weights that are evaluated (the EMA, if any) to the folder `name` of the run directory, in the
+        format of the model's library."""
         with applied(self.ema):
             origin = checkpoints.make_origin(self.step, plain(self.config))
             checkpoints.save_weights(self.run.folder / name, self.policy, self.engine, origin)
 
     def _copies(self) -> dict[str, EMA | Snapshot]:
-        named: dict[str, EMA | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
+        """Returns the copies of the weights that checkpoints hold, by name."""
+        copies: dict[str, EMA | Snapshot | None] = {"ema": self.ema, "sampling_policy": self.sampling_policy}
         if isinstance(self.reference, Snapshot) and self.needs.reference is not None and self.needs.reference.moves:
-            named["reference"] = self.reference  # else it is the start of the run
-        return {name: copy for name, copy in named.items() if copy is not None}
+            copies["reference"] = self.reference  # a fixed one equals the weights that the run starts from
+        return {name: copy for name, copy in copies.items() if copy is not None}
 
     def resume(self) -> None:
-        """Resumes from the newest intact checkpoint of the run directory; with checkpoint.resume=auto starts where
-        there is none. Raises as `checkpoints.resume`."""
+        """Restores the newest intact checkpoint of the run directory. Without a checkpoint the run starts at step 0, or
+        with checkpoint.resume=true raises UserError. Raises as `checkpoints.resume`."""
         required = self.config.checkpoint.resume is True
         restored = checkpoints.resume(
             self.saver.folder, plain(self.config), self.engine, self.run.line, required=required
@@ -343,7 +354,10 @@ class Trainer:
         state, rank_state = restored
         for name, copy in self._copies().items():
             if name not in rank_state["averages"]:
-                raise UserError(f"the checkpoint has no weights of {name}, which a changed key asks for; restore it")
+                raise UserError(
+                    f"the checkpoint holds no copy of the weights for {name}, which the configuration needs now; set "
+                    "optim and algorithm as in the run's config.yaml"
+                )
             copy.load(rank_state["averages"][name])
         self.collector.load(state["batches"], rank_state["pending"])
         self.controls.load(state["controls"])
@@ -359,4 +373,5 @@ class Trainer:
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:
+    """Returns whether something is due after `step` that is done every `every` steps (0: never) and after `last`."""
     return step == last or (every > 0 and step % every == 0)

@@ -89,7 +89,7 @@ def test_cells_of_a_notebook(shop):
             try:
                 Job(config).__enter__()
             except Exception as error:
-                assert "has reached its end already" in str(error)
+                assert "holds this run and it is complete" in str(error)
             else:
                 raise AssertionError("it started again")
             with Job.from_weights("runs/cells") as job:
@@ -98,7 +98,7 @@ def test_cells_of_a_notebook(shop):
                 try:
                     job.train()
                 except Exception as error:
-                    assert "can not train" in str(error)
+                    assert "this job cannot train" in str(error)
             tree = {"run_dir": "runs/more", "threads": 1, "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},
                     "task": {"data": {"type": "digits", "cells": 2, "train_size": 100}}, "steps": 1,
                     "rollout": {"prompts": 4, "group_size": 4, "max_response_length": 4},

@@ -107,7 +107,7 @@ def test_fields_that_are_not_filled_stay_so():
 @pytest.mark.parametrize("swap", [False, True])
 def test_concat_refuses_a_field_that_only_some_parts_fill(name, swap):
     parts = [batch([2]), replace(batch([2]), **{name: None})]
-    with pytest.raises(ValueError, match=f"^{name} is filled in some"):
+    with pytest.raises(ValueError, match=f"^{name} is set in some"):
         Rollouts.concat(parts[::-1] if swap else parts)
 
 

@@ -264,10 +264,10 @@ def steps_of_turns(rollouts: Rollouts, time_step: str) -> Steps:
     turns, every = rollouts.extra("turns", Turns), _steps(rollouts)
     rewards = turns.rewards * turns.mask
     if time_step == "turn":
-        steps = every.grouped(turns.number)
+        steps = every.merge(turns.number)
         steps.rewards = rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)
         return steps
-    steps = every.grouped((every.mask.cumsum(1) - 1).clamp(min=0))
+    steps = every.merge((every.mask.cumsum(1) - 1).clamp(min=0))
     assert steps.begin is not None
     number = turns.number.gather(1, steps.begin).where(steps.mask, -1)
     following = F.pad(number[:, 1:], (0, 1), value=-1)

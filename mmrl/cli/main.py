@@ -493,7 +493,7 @@ def run_embed(options: argparse.Namespace) -> int:
     model.embeddings."""
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
-    from mmrl.job import quieten, warm_started
+    from mmrl.job import quieten, run_warm_start
 
     config = load(options.config, options.overrides)
     if config.model.type != "diffusion":
@@ -502,7 +502,7 @@ def run_embed(options: argparse.Namespace) -> int:
     from mmrl.policies.diffusion import embeddings  # these are slow to import
     from mmrl.policies.diffusion.small import SmallFamily
 
-    config = warm_started(config)
+    config = run_warm_start(config)
     config = config.model_copy(update={"model": config.model.model_copy(update={"embeddings": None})})
     task = build_task(config)
     policy: Any = build_policy(config, task)

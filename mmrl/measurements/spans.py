@@ -67,7 +67,7 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
                     f"reward {self.reward!r} returned numbers alone; credit by spans needs one that returns Spans, "
                     "such as process"
                 )
-        other = next((each.of for each in spans if each.of != self.of), None)
+        other = next((each.unit for each in spans if each.unit != self.of), None)
         if other is not None:
             raise UserError(f"reward {self.reward!r} returned spans of {other}; set of={other} where they are used")
 

@@ -178,7 +178,7 @@ FAULTS = [
     Fault("invertible: the temperature is forgotten", "mmrl/policies/vla/heads/invertible.py",
           '(self.scale * chosen["temperature"])', '(self.scale * chosen["temperature"] ** 0)',
           ("policies/vla/test_invertible.py",)),
-    Fault("looks: advantages of another look", "mmrl/rollouts.py", "parts[torch.arange(len(step)), step]",
+    Fault("looks: advantages of another look", "mmrl/rollouts.py", "by_step[torch.arange(len(step)), step]",
           "parts[torch.arange(len(step)), step * 0]", CRITICS),
     Fault("looks: episodes stay whole", P, "rollouts = require_ability(self.policy, Stepwise).by_step(rollouts)", "pass", CRITICS),
     # --- robots' observations and evaluations ---
@@ -229,8 +229,8 @@ FAULTS = [
           "return ViewReplay(self.view).of(replay).logp.detach()", TERMS),
     Fault("view_kl: bound is hard-coded", "mmrl/terms/losses/kl.py", "clamp(max=self.bound)", "clamp(max=5.0)", TERMS),
     Fault("view_kl: the view is the prompt itself", "mmrl/measurements/responses.py", "context.policy.replay(viewed, context.engine)", "context.policy.replay(micro, context.engine)", TERMS),
-    Fault("terms: reduced by this micro-batch alone", T, "parts[name] = over(values)",
-          "parts[name] = values[micro.mask].mean()", TERMS),
+    Fault("terms: reduced by this micro-batch alone", T, "parts[key] = reduce(values)",
+          "parts[key] = values[micro.mask].mean()", TERMS),
     # --- shapers and masks ---
     Fault("entropy_bonus: alpha is hard-coded", "mmrl/terms/shapers/entropy.py", "self.alpha * old_entropy", "0.4 * old_entropy",
           TERMS),

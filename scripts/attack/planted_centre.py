@@ -110,8 +110,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- records ---
     ("centre: records of any kind pass", R, "if not isinstance(record, kind):", "if record is None:", RECORDS),
     ("centre: further sources share nodes with one another", R, "        first += len(part)\n", "", RECORDS + SEAMS),
-    ("centre: what a source brings along is blanked", R, "for name, record in extra_records.items()} | part.extras",
-     "for name, record in part.extras.items()} | {n: r.blank(part) for n, r in extra_records.items()}", RECORDS + ("joints/test_replays.py",)),
+    ("centre: what a source brings along is blanked", R, "for name, record in records.items()} | part.extras",
+     "for name, record in part.extras.items()} | {n: r.blank(part) for n, r in records.items()}", RECORDS + ("joints/test_replays.py",)),
     # --- algorithms and terms ---
     ("centre: groups are silent whatever the baseline", ALGORITHMS + "estimator.py",
      ".equal[index] & self.baseline.within_group", ".equal[index]", ESTIMATOR),

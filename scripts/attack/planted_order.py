@@ -88,5 +88,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("still: a robot's steps are its actions", "mmrl/preflight/quick.py", "-(-action.horizon // action.chunk)", "action.horizon", STILL),
     ("still: methods with options that must be given have none", "mmrl/cli/methods.py", "if field.is_required()}", "if False}",
      ("cli/test_reference.py::test_every_method_is_described",)),
-    ("turns: unpaid credit is taken", "mmrl/build.py", "if unpaid is not None:", "if False:", TURNS),
+    ("turns: unpaid credit is taken", "mmrl/build.py", "if shaper is not None:", "if False:", TURNS),
 ]

@@ -169,7 +169,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "old = None if reference else at_policy_steps(rollouts.old_prediction)", "old = at_policy_steps(rollouts.old_prediction)",
      ("whole_runs/test_robots.py::test_the_reference_is_asked_where_the_old_policy_is_known_of_half_the_episodes_only",)),
     ("dry run: a warm start that has ended is passed over", "mmrl/job.py",
-     "plain(after_warm_start(first)), path):\n        return config",
-     "plain(after_warm_start(first)), path):\n        pass",
+     "plain(after_warm_start(warm_start)), path):\n        return config",
+     "plain(after_warm_start(warm_start)), path):\n        pass",
      ("whole_runs/test_image_runs.py::test_a_dry_run_begins_with_a_warm_start_that_has_ended",)),
 ]

@@ -31,7 +31,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("surroundings: a template's text may be as long as it likes", TEMPLATE, "if len(text) > LONGEST:", "if False:", TEMPLATES),
     ("surroundings: a limit of memory stays", TEMPLATE, "            if not _within:\n                resource.setrlimit(resource.RLIMIT_AS, (before, hard))\n", "", TEMPLATES),
     ("surroundings: a limit of memory ends with the first of two threads", TEMPLATE, "            if not _within:\n                resource", "            if True:\n                resource", TEMPLATES),
-    ("surroundings: ranks announce themselves when they have met", "mmrl/job.py", "            self._announce(parts)\n        else", "        else", BEFORE),
+    ("surroundings: ranks announce themselves when they have met", "mmrl/job.py", "            self._start_heartbeat(parts)\n        else", "        else", BEFORE),
     ("surroundings: a rank that never comes up is waited for", "mmrl/engine/heartbeat.py", "and waited >= self.start:", "and False:", BEFORE),
     ("surroundings: what an earlier start left is a rank", "mmrl/engine/heartbeat.py", "return state.written < self._began + COMES_UP_S", "return False", BEFORE),
     ("surroundings: a rank that ends before the meeting has no name", "mmrl/engine/heartbeat.py", "        if (gone := self._gone()) is not None:\n            problem", "        if (gone := None) is not None:\n            problem", BEFORE),

@@ -91,7 +91,7 @@ def test_the_real_command_line_ends_in_order_after_a_late_error(tmp_path):
         (["task.rewards=[{name: exact_match, wait: 2}]"], "wait"),
         (["model.build=null"], "model.path is not set"),
         (["model.build=tasks.visual_qa.tiny_model:bild"], "model.build=tasks.visual_qa.tiny_model:bild"),
-        (["model.freeze=[vision, connector, language]"], "model.freeze leaves nothing to train"),
+        (["model.freeze=[vision, connector, language]"], "model.freeze leaves no parameter to train"),
         ([*GRPO, "algorithm.surrogate.cap=2"], "unknown key algorithm.surrogate.cap; valid keys: type, low, high"),
         ([*GRPO, "algorithm.surrogate=divergence_mask"], "algorithm.surrogate.bound: Field required"),
         ([*GRPO, "algorithm.surrogate=tests.cli.test_bad_input:contents"], "does not inherit from"),

@@ -7,7 +7,7 @@ from mmrl import Job, configure, read_run
 from mmrl.checkpoints.store import shared_rewards
 from mmrl.checkpoints.training import resume_obstacle
 from mmrl.errors import UserError
-from mmrl.job import recorded_end
+from mmrl.job import record_end
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
 from tests.whole_runs.parts import distance, final, make, metrics, release, timeless, train
@@ -120,7 +120,7 @@ def test_another_reward_takes_the_place_of_one():
 def test_a_run_that_was_asked_to_end_has_saved(tmp_path):
     trainer = make(tmp_path, "steps=4", "checkpoint.every=0")
     trainer.run.each_step = lambda step, metrics: setattr(trainer, "ends", step == 2)
-    with recorded_end(trainer.run, trainer):
+    with record_end(trainer.run, trainer):
         trainer.train()
     release(trainer)
     ending = read_run(tmp_path).ending
@@ -129,7 +129,7 @@ def test_a_run_that_was_asked_to_end_has_saved(tmp_path):
     )
     with pytest.raises(UserError, match="for a job that trains"):
         Job(configure({"run_dir": "x"})).stop()
-    assert trainer.step == 2 and trainer.stopping == 0 and not (tmp_path / "final").exists()
+    assert trainer.step == 2 and trainer.stop_signal == 0 and not (tmp_path / "final").exists()
     assert (tmp_path / "checkpoints/step-000002").is_dir()
     again = train(tmp_path, "steps=4", resume=True)
     assert again.step == 4 and [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]

@@ -224,7 +224,8 @@ TOOL = "task.environment.tools=[{type: zoom, pixels: 64, reward: 0.2}]"
 def test_credit_of_turns_that_nobody_pays_is_refused(shaper):
     shaping = f"algorithm.shaping=[{shaper}]"
     with pytest.raises(
-        UserError, match=rf"shaping \({shaper}\) credits rewards of turns, and task.environment gives none"
+        UserError,
+        match=rf"shaping \({shaper}\) computes advantages from rewards of turns, but task.environment gives none",
     ):
         build_task(load("visual_qa_zoom", [*ZOOM, shaping]))
     build_task(load("visual_qa_zoom", [*ZOOM, shaping, TOOL]))

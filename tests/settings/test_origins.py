@@ -53,7 +53,7 @@ def test_weights_of_a_recipe_exist_once_it_has_been_run(tmp_path, monkeypatch):
 def test_a_job_runs_the_recipes_of_all_its_models_first(recipe, first, tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(job, "finish_run", lambda key, path: ran.append((key.removesuffix(".recipe"), path)))
-    job.warm_started(load(recipe, [f"run_dir={tmp_path}"]))
+    job.run_warm_start(load(recipe, [f"run_dir={tmp_path}"]))
     assert [(key, path.rpartition("/")[2].removesuffix(".yaml")) for key, path in ran] == first
 
 

@@ -58,7 +58,7 @@ def test_a_dry_run_begins_with_a_warm_start_that_has_ended(folder, trained):
     assert "has not been run" not in result.out and "warm start: mmrl train" not in result.out
     assert (folder / "flow" / "metrics.jsonl").read_text() == left
     config = load(folder / "flow.yaml")
-    assert before_warm_start(config) == config  # it names the warm start, whose end `warm_started` finds
+    assert before_warm_start(config) == config  # it names the warm start, whose end `run_warm_start` finds
 
 
 def test_the_metrics_hold_reward_guards_and_an_exact_first_ratio(folder, trained):

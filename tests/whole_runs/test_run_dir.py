@@ -96,7 +96,7 @@ def test_a_run_killed_later_goes_on(tmp_path, whole):
 
 def test_a_run_that_has_ended_stays_as_it_is(whole):
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
-    assert ends(whole) == f"run_dir={whole} has reached its end already; raise steps, or name another run_dir\n"
+    assert ends(whole) == f"run_dir={whole} holds this run and it is complete; raise steps, or name another run_dir\n"
     assert "has reached its end" in ends(whole, "steps=5", "log.samples=3")
     assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before
 
@@ -319,10 +319,10 @@ def test_a_signal_that_stops_a_warm_start_stops_its_job(recipes, monkeypatch, ca
     assert cli.train(load(recipes / "after.yaml")) == 128 + signal.SIGTERM
     assert commands[0][1:] == ["-m", "mmrl", "train", str(recipes / "base.yaml"), "checkpoint.resume=auto"]
     assert capsys.readouterr().out.endswith(
-        f"SIGTERM stopped the warm start {recipes / 'base.yaml'}; the same command goes on with it\n"
+        f"SIGTERM stopped the warm start {recipes / 'base.yaml'}; run the same command again to resume it\n"
     )
     monkeypatch.setattr(job, "run_command", lambda command: 1)
-    with pytest.raises(UserError, match="failed; see above"):
+    with pytest.raises(UserError, match="failed; see its output above"):
         cli.train(load(recipes / "after.yaml"))
 
 
@@ -335,5 +335,5 @@ def test_a_warm_start_gets_the_signals_of_its_job(recipes):
     until(lambda: (base / "metrics.jsonl").exists() and steps(base), process, log, seconds=240)
     os.kill(process.pid, signal.SIGUSR1)
     assert wait([process], log) == [128 + signal.SIGUSR1]
-    assert log.read_text().endswith("the same command goes on with it\n")
+    assert log.read_text().endswith("run the same command again to resume it\n")
     assert len(checkpoints.list_finished(base / "checkpoints")) == 1 and not (base / "final").exists()

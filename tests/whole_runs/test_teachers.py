@@ -343,7 +343,7 @@ def test_a_teacher_that_the_job_does_not_have_is_refused(tmp_path, algorithm, me
 def test_a_recipe_runs_first_and_its_final_weights_teach(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(job, "finish_run", lambda key, path: asked.append((key, path)))
-    config = job.warm_started(load("digits_distilled", [f"run_dir={tmp_path}"]))
+    config = job.run_warm_start(load("digits_distilled", [f"run_dir={tmp_path}"]))
     assert [(key, Path(path).stem) for key, path in asked] == [
         ("model.warm_start", "digits_student_warm_start"),
         ("algorithm.teacher.recipe", "digits_teacher"),

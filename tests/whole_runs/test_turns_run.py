@@ -61,7 +61,7 @@ def test_a_run_over_turns_goes_on_from_its_checkpoint_bit_by_bit(tmp_path):
 
     def save_and_stop():
         save()
-        half.stopping = 15
+        half.stop_signal = 15
 
     half.save = save_and_stop
     half.train()

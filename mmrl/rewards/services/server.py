@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, Any] = {"scores": [None if math.isnan(value) else value for value in values]}
         spans = [sample.spans.get(self.server.rewards.names[0]) for sample in samples]
         if any(each is not None for each in spans):
-            answer["spans"] = [each and {"of": each.of, "values": list(each.values)} for each in spans]
+            answer["spans"] = [each and {"of": each.unit, "values": list(each.values)} for each in spans]
         return 200, answer
 
     def _answer(self, status: int, answer: dict[str, Any]) -> None:
