@@ -1,7 +1,7 @@
-"""The configuration of a job: a YAML file, dotted overrides, and the sections that this job has.
+"""The configuration of a job, from a YAML file and dotted overrides.
 
-`model.type` and `algorithm.type` decide which sections and keys there are: the kind of model brings its own sections,
-the algorithm decides the section `rollout`. So an option without meaning for the job is an unknown key.
+`model.type` and `algorithm.type` decide which sections and keys there are: a type of model adds its own sections, and
+the algorithm selects the class of the section `rollout`. So an option that has no effect in the job is an unknown key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 
 class Config(Section):
-    """The sections that every job has. The configuration of a job is a subclass, see `job`."""
+    """The sections that every job has. The configuration of a job is a subclass with further sections, see `job`."""
 
     run_dir: str = option(
         description="the run directory; by default runs/KIND/NAME for configs/KIND/NAME.yaml, else runs/NAME"
@@ -61,17 +61,18 @@ class Config(Section):
     kernels: Kernels = option(Kernels(), "backend of the fused operators")
 
     def section(self, name: str) -> Any:
-        """Returns a section that only jobs with this kind of model have."""
+        """Returns a section by name that only jobs with this type of model have, such as "denoising"."""
         return vars(self)[name]
 
     @property
     def generator(self) -> GeneratorSettings | RolloutWorkers | None:
-        """The engine or the workers that sample for the policy; None where it samples itself."""
+        """Settings of the engine or the workers that sample in place of the policy; None where it samples itself."""
         return self.rollout.producer
 
     @property
     def correction(self) -> Correction:
-        """The correction for the gap between generator and trainer."""
+        """Settings of the importance-sampling correction for log-probabilities of the generator that differ from the
+        trained model's."""
         assert isinstance(self.generator, VLLMGenerator | RolloutWorkers)
         return self.generator.correction
 
@@ -92,17 +93,23 @@ class Config(Section):
         return merge_needs(needs for _, needs in self._parts())
 
     def _parts(self) -> list[tuple[str, Needs]]:
-        extras = self.rollout.extra_sources
-        return [*self.algorithm.parts(), *((f"rollout.extras.{i} ({e.type})", e.needs) for i, e in enumerate(extras))]
+        """Returns the key and the needs of each part of the algorithm and of each source of `rollout.extras`."""
+        sources = self.rollout.extra_sources
+        return [
+            *self.algorithm.parts(),
+            *((f"rollout.extras.{i} ({source.type})", source.needs) for i, source in enumerate(sources)),
+        ]
 
     @property
     def offered(self) -> Capabilities:
-        """Returns the capabilities of the job's model, with what its extra sources add to them."""
+        """Returns the capabilities of the job's model, and what sources of `rollout.extras` add to them."""
         offered = self.model.capabilities(self)
-        return replace(offered, offers=offered.offers.union(*(e.offers for e in self.rollout.extra_sources)))
+        added = [source.offers for source in self.rollout.extra_sources]
+        return replace(offered, offers=offered.offers.union(*added))
 
     def check(self) -> None:
-        """Checks that the model offers what all parts need. Raises ValueError in one line that names a key."""
+        """Checks that sections fit one another: above all that the model offers what the algorithm and its parts need.
+        Raises ValueError with the key."""
         offered = self.offered
         check(self._parts(), offered)
         self.algorithm.check(self, offered)
@@ -116,42 +123,47 @@ class Config(Section):
             )
         if self.engine.zero_stage == 3 and any(measurement.trains_copy for measurement in self.needs.measurements):
             raise ValueError(
-                "engine.zero_stage=3 keeps a slice of the weights on each rank, and a part of the algorithm trains a "
-                "whole copy of the policy; use 0, 1, 2"
+                "engine.zero_stage=3 shards the weights over the ranks, but a part of the algorithm trains a full copy "
+                "of the policy on each rank; use 0, 1, 2"
             )
         for name in self.optim.groups:
             if name not in offered.groups or (name == "critic" and not self.needs.critic):
-                raise ValueError(f"optim.groups.{name}: the model of this job has no such group of parameters")
+                has = ", ".join(group for group in offered.groups if group != "critic" or self.needs.critic) or "none"
+                raise ValueError(
+                    f"optim.groups.{name}: this job's model has no such group of parameters (it has {has}); remove it"
+                )
         if self.model.dtype == "bfloat16" and self.engine.zero_stage == 0:
             raise ValueError(
-                "model.dtype=bfloat16 with engine.zero_stage=0 begins with a step that has no gradient, which decays "
-                "the weights and is counted; set engine.zero_stage=1 or higher"
+                "model.dtype=bfloat16 does not go with engine.zero_stage=0, in which DeepSpeed makes a first step "
+                "without gradient that decays the weights; set engine.zero_stage=1 or higher"
             )
 
 
 def job(tree: Mapping[str, Any]) -> type[Config]:
-    """Returns the configuration class for a tree's kinds of model and algorithm. Raises SettingsError."""
+    """Returns the configuration class for the model.type and the algorithm.type of a tree (nested mappings, as in a
+    YAML file). Raises SettingsError for an unknown type."""
     model = kind_of(ModelSettings, tree.get("model") or {}, ("model",))
     algorithm = kind_of(Algorithm, tree.get("algorithm") or {}, ("algorithm",))
     sections = model.sections(tree, algorithm.collects)
-    named = ModelSettings.expand(tree.get("model") or {}).get("type")
-    return _composed(model, named or model.model_fields["type"].default, algorithm, tuple(sections.items()))
+    model_type = ModelSettings.expand(tree.get("model") or {}).get("type")
+    return _config_class(model, model_type or model.model_fields["type"].default, algorithm, tuple(sections.items()))
 
 
 @cache
-def _composed(
+def _config_class(
     model: type[ModelSettings],
-    named: str,
+    model_type: str,
     algorithm: type[Algorithm],
     sections: tuple[tuple[str, type[Section]], ...],
 ) -> type[Config]:
-    """Creates the configuration class. named: the `model.type` under which `model` is selected."""
+    """Creates the subclass of `Config` for a job. model_type: the `model.type` that selects `model`. sections: names
+    and classes of the sections that this model adds."""
     sections_by_name: dict[str, Any] = {"rollout": algorithm.collection}
     for name, specific in sections:
         shared = sections_by_name.get(name)
         if shared is None and name in Config.model_fields:
             shared = Config.model_fields[name].annotation
-        if shared is not None:  # a section of both has the keys of both
+        if shared is not None:  # a section that every job has and the model extends: the class has the keys of both
             specific = create_model(
                 shared.__name__, __base__=(specific, shared), __module__=specific.__module__, __doc__=shared.__doc__
             )
@@ -161,7 +173,7 @@ def _composed(
         name: (section, option(section(), described.get(name) or section.__doc__ or ""))
         for name, section in sections_by_name.items()
     }
-    fields["model"] = (ModelSettings, option(model(type=named), described["model"] or ""))
+    fields["model"] = (ModelSettings, option(model(type=model_type), described["model"] or ""))
     return create_model("Config", __base__=Config, **fields)
 
 
@@ -192,8 +204,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the tree with a `model.warm_start` that is relative to `folder` made relative to the working
-    directory."""
+    """Resolves the path of the recipe `model.warm_start` in a tree: paths in a YAML file are relative to its folder.
+    Returns the tree with a path that is valid from the working directory."""
     model = tree.get("model")
     keys = model.value if isinstance(model, Whole) else model
     if not isinstance(keys, Mapping) or not isinstance(name := keys.get("warm_start"), str) or "${" in name:
@@ -203,26 +215,28 @@ def _with_warm_start(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _warm_start(tree: Mapping[str, Any]) -> object:
+    """Returns `model.warm_start` of a tree, or None."""
     model = tree.get("model")
     return model.get("warm_start") if isinstance(model, Mapping) else None
 
 
 def configure(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Config:
-    """Returns the configuration of a tree, which holds what a YAML file would. Raises UserError as `load` does."""
+    """Returns the configuration for nested mappings with the content of a YAML file. Raises UserError as `load`."""
     try:
-        whole = laid_over(dict(tree), *map(read_override, overrides or []))
+        merged = laid_over(dict(tree), *map(read_override, overrides or []))
     except TreeError as error:
         raise UserError(str(error)) from None
-    return validate(whole, "configuration")
+    return validate(merged, "configuration")
 
 
 def laid_over(*trees: dict[str, Any]) -> dict[str, Any]:
-    """Merges trees, each over those before it, see `mmrl.settings.overrides.laid_over`. Raises TreeError."""
+    """Merges trees; values of later ones win. See `mmrl.settings.overrides.laid_over`. Raises TreeError."""
     return layering.laid_over(job, *trees)
 
 
 def validate(tree: dict[str, Any], origin: str) -> Config:
-    """Returns the configuration of a job's tree. Raises UserError in one line. origin: the source that it names."""
+    """Builds and checks the configuration from a merged tree. Raises UserError that begins with `origin`, such as the
+    path of the YAML file."""
     try:
         config = make(job(tree), tree)
         config.check()
@@ -232,5 +246,5 @@ def validate(tree: dict[str, Any], origin: str) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the configuration as YAML, without the keys that hold nothing."""
+    """Returns the configuration as YAML, without keys that are null or empty."""
     return yaml.safe_dump(plain(config, brief=True), sort_keys=False, default_flow_style=None, width=120)

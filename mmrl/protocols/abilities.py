@@ -1,4 +1,5 @@
-"""Optional abilities of policies, one Protocol each. A job asks for an ability by its Protocol."""
+"""Optional abilities of policies, each a Protocol with the methods that a policy must implement. Algorithms, sources of
+rollouts and measurements name the abilities that they need."""
 
 from __future__ import annotations
 
@@ -14,33 +15,33 @@ if TYPE_CHECKING:
     from mmrl.protocols.trajectory import RobotObservation, Trajectory
     from mmrl.rollouts import Prompt, Replay, Rollouts, Sample
 
-Kind = TypeVar("Kind", bound=type)
-SENTENCES: dict[type, str] = {}  # what a policy with each ability has, for error messages
+Ability = TypeVar("Ability", bound=type)
+DESCRIPTIONS: dict[type, str] = {}  # by ability, for error messages
 
 
-def ability(sentence: str) -> Callable[[Kind], Kind]:
-    """Registers a Protocol as an ability, which settings of a model offer and parts of a job ask for. sentence: what
-    error messages say after "needs" where a policy does not have it."""
+def ability(description: str) -> Callable[[Ability], Ability]:
+    """Returns a class decorator that registers a Protocol as an ability. description: what a policy without it lacks;
+    error messages read "KEY needs DESCRIPTION"."""
 
-    def register(kind: Kind) -> Kind:
-        SENTENCES[kind] = sentence
-        return runtime_checkable(kind)
+    def register(protocol: Ability) -> Ability:
+        DESCRIPTIONS[protocol] = description
+        return runtime_checkable(protocol)
 
     return register
 
 
-def require_ability(policy: object, kind: type) -> Any:
-    """Returns the policy if it has the ability `kind`. Raises TypeError, which names the missing methods, where the
-    settings of a policy offer more than the policy has."""
-    if not isinstance(policy, kind):
-        lacks = sorted(name for name in vars(kind) if not name.startswith("_") and name not in dir(policy))
+def require_ability(policy: object, protocol: type) -> Any:
+    """Returns the policy, which must implement the ability `protocol`. Raises TypeError with the missing methods where
+    it does not, although its settings declare the ability."""
+    if not isinstance(policy, protocol):
+        missing = sorted(name for name in vars(protocol) if not name.startswith("_") and name not in dir(policy))
         raise TypeError(
-            f"{type(policy).__name__} lacks {', '.join(lacks)} of {kind.__name__}, which its settings offer"
+            f"{type(policy).__name__} lacks {', '.join(missing)} of {protocol.__name__}, which its settings offer"
         )
     return policy
 
 
-@ability("decisions that are numbers of a list, as tokens of a vocabulary")
+@ability("decisions that are indices into a list, such as token ids")
 class DiscreteDecisions(Protocol):
     """A policy whose decisions are indices into a fixed list, such as token ids."""
 
@@ -48,57 +49,60 @@ class DiscreteDecisions(Protocol):
         """Returns the index of each decision, [rollout, decision] int64."""
 
 
-@ability("rollouts that can be put away and made again")
+@ability("rollouts that can be stored and restored")
 class Storing(Protocol):
     """A policy whose rollouts can be stored as plain data and restored."""
 
     def serialize(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Returns the numbers, strings and lists of each rollout from which `deserialize` restores it."""
+        """Returns the state of each rollout as numbers, strings and lists, without its prompt and rewards."""
 
     def deserialize(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-        """Restores rollouts of these prompts, without rewards, from what `stored` returned."""
+        """Restores rollouts from their prompts and the states that `serialize` returned. Rewards are not set."""
 
 
-@ability("responses that can be put together")
+@ability("responses that can be joined")
 class JoiningResponses(Protocol):
-    """A policy that can join two responses to one."""
+    """A policy that can join two responses into one."""
 
     def join_responses(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
-        """Joins a response of `first`, the text and a response of `second` to one response, without rewards. Only the
-        decisions of `second` count."""
+        """Joins, row by row, a response of `first`, the text and a response of `second` into one response. Only the
+        decisions of `second` are under the mask. Rewards are not set."""
 
 
-@ability("responses that can go on anew from inside")
+@ability("responses that can be resampled from a decision on")
 class ContinuingResponses(Protocol):
     """A policy that can resample a response from any of its decisions on."""
 
     def continue_from(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
-        """Keeps the first `lengths` decisions of each rollout and samples the rest anew; without rewards."""
+        """Keeps the first lengths[i] decisions of rollout i and samples the rest anew. Rewards are not set."""
 
 
 @ability("chains that can be completed from each of their steps")
 class Completing(Protocol):
-    """A policy whose decisions are the steps of a denoising chain."""
+    """A policy that can finish a denoising chain deterministically from any of its steps."""
 
     def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
-        """Completes the chain without further noise from the state before each decision, with `ends` from the state
-        after it. Returns rollouts x decisions samples: all of the first rollout, then all of the next."""
+        """Denoises the latents at each decision to a finished image without adding noise. ends: start from the latents
+        after the decision instead of those before it. Returns rollouts x decisions samples, ordered by rollout and then
+        by decision."""
 
 
 @ability("images that it can read again (model.type=autoregressive_image)")
 class ScoringPrompts(Protocol):
-    """A policy that can read the images that it makes."""
+    """A policy that can read the images that it generates, and score a prompt given an image."""
 
     def prompt_logp(self, rollouts: Rollouts) -> Tensor:
-        """Returns the mean log-probability of each prompt's tokens given the image that was made of it, [rollout]."""
+        """Returns the mean log-probability of the prompt's tokens given the image that was generated from it,
+        [rollout]."""
 
 
 @ability("latents before each of its decisions (denoising.likelihood.type=chain)")
 class Latent(Protocol):
-    """A policy whose decisions are made from latents."""
+    """A policy whose decisions are steps from latents, such as denoising steps."""
 
     def latents(self, rollouts: Rollouts) -> Tensor:
-        """Returns features of the state before each decision for a small network, [rollout, decision, feature]."""
+        """Returns features of the latents before each decision as the input of a small value network, [rollout,
+        decision, feature]."""
 
 
 @ability("decisions in segments (denoising.likelihood.chunks, rollout.segment)")
@@ -111,37 +115,39 @@ class Segmented(Protocol):
 
 @ability("the likeliest alternatives to each of its decisions")
 class TopK(Protocol):
-    """A policy that lists the likeliest alternatives to its decisions. Where `Rollouts.extras["alternatives"]` holds
-    their indices, its replay returns their log-probabilities with a gradient; see `mmrl.rollouts.ALTERNATIVES`."""
+    """A policy that can list the likeliest alternatives to its decisions, such as the top-k tokens. Where
+    `Rollouts.extras["alternatives"]` holds ids of alternatives, its replay returns their log-probabilities with a
+    gradient; see `mmrl.rollouts.ALTERNATIVES`."""
 
     def top_k(self, rollouts: Rollouts, model: Any, count: int) -> Tensor:
-        """Returns the indices of the likeliest decisions, [rollout, decision, count] int64, best first. model: as in
-        `Policy.replay`."""
+        """Returns the ids of the `count` likeliest alternatives to each decision, [rollout, decision, count] int64, in
+        falling order of probability. model: as in `Policy.replay`."""
 
 
 @ability("responses whose text is known decision by decision")
 class DecisionTexts(Protocol):
-    """A policy whose decisions add text."""
+    """A policy that knows the text of each decision, such as a token's."""
 
     def decision_texts(self, rollouts: Rollouts) -> list[list[str]]:
-        """Returns the text that each decision adds, by rollout."""
+        """Returns the text that each decision adds to the response, as a list for each rollout."""
 
 
-@ability("what it would do now where it was, with its gradient")
+@ability("actions that are a differentiable function of its weights")
 class DifferentiableActions(Protocol):
-    """A policy whose actions are a differentiable function of its weights."""
+    """A robot policy whose actions are a differentiable function of its weights."""
 
     def actions(self, rollouts: Rollouts) -> Tensor:
-        """Returns actions with their gradient, [policy step, chunk, action]: all policy steps of the first rollout,
-        then all of the next."""
+        """Recomputes the actions at the recorded observations with their gradient, [policy step, chunk, action]: all
+        policy steps of the first rollout, then all of the next."""
 
 
-@ability("observations of its own that an expert can label (heads that can be shown what to do)")
+@ability("observations of its own episodes that an expert can label (action heads that learn from demonstrations)")
 class ExpertLabelling(Protocol):
-    """A policy that can ask an expert what to do where it went."""
+    """A robot policy that can have an expert label the observations of its own episodes, as in DAgger."""
 
     def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
-        """Plays an episode from each prompt. Returns what it saw as prompts whose answer is the expert's."""
+        """Plays an episode from each prompt, which is a start state. Returns its observations as prompts that hold the
+        expert's actions."""
 
 
 @ability("episodes in a simulator, whose observations and actions can be stored")
@@ -149,7 +155,7 @@ class EpisodeStoring(Protocol):
     """A policy whose rollouts are episodes that it records."""
 
     def trajectories(self, rollouts: Rollouts) -> list[Trajectory | None]:
-        """Returns the episode of each rollout; None for what is not a whole episode."""
+        """Returns the episode of each rollout; None where a rollout is not a whole episode."""
 
 
 @ability("observations and chunks of actions that a Q function can read (model.type=vision_language_action)")
@@ -174,11 +180,12 @@ class StateActionEncoding(Protocol):
 
 @ability("prompts that say how an action turned out (action.labels)")
 class AdvantageLabelling(Protocol):
-    """A policy whose prompts may hold a label, from metadata["label"] of those that are demonstrated."""
+    """A policy whose prompts may contain a text label that says whether an action is good or bad. For demonstrations it
+    is taken from metadata["label"]."""
 
     @property
     def advantage_labels(self) -> tuple[str, str]:
-        """Returns the words for a good and for a bad action."""
+        """Returns the label of a good action and that of a bad one."""
 
 
 @ability("steps of an episode that can be learned from one by one")
@@ -186,37 +193,38 @@ class Stepwise(Protocol):
     """A policy whose rollouts are episodes of steps that can be replayed one by one."""
 
     def by_step(self, rollouts: Rollouts) -> Rollouts:
-        """Splits episodes: returns every step as a separate rollout."""
+        """Splits episodes into their policy steps. Returns each step as a rollout of its own."""
 
 
 @runtime_checkable
 class UnevenCost(Protocol):
-    """A policy whose rollouts differ in the cost of an update."""
+    """A policy whose rollouts differ in how long a training update on them takes."""
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """Returns lengths to which that cost is about proportional, [rollout] int64."""
+        """Returns a length that the cost of an update is about proportional to, such as tokens, [rollout] int64."""
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A policy that counts its work."""
+    """A policy that counts its units of work (such as tokens) and its floating-point operations."""
 
     work: PolicyWork
 
 
 @runtime_checkable
 class Recording(Protocol):
-    """A policy that may keep the log-probabilities of its rollouts from sampling."""
+    """A policy that may keep the log-probabilities that it computed while sampling."""
 
     def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
-        """Returns the replay under the weights that sampled, equal to rounding, without a forward pass; None, on all
-        ranks alike, where it was not kept."""
+        """Returns the replay under the weights that sampled the rollouts, without a forward pass. It equals a computed
+        one up to rounding. Returns None where it was not kept, then on all ranks."""
 
 
 @runtime_checkable
 class ResamplingStates(Protocol):
-    """A policy whose likelihoods are estimates from states that are drawn at random, and may be drawn anew."""
+    """A policy that estimates likelihoods from randomly sampled states, such as partly masked responses, and may
+    resample these states for each epoch of updates."""
 
     def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Returns the rollouts with states that an epoch of updates scores them in, 1 for the second; those of `keep`
-        [rollout] stay in theirs. None, on all ranks alike, where every epoch has the same states."""
+        """Returns the rollouts with new states. epoch: from 1, the second epoch, on. keep: [rollout] bool, True where a
+        rollout keeps its states. Returns None, then on all ranks, where all epochs use the same states."""

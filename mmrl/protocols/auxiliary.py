@@ -1,4 +1,5 @@
-"""Networks that are trained beside the policy, each with its own optimizer."""
+"""Auxiliary networks, such as value heads or discriminators, that are trained beside the policy, each by its own
+optimizer."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class AuxiliaryModule(Generic[Network]):
-    """A module that is trained by Adam on equal inputs on all ranks, or with gradients that are summed over them, so
-    that it stays equal on them. Weights in bfloat16 have copies in fp32, for small updates round to nothing in it."""
+    """A module that is trained by Adam and whose weights are equal on all ranks: ranks have the same inputs (`update`),
+    or sum their gradients (`descend`). Weights in bfloat16 have fp32 copies, since small updates would round to 0."""
 
     def __init__(self, module: Network, lr: float) -> None:
         self.module = module
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.rounded = any(p.dtype == torch.bfloat16 for p in self.trained)
-        self.weights = [p.detach().float().requires_grad_() if self.rounded else p for p in self.trained]
+        self.has_master_weights = any(p.dtype == torch.bfloat16 for p in self.trained)
+        self.weights = [p.detach().float().requires_grad_() if self.has_master_weights else p for p in self.trained]
         self.optimizer = torch.optim.Adam(self.weights, lr=lr)
         self.updates = 0  # so far
 
@@ -31,18 +32,20 @@ class AuxiliaryModule(Generic[Network]):
         return output
 
     def update(self, loss: Tensor) -> None:
-        """Takes one optimizer step on a loss, 0-d, of inputs that are equal on all ranks."""
+        """Takes one optimizer step on a 0-d loss that is the same on all ranks."""
         self.descend([loss], lambda gradient: gradient)
 
     def descend(self, losses: Iterable[Tensor], total: Callable[[Tensor], Tensor]) -> None:
-        """Takes one optimizer step on the sum of losses, 0-d each, of which one at a time holds its activations. Unlike
-        in `update` the losses are of this rank's own inputs. total: the sum of a tensor over the ranks."""
+        """Takes one optimizer step on the sum of 0-d losses over all ranks.
+
+        losses: of this rank's inputs; they are computed one after the other, so that only one at a time holds its
+        activations. total: returns the sum of a tensor over the ranks."""
         self.module.zero_grad()
         for loss in losses:
             loss.backward()
         for weight, parameter in zip(self.weights, self.trained, strict=True):
-            own = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
-            parameter.grad, weight.grad = None, total(own.to(weight)).to(weight.device)
+            local = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
+            parameter.grad, weight.grad = None, total(local.to(weight)).to(weight.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
@@ -53,14 +56,14 @@ class AuxiliaryModule(Generic[Network]):
     def state(self) -> dict[str, Any]:
         """Returns a copy of the tensors and numbers that `load` needs."""
         states = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if self.rounded:
+        if self.has_master_weights:
             states["weights"] = {str(i): weight.detach() for i, weight in enumerate(self.weights)}
         return {**copy.deepcopy(states), "updates": self.updates}
 
     def load(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.rounded:
+        if self.has_master_weights:
             with torch.no_grad():
                 for i, weight in enumerate(self.weights):
                     weight.copy_(state["weights"][str(i)])
@@ -72,12 +75,12 @@ class AuxiliaryModules:
 
     def __init__(self) -> None:
         self._modules: dict[str, AuxiliaryModule[Any]] = {}
-        self._unclaimed: dict[
-            str, dict[str, Any]
-        ] = {}  # states from a checkpoint whose modules `get` has not built yet
+        # States from a checkpoint, of modules that `get` has not built yet
+        self._unclaimed: dict[str, dict[str, Any]] = {}
 
     def get(self, name: str, make: Callable[[], Network], lr: float) -> AuxiliaryModule[Network]:
-        """Returns the module of this name, built by `make` at the first call, on all ranks alike."""
+        """Returns the module of this name. The first call builds it by `make`, which must give the same weights on all
+        ranks, and restores its state if a checkpoint has been loaded. lr: learning rate of Adam."""
         if name not in self._modules:
             self._modules[name] = AuxiliaryModule(make(), lr)
             if name in self._unclaimed:

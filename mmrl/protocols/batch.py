@@ -53,94 +53,103 @@ class Batch:
         self._sizes: list[int] | None = None
 
     def column(self, name: str) -> Tensor:
-        """Returns a column, [rollout of all ranks], or for "rewards" [rollout, component].
+        """Returns a column of the rollouts of all ranks, [rollout], or for "rewards" [rollout, component].
 
         - rewards, `reward/<name>`: NaN where a component could not be scored or a mask excluded the rollout
-        - group, prompt, truncated, accuracy, origin
-        - length: the number of counted decisions
-        - turns, tool_calls, tool_errors: numbers of responses of a conversation, of those that called a tool, and of
-          those that could not be carried out; turn_tokens: its counted decisions by response
-        - logp, entropy: means over the counted decisions, where they are requested as statistics
+        - group, prompt, truncated, accuracy, origin: see `Rollouts` and `Sample`
+        - length: the number of decisions under the mask
+        - turns, tool_calls, tool_errors: numbers of a conversation's turns, of turns that called a tool, and of turns
+          that the environment could not execute; turn_tokens: decisions under the mask for each turn, on average
+        - logp, entropy: means over the decisions under the mask, where a part lists them in `Needs.statistics`
         - `group/<name>`: the mean of a column over the scored rollouts of the group
-        - a key of the prompts' metadata: numbers as they are, other values as their index in the sorted list of all
+        - a key of the prompts' metadata: numbers unchanged, other values as their index among all values, sorted
 
         Raises KeyError for any other name.
         """
         if name.startswith("group/"):
             return self._group_mean(self.column(name.removeprefix("group/")))
-        return self.gather(self._column(name)) if name in COLUMNS or name.startswith("reward/") else self._meta(name)
+        if name in COLUMNS or name.startswith("reward/"):
+            return self.gather(self._local_column(name))
+        return self._metadata(name)
 
     def gather(self, column: Tensor) -> Tensor:
-        """Concatenates a column [rollout, ...] over all ranks. A collective."""
+        """Concatenates a column [rollout, ...] of all ranks, in rank order. A collective. Bool columns [rollout, n] are
+        padded with False to the largest n."""
         parts = self._gather(column)
         return torch.cat(pad_to_longest(parts, 0) if column.dim() > 1 and column.dtype == torch.bool else parts)
 
     def measured(self, measurement: Measurement[R]) -> R:
         """Returns this rank's record of a measurement. Raises KeyError for one that no part lists in its needs."""
         if measurement.name not in self.rollouts.extras:
-            raise KeyError(f"{measurement.name} was not measured; list it in Needs.measurements")
+            raise KeyError(f"{measurement.name} has not been measured; list it in Needs.measurements of your part")
         record: R = self.rollouts.extras[measurement.name]  # type: ignore[assignment]  # `measurement` made it
         return record
 
     def gather_list(self, values: list[Any]) -> list[Any]:
-        """Concatenates lists over all ranks, in rank order. Lengths may differ; items are plain values or
-        dataclasses and should be small, for they are sent. A collective."""
+        """Concatenates the lists of all ranks, in rank order; lengths may differ. A collective. Items are plain values
+        or dataclasses, and should be small, since every rank receives them."""
         return [value for part in self._gather(values) for value in part]
 
     def responses(self) -> list[str]:
-        """Returns the text of the responses of all ranks."""
+        """Returns the response texts of the rollouts of all ranks. A collective."""
         return self.gather_list([sample.response for sample in self.rollouts.samples])
 
     def combined_rewards(self) -> Tensor:
-        """Returns the weighted sum of the components whose weight is not 0, [rollout of all ranks]; NaN where one of
-        them is."""
+        """Returns the weighted sum of the reward components for the rollouts of all ranks, [rollout]; NaN where a
+        component with a weight other than 0 is NaN. A collective."""
         return combined_reward(self.column("rewards"), self.reward_weights)
 
     def local(self, values: Tensor) -> Tensor:
-        """Returns this rank's rows of values [rollout of all ranks, ...]."""
+        """Selects this rank's rows from the values of all ranks, [rollout, ...]."""
         if self._sizes is None:
             self._sizes = self._gather(len(self.rollouts))
         first = sum(self._sizes[: self._rank])
         return values[first : first + len(self.rollouts)]
 
     def gather_decisions(self, values: Tensor) -> Tensor:
-        """Selects the counted entries of `values` [rollout, decision] on all ranks, [decision]."""
-        counted = values.expand(self.rollouts.mask.shape)[self.rollouts.mask]
-        return torch.cat(self._gather(counted))
+        """Returns the values of all decisions under the mask on all ranks, flat, [n]. values: of this rank, [rollout,
+        decision]. A collective."""
+        masked = values.expand(self.rollouts.mask.shape)[self.rollouts.mask]
+        return torch.cat(self._gather(masked))
 
     def gather_steps(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Selects the entries of `values` [rollout, step] where `mask` holds, on all ranks, [step]."""
+        """Returns the values of all steps under `mask` on all ranks, flat, [n]. values, mask: of this rank, [rollout,
+        step]; see `mmrl.rollouts.Steps`. A collective."""
         return torch.cat(self._gather(values[mask]))
 
-    def generator(self, of: str = "") -> torch.Generator:
-        """Returns a generator for this rank's draws, seeded by the run's seed, the step, the rank and `of` alone."""
-        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(of.encode()) << 20))
+    def generator(self, name: str = "") -> torch.Generator:
+        """Returns a random generator for this rank. Its seed depends only on the run's seed, the step, the rank and
+        `name`, so that each part that passes its own name has its own random numbers."""
+        return torch.Generator().manual_seed(self._seed * 1_000_003 + self._rank + (zlib.crc32(name.encode()) << 20))
 
     def report(self, numbers: dict[str, float]) -> None:
+        """Adds numbers to the step's metrics, by metric name; they must be equal on all ranks."""
         self.reports |= numbers
 
     def _group_mean(self, values: Tensor) -> Tensor:
+        """Returns the mean of its group for each rollout of all ranks, without NaN. values: [rollout]."""
         group = self.column("group")
         means = torch.full_like(values, torch.nan)
         for g in group.unique():
             means[group == g] = values[group == g].nanmean()
         return means
 
-    def _column(self, name: str) -> Tensor:
-        rollouts = self.rollouts
+    def _local_column(self, name: str) -> Tensor:
+        """Returns a column of this rank's rollouts, [rollout, ...]. name: a key of COLUMNS, or "reward/<name>"."""
         if name.startswith("reward/"):
-            return self._column("rewards")[:, self.reward_names.index(name.removeprefix("reward/"))]
-        return COLUMNS[name](rollouts, self.rollout_mask)
+            return self._local_column("rewards")[:, self.reward_names.index(name.removeprefix("reward/"))]
+        return COLUMNS[name](self.rollouts, self.rollout_mask)
 
-    def _meta(self, name: str) -> Tensor:
-        own = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
-        local = [value if value is None or isinstance(value, int | float) else str(value) for value in own]
-        values = [value for part in self._gather(local) for value in part]
+    def _metadata(self, name: str) -> Tensor:
+        """Returns a key of the prompts' metadata as a column of all ranks, [rollout]; see `column`."""
+        raw = [sample.prompt.metadata.get(name) for sample in self.rollouts.samples]
+        local = [value if value is None or isinstance(value, int | float) else str(value) for value in raw]
+        values = self.gather_list(local)
         if any(value is None for value in values):
             raise KeyError(f"{name} is not a column of rollouts, and not all prompts have it in their metadata")
         if all(isinstance(value, int | float) for value in values):
             return torch.tensor([float(value) for value in values])
-        index = {value: number for number, value in enumerate(sorted({str(value) for value in values}))}
+        index = {text: number for number, text in enumerate(sorted({str(value) for value in values}))}
         return torch.tensor([float(index[str(value)]) for value in values])
 
 
@@ -150,36 +159,39 @@ def _rewards(rollouts: Rollouts, rollout_mask: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor | None, rollouts: Rollouts) -> Tensor:
-    """Averages over the counted decisions, [rollout]; NaN where there is none."""
+    """Averages values [rollout, decision] over the decisions under the mask, [rollout]; NaN where there are none."""
     assert values is not None, "no part requested this statistic before the advantages"
     return values.where(rollouts.mask, 0).sum(1) / rollouts.mask.sum(1)
 
 
-def _or(values: Tensor | None, otherwise: float, rollouts: Rollouts) -> Tensor:
-    return torch.full((len(rollouts),), otherwise) if values is None else values
+def _or_default(values: Tensor | None, default: float, rollouts: Rollouts) -> Tensor:
+    """Returns `values`, or [rollout] filled with `default` where they are None."""
+    return torch.full((len(rollouts),), default) if values is None else values
 
 
-def _turns(rollouts: Rollouts, counts: Callable[[Turn], bool]) -> Tensor:
-    """Counts turns of each conversation, [rollout] float32; NaN for what is none, or was lost."""
-    talks = [sample.conversation for sample in rollouts.samples]
-    numbers = [
-        torch.nan if talk is None or talk.end == "lost" else float(sum(map(counts, talk.turns))) for talk in talks
-    ]
-    return torch.tensor(numbers, dtype=torch.float32)
+def _count_turns(rollouts: Rollouts, condition: Callable[[Turn], bool]) -> Tensor:
+    """Counts the turns of each conversation that meet a condition, [rollout] float32; NaN for a rollout that is not a
+    conversation or was lost."""
+    counts = []
+    for sample in rollouts.samples:
+        conversation = sample.conversation
+        known = conversation is not None and conversation.end != "lost"
+        counts.append(float(sum(map(condition, conversation.turns))) if known else torch.nan)
+    return torch.tensor(counts, dtype=torch.float32)
 
 
 COLUMNS: dict[str, Callable[[Rollouts, Tensor], Tensor]] = {
     "rewards": _rewards,
     "group": lambda rollouts, rollout_mask: rollouts.group,
-    "prompt": lambda rollouts, rollout_mask: _or(rollouts.prompt, -1, rollouts).long(),
+    "prompt": lambda rollouts, rollout_mask: _or_default(rollouts.prompt, -1, rollouts).long(),
     "length": lambda rollouts, rollout_mask: rollouts.mask.sum(1),
     "truncated": lambda rollouts, rollout_mask: torch.tensor([float(s.truncated) for s in rollouts.samples]),
-    "accuracy": lambda rollouts, rollout_mask: _or(rollouts.accuracy, torch.nan, rollouts),
-    "origin": lambda rollouts, rollout_mask: _or(rollouts.origin, FRESH, rollouts).long(),
+    "accuracy": lambda rollouts, rollout_mask: _or_default(rollouts.accuracy, torch.nan, rollouts),
+    "origin": lambda rollouts, rollout_mask: _or_default(rollouts.origin, FRESH, rollouts).long(),
     "logp": lambda rollouts, rollout_mask: _mean(rollouts.old_logp, rollouts),
     "entropy": lambda rollouts, rollout_mask: _mean(rollouts.old_entropy, rollouts),
-    "turns": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: True),
-    "tool_calls": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: turn.tool is not None),
-    "tool_errors": lambda rollouts, rollout_mask: _turns(rollouts, lambda turn: turn.error is not None),
-    "turn_tokens": lambda rollouts, rollout_mask: rollouts.mask.sum(-1) / _turns(rollouts, lambda turn: True),
+    "turns": lambda rollouts, rollout_mask: _count_turns(rollouts, lambda turn: True),
+    "tool_calls": lambda rollouts, rollout_mask: _count_turns(rollouts, lambda turn: turn.tool is not None),
+    "tool_errors": lambda rollouts, rollout_mask: _count_turns(rollouts, lambda turn: turn.error is not None),
+    "turn_tokens": lambda rollouts, rollout_mask: rollouts.mask.sum(-1) / _count_turns(rollouts, lambda turn: True),
 }

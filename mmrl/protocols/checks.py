@@ -1,4 +1,4 @@
-"""Checks of what parts return. Errors name the key of the part that returned it."""
+"""Checks of tensors that algorithms, terms, shapers and masks return. Errors name the configuration key of the part."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ AXES = {0: "a single number", 1: "by rollout", 2: "by decision"}
 
 
 def check_values(key: str, values: object, shape: torch.Size, *, finite: bool = False) -> None:
-    """Raises UserError unless `values` are floating-point numbers of this shape, mostly [rollout, decision]. finite:
-    NaN and infinite values raise too."""
-    tensor = _tensor_of(key, values, shape)
+    """Raises UserError unless `values` is a floating-point tensor of this shape, usually [rollout, decision]. finite:
+    whether NaN and infinite values raise too."""
+    tensor = _check_shape(key, values, shape)
     if not tensor.is_floating_point():
-        raise UserError(f"{key} gave values of type {_kind(tensor)}; expected floating-point numbers")
+        raise UserError(f"{key} gave values of type {_dtype_name(tensor)}; expected floating-point numbers")
     if finite and not bool(tensor.isfinite().all()):
-        raise UserError(f"{key} gave {int((~tensor.isfinite()).sum())} values that are not finite")
+        raise UserError(f"{key} gave {int((~tensor.isfinite()).sum())} values that are NaN or infinite")
 
 
 def check_mask(key: str, mask: object, shape: torch.Size) -> None:
     """Raises UserError unless `mask` is a bool tensor of this shape."""
-    tensor = _tensor_of(key, mask, shape)
+    tensor = _check_shape(key, mask, shape)
     if tensor.dtype != torch.bool:
-        raise UserError(f"{key} gave values of type {_kind(tensor)}; expected bool, True where something is learned")
+        raise UserError(
+            f"{key} gave values of type {_dtype_name(tensor)}; expected bool, True for what the loss counts"
+        )
 
 
 def check_loss(key: str, loss: object) -> None:
     """Raises UserError unless `loss` is a 0-d tensor with a gradient."""
-    if not _tensor_of(key, loss, torch.Size()).requires_grad:
+    if not _check_shape(key, loss, torch.Size()).requires_grad:
         raise UserError(f"{key} gave a loss without a gradient: it does not depend on the policy")
 
 
-def _tensor_of(key: str, values: object, shape: torch.Size) -> Tensor:
-    """Returns `values` where they are a tensor of that shape. Raises UserError naming the key."""
+def _check_shape(key: str, values: object, shape: torch.Size) -> Tensor:
+    """Returns `values` if it is a tensor of that shape. Raises UserError with the key otherwise."""
     if not isinstance(values, Tensor):
         raise UserError(f"{key} gave {type(values).__name__}; expected a tensor of shape {list(shape)}")
     if values.shape != shape:
@@ -43,5 +45,5 @@ def _tensor_of(key: str, values: object, shape: torch.Size) -> Tensor:
     return values
 
 
-def _kind(values: Tensor) -> str:
+def _dtype_name(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
-"""Alternatives to the decisions of rollouts, with a teacher's log-probabilities: the record that a teacher fills in and
-a replay reads."""
+"""Alternatives to the decisions of rollouts, such as other tokens, with a teacher's log-probabilities for distillation.
+A teacher fills them in; the policy's replay computes the student's log-probabilities of the same alternatives."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from mmrl.rollouts import DecisionColumn, Rollouts, column
 
 @dataclass
 class TeacherChoices(DecisionColumn):
-    """Alternatives to decisions: their indices, `values` [rollout, decision, k] int64, and the teacher's
-    log-probabilities; NaN for one that is not listed, and for all where there is no teacher."""
+    """The k alternatives to each decision that a teacher scores. values: [rollout, decision, k] int64, their ids."""
 
-    logp: Tensor | None = column(0)  # [rollout, decision, k] fp32
+    # [rollout, decision, k] fp32, the teacher's log-probabilities; NaN where a teacher server does not list an id; None
+    # before a teacher has scored them
+    logp: Tensor | None = column(0)
 
     @property
     def is_full_vocabulary(self) -> bool:
-        """Returns whether there are no other alternatives."""
+        """Returns whether the alternatives are all that there are, rather than the k likeliest."""
         return False
 
 
 @dataclass
 class WholeVocabulary(TeacherChoices):
-    """All alternatives that there are, the same for every decision; `values` is a view of one row."""
+    """The whole vocabulary as alternatives, the same for every decision. `values` is a view of one row of ids."""
 
     @classmethod
     def from_ids(cls, ids: Tensor, shape: Sequence[int]) -> WholeVocabulary:
-        """Returns the alternatives ids [k] to the decisions of rollouts of this shape."""
+        """Builds the record from the ids of the vocabulary, [k]. shape: (rollouts, decisions)."""
         return cls(ids.expand(*shape, -1))
 
     @property
@@ -41,7 +42,7 @@ class WholeVocabulary(TeacherChoices):
 
     @property
     def ids(self) -> Tensor:
-        """Returns the alternatives, [k] int64."""
+        """Returns the ids of the vocabulary, [k] int64."""
         return self.values[0, 0]
 
     def select(self, index: Tensor) -> Self:
@@ -51,8 +52,11 @@ class WholeVocabulary(TeacherChoices):
 
 
 def top_k_choices(rollouts: Rollouts, parts: Sequence[Tensor], policy: Any, model: Any, count: int) -> TeacherChoices:
-    """Returns the likeliest alternatives under `model`, a network of `policy`, without log-probabilities. parts: rows
-    that are computed at once; rows in none of them hold 0."""
+    """Returns the ids of the `count` likeliest alternatives under `model`, without their log-probabilities.
+
+    policy: has the ability `TopK`. model: one of its networks. parts: rows [n] of each micro-batch; rows that are in
+    none of them get id 0.
+    """
     ids = torch.zeros(*rollouts.mask.shape, count, dtype=torch.int64)
     for rows in parts:
         ids[rows] = policy.top_k(rollouts.select(rows), model, count)

@@ -27,7 +27,7 @@ class SharedCritic(CriticSettings):
     features are those of the last token, or of the masked position that is filled next."""
 
     type: str = "shared"
-    detach: bool = option(False, "the backbone does not learn from the critic's loss")
+    detach: bool = option(False, "true: no gradient of the critic's loss reaches the backbone")
 
 
 class SeparateCritic(CriticSettings):

@@ -1,4 +1,4 @@
-"""The configuration of a job, as its parts read it."""
+"""The interface of a job's configuration for the packages below `mmrl.config`, which cannot import it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from mmrl.protocols.requirements import Needs
 
 
 class JobConfig(Protocol):
-    """The configuration as parts may read it; `mmrl.config.Config` implements it.
+    """A job's configuration; `mmrl.config.Config` implements it.
 
-    The class of a section depends on the job. The package that owns the section knows it: a loader, for example, names
-    the sections of its kind of model. So sections have no types in this Protocol, and no package imports the
-    configuration, which imports all of them.
+    Sections have the type Any here, since their classes depend on the job: model.type and algorithm.type select them.
+    The package that owns a section knows its class.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Needs of algorithms and terms, capabilities of policies, and the check that compares them."""
+"""Requirements of algorithms and their parts, capabilities of policies, and the check that compares them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference policy that a part needs. resets: the reference becomes the present policy every so many steps;
-    decays: the reference is an exponential moving average of the policy's weights, with this decay a step; neither: it
-    stays fixed. optimizer_resets: every so many steps the optimizer begins anew."""
+    """The reference policy that a part needs: the weights at the start of the run, unless it moves.
+
+    resets: periods in steps after which the reference is set to the present policy. decays: decays of an exponential
+    moving average of the policy's weights, which is then the reference. optimizer_resets: periods in steps after which
+    the optimizer's moments are set to 0.
+    """
 
     resets: frozenset[int] = frozenset()
     decays: frozenset[float] = frozenset()
@@ -28,6 +31,7 @@ class Reference:
 
     @property
     def moves(self) -> bool:
+        """Returns whether the reference changes during the run."""
         return bool(self.resets or self.decays)
 
     def __or__(self, other: Reference) -> Reference:
@@ -64,7 +68,7 @@ class Needs:
 
     @property
     def required(self) -> frozenset[Offer]:
-        """Returns what decisions must support, for the measurements too."""
+        """Returns what the policy's decisions must support, for this part and its measurements."""
         return self.offers.union(*(measurement.required for measurement in self.measurements))
 
     @property
@@ -80,7 +84,7 @@ class Needs:
         return [measurement for measurement in self.measurements if isinstance(measurement, ReplayedMeasurement)]
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(**{f.name: _either(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
+        return Needs(**{f.name: _merge_values(vars(self)[f.name], vars(other)[f.name]) for f in fields(Needs)})
 
 
 def needs_column(name: str, *, varies: bool = False) -> Needs:
@@ -93,14 +97,16 @@ def needs_column(name: str, *, varies: bool = False) -> Needs:
     return Needs(frozenset(offers), statistics=frozenset({needed.column} & STATISTICS), columns=frozenset({needed}))
 
 
-def _either(one: Any, other: Any) -> Any:
-    """Merges two values of a field: tuples without duplicates, other values by `|`; None counts as missing."""
-    if one is None or other is None:
-        return one if other is None else other
-    return tuple(dict.fromkeys((*one, *other))) if isinstance(one, tuple) else one | other
+def _merge_values(left: Any, right: Any) -> Any:
+    """Merges two values of a field of `Needs`: concatenates tuples without duplicates, joins others by `|`. None counts
+    as missing."""
+    if left is None or right is None:
+        return left if right is None else right
+    return tuple(dict.fromkeys((*left, *right))) if isinstance(left, tuple) else left | right
 
 
 def merge_needs(parts: Iterable[Needs]) -> Needs:
+    """Returns the union of the needs of several parts."""
     return reduce(Needs.__or__, parts, Needs())
 
 
@@ -117,10 +123,14 @@ class Capabilities:
 
 
 def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
-    """Raises SettingsError for the first part, named by its key, that needs what is not offered, or another reference
-    than a part before it."""
+    """Compares the needs of a job's parts with what its policy offers.
+
+    parts: pairs of a configuration key and the needs of the part there. Raises SettingsError with the key of the first
+    part that needs something the policy does not offer, a critic that no part trains, or a moving reference that
+    conflicts with another part's.
+    """
     parts = list(parts)
-    _one_reference([(key, needs.reference.decays) for key, needs in parts if needs.reference is not None])
+    _check_one_reference([(key, needs.reference.decays) for key, needs in parts if needs.reference is not None])
     for key, needs in parts:
         missing = needs.required - offered.offers
         if missing:
@@ -130,12 +140,14 @@ def check(parts: Iterable[tuple[str, Needs]], offered: Capabilities) -> None:
             raise SettingsError(f"{key} needs a critic, and no part of the job trains one: use algorithm.type=ppo")
 
 
-def _one_reference(references: list[tuple[str, frozenset[float]]]) -> None:
-    """Raises SettingsError where two parts need references with different decays, for a job has one reference."""
+def _check_one_reference(references: list[tuple[str, frozenset[float]]]) -> None:
+    """Raises SettingsError where two parts need reference policies with different decays, since a job has one.
+    references: pairs of a configuration key and the decays."""
     for key, decays in references:
-        if decays != references[0][1]:
-            first, other = (", ".join(map(str, decay)) or "none" for decay in (references[0][1], decays))
+        first_key, first_decays = references[0]
+        if decays != first_decays:
+            first, other = (", ".join(map(str, values)) or "none" for values in (first_decays, decays))
             raise SettingsError(
-                f"{key} asks for a reference that follows with decay {other}, {references[0][0]} with {first}: a job "
-                "has one reference; leave one of them out, or give both the same decay"
+                f"{key} needs a reference policy that is an average with decay {other}, and {first_key} one with decay "
+                f"{first}, but a job has one reference; give both the same decay, or remove one of them"
             )

@@ -1,4 +1,4 @@
-"""The record of spans that the decisions of a rollout lie in."""
+"""The record of the spans (parts of a response with a reward of their own) that the decisions of rollouts belong to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from mmrl.rollouts import Extra, Rollouts
 
 @dataclass
 class SpanColumn(Extra):
-    """Values of the spans of rollouts; none where a rollout was not scored."""
+    """The spans of rollouts and their rewards; a rollout that was not scored has no spans."""
 
-    values: list[Tensor]  # by rollout [span] float32
-    shares: list[Tensor]  # by rollout [3, entry] float64: decision, span, share; see `mmrl.core.turns`
-    texts: list[list[str]]  # by rollout, of each span
+    values: list[Tensor]  # for each rollout, [span] float32: the reward of each span
+    # For each rollout, [3, entry] float64: decision index, span index, and the share of the decision in the span; see
+    # `mmrl.core.turns`
+    shares: list[Tensor]
+    texts: list[list[str]]  # for each rollout, the text of each span
 
     def blank(self, rollouts: Rollouts) -> SpanColumn:
         count = len(rollouts)

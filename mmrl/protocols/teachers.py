@@ -1,4 +1,4 @@
-"""Teachers: other policies of a policy's kind, whose weights are frozen, that its rollouts are compared with."""
+"""Teachers for distillation: frozen policies of the same kind as the trained one, which score its rollouts."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
 
 
 class Teachers:
-    """The teachers of a policy, by the folder or hub name of their weights, which are read at first use.
+    """The teachers of a policy by the folder or hub name of their weights. Each is loaded at its first use.
 
-    loader: set by the code that builds the policy; it takes a path and a guidance, and returns a policy of the same
-    kind.
+    loader: loads a policy from a path and a guidance scale (None: the student's); set by the code that builds the
+    policy.
     """
 
     def __init__(self, student: nn.Module) -> None:
-        """student: the network that is taught; teachers compute on its device."""
+        """student: the network that is trained; teachers are moved to its device."""
         self.student = student
         self.loader: Callable[[str, float | None], Policy] | None = None
         self._loaded: dict[tuple[str, float | None], Policy] = {}
 
-    def check(self, path: str) -> None:  # noqa: B027  (kinds of policy know what they need of a teacher)
-        """Raises UserError in one line for a teacher at `path` that can not judge the policy's decisions. Reads no
-        weights."""
+    def check(self, path: str) -> None:  # noqa: B027  (subclasses know what they need of a teacher)
+        """Raises UserError for a teacher at `path` that cannot score the policy's decisions. Reads no weights."""
 
     def policy(self, path: str, guidance: float | None = None) -> Policy:
-        """Returns a frozen teacher. guidance: of its denoising; None: the student's. Raises UserError where it can not
-        be loaded."""
+        """Returns a frozen teacher, which is loaded once. guidance: its classifier-free guidance scale in denoising;
+        None: the student's. Raises UserError where it cannot be loaded."""
         if (path, guidance) not in self._loaded:
             self._loaded[path, guidance] = self._load(path, guidance)
         return self._loaded[path, guidance]
 
     def _load(self, path: str, guidance: float | None) -> Policy:
-        """Loads a teacher, frozen and on the student's device, without drawing from the run's random numbers."""
+        """Loads a teacher, freezes it and moves it to the student's device."""
         import torch
 
         if self.loader is None:
-            raise UserError(f"teacher {path}: a policy that was built outside of a job can not load it")
-        # A run draws the same numbers wherever it loads a teacher.
+            raise UserError(
+                f"teacher {path}: a policy that was built outside of a job cannot load it; build it by a Job"
+            )
+        # Random numbers of the run must not depend on when a teacher is loaded.
         with torch.random.fork_rng(devices=[]), name_second_model("teacher.path"):
             teacher = self.loader(path, guidance)
         teacher.module.requires_grad_(False).to(next(self.student.parameters()).device)
@@ -56,12 +57,12 @@ class TokenTeachers(Teachers):
     """The teachers of a policy whose decisions are tokens."""
 
     def vocabulary(self) -> Tensor:
-        """Returns the ids that the policy may sample, [token] int64 in rising order."""
+        """Returns the token ids that the policy may sample, [token] int64 in ascending order."""
         raise NotImplementedError
 
     def ids(self, rollouts: Rollouts) -> list[tuple[list[int], list[int]]]:
-        """Returns the token ids of prompt and response of each rollout. Raises UserError for a prompt that is more
-        than token ids."""
+        """Returns the token ids of the prompt and of the response of each rollout. Raises UserError for a prompt that
+        token ids do not describe, such as one with images."""
         raise NotImplementedError
 
     def spelled(self, text: str) -> list[int]:
@@ -72,7 +73,7 @@ class TokenTeachers(Teachers):
 @runtime_checkable
 @ability("teachers that judge its decisions (model.type=vision_language or diffusion)")
 class Taught(Protocol):
-    """A policy that can be compared with teachers, which replay its rollouts."""
+    """A policy that can be distilled from teachers, which replay its rollouts."""
 
     @property
     def teachers(self) -> Teachers: ...
@@ -80,7 +81,7 @@ class Taught(Protocol):
 
 @ability("teachers that judge its tokens (model.type=vision_language)")
 class TaughtTokens(Protocol):
-    """A policy of tokens that can be compared with teachers."""
+    """A policy of tokens that can be distilled from teachers."""
 
     @property
     def teachers(self) -> TokenTeachers: ...

@@ -1,4 +1,4 @@
-"""Episodes as they are stored: observations, executed chunks of actions, and rewards."""
+"""Episodes of a robot policy in the form in which they are stored: observations, executed action chunks, rewards."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ class RobotObservation(Protocol):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode of T policy steps. The observation after the last one is kept too: a value may be computed of it."""
+    """One episode of T policy steps. A policy step is one call of the policy, which returns a chunk of actions. The
+    observation after the last step is kept too, for value estimates."""
 
     instruction: str
-    cameras: tuple[str, ...]  # see `Observation`
+    cameras: tuple[str, ...]  # names, see `mmrl.sims.Observation`
     images: NDArray[np.uint8]  # [T + 1, height, width, 3]
     state: NDArray[np.float32]  # [T + 1, state]
     actions: NDArray[np.float32]  # [T, chunk, action], in the robot's units
-    valid: NDArray[np.bool_]  # [T, chunk], which of them were executed: a prefix
-    rewards: NDArray[np.float32]  # [T], of the simulator, summed over a chunk
-    terminated: bool  # ended by itself, not by the time limit
-    success: bool  # at any time
+    valid: NDArray[np.bool_]  # [T, chunk], True for actions that were executed; these come first in a chunk
+    rewards: NDArray[np.float32]  # [T], the simulator's, summed over the chunk
+    terminated: bool  # whether the environment ended it; False: the time limit did
+    success: bool  # at any time during the episode
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -43,24 +44,25 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RewardsToGo:
-    """Rewards that an episode earned from one of its steps on.
+    """The rewards of an episode from one of its policy steps to the end.
 
-    rewards: [step] float32, of the simulator, from this step to the last. before: [step] int64, actions that were
-    executed between this step and each of them. outcome: what the task paid for the whole episode, with its last step.
+    rewards: [step] float32, the simulator's rewards. elapsed: [step] int64, number of actions that were executed since
+    the first of these steps. outcome: the task's reward for the whole episode, which counts as given at the last step.
     """
 
     rewards: NDArray[np.float32]
-    before: NDArray[np.int64]
+    elapsed: NDArray[np.int64]
     outcome: float
 
     def after(self, steps: int) -> RewardsToGo:
-        """Returns what is earned from `steps` steps later on."""
-        return RewardsToGo(self.rewards[steps:], self.before[steps:] - self.before[steps], self.outcome)
+        """Returns the rewards from `steps` steps later on."""
+        return RewardsToGo(self.rewards[steps:], self.elapsed[steps:] - self.elapsed[steps], self.outcome)
 
     def discounted(self, gamma: float, simulator_reward: float) -> float:
-        """Returns sum_k gamma^before_k simulator_reward rewards_k + gamma^before_last outcome. gamma: discount of an
-        action."""
-        discounts = gamma ** self.before.astype(np.float64)
+        """Returns the discounted return, sum_k gamma^elapsed_k simulator_reward rewards_k + gamma^elapsed_last outcome.
+
+        gamma: discount for each action. simulator_reward: weight of the simulator's rewards."""
+        discounts = gamma ** self.elapsed.astype(np.float64)
         return float(simulator_reward * (discounts * self.rewards).sum() + discounts[-1] * self.outcome)
 
 

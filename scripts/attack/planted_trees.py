@@ -57,7 +57,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("trees: advantages are not divided", SHAPERS, 'scale=self.scale)', 'scale="none")', JOINT),
     ("trees: weights of subtrees are left out", SHAPERS, "weights=self.weights", 'weights="alike"', JOINT),
     ("trees: credit without a tree", SHAPERS, 'Needs(offers=frozenset({"nodes"}))', "Needs()", JOINT),
-    ("trees: any baseline compares nodes", "mmrl/config.py", "offers=offered.offers.union(*(e.offers for e in self.rollout.extra_sources))", "offers=offered.offers", JOINT),
+    ("trees: any baseline compares nodes", "mmrl/config.py", "offers=offered.offers.union(*added)", "offers=offered.offers", JOINT),
     ("beginnings: a shorter one is at another place", GENERATION, "position_ids = self.next_position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)",
      "position_ids = self.next_position[:, None] + torch.arange(width, device=device)", BEGUN),
     ("beginnings: padding is read", GENERATION, "(torch.arange(width, device=device) >= width - lengths[:, None]).to(self.mask)", "torch.ones(len(begun), width).to(self.mask)", BEGUN),

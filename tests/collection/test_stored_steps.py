@@ -74,7 +74,7 @@ def test_a_step_is_drawn_with_its_own_observation_and_actions(tmp_path):
     assert [step.actions[:, 0].tolist() for step in steps] == [[10, 11], [500, 501], [220], [200, 201]]
     # of the second episode from its first step: rewards 2, 2.1, 2.2 at 0, 2 and 4 actions, -1 with the last
     to_go = steps[3].tail.rewards
-    assert to_go.before.tolist() == [0, 2, 4] and to_go.outcome == -1
+    assert to_go.elapsed.tolist() == [0, 2, 4] and to_go.outcome == -1
     assert to_go.discounted(0.5, 2.0) == pytest.approx(2 * (2 + 2.1 / 4 + 2.2 / 16) - 1 / 16)
     assert steps[2].tail.rewards.discounted(0.5, 0.0) == -1
     first = steps[0].tail
@@ -295,7 +295,7 @@ def test_it_goes_on_exactly(tmp_path, algorithm, more):
 @pytest.mark.parametrize(
     ("base", "option", "message"),
     [
-        (ROBOTS, "action.head={type: steered}", "needs answers that it can learn from beside its rollouts"),
+        (ROBOTS, "action.head={type: steered}", "needs known answers that it can be trained on beside its rollouts"),
         (TINY, "engine.micro_batch=1", "needs episodes in a simulator, whose observations and actions can be stored"),
     ],
 )

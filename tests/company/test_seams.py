@@ -543,7 +543,7 @@ def test_a_label_stands_in_the_prompt_that_is_learned_from(tmp_path):
     [
         ("algorithm.shaping=['{}:BySpan']", "needs responses whose text is known decision by decision"),
         ("algorithm.terms=['{}:Sharpened']", "needs the likeliest alternatives to each of its decisions"),
-        ("rollout.extras=['{}:Forks']", "needs responses that can go on anew from inside"),
+        ("rollout.extras=['{}:Forks']", "needs responses that can be resampled from a decision on"),
     ],
 )
 def test_what_a_policy_can_not_do_is_refused_before_it_is_loaded(tmp_path, part, message):

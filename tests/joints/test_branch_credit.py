@@ -138,7 +138,7 @@ def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811
         "task": {"type": "image_generation"},
         "algorithm": {"shaping": ["branch_credit"]},
     }
-    with pytest.raises(UserError, match=r"\(branch_credit\) needs steps from states that a group shares"):
+    with pytest.raises(UserError, match=r"\(branch_credit\) needs denoising steps from states that a group shares"):
         validate(tree, "test")
     alone = {"likelihood": {"trunk": "ode"}}
     with pytest.raises(UserError, match="trunk=ode says how a group goes on from shared states; set shared_states"):

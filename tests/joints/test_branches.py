@@ -191,7 +191,9 @@ def test_nodes_are_compared_by_their_means(given, override):
 
 @pytest.mark.parametrize("shaper", ["prefix_mean", "subtree_advantages"])
 def test_credit_of_trees_needs_a_tree(given, shaper):
-    with pytest.raises(UserError, match=f"{shaper}.* needs rollouts that share decisions, as leaves of a tree"):
+    with pytest.raises(
+        UserError, match=f"{shaper}.* needs rollouts that share their first decisions, as branches of a tree"
+    ):
         given(Table([[-1.0]] * 2), *ONE, f"algorithm.shaping=[{shaper}]")
 
 

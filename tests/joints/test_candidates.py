@@ -115,11 +115,11 @@ def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811
         "task": {"type": "image_generation"},
         "algorithm": {"type": "candidate_preference"},
     }
-    with pytest.raises(UserError, match=r"needs steps from states that a group shares .*shared_states=true"):
+    with pytest.raises(UserError, match=r"needs denoising steps from states that a group shares .*shared_states=true"):
         validate(tree, "test")
     both = {"likelihood": {"shared_states": True, "branching": [12]}}
     with pytest.raises(UserError, match="two ways to share states"):
         validate(tree | {"denoising": both}, "test")
     shaped = {"likelihood": {"shared_states": True}}
-    with pytest.raises(UserError, match="needs chains apart from the others of the group"):
+    with pytest.raises(UserError, match="needs a separate denoising chain for each rollout"):
         validate(tree | {"denoising": shaped, "algorithm": {"shaping": ["step_gains"]}}, "test")

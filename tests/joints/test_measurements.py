@@ -167,7 +167,7 @@ def test_what_a_measurement_requires_is_asked_of_the_decisions():
     refused = "^algorithm.shaping.0 needs chains that can be completed .* which model.type=own does not have$"
     with pytest.raises(SettingsError, match=refused):
         check(asked, policy)
-    with pytest.raises(SettingsError, match="needs chains apart from the others of the group"):
+    with pytest.raises(SettingsError, match="needs a separate denoising chain for each rollout"):
         check(asked, Capabilities("model.type=own", frozenset({Completing})))
     check(asked, Capabilities("model.type=own", frozenset({Completing, "separate_chains"})))
 
@@ -224,7 +224,7 @@ def test_an_ability_without_a_sentence_is_refused_by_its_name(given):
 
 def test_what_was_not_listed_was_not_measured(given):
     made = lengths(given, f"'{HERE}:Forgetful'")
-    with pytest.raises(KeyError, match=r"length 1.0 was not measured; list it in Needs.measurements"):
+    with pytest.raises(KeyError, match=r"length 1.0 has not been measured; list it in Needs.measurements"):
         made.prepare(made.next())
 
 

@@ -97,7 +97,7 @@ class Words(View):
         ("algorithm.surrogate={}:Sum", r"algorithm.surrogate={}:Sum gave values of shape \[4\]; expected \[4, 3\]"),
         (
             "algorithm.shaping=['{}:Infinite']",
-            r"algorithm.shaping.0 \({}:Infinite\) gave 12 values that are not finite",
+            r"algorithm.shaping.0 \({}:Infinite\) gave 12 values that are NaN or infinite",
         ),
         ("algorithm.shaping=['{}:Whole']", r"algorithm.shaping.0 \({}:Whole\) gave values of type int64"),
         (

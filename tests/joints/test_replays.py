@@ -198,7 +198,7 @@ def test_ranks_share_what_is_imitated(given):
 
 def test_a_policy_that_can_not_store_is_told():
     tree = {"run_dir": "unset", "model": {"type": "diffusion"}, "rollout": {"extras": ["success_replay"]}}
-    with pytest.raises(UserError, match="needs rollouts that can be put away and made again"):
+    with pytest.raises(UserError, match="needs rollouts that can be stored and restored"):
         configure(tree)
 
 

@@ -76,6 +76,6 @@ def test_what_is_found_so_is_replayed(given):
 def test_an_engine_that_is_busy_with_the_next_step_can_not_be_asked():
     generator = {"type": "vllm_server", "async_steps": 1}
     tree = {"run_dir": "unset", "rollout": {"extras": ["extra_rollouts"], "generator": generator}}
-    with pytest.raises(UserError, match="needs rollouts at a temperature of their own"):
+    with pytest.raises(UserError, match="needs further rollouts of a step at another temperature"):
         configure(tree)
     configure({"run_dir": "unset", "rollout": {"extras": ["extra_rollouts"]}})

@@ -210,7 +210,7 @@ def test_words_are_needed_for_their_diversity():
     from mmrl.config import load
     from tests.joints.parts import GIVEN
 
-    with pytest.raises(UserError, match="set_diversity.* needs responses in words"):
+    with pytest.raises(UserError, match="set_diversity.* needs responses that are text"):
         load(GIVEN, ["run_dir=x", "model={type: diffusion, path: x}", "task={type: image_generation}",
                      "algorithm.shaping=[set_diversity]"])  # fmt: skip
 

@@ -238,7 +238,7 @@ def test_outcomes_are_0_or_1(tmp_path):
     ("base", "overrides", "message"),
     [
         (TINY, [prime(), "engine.zero_stage=3"], "engine.zero_stage=3 keeps a slice"),
-        (ROBOTS, [prime()], "implicit_process.* needs decisions that are numbers of a list"),
+        (ROBOTS, [prime()], "implicit_process.* needs decisions that are indices into a list"),
     ],
 )
 def test_what_does_not_fit_is_refused(base, overrides, message):

@@ -83,8 +83,8 @@ def test_a_critic_learns_nothing_from_them(tmp_path):
     ("options", "message"),
     [
         (BESIDE[1:2], "nothing learns from task.demonstrations: add rollout.extras="),
-        ([*BESIDE, "action.head={type: flow}"], "needs answers that it can learn from beside its rollouts"),
-        ([*BESIDE, "action.head={type: steered}"], "needs answers that it can learn from beside its rollouts"),
+        ([*BESIDE, "action.head={type: flow}"], "needs known answers that it can be trained on beside its rollouts"),
+        ([*BESIDE, "action.head={type: steered}"], "needs known answers that it can be trained on beside its rollouts"),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_is_loaded(tmp_path, options, message):

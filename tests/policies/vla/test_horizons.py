@@ -158,7 +158,7 @@ def test_uneven_loads_cost(tmp_path):
 
 def test_the_term_needs_horizons():
     told = {**TREE, "algorithm": {"terms": [{"type": "head_cost", "of": "imbalance"}]}}
-    with pytest.raises(UserError, match="head_cost.* needs horizons that share the work"):
+    with pytest.raises(UserError, match="head_cost.* needs a mixture of action horizons"):
         validate({**told, "action": {"head": {"type": "residual"}}}, "test")
     for algorithm in ("grpo", "supervised"):
         own = {"algorithm": {**told["algorithm"], "type": algorithm}}

@@ -376,6 +376,6 @@ def test_the_term_needs_a_code_with_noise():
         "algorithm": {"terms": [{"type": "head_cost"}]},
     }
     for head in ({"type": "residual", "noise": 0.0}, {"type": "gaussian"}):
-        with pytest.raises(UserError, match="head_cost.* needs a code that tells a gate of the prompt"):
+        with pytest.raises(UserError, match="head_cost.* needs a noisy code of the prompt that gates the residual"):
             validate({**tree, "action": {"head": head}}, "test")
     validate({**tree, "action": {"head": {"type": "residual"}}}, "test")
