@@ -55,7 +55,7 @@ class Trainer:
         reference = self.needs.reference
         self.reference: Snapshot | AdaptersOff | None = None
         if reference is not None:
-            self.reference = make_reference(policy.module, stays=not reference.moves, zero_stage=engine.zero_stage)
+            self.reference = make_reference(policy.module, fixed=not reference.moves, zero_stage=engine.zero_stage)
         self.preparation = Preparation(config, policy, task, engine, self.sampling_policy, self.reference)
         self.algorithm.start(policy, engine)
         self._reward_states()  # raises now for a state that no checkpoint can hold

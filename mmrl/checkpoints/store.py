@@ -224,7 +224,7 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
         rank_states = [torch.load(path / f"rank-{r}.pt", mmap=True)["own"] for r in range(ranks)]
     averages = {name: [state["averages"][name] for state in rank_states] for name in rank["own"]["averages"]}
     return {
-        "averages": {name: engine.reshaped(states, before) for name, states in averages.items()},
+        "averages": {name: engine.reshard(states, before) for name, states in averages.items()},
         "pending": redealt([state["pending"] for state in rank_states], engine, path),
         "modules": rank["own"]["modules"],
         "rewards": shared_rewards([state.get("rewards", {}) for state in rank_states], engine, path),

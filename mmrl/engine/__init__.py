@@ -1,4 +1,4 @@
-"""Who trains: DeepSpeed, the ranks of a job, and averages of weights."""
+"""The training engine: DeepSpeed, the ranks of a job and their collectives, and averages of weights."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Peak rates of devices, by their data sheets."""
+"""Peak compute rates and memory bandwidths of GPUs, from their data sheets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """Dense operations a second of matrix products in bf16 (fp16 where a device has no bf16) with sums in fp32, and in
-    fp32 without TF32, in 1e12; memory bandwidth in 1e12 bytes a second. name: a part of the driver's name for it."""
+    """Peak rates of a GPU.
+
+    name: a part of the driver's name for it. bfloat16: dense matrix products in bf16 with fp32 accumulation (fp16 where
+    the GPU has no bf16), in TFLOP/s. float32: the same in fp32 without TF32. bandwidth: of its memory, in TB/s.
+    """
 
     name: str
     bfloat16: float
@@ -18,11 +21,12 @@ class DevicePeak:
     bandwidth: float
 
     def flops(self, dtype: str) -> float:
-        """Returns operations a second."""
+        """Returns the peak rate in floating-point operations a second. dtype: "bfloat16" or "float32"."""
         return 1e12 * (self.bfloat16 if dtype == "bfloat16" else self.float32)
 
 
-# Names as `--gpu` takes them. More particular names come first: the driver's name decides by the first that fits.
+# By the names of the option --gpu. The first entry whose `name` is in the driver's name counts, so "A100-SXM4-40GB"
+# comes before "A100".
 PEAKS = {
     "t4": DevicePeak("T4", 65.0, 8.1, 0.32),
     "v100": DevicePeak("V100", 125.0, 15.7, 0.9),
@@ -42,8 +46,8 @@ PEAKS = {
 
 
 def peak_of(name: str) -> DevicePeak | None:
-    """Returns the peak rates of a device by the driver's name; None where they are not known. A PCIe H100 is slower
-    than the SXM module whose rates are here."""
+    """Returns the peak rates of a GPU by the driver's name; None where they are unknown. PCIe versions count as
+    unknown: they are slower than the SXM modules of the table."""
     return next((peak for peak in PEAKS.values() if peak.name in name and "PCIe" not in name), None)
 
 

@@ -1,4 +1,4 @@
-"""A running average of the trained weights, beside them."""
+"""An exponential moving average (EMA) of the trained weights, sharded like them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """An exponential moving average of the trained parameters of `module`, in fp32, of this rank's share of them.
+    """An exponential moving average of the trained parameters of `module`, in fp32; under ZeRO-3, of this rank's shard.
 
-    `decay(updates)` is the weight of the past in update number `updates` (from 0).
+    decay: function from the number of the update (from 0) to the decay, the weight of the previous average.
     """
 
     def __init__(self, module: nn.Module, decay: Callable[[int], float]) -> None:
@@ -33,7 +33,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the module computes with the averages. Nothing may be trained inside."""
+        """A context in which the module has the averaged weights. Nothing may be trained inside."""
         trained = [local_part(p).detach().clone() for p in self._parameters]
         write(self._parameters, self.average)
         try:
@@ -46,46 +46,49 @@ class EMA:
         return {**named, "updates": torch.tensor(self.updates)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Loads the `state` of a run with as many ranks and the same ZeRO stage, or one that `reshaped` has made so."""
+        """Loads a `state` of a run with the same number of ranks and ZeRO stage, or one that `reshard` converted."""
         self.updates = int(state["updates"])
         for i, average in enumerate(self.average):
             average.copy_(state[str(i)])
 
 
-def reshaped(states: list[dict[str, Tensor]], sliced: bool, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
-    """The state of this rank's average from those of all ranks of an earlier run, which held slices or the whole.
-    parameters: the trained ones, as they lie now."""
-    parts = states if sliced else states[:1]
+def reshard(states: list[dict[str, Tensor]], sharded: bool, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the state of an average for this rank from the states of all ranks of an earlier run.
+
+    sharded: whether each of these holds a shard (ZeRO-3); otherwise each holds everything. parameters: the trained
+    parameters of this run, which decide this rank's shard.
+    """
+    parts = states if sharded else states[:1]
     averages = {}
     for i, parameter in enumerate(parameters):
-        whole = torch.cat([state[str(i)].flatten() for state in parts])
-        averages[str(i)] = take(parameter, whole)
+        full = torch.cat([state[str(i)].flatten() for state in parts])
+        averages[str(i)] = take_shard(parameter, full)
     return {**averages, "updates": states[0]["updates"]}
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
-    """Returns the memory of this rank's part of a parameter: under ZeRO-3 a slice of its elements in order, without the
-    padding of the last one, else all of it."""
-    if not _sliced(parameter):
+    """Returns the part of a parameter that this rank holds, as a view of its memory. Under ZeRO-3 it is a slice of the
+    flattened parameter, without padding; otherwise the whole parameter."""
+    if not _is_sharded(parameter):
         return parameter.data
     local: Tensor = vars(parameter)["ds_tensor"]
     return local.narrow(0, 0, _local_slice(parameter)[1])
 
 
-def take(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Cuts this rank's part out of the whole parameter, [element]. The part has the shape of `local_part`."""
-    if not _sliced(parameter):
-        return whole.view_as(parameter)
-    return whole.narrow(0, *_local_slice(parameter))
+def take_shard(parameter: nn.Parameter, full: Tensor) -> Tensor:
+    """Returns this rank's part of a full flat tensor [element], in the shape of `local_part(parameter)`."""
+    if not _is_sharded(parameter):
+        return full.view_as(parameter)
+    return full.narrow(0, *_local_slice(parameter))
 
 
-def _sliced(parameter: nn.Parameter) -> bool:
-    """Returns whether ZeRO-3 has cut the parameter, which the fields that it adds show."""
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Returns whether ZeRO-3 shards the parameter; it then has attributes of DeepSpeed."""
     return "ds_tensor" in vars(parameter)
 
 
 def _local_slice(parameter: nn.Parameter) -> tuple[int, int]:
-    """The first element of this rank's slice, and its number of elements."""
+    """Returns the first element of this rank's slice of the flat parameter, and the number of elements."""
     numel, size = vars(parameter)["ds_numel"], vars(parameter)["ds_tensor"].numel()
     start = min(numel, dist.get_rank() * size)
     return start, min(size, numel - start)
@@ -93,38 +96,40 @@ def _local_slice(parameter: nn.Parameter) -> tuple[int, int]:
 
 @torch.no_grad()
 def write(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
-    """Overwrites this rank's share of every parameter. A collective under ZeRO-3."""
+    """Overwrites this rank's part of every parameter. A collective under ZeRO-3."""
     for parameter, value in zip(parameters, values, strict=True):
         local_part(parameter).copy_(value)
-    gather_again(parameters)
+    refresh_gathered(parameters)
 
 
 @torch.no_grad()
-def gather_again(parameters: list[nn.Parameter]) -> None:
-    """Refreshes small parameters after slices have changed: ZeRO-3 keeps these whole between steps, as copies of what
-    the slices were. A collective under ZeRO-3."""
-    whole: list[Any] = [p for p in parameters if _sliced(p) and vars(p)["ds_status"] is ZeroParamStatus.AVAILABLE]
-    if whole:
-        whole[0].partition(param_list=whole)  # drops the copies
-        whole[0].all_gather(param_list=whole)
+def refresh_gathered(parameters: list[nn.Parameter]) -> None:
+    """Updates the full copies of small parameters, which ZeRO-3 keeps on every rank between steps, after their shards
+    have changed. A collective under ZeRO-3."""
+    full: list[Any] = [p for p in parameters if _is_sharded(p) and vars(p)["ds_status"] is ZeroParamStatus.AVAILABLE]
+    if full:
+        full[0].partition(param_list=full)  # drops the copies
+        full[0].all_gather(param_list=full)
 
 
 def ema_warmup(decay: float) -> Callable[[int], float]:
-    """min((1 + n) / (10 + n), decay): the average forgets the start faster than the plain one."""
+    """Returns the decay schedule min((1 + n) / (10 + n), decay) of update n, which forgets the initial weights soon."""
     return lambda updates: min((1 + updates) / (10 + updates), decay)
 
 
-def ramp(slope: float, most: float, start: int = 0) -> Callable[[int], float]:
-    """min(slope (n - start), most), and 0 before `start` (DiffusionNFT's schedules of the sampling policy)."""
-    return lambda updates: min(slope * max(0, updates - start), most)
+def ramp(slope: float, limit: float, start: int = 0) -> Callable[[int], float]:
+    """Returns the decay schedule min(slope max(0, n - start), limit) of update n, as DiffusionNFT has for its sampling
+    policy."""
+    return lambda updates: min(slope * max(0, updates - start), limit)
 
 
 class OtherWeights(Protocol):
-    """Weights that a module can compute with for a while."""
+    """Weights that a module can have in the place of its own, such as an `EMA` or a `Snapshot`."""
 
-    def applied(self) -> AbstractContextManager[None]: ...
+    def applied(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module has these weights."""
 
 
 def applied(weights: OtherWeights | None) -> AbstractContextManager[None]:
-    """Context in which the policy computes with other weights, where there are any."""
+    """Returns a context in which the module has other weights; None: its own."""
     return nullcontext() if weights is None else weights.applied()

@@ -1,4 +1,5 @@
-"""DeepSpeed's checkpoints, written so that a failed write is known, and read without opening a pickle."""
+"""DeepSpeed's checkpoint files: written through a function that can report failures, and read without running pickled
+code."""
 
 from __future__ import annotations
 
@@ -26,26 +27,26 @@ FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch; DeepSpeed as
 
 @contextmanager
 def weights_only(folder: Path) -> Iterator[None]:
-    """Context in which torch.load reads tensors and plain values alone, from whatever code it is called. A pickle that
-    names anything else is refused before a line of it runs, with a UserError that names the checkpoint `folder`."""
-    before = os.environ.get(FORCE)
+    """A context in which torch.load, whoever calls it, loads tensors and plain values only. Raises UserError with the
+    checkpoint `folder` for a file that holds anything else; none of its code is run."""
+    previous = os.environ.get(FORCE)
     os.environ[FORCE] = "1"
     try:
         with torch.serialization.safe_globals(PLAIN):
             yield
     except UnpicklingError as error:
         raise UserError(
-            f"checkpoint {folder} holds more than weights and is not opened "
-            f"({str(error).strip().splitlines()[-1]}); this program did not write it, remove it"
+            f"checkpoint {folder} holds more than tensors and is not opened "
+            f"({str(error).strip().splitlines()[-1]}); mmrl did not write it: remove it"
         ) from None
     finally:
         del os.environ[FORCE]
-        if before is not None:
-            os.environ[FORCE] = before
+        if previous is not None:
+            os.environ[FORCE] = previous
 
 
 def save(engine: DeepSpeedEngine, folder: Path, state: dict[str, Any], write: Write) -> None:
-    """See `Engine.save`. engine: DeepSpeed's."""
+    """Writes a checkpoint of DeepSpeed's `engine`; see `Engine.save`. state: stored with it, and returned by `load`."""
     writer = engine.checkpoint_engine
     writer.save = lambda state_dict, path: write(state_dict, Path(path))
     engine._copy_recovery_script = lambda folder: None  # a checkpoint is data; DeepSpeed would put programs beside it
@@ -64,9 +65,12 @@ def load(engine: DeepSpeedEngine, folder: Path) -> dict[str, Any]:
 
     def load_module(src: dict[str, Any], dst: nn.Module) -> None:
         unmatched = dst.load_state_dict(src, strict=False)
-        unlike = [*unmatched.unexpected_keys, *(name for name in unmatched.missing_keys if name not in frozen)]
-        if unlike:
-            raise UserError(f"checkpoint {folder} is of another model: {unlike[0]} is only in one of them")
+        different = [*unmatched.unexpected_keys, *(name for name in unmatched.missing_keys if name not in frozen)]
+        if different:
+            raise UserError(
+                f"checkpoint {folder} is of another model: the weight {different[0]} is only in one of them; set model "
+                "as in the run's config.yaml"
+            )
 
     with weights_only(folder):
         _, state = engine.load_checkpoint(folder, tag=TAG, load_lr_scheduler_states=False, custom_load_fn=load_module)

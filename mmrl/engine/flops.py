@@ -1,4 +1,5 @@
-"""Floating-point operations of networks, counted by torch's formulas in the first pass over inputs of a shape."""
+"""Counts floating-point operations of networks: by torch's formulas in the first call with inputs of a shape, and from
+that count in later calls."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 STAGE_3_LINEAR = "deepspeed.runtime.zero.linear"
-ADDING = (aten.addmm, aten.baddbmm)  # products whose first argument is a sum to add to
-OF_PAIRS = (aten.bmm, aten.baddbmm)  # products of two activations, as in attention
-SHAPES = 32  # of inputs that are counted of one network; others cost what rows of the nearest one do
+ADDING = (aten.addmm, aten.baddbmm)  # matrix products whose first argument is added to the product
+BATCHED = (aten.bmm, aten.baddbmm)  # products of two activations, as in attention
+MAX_BATCH_SIZES = 32  # batch sizes that are counted for one shape of inputs; others use the nearest one's cost per row
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Multiplications and additions of a forward pass and of its backward pass. As the model FLOPs of arXiv 2204.02311
-    they leave out what is recomputed to save memory, and all but matrix products and convolutions."""
+    """Floating-point operations of a forward pass and of its backward pass. Like the model FLOPs of arXiv 2204.02311
+    they count matrix products and convolutions only, and nothing that is recomputed to save memory."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -44,9 +45,11 @@ class Flops:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the operations of the forward passes inside it, and those of the backward passes from them: a product has
-    a gradient with respect to each factor that requires one, as if all that is computed were read. pairs: of
-    attention's products of two activations; weights: of all others."""
+    """A dispatch mode that counts the operations of the forward passes inside it, and of their backward passes: one
+    more product for each factor of a product that requires a gradient.
+
+    pairs: operations of products of two activations (attention). weights: of all other products.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +74,9 @@ class FlopCounter(TorchDispatchMode):
         fused = packet in ATTENTION or "attention" in str(packet)
         first = 1 if packet in ADDING else 0
         factors = [needs_gradient(t) for t in args[first : first + (3 if fused else 2)]]
-        times = (2 if any(factors) else 0) if fused else sum(factors)  # fused kernels compute one product anew
-        flops = Flops(float(forward), float(forward * times) if self.with_gradient and recorded() else 0.0)
-        if fused or packet in OF_PAIRS:
+        times = (2 if any(factors) else 0) if fused else sum(factors)  # of fused attention all gradients are computed
+        flops = Flops(float(forward), float(forward * times) if self.with_gradient and has_backward() else 0.0)
+        if fused or packet in BATCHED:
             self.pairs += flops
         else:
             self.weights += flops
@@ -81,21 +84,23 @@ class FlopCounter(TorchDispatchMode):
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: object) -> int:
-    """Counts the two products of attention. query, key, value: [..., head, token, width]."""
+    """Returns the operations of attention's two products. query, key, value: [..., head, token, width]."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def packed_attention_flops(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor | None, *_: object
 ) -> int:
-    """Counts the two products of attention within sequences. query, key, value: [token, head, width]. starts, of
-    queries, and key_starts, of keys unless they are the same: [sequence + 1]."""
-    of_keys = starts if key_starts is None else key_starts
-    pairs = int((starts.diff().long() * of_keys.diff().long()).sum())
+    """Returns the operations of attention's two products for packed sequences, which attend to themselves only.
+
+    query, key, value: [token, head, width]. starts: [sequence + 1], the first token of each sequence, and the end.
+    key_starts: the same for keys; None: as for queries."""
+    key_starts = starts if key_starts is None else key_starts
+    pairs = int((starts.diff().long() * key_starts.diff().long()).sum())
     return 2 * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
 
 
-# Attention, softmax(q k') v, by its own formulas: torch 2.11's leave some out, and heads that share keys and values.
+# torch 2.11 has no formula for some of these kernels, and counts heads that share keys and values wrongly.
 ATTENTION: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     aten._scaled_dot_product_fused_attention_overrideable: attention_flops,
@@ -111,9 +116,9 @@ def needs_gradient(factor: Tensor) -> bool:
     return factor.requires_grad or (factor._base is not None and factor._base.requires_grad)
 
 
-def recorded() -> bool:
-    """Returns whether what is computed has a backward pass. ZeRO-3's linear layer, which DeepSpeed puts in the place of
-    torch's for the rest of the process, computes without recording and brings a backward pass of its own."""
+def has_backward() -> bool:
+    """Returns whether the present computation will have a backward pass. The linear layer that DeepSpeed installs for
+    ZeRO-3 computes with gradients disabled and has a backward pass of its own."""
     if torch.is_grad_enabled():
         return True
     frame: FrameType | None = sys._getframe()
@@ -130,7 +135,7 @@ def in_backward() -> bool:
 
 
 def count(compute: Callable[[], object]) -> Flops:
-    """Counts the operations of `compute`, and of a backward pass from all that it returns."""
+    """Runs `compute` and returns its operations, and those of a backward pass from its outputs."""
     with FlopCounter() as counter:
         compute()
     return counter.total
@@ -148,36 +153,37 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Tally:
-    """Operations of a policy's passes so far, by the parts that count them."""
+    """A running total of operations, forward and backward."""
 
     def __init__(self) -> None:
         self.flops = 0.0
 
     def add(self, flops: Flops) -> None:
-        """Adds a pass, and its backward pass where gradients are recorded."""
+        """Adds a forward pass, and its backward pass where gradients are enabled."""
         self.flops += flops.total if torch.is_grad_enabled() else flops.forward
 
 
 @dataclass(frozen=True)
 class PolicyWork:
-    """The work of a policy. units: returns how many tokens, images, policy steps or episodes rollouts have, by name."""
+    """The work of a policy, for throughput metrics. tallies: totals of operations. units: returns the number of units
+    in rollouts by name, such as tokens, images or episodes."""
 
     tallies: Sequence[Tally]
     units: Callable[[Any], dict[str, int]]
 
     @property
     def flops(self) -> float:
-        """The operations of this rank's passes so far, forward and backward."""
+        """Returns the operations of this rank so far, forward and backward."""
         return sum(tally.flops for tally in self.tallies)
 
 
 class Meter(ABC):
-    """Counts some calls of networks while they are computed. Of calls inside one another the outermost is counted."""
+    """Counts operations during selected calls of a network. Of nested calls only the outermost is counted."""
 
-    _threads: ClassVar[set[int]] = set()  # those that are inside a metered call
+    _threads: ClassVar[set[int]] = set()  # ids of threads that are inside a metered call
 
     def __init__(self, network: nn.Module | None) -> None:
-        """network: whose calls it follows; None: it follows the blocks of `call`."""
+        """network: the module whose forward calls are metered; None: the blocks of `call` are."""
         self._open: dict[int, tuple[FlopCounter, Callable[[FlopCounter], None]] | None] = {}  # by thread
         if network is not None:
             network.register_forward_pre_hook(lambda _, args, kwargs: self._begin(args, kwargs), with_kwargs=True)
@@ -185,11 +191,12 @@ class Meter(ABC):
 
     @abstractmethod
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
-        """Receives the inputs of a call. Returns who receives its counted operations; None: it need not be counted."""
+        """Called with the inputs of a call. Returns a function that receives the counter after the call; None: the call
+        need not be counted."""
 
     @contextmanager
     def call(self, *args: object) -> Iterator[None]:
-        """Context that is a call with these inputs."""
+        """A context that counts as a call with these inputs."""
         self._begin(args, {})
         try:
             yield
@@ -218,7 +225,8 @@ class Meter(ABC):
 
 
 class CallMeter(Meter):
-    """Adds the calls of a network to a tally. Inputs of a new shape are counted; rows of a batch cost alike."""
+    """Adds the operations of each call of a network to a tally. Calls with new input shapes are counted; for others the
+    earlier count is used. All rows of a batch cost the same."""
 
     def __init__(self, network: nn.Module | None, tally: Tally) -> None:
         super().__init__(network)
@@ -230,7 +238,7 @@ class CallMeter(Meter):
         rows = max(1, len(tensors[0]))
         shapes = (tuple(t.shape[1:] if t.shape[:1] == (rows,) else t.shape) for t in tensors)
         known = self._of_row.setdefault((torch.is_grad_enabled(), *shapes), {})
-        if rows in known or len(known) >= SHAPES:
+        if rows in known or len(known) >= MAX_BATCH_SIZES:
             self.tally.add(known[min(known, key=lambda counted: abs(counted - rows))] * rows)
             return None
 
@@ -243,26 +251,26 @@ class CallMeter(Meter):
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """Operations of a transformer: of each token, and of each pair of a token that attends and one that is attended
-    to."""
+    """Operations of a transformer. token: of each token. pair: of attention, for each pair of a query and a key."""
 
     token: Flops
     pair: Flops
 
     def for_sequence(self, length: int) -> Flops:
-        """Returns the operations of a pass over a whole sequence. Every token counts as attending to all, also where a
-        mask hides the later ones."""
+        """Returns the operations of a forward pass over `length` tokens. Every token counts as attending to all, also
+        under a causal mask."""
         return self.for_extension(0, length)
 
-    def for_extension(self, before: int, length: int, *, one_by_one: bool = False) -> Flops:
-        """Returns the operations of `length` more tokens behind `before` cached ones, as one pass, or `one_by_one`,
-        each attending to those before it and to itself."""
-        pairs = length * (before + (length + 1) / 2) if one_by_one else length * (before + length)
+    def for_extension(self, cached: int, length: int, *, one_by_one: bool = False) -> Flops:
+        """Returns the operations of `length` further tokens after `cached` ones in the key-value cache. one_by_one:
+        each token in a pass of its own, as in decoding; otherwise in one pass."""
+        pairs = length * (cached + (length + 1) / 2) if one_by_one else length * (cached + length)
         return self.token * length + self.pair * pairs
 
 
 class SequenceMeter(Meter):
-    """Counts one call of a transformer with gradients and one without; those of other lengths follow from these."""
+    """Counts the first call of a transformer with gradients and the first without. From these the operations for any
+    length follow."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
@@ -270,7 +278,7 @@ class SequenceMeter(Meter):
 
     @property
     def known(self) -> SequenceFlops | None:
-        """The operations of a pass as it is now, with or without gradients; None before the first call."""
+        """Returns the operations of a pass, with gradients where these are enabled now; None before the first call."""
         return self._known.get(torch.is_grad_enabled())
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[FlopCounter], None] | None:
@@ -280,7 +288,7 @@ class SequenceMeter(Meter):
         rows, length = tensors_of((args, kwargs.get("inputs_embeds"), kwargs.get("input_ids")))[0].shape[:2]
         cache = kwargs.get("past_key_values")
         pairs = rows * length * (length + (0 if cache is None else cache.get_seq_length()))
-        if (starts := kwargs.get("cu_seq_lens_q")) is not None:  # sequences one behind the other
+        if (starts := kwargs.get("cu_seq_lens_q")) is not None:  # packed sequences
             pairs = int(starts.diff().long().square().sum())
 
         def done(counter: FlopCounter) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that watch each other, so that a wait has an end and names who is missing."""
+"""Heartbeats of ranks: each watches the others, so that a wait for a missing rank ends with an error that names it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pathlib import Path
 
 import psutil
 
-FOLDER = "ranks"  # in the run directory: a file of each rank says that it lives, and where it is
-SHARE_WARNED = 0.1  # of the limit, after which a wait is announced
-START_S = 600.0  # that ranks may come up after one another, where engine.timeout is not shorter
-COMES_UP_S = 0.1  # that a process takes at least from its beginning to its first file
-GONE_S = 1.0  # seconds that a process takes at most from its last connection to its end
-BEATS_MISSED = 4  # after so many a rank is taken for silent
+FOLDER = "ranks"  # in the run directory: holds a file for each rank with its `RankState`
+WARNING_SHARE = 0.1  # share of engine.timeout after which a wait is reported
+START_S = 600.0  # seconds in which all ranks must start, where engine.timeout is not shorter
+MIN_START_S = 0.1  # seconds that a process takes at least from its start to its first file
+EXIT_S = 1.0  # seconds that a process takes at most from closing its connections to its end
+BEATS_MISSED = 4  # number of missed heartbeats after which a rank counts as silent
 
 
 def process_namespace() -> str:
-    """Returns a name of what process numbers count in: containers of one host name may have numbers of their own.
-    Empty where the system does not tell, so that the host's name alone decides."""
+    """Returns an id of this process's PID namespace: containers with the same host name may have process ids of their
+    own. Returns "" where the system has no such id."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -35,8 +35,8 @@ def process_namespace() -> str:
 
 @dataclass
 class RankState:
-    """The state of a rank, in its file. marks: how many phases and collectives it has begun; all ranks begin the
-    same."""
+    """The state of a rank, as its file holds it. marks: number of phases and collectives that it has begun; these are
+    the same on all ranks, so that a rank with fewer marks is behind."""
 
     rank: int
     host: str
@@ -44,7 +44,7 @@ class RankState:
     phase: str = "start"
     marks: int = 0
     beats: int = 0
-    written: float = 0.0  # when this was, in seconds since 1970 by the clock of the host
+    written: float = 0.0  # time at which the file was written, in seconds since 1970 by the host's clock
     namespace: str = field(default_factory=process_namespace)
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ class RankState:
 
 
 class Heartbeat:
-    """Writes the state of this rank, and reads those of the others. Where this rank has waited `limit` seconds for one
-    that has not moved, it ends this process with one line. A thread does this, also while a collective waits.
+    """Writes the state of this rank and reads the states of the others, in a thread. Where this rank has waited `limit`
+    seconds for a rank that makes no progress, it prints one line and ends this process, even during a collective.
 
-    It begins before ranks meet. Until they have, it ends this process also for a rank of this host that is gone, and in
-    the block of `meeting` for one that has not come up after `START_S` seconds.
+    It starts before ranks connect. Until they have, it also ends this process for a rank of this host whose process has
+    ended, and in the block of `meeting` for a rank that has not started after `START_S` seconds.
     """
 
     def __init__(self, folder: Path, rank: int, world: int, limit: float) -> None:
@@ -65,11 +65,11 @@ class Heartbeat:
         self.start = min(START_S, limit)
         self._began = process_start()
         self.interval = min(15.0, max(0.2, limit / 100))
-        # by rank, with the times of the last beat and of the last mark
+        # By rank: its state, and the times at which its beats and its marks last changed
         self._states: dict[int, tuple[RankState, float, float]] = {}
         self._warned = False
-        self._meets_since = math.inf  # the time at which this rank began to wait until all have come up
-        self._met = False
+        self._meeting_began = math.inf  # the time at which this rank began to wait for all ranks to start
+        self._met = False  # whether all ranks have connected
         self._ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._beat()
@@ -78,14 +78,14 @@ class Heartbeat:
         self._thread.start()
 
     def mark(self, phase: str | None = None) -> None:
-        """Notes that a collective begins, or a phase."""
+        """Records that this rank begins a phase, or a collective where `phase` is None."""
         self.state.marks += 1
         self.state.phase = phase or self.state.phase
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Context in which this rank waits until all have come up."""
-        self._meets_since = time.monotonic()
+        """A context in which this rank waits until all ranks have connected."""
+        self._meeting_began = time.monotonic()
         yield
         self._met = True
         self.mark()
@@ -99,109 +99,119 @@ class Heartbeat:
             self.folder.rmdir()
 
     def dead(self) -> RankState | None:
-        """Returns a rank of this host whose process is gone, or None. Waits for one that is about to be: its
-        connections are closed before it is gone."""
-        end = time.monotonic() + GONE_S
+        """Returns a rank of this host whose process has ended, or None. Waits up to EXIT_S seconds, since connections
+        of an ending process close before it is gone."""
+        end = time.monotonic() + EXIT_S
         while True:
-            self._read()  # in a run that has just begun the thread has not
-            gone = self._gone()
-            if gone is not None or time.monotonic() > end:
-                return gone
-            time.sleep(GONE_S / 20)
+            self._read()  # at the start of a run the thread may not have read yet
+            ended = self._ended_rank()
+            if ended is not None or time.monotonic() > end:
+                return ended
+            time.sleep(EXIT_S / 20)
 
-    def _gone(self) -> RankState | None:
+    def _ended_rank(self) -> RankState | None:
+        """Returns a rank of this host whose process has ended, or None."""
         states = [state for state, _, _ in list(self._states.values())]
-        return next((state for state in states if self._is_here(state) and not runs(state.process)), None)
+        return next((state for state in states if self._is_visible(state) and not is_running(state.process)), None)
 
-    def _is_here(self, state: RankState) -> bool:
-        """Returns whether this process can see whether that of a rank runs."""
+    def _is_visible(self, state: RankState) -> bool:
+        """Returns whether a rank's process is in this host and PID namespace, so that it can be looked up."""
         return (state.host, state.namespace) == (self.state.host, self.state.namespace)
 
     def _run(self) -> None:
         while not self._ended.wait(self.interval if self._met else min(1.0, self.interval)):
             self._beat()
             self._read()
-            self._judge(time.monotonic())
+            self._check_progress(time.monotonic())
             if not self._met:
-                self._judge_meeting(time.monotonic())
+                self._check_meeting(time.monotonic())
 
     def _beat(self) -> None:
         self.state.beats += 1
         self.state.written = time.time()
         path = self._path(self.state.rank)
         pending = path.with_suffix(".pending")
-        with suppress(OSError):  # a full disk, or a run directory that is gone, is for others to tell
+        with suppress(OSError):  # a full disk or a removed run directory is reported elsewhere
             pending.write_text(json.dumps(asdict(self.state)))
             pending.replace(path)
 
     def _read(self) -> None:
+        """Reads the files of all ranks and records when their beats and marks changed."""
         now = time.monotonic()
         for rank in range(self.world):
-            with suppress(OSError, ValueError, TypeError):  # not there yet, or not whole
+            with suppress(OSError, ValueError, TypeError):  # not there yet, or incomplete
                 state = RankState(**json.loads(self._path(rank).read_text()))
-                if rank not in self._states and self._of_another_start(state):
+                if rank not in self._states and self._is_stale(state):
                     continue
-                before, beat, mark = self._states.get(rank, (None, now, now))
-                if before is None or before.process != state.process or before.marks != state.marks:
+                previous, beat, mark = self._states.get(rank, (None, now, now))
+                if previous is None or previous.process != state.process or previous.marks != state.marks:
                     mark = now
-                if before is None or before.beats != state.beats:
+                if previous is None or previous.beats != state.beats:
                     beat = now
                 self._states[rank] = (state, beat, mark)
 
-    def _of_another_start(self, state: RankState) -> bool:
-        """Returns whether a file is what a rank left that was killed before this process began."""
-        if not self._is_here(state) or runs(state.process):
+    def _is_stale(self, state: RankState) -> bool:
+        """Returns whether a file was left by a rank of an earlier start, which was killed before this process began."""
+        if not self._is_visible(state) or is_running(state.process):
             return False
-        return state.written < self._began + COMES_UP_S
+        return state.written < self._began + MIN_START_S
 
-    def _judge_meeting(self, now: float) -> None:
-        waited, problem = now - self._meets_since, None
-        if (gone := self._gone()) is not None:
-            problem = f"{gone} has ended before all ranks had come up"
-        elif (absent := [rank for rank in range(self.world) if rank not in self._states]) and waited >= self.start:
+    def _check_meeting(self, now: float) -> None:
+        """Ends the process with code 2 where a rank has ended or has not started in time. now: time.monotonic()."""
+        waited, problem = now - self._meeting_began, None
+        absent = [rank for rank in range(self.world) if rank not in self._states]
+        ended = self._ended_rank()
+        if ended is not None:
+            problem = f"{ended} has ended before all ranks had started; see its output"
+        elif absent and waited >= self.start:
             listed = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-            problem = f"{listed} did not come up within {waited:.0f} s: no file in {self.folder}"
+            problem = f"{listed} did not start within {waited:.0f} s: no file in {self.folder}"
         if problem is not None and not self._met:
             say(f"mmrl: {problem}; the run ends")
             end_at_once(2)
 
-    def _judge(self, now: float) -> None:
-        """Warns of a rank that keeps the others waiting, and ends the run with code 2 after engine.timeout seconds.
-        now: seconds."""
+    def _check_progress(self, now: float) -> None:
+        """Prints a warning for a rank that keeps this one waiting, and ends the process with code 2 after
+        engine.timeout seconds. now: time.monotonic()."""
         if self.state.rank not in self._states:
             return
         waited = now - self._states[self.state.rank][2]
         missing = missing_rank(self._states, self.state.rank, now, BEATS_MISSED * self.interval)
-        if missing is None or waited < SHARE_WARNED * self.limit:
+        if missing is None or waited < WARNING_SHARE * self.limit:
             self._warned = False
             return
-        state, why, still = missing
-        waited = min(waited, still)
+        state, reason, idle = missing
+        waited = min(waited, idle)
         if waited >= self.limit:
-            say(f"mmrl: {state} {why} for {waited:.0f} s, longer than engine.timeout={self.limit:g}; the run ends")
+            say(f"mmrl: {state} {reason} for {waited:.0f} s, longer than engine.timeout={self.limit:g}; the run ends")
             end_at_once(2)
-        if waited >= SHARE_WARNED * self.limit and not self._warned:
+        if waited >= WARNING_SHARE * self.limit and not self._warned:
             self._warned = True
-            say(f"waiting for {state}: it {why} for {waited:.0f} s")
+            say(f"waiting for {state}: it {reason} for {waited:.0f} s")
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
 
 
 def missing_rank(
-    states: dict[int, tuple[RankState, float, float]], me: int, now: float, silent_after: float
+    states: dict[int, tuple[RankState, float, float]], own_rank: int, now: float, silent_after: float
 ) -> tuple[RankState, str, float] | None:
-    """Returns the rank that rank `me` waits for, why, and for how many seconds: one without a heartbeat for
-    `silent_after` seconds, else one that has begun fewer phases and collectives. None where no rank can be named.
-    states: by rank, (state, time of the last heartbeat, time of the last progress), in seconds like `now`."""
-    others = [(state, now - beat, now - mark) for rank, (state, beat, mark) in states.items() if rank != me]
-    silent = [(state, "has sent no heartbeat", beat) for state, beat, _ in others if beat > silent_after]
-    behind = [(state, "has made no progress", mark) for state, _, mark in others if state.marks < states[me][0].marks]
+    """Finds the rank that `own_rank` waits for. Returns its state, the reason, and the seconds that it has been idle.
+
+    This is the rank that has sent no heartbeat for the longest time, if that exceeds `silent_after` seconds. Otherwise
+    it is the one without progress for the longest time among those that have begun fewer phases and collectives. None:
+    no rank is missing. states: by rank, (state, time of the last heartbeat, time of the last progress), in seconds like
+    `now`.
+    """
+    others = [(state, now - beat, now - mark) for rank, (state, beat, mark) in states.items() if rank != own_rank]
+    silent = [(state, "has sent no heartbeat", idle) for state, idle, _ in others if idle > silent_after]
+    own_marks = states[own_rank][0].marks
+    behind = [(state, "has made no progress", idle) for state, _, idle in others if state.marks < own_marks]
     return max(silent or behind, key=lambda entry: entry[2], default=None)
 
 
-def runs(process: int) -> bool:
-    """Returns whether a process of this host runs; one that has ended and left only its exit code does not."""
+def is_running(process: int) -> bool:
+    """Returns whether a process of this host is running. A zombie, which has ended, is not."""
     if sys.platform != "linux":
         return psutil.pid_exists(process)
     try:
@@ -211,16 +221,17 @@ def runs(process: int) -> bool:
 
 
 def process_start() -> float:
-    """Returns when this process began, in seconds since 1970."""
+    """Returns the time at which this process started, in seconds since 1970."""
     if sys.platform != "linux":
         return psutil.Process().create_time()
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the host's start
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the host was booted
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")  # psutil errs by up to a second
     return time.time() - age
 
 
-end_at_once = os._exit  # as it is before a training replaces it, see `Interruption`
+end_at_once = os._exit  # the original: `Interruption` replaces os._exit during training
 
 
 def say(line: str) -> None:
+    """Prints a line to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (which schedulers send before a time limit), as a wish to end in order."""
+"""Handling of Ctrl-C, SIGTERM and SIGUSR1 (which schedulers send before a time limit): they request an orderly end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)
-ENDED_IN_C = signal.SIGRTMIN + 11 if sys.platform == "linux" else None  # what C's exit raises during a training
+ENDED_IN_C = signal.SIGRTMIN + 11 if sys.platform == "linux" else None  # raised by C's exit() during a training
 
 
 class Interruption:
-    """Context in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) only leave their number in `signum`, for a loop that reads
-    it between two steps; a second SIGINT ends the process at once. After SIGTERM or SIGUSR1 the process ends: they stay
-    caught, for a scheduler may send them again, which must not change how it ends.
+    """A context in which SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) only set `signum` to their number, for a loop that reads
+    it between two steps. A second SIGINT ends the process at once. SIGTERM and SIGUSR1 stay caught after the block if
+    one of them came, since a scheduler may send them again while the process ends.
 
-    os._exit raises SystemExit in this process: user code that calls it would make half a run look like a whole one.
-    On Linux exit() of a C library ends it by the signal `ENDED_IN_C`, after the stack of who called is on stderr.
+    In the block os._exit raises SystemExit, since user code that calls it would make an incomplete run look complete.
+    On Linux, exit() in a C library prints the stack to stderr and ends the process by the signal `ENDED_IN_C`.
     """
 
     def __init__(self) -> None:
         self.signum = 0
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}  # handlers by signal number
         self._process, self._exit = os.getpid(), os._exit
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in (*SCHEDULER, signal.SIGINT)}
+        self._previous = {number: signal.signal(number, self._record) for number in (*SCHEDULER, signal.SIGINT)}
         self._process, self._exit = os.getpid(), os._exit
         os._exit = self._refuse
         if ENDED_IN_C is not None:
@@ -45,28 +45,30 @@ class Interruption:
         os._exit = self._exit
         if ENDED_IN_C is not None:
             faulthandler.unregister(ENDED_IN_C)
-            signal.signal(ENDED_IN_C, signal.SIG_IGN)  # the handler of exit stays: from here on exit is as ever
-        for number, handler in self._before.items():
+            signal.signal(ENDED_IN_C, signal.SIG_IGN)  # exit() still raises it; from here on that has no effect
+        for number, handler in self._previous.items():
             if number == signal.SIGINT or self.signum not in SCHEDULER:
                 signal.signal(number, handler)
 
     def _refuse(self, status: int) -> NoReturn:
-        if os.getpid() != self._process:  # a process that user code has forked
+        """Replaces os._exit: raises SystemExit in this process, and exits in a process that user code has forked."""
+        if os.getpid() != self._process:
             self._exit(status)
-        raise SystemExit(f"os._exit({status}) in the process of the training, which goes on or ends by name")
+        raise SystemExit(f"os._exit({status}) was called in the training process; raise an exception instead")
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Handles a signal: records it; a second Ctrl-C ends the process at once."""
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        """Handles a signal: stores its number, and makes the next Ctrl-C end the process at once."""
         self.signum = signum
         if signum == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the system's own: it works while a collective waits, too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # unlike a Python handler it works during a collective
             if os.environ.get("RANK", "0") == "0":
                 print("Ctrl-C: the run ends after this step and saves; once more ends it at once", flush=True)
 
 
 @cache
 def _raise_at_exit(signum: int) -> None:
-    """Has C's exit raise a signal, in C alone: at the usual exit no interpreter is left that could run a function."""
+    """Registers an exit handler in C that raises a signal. A Python handler could not run at that time, since the
+    interpreter may have been finalized."""
     library = ctypes.CDLL(None)
     register = library["__cxa_atexit"]
     register.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)

@@ -1,4 +1,5 @@
-"""The memory that a rank's GPU needs, estimated without one: by counting, and by running on the meta device."""
+"""Estimates the GPU memory that a rank needs, without a GPU: by counting parameters, and by running on torch's meta
+device."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass
 class MemoryModel:
-    """A job's network as the meta device has it, without weights, and what is computed with it.
+    """A job's network on the meta device, without weights, and the computations whose memory is estimated.
 
-    module: with adapters, and with what is not trained frozen. train: the outputs of a micro-batch of so many rollouts,
-    of which `peak` takes a loss. sample: what is computed at once when rollouts are made. logits: bytes of a chunk's
-    logits and their gradient. cache: bytes of keys and values while rollouts are made. sampling_parts: bytes of
-    parts that lie on the GPU only while rollouts are made, by name; training_parts: the same while it trains. notes:
-    lines for the user.
+    - module: the network, with adapters; parameters that are not trained are frozen
+    - train(n): computes the outputs of a micro-batch of n rollouts; `peak_activations` adds a backward pass
+    - sample(): computes one forward pass of sampling
+    - logits: bytes of the logits of a chunk of tokens, and of their gradient
+    - cache: bytes of the key-value cache while rollouts are sampled
+    - sampling_parts: bytes of modules that are on the GPU only while rollouts are sampled, by name
+    - training_parts: the same during updates
+    - notes: lines for the user
     """
 
     module: nn.Module
@@ -45,27 +49,29 @@ def accumulates_in_fp32(zero_stage: int, dtype: str) -> bool:
 
 
 def static_memory(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> dict[str, float]:
-    """Bytes that a rank holds all the time, by part: weights, gradients and optimizer, which keeps so many moments.
+    """Returns the bytes that a rank holds throughout training: "weights", "gradients" and "optimizer".
 
-    ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054).
+    ZeRO 1 shards the optimizer, 2 the gradients too, 3 the weights too (arXiv 1910.02054). world: number of ranks.
+    moments: number of the optimizer's moments.
     """
     parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    every, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
+    num_all, num_trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
     width = 2 if dtype == "bfloat16" else 4
-    share = {stage: world if zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    shards = {stage: world if zero_stage >= stage else 1 for stage in (1, 2, 3)}
     return {
-        "weights": every * width / share[3],
-        "gradients": trained * (4 if accumulates_in_fp32(zero_stage, dtype) else width) / share[2],
-        "optimizer": trained * (4 * moments + (4 if width == 2 else 0)) / share[1],  # in fp32, and copies of bf16
+        "weights": num_all * width / shards[3],
+        "gradients": num_trained * (4 if accumulates_in_fp32(zero_stage, dtype) else width) / shards[2],
+        # Moments are fp32; beside bf16 weights the optimizer keeps fp32 copies.
+        "optimizer": num_trained * (4 * moments + (4 if width == 2 else 0)) / shards[1],
     }
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operators make inside it, for as long as somebody holds them."""
+class LiveBytes(TorchDispatchMode):
+    """A dispatch mode that tracks the bytes of all tensors that operators create inside it, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.current = self.peak = 0  # bytes
         self._storages: set[int] = set()
 
     def __torch_dispatch__(
@@ -85,18 +91,18 @@ class Live(TorchDispatchMode):
     def _hold(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
         self._storages.add(address)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._let_go, address, size)
+        self.current += size
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(storage, self._release, address, size)
 
-    def _let_go(self, address: int, size: int) -> None:
+    def _release(self, address: int, size: int) -> None:
         self._storages.discard(address)
-        self.now -= size
+        self.current -= size
 
 
 class _Fused(torch.autograd.Function):
-    """Attention whose backward pass keeps what the fused kernels keep: query, key, value, output and a sum a row
-    (arXiv 2205.14135). Nothing is computed."""
+    """A stand-in for fused attention (arXiv 2205.14135) that computes nothing. For the backward pass it keeps what the
+    fused kernels keep: query, key, value, output, and one number a row."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -112,14 +118,14 @@ class _Fused(torch.autograd.Function):
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Context in which scaled_dot_product_attention takes the memory that it takes on a GPU, also where a backward pass
-    computes it again; on the meta device it would otherwise take the plainest path, which keeps its matrices."""
-    usual = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _attention  # a mode would not reach into a backward pass
+    """A context in which scaled_dot_product_attention on the meta device needs the memory that fused kernels need on a
+    GPU. Without it the meta device uses the plain implementation, which keeps the attention matrices."""
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention  # a dispatch mode would not apply to a recomputation in backward
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = usual
+        F.scaled_dot_product_attention = original
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
@@ -127,18 +133,18 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: obje
 
 
 def peak_activations(module: nn.Module, compute: Callable[[], Any], *, trains: bool = True) -> int:
-    """The most bytes that `compute` holds at once, on the meta device where nothing is computed: activations and
-    whatever comes and goes; where it trains, of a backward pass from its outputs too, each gradient of a weight once it
-    is complete left out. Weights are not activations.
+    """Returns the peak of the bytes that `compute` allocates on the meta device, without weights and their gradients.
+
+    trains: whether a backward pass from all outputs of `compute` follows, whose memory counts too.
     """
 
     def drop(parameter: Tensor) -> None:
-        parameter.grad = None  # counted among the gradients
+        parameter.grad = None  # `static_memory` counts it
 
     trained = [p for p in module.parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in trained]
     try:
-        with torch.set_grad_enabled(trains), fused_attention(), Live() as live:
+        with torch.set_grad_enabled(trains), fused_attention(), LiveBytes() as live:
             outputs = [t for t in tree_leaves(compute()) if isinstance(t, Tensor)]
             if trains:
                 torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))
@@ -153,29 +159,30 @@ def _ones(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def full_attention_mask(rows: int, length: int) -> Tensor:
-    """An attention mask [row, 1, token, token] that hides nothing; on the meta device its values are not read."""
+    """Returns an attention mask [row, 1, token, token] on the meta device that lets all tokens attend to all."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device="meta").expand(rows, -1, -1, -1)
 
 
 @contextmanager
 def on_meta(dtype: str) -> Iterator[None]:
-    """Context in which modules are built without weights, in this dtype."""
-    before = torch.get_default_dtype()
+    """A context in which modules are built on the meta device, without memory for weights, in this dtype."""
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
 def memory_estimate(module: nn.Module, zero_stage: int, world: int, dtype: str, moments: int = 2) -> list[str]:
-    """Lines that say what a rank holds for weights, gradients and optimizer; activations come on top."""
+    """Returns two lines for the user: the numbers of parameters, and the memory of weights, gradients and optimizer on
+    a rank, without activations."""
     parameters = [(p.numel(), p.requires_grad) for p in module.parameters()]
-    every, trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
+    num_all, num_trained = sum(n for n, _ in parameters), sum(n for n, grad in parameters if grad)
     parts = static_memory(module, zero_stage, world, dtype, moments)
     named = ", ".join(f"{name} {size / MIB:.1f}" for name, size in parts.items())
     return [
-        f"{every / 1e6:.2f}M parameters, {trained / 1e6:.2f}M trained",
+        f"{num_all / 1e6:.2f}M parameters, {num_trained / 1e6:.2f}M trained",
         f"a rank holds {sum(parts.values()) / MIB:.1f} MiB ({named}), and activations besides",
     ]

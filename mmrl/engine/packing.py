@@ -1,4 +1,4 @@
-"""Values that ranks send each other, as JSON and the bytes of tensors: what comes is read, and never runs."""
+"""Messages between ranks: values as JSON and the bytes of their tensors. Decoding a message never runs code of it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from torch import Tensor
 from mmrl.children.frames import decode, encode
 from mmrl.errors import UserError
 
-LARGEST = 2**34  # bytes of one message; more than rollouts of a step take, less than a number that is damaged asks for
+MAX_MESSAGE = 2**34  # bytes; more than the rollouts of a step take, so that a larger size is a damaged message
 
 
 def pack(value: object, instead: str | None = None) -> Tensor:
-    """Returns the message of a value, [byte] uint8. Raises UserError for what can not be sent, such as an open file in
-    a prompt's metadata; it names `instead`, the setting with which nothing is sent."""
+    """Encodes a value as a message, [byte] uint8. instead: a setting with which nothing has to be sent, for the error.
+    Raises UserError for what cannot be sent, such as an open file in a prompt's metadata."""
     try:
         message = encode(value, repeats=True)
     except TypeError as error:
         hint = "" if instead is None else f"; set {instead}"
         raise UserError(
-            f"a value for another rank, such as a prompt's metadata, holds {error}, which can not be sent{hint}"
+            f"a value for another rank, such as a prompt's metadata, holds {error}, which cannot be sent{hint}"
         ) from None
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def unpack(message: Tensor) -> Any:
-    """Returns the value of a message [byte]. Raises ValueError for anything that `pack` has not made."""
+    """Decodes a message of `pack`, [byte] uint8. Raises ValueError for anything else."""
     return decode(bytearray(message.numpy()), repeats=True)
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """Raises UserError for a message that no rank sends, before there is memory for it. sizes: in bytes, by rank."""
+    """Raises UserError for a message of more than MAX_MESSAGE bytes, before memory is allocated. sizes: bytes, by
+    rank."""
     for rank, size in enumerate(sizes):
-        if not 0 <= size <= LARGEST:
-            raise UserError(f"rank {rank} sends a message of {size} bytes, more than {LARGEST} that ranks may")
+        if not 0 <= size <= MAX_MESSAGE:
+            raise UserError(
+                f"rank {rank} announces a message of {size} bytes, but the limit is {MAX_MESSAGE}; start the run again"
+            )
 
 
 def gather_messages(message: Tensor, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Returns the messages of all ranks, in rank order. A collective."""
+    """Returns the messages of all ranks, [byte] uint8 each, in rank order. A collective."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
     lengths = [int(size) for size in sizes]
@@ -54,11 +57,12 @@ def gather_messages(message: Tensor, world: int, group: dist.ProcessGroup | None
 
 
 def exchange_messages(messages: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Sends each rank its message, and returns those of all ranks for this one, in rank order. A collective."""
+    """Sends rank i the message messages[i]. Returns the messages that all ranks sent to this one, in rank order. A
+    collective."""
     sizes = [len(message) for message in messages]
-    coming = torch.zeros(len(sizes), dtype=torch.int64)
-    dist.all_to_all_single(coming, torch.tensor(sizes), group=group)
-    check_sizes(coming.tolist())
-    received = torch.zeros(int(coming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, torch.cat(list(messages)), coming.tolist(), sizes, group=group)
-    return list(received.split(coming.tolist()))
+    incoming_sizes = torch.zeros(len(sizes), dtype=torch.int64)
+    dist.all_to_all_single(incoming_sizes, torch.tensor(sizes), group=group)
+    check_sizes(incoming_sizes.tolist())
+    received = torch.zeros(int(incoming_sizes.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(list(messages)), incoming_sizes.tolist(), sizes, group=group)
+    return list(received.split(incoming_sizes.tolist()))

@@ -1,9 +1,8 @@
-"""A checkpoint of DeepSpeed's loaded by another number of ranks, or another ZeRO stage.
+"""Loads a DeepSpeed checkpoint that was written by another number of ranks or under another ZeRO stage.
 
-DeepSpeed's own way (its universal checkpoint) is not used: it can not go from stage 2 to 3, gives every parameter group
-the options of the first one when it loads stage 3, and opens pickles. Here each tensor is put together from the pieces
-that the ranks wrote, which stay on the disk until then, and this rank keeps its part, by the parameter's name; so the
-largest parameter decides the memory that is needed.
+DeepSpeed's universal checkpoint is not used: it cannot go from stage 2 to 3, gives every parameter group the options of
+the first one when it loads stage 3, and opens pickles. Here each tensor is assembled from the pieces that the ranks
+wrote, one parameter at a time, and this rank keeps its part. So the largest parameter decides the memory needed.
 """
 
 from __future__ import annotations
@@ -23,24 +22,26 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from mmrl.engine.ema import gather_again, local_part, take
+from mmrl.engine.ema import local_part, refresh_gathered, take_shard
 
-MASTER = "fp32"  # the weights that the optimizer steps; beside them its moments
-STEP = "step"  # the optimizer's count of its steps, where it has one
-Moments = tuple[str, ...]  # names of tensors, see `settings.Optim.moments`
-Trained = Mapping[str, nn.Parameter]  # by name, in the order of the optimizer's groups
-Piece = dict[str, Tensor]  # of one parameter: weights and moments, flat
-Whole = Callable[[str, str], Tensor]  # (name of a parameter, MASTER or a moment) -> the whole tensor, flat
-States = dict[int, dict[str, Any]]  # of an optimizer, by the index of the tensor that it steps
+MASTER = "fp32"  # key of the fp32 weights that the optimizer updates, beside the names of its moments
+STEP = "step"  # key of the optimizer's step count, where it has one
+Moments = tuple[str, ...]  # names of the optimizer's moments, see `settings.Optim.moments`
+Trained = Mapping[str, nn.Parameter]  # trained parameters by name, in the order of the optimizer's groups
+Piece = dict[str, Tensor]  # a rank's part of one parameter: flat tensors by MASTER and the names of moments
+Assemble = Callable[[str, str], Tensor]  # (parameter name, MASTER or a moment) -> the full tensor, flat
+States = dict[int, dict[str, Any]]  # an optimizer's state, by the index of the tensor that it updates
 
 
 @torch.no_grad()
 def load(
-    engine: DeepSpeedEngine, folder: Path, zero_stage: int, ranks: int, now: int, moments: Moments, trained: Trained
+    engine: DeepSpeedEngine, folder: Path, zero_stage: int, ranks: int, stage: int, moments: Moments, trained: Trained
 ) -> dict[str, Any]:
-    """Loads weights and optimizer from the files in `folder`, which `ranks` ranks wrote under `zero_stage`, into
-    DeepSpeed's engine, which runs under stage `now`; returns the state that was saved with them. moments: of the
-    optimizer, the same before and now."""
+    """Loads weights and optimizer into DeepSpeed's engine. Returns the state that was saved with them.
+
+    folder: holds the files of a checkpoint that `ranks` ranks wrote under ZeRO stage `zero_stage`. stage: the present
+    ZeRO stage. moments: names of the optimizer's moments; the checkpoint has the same.
+    """
     model = [read(path) for path in sorted(folder.glob("*model_states.pt"), key=rank_of)]
     optimizer = [read(path)["optimizer_state_dict"] for path in sorted(folder.glob("*optim_states.pt"), key=rank_of)]
     assert len(optimizer) == (ranks if zero_stage > 0 else 0)
@@ -51,12 +52,12 @@ def load(
     else:
         pieces, states = sharded_optimizer(optimizer, moments)
 
-    def whole(name: str, key: str) -> Tensor:
+    def assemble(name: str, key: str) -> Tensor:
         return torch.cat([piece[key] for piece in pieces[name]])
 
-    begin(engine, now, states)
-    install = {0: into_plain, 3: into_sharded_weights}.get(now, into_sharded_optimizer)
-    install(engine, trained, whole, moments)
+    allocate_moments(engine, stage, states)
+    install = {0: into_plain, 3: into_sharded_weights}.get(stage, into_sharded_optimizer)
+    install(engine, trained, assemble, moments)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model[0]["module"].keys():
         buffers[name].copy_(model[0]["module"][name])
@@ -65,11 +66,12 @@ def load(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Opens a file; its tensors are mapped, and read when they are used."""
+    """Loads a file. Its tensors are memory-mapped, so that they are read from the disk when they are used."""
     return torch.load(str(path), map_location="cpu", mmap=True)
 
 
 def rank_of(path: Path) -> int:
+    """Returns the rank that wrote a file of DeepSpeed, from its name; 0 where the name has none."""
     parts = path.name.split("_")
     return int(parts[parts.index("pp") + 2]) if "pp" in parts else 0
 
@@ -78,8 +80,8 @@ def rank_of(path: Path) -> int:
 
 
 def unsharded(model: dict[str, Any], names: Sequence[str], moments: Moments) -> tuple[dict[str, list[Piece]], States]:
-    """Reads ZeRO 0's checkpoint: one file holds everything. Of weights in bfloat16 DeepSpeed keeps fp32 ones here too,
-    `fp32_groups`."""
+    """Reads a checkpoint of ZeRO 0, in which one file holds everything. For bfloat16 weights it also holds fp32 copies,
+    `fp32_groups`. Returns the pieces by parameter name, and the optimizer's state."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         states = optimizer["optimizer_state_dict"]["state"]
@@ -94,7 +96,8 @@ def unsharded(model: dict[str, Any], names: Sequence[str], moments: Moments) -> 
 
 
 def sharded_optimizer(optimizer: list[dict[str, Any]], moments: Moments) -> tuple[dict[str, list[Piece]], States]:
-    """Reads optimizer state sharded by ZeRO 1 or 2: each rank holds a contiguous slice of the flattened group."""
+    """Reads a checkpoint of ZeRO 1 or 2, in which each rank has a contiguous slice of the flattened parameter group.
+    Returns the pieces by parameter name in rank order, and the optimizer's state of rank 0."""
     pieces: dict[str, list[Piece]] = {}
     for rank in optimizer:
         states, masters = rank["base_optimizer_state"]["state"], rank["single_partition_of_fp32_groups"]
@@ -109,8 +112,9 @@ def sharded_optimizer(optimizer: list[dict[str, Any]], moments: Moments) -> tupl
 def sharded_weights(
     optimizer: list[dict[str, Any]], shapes: list[dict[str, torch.Size]], moments: Moments
 ) -> tuple[dict[str, list[Piece]], States]:
-    """Reads weights sharded by ZeRO 3: each rank has a slice of each parameter, all of one length; the last ones are
-    padded."""
+    """Reads a checkpoint of ZeRO 3, in which each rank has a slice of each parameter. All slices have the same length;
+    the last ones are padded. shapes: for each parameter group, the shapes of the full parameters by name. Returns the
+    pieces by parameter name in rank order, without padding, and the optimizer's state of rank 0."""
     pieces: dict[str, list[Piece]] = {}
     for rank, state in enumerate(optimizer):
         for group, group_shapes in enumerate(shapes):
@@ -129,65 +133,64 @@ def sharded_weights(
 # --- installing ---
 
 
-def begin(engine: DeepSpeedEngine, now: int, states: States) -> None:
-    """Makes an optimizer that has not stepped yet keep its moments, as many steps counted as in `states`: by a step
-    without gradient, so that they lie where it wants them. All weights are overwritten afterwards."""
+def allocate_moments(engine: DeepSpeedEngine, stage: int, states: States) -> None:
+    """Has a new optimizer allocate its moments, by a step with gradient 0, and sets its step count to that of `states`.
+    The step may change weights by their decay; all weights are overwritten afterwards."""
     optimizer = engine.basic_optimizer
-    stepped = masters(engine, now)
-    groups, gradients = optimizer.param_groups, [master.grad for master in stepped]
-    optimizer.param_groups = [{**groups[0], "params": stepped}]
-    for master in stepped:
+    updated = masters(engine, stage)
+    groups, gradients = optimizer.param_groups, [master.grad for master in updated]
+    optimizer.param_groups = [{**groups[0], "params": updated}]
+    for master in updated:
         master.grad = torch.zeros_like(master)
     optimizer.step()
     optimizer.param_groups = groups
-    for master, gradient in zip(stepped, gradients, strict=True):
+    for master, gradient in zip(updated, gradients, strict=True):
         master.grad = gradient
         if STEP in optimizer.state[master]:
             optimizer.state[master][STEP].fill_(float(states[0][STEP]))
 
 
-def masters(engine: DeepSpeedEngine, now: int) -> list[Tensor]:
-    """The tensors that the optimizer steps on this rank: fp32 weights, flat but under stage 0."""
-    if now == 3:
+def masters(engine: DeepSpeedEngine, stage: int) -> list[Tensor]:
+    """Returns the tensors that the optimizer updates on this rank: fp32 weights, flattened except under stage 0."""
+    if stage == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [master for group in engine.optimizer.param_groups for master in group["params"]]
 
 
-def into_plain(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """Installs a state under ZeRO 0. The tensor that is stepped is the parameter itself, or an fp32 copy of one in
-    bfloat16."""
-    for (name, parameter), master in zip(trained.items(), masters(engine, now=0), strict=True):
-        parameter.copy_(whole(name, MASTER).view_as(parameter))
-        master.copy_(whole(name, MASTER).view_as(parameter))
+def into_plain(engine: DeepSpeedEngine, trained: Trained, assemble: Assemble, moments: Moments) -> None:
+    """Copies weights and moments into an engine under ZeRO 0. Its optimizer updates the parameters themselves, or the
+    fp32 copies of bfloat16 ones."""
+    for (name, parameter), master in zip(trained.items(), masters(engine, stage=0), strict=True):
+        parameter.copy_(assemble(name, MASTER).view_as(parameter))
+        master.copy_(assemble(name, MASTER).view_as(parameter))
         for key in moments:
-            engine.optimizer.state[master][key].copy_(whole(name, key).view_as(parameter))
+            engine.optimizer.state[master][key].copy_(assemble(name, key).view_as(parameter))
 
 
-def into_sharded_optimizer(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """Installs a state under ZeRO 1 or 2."""
+def into_sharded_optimizer(engine: DeepSpeedEngine, trained: Trained, assemble: Assemble, moments: Moments) -> None:
+    """Copies weights and moments into an engine under ZeRO 1 or 2."""
     optimizer = engine.optimizer
     for parameters, group in zip(optimizer.bit16_groups, optimizer.param_groups, strict=True):
         lazy_init_hp_params_optimizer_state(parameters, group["params"][0], optimizer.state)
     for name, parameter in trained.items():
-        safe_set_full_fp32_param(parameter, whole(name, MASTER))
+        safe_set_full_fp32_param(parameter, assemble(name, MASTER))
         for key in moments:
-            safe_set_full_optimizer_state(parameter, whole(name, key), key)
+            safe_set_full_optimizer_state(parameter, assemble(name, key), key)
     optimizer.update_lp_params()
 
 
-def into_sharded_weights(engine: DeepSpeedEngine, trained: Trained, whole: Whole, moments: Moments) -> None:
-    """Installs a state under ZeRO 3. `whole` puts a parameter or a moment together, [element]; `take` cuts this rank's
-    slice out of it, which is copied to `local_part`, the memory of that slice (bfloat16 or fp32). The optimizer's fp32
-    weights and moments are padded slices."""
+def into_sharded_weights(engine: DeepSpeedEngine, trained: Trained, assemble: Assemble, moments: Moments) -> None:
+    """Copies weights and moments into an engine under ZeRO 3. `local_part` is the memory of this rank's slice, in
+    bfloat16 or fp32; the optimizer's fp32 weights and moments are padded slices."""
     for name, parameter in trained.items():
-        local_part(parameter).copy_(take(parameter, whole(name, MASTER)))
-        safe_set_local_fp32_param(parameter, padded(parameter, whole(name, MASTER)))
+        local_part(parameter).copy_(take_shard(parameter, assemble(name, MASTER)))
+        safe_set_local_fp32_param(parameter, padded(parameter, assemble(name, MASTER)))
         for key in moments:
-            safe_set_local_optimizer_state(parameter, padded(parameter, whole(name, key)), key)
-    gather_again(list(trained.values()))
+            safe_set_local_optimizer_state(parameter, padded(parameter, assemble(name, key)), key)
+    refresh_gathered(list(trained.values()))
 
 
-def padded(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """This rank's slice of a parameter, as long as on every rank."""
-    slice_ = take(parameter, whole)
+def padded(parameter: nn.Parameter, full: Tensor) -> Tensor:
+    """Returns this rank's slice of a full flat tensor [element], padded with 0 to the length of every rank's slice."""
+    slice_ = take_shard(parameter, full)
     return nn.functional.pad(slice_, (0, vars(parameter)["ds_tensor"].numel() - slice_.numel()))

@@ -1,4 +1,4 @@
-"""The trained weights as they once were, beside them: a copy, or for adapters none."""
+"""The reference policy: a copy of earlier weights, or, for LoRA, the model without its adapters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.engine.ema import local_part, write
 
 
 class Snapshot:
-    """This rank's share of the trained parameters of `module`, as they were when it was last taken: the reference
-    policy, for any kind of model, with or without LoRA, under any ZeRO stage."""
+    """A copy of the trained parameters of `module` at the last call of `take`; under ZeRO-3, of this rank's shard. It
+    serves as reference policy for any model, with or without LoRA."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -23,26 +23,27 @@ class Snapshot:
         self.take()
 
     def take(self) -> None:
+        """Copies the present weights."""
         self.copies = [local_part(p).detach().clone() for p in self._parameters]
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Moves towards the current weights: copy <- decay copy + (1 - decay) current."""
+        """Moves the copy towards the present weights: copy <- decay copy + (1 - decay) present."""
         for copy, parameter in zip(self.copies, self._parameters, strict=True):
             copy.lerp_(local_part(parameter).to(copy), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the module computes with the copy. Nothing may be trained inside."""
-        now = [local_part(p).detach().clone() for p in self._parameters]
+        """A context in which the module has the copied weights. Nothing may be trained inside."""
+        present = [local_part(p).detach().clone() for p in self._parameters]
         write(self._parameters, self.copies)
         try:
             yield
         finally:
-            write(self._parameters, now)
+            write(self._parameters, present)
 
     def state(self) -> dict[str, Tensor]:
-        """The copies in the layout of an `EMA`'s state, so that they can be reshaped for other ranks like one."""
+        """Returns the copies in the layout of an `EMA`'s state, so that `ema.reshard` can convert them too."""
         return {**{str(i): copy for i, copy in enumerate(self.copies)}, "updates": torch.tensor(0)}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -51,16 +52,16 @@ class Snapshot:
 
 
 class AdaptersOff:
-    """The model without its low-rank adapters: the policy that a LoRA starts from, for which nothing is kept, and whose
-    passes do not compute the adapters."""
+    """The model with its LoRA adapters disabled: the policy that LoRA training starts from. It needs no copy of the
+    weights, and its forward passes do not compute the adapters."""
 
     def __init__(self, layers: list[Any]) -> None:
-        """layers: peft's."""
+        """layers: peft's `LoraLayer`s of the model."""
         self._layers = layers
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the module computes without adapters. Nothing may be trained inside."""
+        """A context in which the adapters are disabled. Nothing may be trained inside."""
         self._switch(True)
         try:
             yield
@@ -72,24 +73,28 @@ class AdaptersOff:
             layer._disable_adapters = off  # peft's own switch also changes which parameters are trained
 
 
-def make_reference(module: nn.Module, *, stays: bool, zero_stage: int) -> Snapshot | AdaptersOff:
-    """The policy that training starts from, as a reference: without adapters where these are all that is trained and
-    begin as no change, else a copy. stays: whether it will never move. Under ZeRO-3 it is a copy: there adapters are
-    gathered in the order of the passes before."""
-    layers = [] if not stays or zero_stage == 3 or "peft" not in sys.modules else idle_adapters(module)
+def make_reference(module: nn.Module, *, fixed: bool, zero_stage: int) -> Snapshot | AdaptersOff:
+    """Returns the present policy as reference policy: the model without adapters if only LoRA adapters are trained and
+    they have no effect yet, else a copy of the weights.
+
+    fixed: whether the reference never moves. Under ZeRO-3 it is a copy, since DeepSpeed gathers parameters in the order
+    of earlier forward passes, which all computed the adapters.
+    """
+    layers = [] if not fixed or zero_stage == 3 or "peft" not in sys.modules else zero_adapters(module)
     return AdaptersOff(layers) if layers else Snapshot(module)
 
 
-def idle_adapters(module: nn.Module) -> list[Any]:
-    """The layers with adapters, if no parameter but those of adapters is trained and all of these add exactly 0."""
-    from peft.tuners.lora import LoraLayer  # it is loaded already
+def zero_adapters(module: nn.Module) -> list[Any]:
+    """Returns the layers with LoRA adapters, if only adapters are trained and all of them add exactly 0 to their layer;
+    otherwise an empty list."""
+    from peft.tuners.lora import LoraLayer  # imported late: peft has been imported already by whoever made adapters
 
     layers: list[Any] = [part for part in module.modules() if isinstance(part, LoraLayer)]
-    second = [part.weight for layer in layers for part in layer.lora_B.values()]  # y + scale B A x
+    b_weights = [part.weight for layer in layers for part in layer.lora_B.values()]  # a layer computes y + scale B A x
     adapters = {id(p) for layer in layers for part in layer.lora_A.values() for p in part.parameters()}
     adapters |= {id(p) for layer in layers for part in layer.lora_B.values() for p in part.parameters()}
     others = [p for p in module.parameters() if p.requires_grad and id(p) not in adapters]
-    plain = all(not layer.merged and len(layer.lora_B) == 1 for layer in layers)
-    if others or not plain or any(bool(weight.any()) for weight in second):
+    single = all(not layer.merged and len(layer.lora_B) == 1 for layer in layers)
+    if others or not single or any(bool(weight.any()) for weight in b_weights):
         return []
     return layers

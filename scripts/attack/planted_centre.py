@@ -142,8 +142,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: who does not listen is waited for", CHILDREN + "channel.py",
      "self.send(payload, min(patience.limit_s, patience.silent_s))", "self.send(payload)", ("children/test_channel.py",)),
     ("centre: second moments are the first ones", "mmrl/engine/reshape.py",
-     "safe_set_full_optimizer_state(parameter, whole(name, key), key)",
-     "safe_set_full_optimizer_state(parameter, whole(name, moments[0]), key)", ("engine/test_reshape.py::test_parameter_groups_go_on_under_another_stage",)),
+     "safe_set_full_optimizer_state(parameter, assemble(name, key), key)",
+     "safe_set_full_optimizer_state(parameter, assemble(name, moments[0]), key)", ("engine/test_reshape.py::test_parameter_groups_go_on_under_another_stage",)),
     # --- policies ---
     ("centre: alternatives are not normalised", VLM + "scorer.py", "logits - (target - scores.logp)[:, None]",
      "logits - target[:, None]", SEAMS + ("engine/test_fused_head.py",)),

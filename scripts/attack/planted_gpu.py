@@ -10,14 +10,14 @@ MEMORY = ("doctor/test_gpu_memory.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("memory: what is let go of is still counted", M, "self.now -= size", "self.now -= 0", MEMORY),
+    ("memory: what is let go of is still counted", M, "self.current -= size", "self.current -= 0", MEMORY),
     ("memory: the end and not the peak", M, "return live.peak", "return live.now", MEMORY),
     ("memory: no backward pass", M, "torch.autograd.backward([t for t in outputs if t.requires_grad], _ones(outputs))",
      "pass", MEMORY),
-    ("memory: gradients of weights stay", M, "parameter.grad = None  # counted", "pass  # counted", MEMORY),
+    ("memory: gradients of weights stay", M, "parameter.grad = None  # `static", "pass  # `static", MEMORY),
     ("memory: attention keeps its matrices", M, "F.scaled_dot_product_attention = _attention  #",
      "F.scaled_dot_product_attention = usual  #", MEMORY),
-    ("memory: gradients are shared out by ZeRO 1", M, "dtype) else width) / share[2]", "dtype) else width) / share[1]", MEMORY),
+    ("memory: gradients are shared out by ZeRO 1", M, "dtype) else width) / shards[2]", "dtype) else width) / shards[1]", MEMORY),
     ("plan: only training decides", P, "return max(sum(self.training.values()), sum(self.sampling.values()))",
      "return sum(self.training.values())", MEMORY),
     ("plan: a GPU is filled to the brim", P, "ROOM = 0.9", "ROOM = 1.0", MEMORY),

@@ -89,7 +89,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      JOINTS),
     ("micro_tokens: cuts groups that are needed whole", "mmrl/collection/checks.py",
      "if config.needs.whole_groups and config.engine.token_limit is not None:", "if False:", JOINTS),
-    ("parcels: as many bytes come as go", "mmrl/engine/packing.py", "coming.tolist(), sizes, group",
+    ("parcels: as many bytes come as go", "mmrl/engine/packing.py", "incoming_sizes.tolist(), sizes, group",
      "sizes, sizes, group", RUNS),
     ("background: the renaming waits for the disk", "mmrl/checkpoints/writing.py", "            files.sync(path)",
      "            #", ("checkpoints/test_checkpoints.py",)),

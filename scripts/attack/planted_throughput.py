@@ -11,7 +11,7 @@ RATES, CHECKSUMS = ("training/test_throughput.py",), ("generation/test_checksums
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("work: a bias is a factor", F, "first = 1 if packet in ADDING else 0", "first = 0", FLOPS),
     ("work: recomputation counts", F, "if in_backward() or thread in self._threads:", "if thread in self._threads:", FLOPS),
-    ("work: a token does not attend to itself", F, "(before + (length + 1) / 2)", "(before + (length - 1) / 2)", FLOPS),
+    ("work: a token does not attend to itself", F, "(cached + (length + 1) / 2)", "(cached + (length - 1) / 2)", FLOPS),
     ("work: rows are not counted", F, "known[rows] = counter.total * (1 / rows)", "known[rows] = counter.total", FLOPS),
     ("work: what a prompt's rollouts share counts for each", "mmrl/policies/vlm/responses/replay.py",
      "None if continuations is None else distinct_prompts(rows)[0]", "None", FLOPS),

@@ -231,7 +231,7 @@ def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, zero_stage):
             ran.unlink()
             (checkpoint / files.MANIFEST).unlink()
             files.write_manifest(checkpoint, {})  # who can write a pickle can write its checksum
-            with pytest.raises(UserError, match="holds more than weights and is not opened .*remove it") as caught:
+            with pytest.raises(UserError, match="holds more than tensors and is not opened .*remove it") as caught:
                 resumed(run, stage)
             assert not ran.exists() and "\n" not in str(caught.value)
             path.write_bytes(kept)

@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_come_up_is_named(tmp_path):
     processes[1].kill()
     assert ended(processes[0], log) == 2
     (line,) = [line for line in log.read_text().splitlines() if line.startswith("mmrl: ")]
-    assert line.startswith("mmrl: rank 1 did not come up within 4 s: no file in ")
+    assert line.startswith("mmrl: rank 1 did not start within 4 s: no file in ")
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -159,7 +159,7 @@ def test_a_rank_that_is_killed_before_ranks_meet_is_named_at_once(tmp_path, rank
 
 def test_a_rank_that_came_up_since_the_last_look_is_looked_for(tmp_path, monkeypatch):
     """Ranks look at each other every 15 s once they have met."""
-    monkeypatch.setattr(heartbeat, "GONE_S", 0.2)  # less than until the next look
+    monkeypatch.setattr(heartbeat, "EXIT_S", 0.2)  # less than until the next look
     own = heartbeat.Heartbeat(tmp_path, 0, 2, 1800.0)
     try:
         with own.meeting():

@@ -33,7 +33,7 @@ def test_a_schedulers_signal_is_noted_and_does_no_harm_when_it_comes_again(handl
 
 def test_without_a_signal_all_is_as_before(handlers):
     with Interruption() as interruption:
-        assert signal.getsignal(signal.SIGUSR1) == interruption._note
+        assert signal.getsignal(signal.SIGUSR1) == interruption._record
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
 
 
@@ -98,4 +98,4 @@ def test_a_rank_that_a_reward_ends_in_c_is_no_success_and_is_named_by_the_other(
 @pytest.mark.slow
 def test_a_rank_whose_reward_exits_in_python_goes_on(tmp_path):
     _, codes, said = ended(tmp_path, "leaves_in_python")
-    assert codes == [0, 0] and "os._exit(0) in the process of the training" in said
+    assert codes == [0, 0] and "os._exit(0) was called in the training process" in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mmrl.engine.packing import LARGEST, check_sizes, gather_messages, pack, unpack
+from mmrl.engine.packing import MAX_MESSAGE, check_sizes, gather_messages, pack, unpack
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
 
@@ -85,13 +85,13 @@ def test_a_pickle_that_another_rank_sends_does_not_run(tmp_path, monkeypatch):
 
 
 def test_what_can_not_be_sent_is_named():
-    with pytest.raises(UserError, match=r"metadata, holds a builtins\.complex, which can not be sent; set here=none$"):
+    with pytest.raises(UserError, match=r"metadata, holds a builtins\.complex, which cannot be sent; set here=none$"):
         pack({"root": 1j}, "here=none")
-    with pytest.raises(UserError, match="holds .* which can not be sent$"):
+    with pytest.raises(UserError, match="holds .* which cannot be sent$"):
         pack({1j, 2})
 
 
-@pytest.mark.parametrize("size", [-1, LARGEST + 1])
+@pytest.mark.parametrize("size", [-1, MAX_MESSAGE + 1])
 def test_sizes_are_bounded_before_there_is_memory_for_them(size, monkeypatch):
     with pytest.raises(UserError, match=f"rank 1 sends a message of {size} bytes"):
         check_sizes([5, size])

@@ -18,8 +18,8 @@ def adapted(init=True, **config):
     )
 
 
-def start(module, *, stays=True, zero_stage=0):
-    return make_reference(module, stays=stays, zero_stage=zero_stage)
+def start(module, *, fixed=True, zero_stage=0):
+    return make_reference(module, fixed=fixed, zero_stage=zero_stage)
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def test_what_is_not_the_start_without_its_adapters_is_copied(made):
 
 
 def test_a_reference_that_moves_is_a_copy_and_so_it_is_under_zero_3():
-    assert isinstance(start(adapted(), stays=False), Snapshot)
+    assert isinstance(start(adapted(), fixed=False), Snapshot)
     assert isinstance(start(adapted(), zero_stage=3), Snapshot)
     assert isinstance(start(adapted(), zero_stage=2), AdaptersOff)
 

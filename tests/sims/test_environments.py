@@ -192,7 +192,7 @@ def test_an_exit_in_this_process_costs_its_conversation():
     environments = TimedEnvironments(HostileSettings())
     with Interruption():
         talk = dialogue(environments.make)
-        assert talk.answer("exit") == () and "os._exit(3) in the process of the training" in talk.problem
+        assert talk.answer("exit") == () and "os._exit(3) was called in the training process" in talk.problem
         assert os.fork() or os._exit(7)  # a copy of this process may end
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
     assert os._exit.__module__ == "posix"
