@@ -1,1 +1,2 @@
-"""Collection of a step's rollouts: draws of prompts, sampling, extra sources, and batches made ahead of training."""
+"""Collection of a step's rollouts: the order of prompts, sampling, further sources of rollouts, and batches that are
+sampled ahead of training."""

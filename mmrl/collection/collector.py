@@ -1,5 +1,5 @@
-"""The collector of a step's rollouts: sampled in the step, ahead of it, or over several steps, with those of extra
-sources."""
+"""The collector of a step's rollouts. They are sampled in the step, ahead of it, or over several steps, and rollouts of
+extra sources (`rollout.extras`) join them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Collector:
         self.steps_ahead = 0 if config.generator is None else config.generator.steps_ahead
 
     def _rounds(self, policy: Policy) -> Rounds:
-        """Returns how a step's rollouts are collected: demonstrations, whole responses, or responses that may stay
-        unfinished over steps (partial rollouts)."""
+        """Returns the way in which rounds of rollouts are made: from demonstrations, by sampling whole responses, or by
+        responses that are generated over several steps (partial rollouts)."""
         config, draws = self.config, self.draws
         if config.algorithm.collects == "demonstrations":
             return DemonstratedRounds(config, draws, policy)
@@ -84,8 +84,8 @@ class Collector:
             return self.collect(step, metrics)
 
     def _take_ahead(self, step: int, metrics: Metrics) -> Rollouts:
-        """Returns the batch that was sampled while earlier steps were trained. After the last one, the generator starts
-        on the next `steps_ahead` batches with the present weights."""
+        """Returns the batch that was sampled during earlier steps. When all batches that were sampled ahead are used
+        up, starts the next `steps_ahead` ones with the present weights."""
         if not self.pending:
             self.pending.begin([step], step, metrics)
         rollouts = self.collect(step, metrics)
@@ -95,96 +95,100 @@ class Collector:
         return rollouts
 
     def collect(self, step: int, metrics: Metrics) -> Rollouts:
-        """Returns a full batch of scored rollouts: this rank's share of the step's prompts, in groups, and the rollouts
-        of extra sources.
+        """Returns this rank's scored rollouts for a step: the groups of its share of the prompts, and the rollouts of
+        extra sources.
 
-        With dynamic sampling, uninformative groups are replaced by new ones. Those that extra sources could rescue are
-        judged with what joined them. When max_rounds have not filled the batch, it is filled up with uninformative
-        groups, whose advantages are 0.
+        With dynamic sampling, groups without a learning signal are replaced by new ones. Rollouts of extra sources that
+        join a group count when its signal is judged. If the batch is not full after max_rounds, it is filled up with
+        groups without signal, whose advantages are 0.
         """
         filters = self.config.rollout.filters
         if filters is None:
             fresh = self._round(step, metrics)
-            self._add_staleness(fresh, step, metrics)
-            return self.extras.joined(fresh)
+            self._log_staleness(fresh, step, metrics)
+            return self.extras.add_all(fresh)
         candidates = Candidates(self.draws.share, self.ranks, shared=filters.shared)
         for _ in range(filters.max_rounds):
             fresh = self._round(step, metrics)
-            batch = self.extras.rescued(fresh)
+            batch = self.extras.add_to_groups(fresh)
             informative = self._informative(batch, filters)
             metrics.add("dynamic_sampling/kept", informative[: len(fresh)].float())
             candidates.add(batch, informative)
             if candidates.full:
                 break
-        taken = candidates.taken()
-        self._add_staleness(taken, step, metrics)
-        return self.extras.added(taken)
+        selected = candidates.select()
+        self._log_staleness(selected, step, metrics)
+        return self.extras.add_separate(selected)
 
     def _round(self, step: int, metrics: Metrics) -> Rollouts:
-        """Returns the first pending batch, or a new round, and passes its outcomes to the prompt sampler."""
+        """Returns the next batch that was sampled ahead, or samples a new round. Passes its rewards to the prompt
+        sampler."""
         if self.pending:
             batch = self.pending.take()
         else:
             if self.steps_ahead and self.weights.stale:
-                self.weights.give(step, metrics)
+                self.weights.send(step, metrics)
             batch = self.rounds.make(step, self.weights.version)
         if batch.rewards is not None:
             self.pending.observe(self._outcomes(batch, batch.rewards))
         return batch
 
     def _informative(self, batch: Rollouts, filters: DynamicSampling) -> Tensor:
-        """Returns whether each rollout's group is informative, [rollout] bool: its rewards differ, or the method
-        learns from others too, and its accuracy is within the bounds."""
+        """Returns whether the group of each rollout has a learning signal, [rollout] bool. It has one where its rewards
+        differ, or a shaper learns from groups with equal rewards too, and its accuracy is within the bounds."""
         weights, algorithm = torch.tensor(self.task.reward_weights), self.config.algorithm
-        teaches = algorithm.informative(batch, weights, list(self.task.reward_names))
+        informative = algorithm.informative(batch, weights, list(self.task.reward_names))
         if any(shaper.of_flat_groups for shaper in algorithm.shapers):
-            teaches = torch.ones_like(teaches)
+            informative = torch.ones_like(informative)
         accuracy = require(batch.accuracy, "accuracy")
-        return teaches & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
+        return informative & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _outcomes(self, fresh: Rollouts, rewards: Tensor) -> list[Outcome]:
-        """Returns the outcomes of a round's groups on all ranks, in the order of their draw. A collective."""
+        """Returns prompt, rewards and accuracies of each group of a round on all ranks, for the prompt sampler, in the
+        order in which prompts were drawn. A collective."""
         total = combined_reward(rewards, torch.tensor(self.task.reward_weights))
         columns = fresh.group, require(fresh.prompt, "prompts"), total, require(fresh.accuracy, "accuracy")
-        rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        every = sorted((row for part in self.ranks.gather(rows) for row in part), key=itemgetter(0))
-        groups = [list(group) for _, group in groupby(every, itemgetter(0))]
-        return [
-            Outcome(group[0][1], tuple(row[2] for row in group), tuple(row[3] for row in group)) for group in groups
-        ]
+        local_rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        rows = sorted((row for part in self.ranks.gather(local_rows) for row in part), key=itemgetter(0))
+        outcomes = []
+        for _, group in groupby(rows, itemgetter(0)):
+            _, prompts, totals, accuracies = zip(*group, strict=True)
+            outcomes.append(Outcome(prompts[0], totals, accuracies))
+        return outcomes
 
-    def _add_staleness(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
+    def _log_staleness(self, rollouts: Rollouts, step: int, metrics: Metrics) -> None:
+        """Adds the number of steps between the weights that sampled a fresh rollout and the present ones."""
         if rollouts.version is not None:
             fresh = torch.ones_like(rollouts.group) if rollouts.origin is None else rollouts.origin == FRESH
             metrics.add("generation/staleness", step - rollouts.version, where=fresh.bool())
 
     def observe(self, batch: Batch) -> None:
-        """Passes a step's batch to the extra sources, after its updates."""
+        """Passes a step's batch to the extra sources, after the updates on it."""
         if batch.rollouts.rewards is not None:
             self.extras.observe(batch)
 
     # --- between steps ---
 
     def pause_prefetch(self) -> None:
-        """Waits for the pending batches and marks the generator's weights as stale. To be called before something else
-        than training, such as evaluation, gives the generator other weights."""
+        """Waits for batches that are being sampled ahead, and marks the generator's weights as stale. To be called
+        before an evaluation, which may give the generator other weights."""
         self.pending.wait()
         self.weights.stale = True
 
     def cancel(self) -> None:
-        """Cancels pending batches that have not begun, and resets the draws of prompts to before them."""
-        before = self.pending.cancel()
-        if before is not None:
-            self._load(*before)
+        """Cancels batches that have not been sampled yet, and sets the order of prompts back to before them."""
+        state = self.pending.cancel()
+        if state is not None:
+            self._load(*state)
 
     def close(self) -> None:
         self.draws.close()
 
     def state(self) -> State:
-        """Returns the state that `load` restores: the draws of prompts and the extra sources, equal on all ranks, and
-        this rank's unfinished rollouts."""
+        """Returns the state that `load` restores, in two mappings: the state that is the same on all ranks (the order
+        of prompts, the extra sources), and this rank's own (unfinished rollouts, extra sources)."""
         shared, rounds = self.pending.state()
-        # Pending batches do not depend on the extra sources
+        # Batches that are sampled ahead do not depend on the extra sources, so their present state is right.
         return shared | {"extras": self.extras.state()}, {"rounds": rounds, "extras": self.extras.rank_state()}
 
     def load(self, shared: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -198,11 +202,11 @@ class Collector:
 
 
 def synced(generator: SyncedGenerator | None) -> AbstractContextManager[dict[str, float]]:
-    """Returns a context in which the generator, if there is one, has the policy's present weights."""
+    """Returns a context in which the generator has the policy's present weights; without one, an empty context."""
     return nullcontext({}) if generator is None else generator.generation()
 
 
 def sampled_by(policy: Policy, generator: SyncedGenerator | None) -> RolloutSource:
-    """Returns the source of rollouts: the policy, which may generate through engines, or the generator where it makes
-    whole rollouts."""
+    """Returns what samples rollouts: the generator if it returns whole rollouts, as workers do; otherwise the policy,
+    which may use the generator to sample tokens."""
     return generator if isinstance(generator, RolloutSource) else policy

@@ -1,4 +1,4 @@
-"""Sources of rollouts that are added to a step's fresh ones."""
+"""Sources of further rollouts (`rollout.extras`), which join the freshly sampled ones of a step."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ class SourceContext:
 
 
 class ExtraSource(Choice):
-    """Rollouts that are added to each step's fresh ones; as many on every rank. A source of rollouts that join groups
-    (`in_group` above 0) is asked in every round of dynamic sampling, before groups are dropped; others once a step.
+    """A source of rollouts that are added to the fresh ones of each step; every rank gets the same number.
 
-    They must have `origin` and `group`: that of a fresh group which they join with their rewards, or an id below 0 that
-    no other group has. Rollouts with NaN rewards are not in the statistics of groups, and get the advantage 0. Their
-    `old_logp`, if any, is kept. `nodes` mark decisions that are shared with fresh rollouts, whose decisions have the id
-    of their row: a fork has its parent's ids as long as the decisions are the same.
+    A source whose rollouts join groups (`in_group` above 0) is called in every round of dynamic sampling, before groups
+    without signal are dropped; others are called once a step.
+
+    The rollouts must set `origin` and `group`: the id of a fresh group that they join with their rewards, or a negative
+    id that no other group has. Rollouts with NaN rewards do not count in the statistics of groups and get the advantage
+    0. `old_logp` is kept if it is set. `nodes` says which decisions are shared with fresh rollouts: those of a fresh
+    rollout have its row as node id, and a branch has the ids of its parent for the decisions that it shares.
     """
 
     title: ClassVar[str] = "source"
-    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # what a source changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "branches": "mmrl.collection.branches.source:Branches",
         "demonstrations": "mmrl.collection.extra_sources:DemonstrationSource",
@@ -77,7 +79,7 @@ class ExtraSource(Choice):
 
     @property
     def offers(self) -> frozenset[Offer]:
-        """Returns what the job's rollouts support by it, beside what its model offers."""
+        """Returns further keys of `OFFERS` that the job's rollouts support because of this source."""
         return frozenset()
 
     @property
@@ -87,31 +89,31 @@ class ExtraSource(Choice):
 
     @property
     def in_group(self) -> int:
-        """Returns the largest number of rollouts that join a fresh group; above 0 all of the source's rollouts do."""
+        """Returns the largest number of rollouts that join a fresh group; 0 where the rollouts join no group."""
         return 0
 
     def start(self, context: SourceContext) -> None:
-        """Begins a run, before its first step."""
+        """Receives what the source needs, before the first step of a run."""
         self._context = context
 
     @abstractmethod
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Returns this rank's share of the rollouts. fresh: this rank's fresh rollouts, of a round or of the step."""
+        """Returns this rank's share of the source's rollouts. fresh: this rank's fresh rollouts, of a round of dynamic
+        sampling or of the step."""
 
     def observe(self, batch: Batch) -> None:  # noqa: B027  (most sources need none)
-        """Observes a step's batch after its updates."""
+        """Receives a step's batch after the updates on it."""
 
     def state(self) -> dict[str, Any]:
-        """Returns numbers, strings and lists that `load` restores, equal on all ranks; later steps do not change
-        them."""
+        """Returns the state that is equal on all ranks, as numbers, strings and lists; `load` restores it."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027  (many have none)
         """Restores a `state`."""
 
     def rank_state(self) -> dict[str, Any]:
-        """Returns tensors, numbers, strings and lists of this rank alone, which `load_rank` restores on as many
-        ranks."""
+        """Returns the state of this rank, as tensors, numbers, strings and lists. `load_rank` restores it in a run with
+        the same number of ranks."""
         return {}
 
     def load_rank(self, state: dict[str, Any]) -> None:  # noqa: B027  (most have none)
@@ -124,45 +126,45 @@ class ExtraRolloutSources:
     def __init__(self, settings: Sequence[ExtraSource], context: SourceContext) -> None:
         # Copies, for a default is shared by all configurations of the process.
         self.sources = [source.model_copy(deep=True) for source in settings]
-        self._most = context.max_over_ranks
+        self._max_over_ranks = context.max_over_ranks
         for source in self.sources:
             source.start(context)
 
-    def rescued(self, fresh: Rollouts) -> Rollouts:
-        """Returns a round's rollouts, followed by those of the sources whose rollouts join groups, not filled up;
-        `added` completes what is kept of them."""
+    def add_to_groups(self, fresh: Rollouts) -> Rollouts:
+        """Returns a round's fresh rollouts, followed by those of the sources whose rollouts join groups. Masked copies
+        that only make ranks equal are removed; `add_separate` adds new ones for the rollouts that are kept."""
         import torch
 
-        joined = self._joined(fresh, [source for source in self.sources if source.in_group])
+        joined = self._add(fresh, [source for source in self.sources if source.in_group])
         if joined is fresh:
             return fresh
-        strange = ~torch.isin(joined.group, fresh.group)
-        if bool((strange & joined.mask.any(1)).any()):
+        no_fresh_group = ~torch.isin(joined.group, fresh.group)
+        if bool((no_fresh_group & joined.mask.any(1)).any()):
             raise ValueError(
-                "a source of rollouts that join groups (in_group above 0) made some of another group, which "
-                "rollout.dynamic_sampling can not judge; make them in a source of their own"
+                "a source of rollouts that join groups (in_group above 0) made rollouts of another group, which "
+                "rollout.dynamic_sampling cannot filter; return them from a source with in_group 0"
             )
-        return joined.select(~strange)
+        return joined.select(~no_fresh_group)
 
-    def added(self, rollouts: Rollouts) -> Rollouts:
-        """Returns the rollouts that dynamic sampling kept, fresh ones first, as many on every rank, followed by those
-        of the sources whose rollouts join no group."""
+    def add_separate(self, rollouts: Rollouts) -> Rollouts:
+        """Returns the rollouts that dynamic sampling kept, fresh ones first, followed by those of the sources whose
+        rollouts join no group. Ranks with fewer rollouts are filled up with masked copies."""
         from mmrl.rollouts import FRESH, Rollouts
 
         if not self.sources:
             return rollouts
         assert rollouts.origin is not None
         rollouts = rollouts.select((rollouts.origin != FRESH).byte().argsort(stable=True))
-        missing = self._most(len(rollouts)) - len(rollouts)
+        missing = self._max_over_ranks(len(rollouts)) - len(rollouts)
         rollouts = Rollouts.concat([rollouts, masked_copies(rollouts, missing)])
-        return self._joined(rollouts, [source for source in self.sources if not source.in_group])
+        return self._add(rollouts, [source for source in self.sources if not source.in_group])
 
-    def joined(self, fresh: Rollouts) -> Rollouts:
-        """Returns a step's rollouts, followed by those of every source."""
-        return self._joined(fresh, self.sources)
+    def add_all(self, fresh: Rollouts) -> Rollouts:
+        """Returns a step's fresh rollouts, followed by those of every source."""
+        return self._add(fresh, self.sources)
 
-    def _joined(self, fresh: Rollouts, sources: Sequence[ExtraSource]) -> Rollouts:
-        """Appends the rollouts of each source to the sampled ones, and marks the origin of each rollout."""
+    def _add(self, fresh: Rollouts, sources: Sequence[ExtraSource]) -> Rollouts:
+        """Returns fresh rollouts, with `origin` set to FRESH, followed by those of the given sources."""
         import torch
 
         from mmrl.rollouts import FRESH, Rollouts, fill_in_columns, fill_in_nodes
@@ -207,7 +209,7 @@ class DemonstrationSource(ExtraSource):
     type: str = "demonstrations"
     prompts: int = option(description="demonstrations a step, over all ranks", ge=1)
     _order: Permutation = PrivateAttr()
-    _shown: Source = PrivateAttr()
+    _demonstrations: Source = PrivateAttr()
 
     @property
     def needs(self) -> Needs:
@@ -221,20 +223,20 @@ class DemonstrationSource(ExtraSource):
         from mmrl.protocols.parts import get_demonstrations
 
         self._context, self._order = context, Permutation()
-        self._shown = get_demonstrations(context.task, context.prompts)
-        self._order.start(len(self._shown), context.seed + 1)
+        self._demonstrations = get_demonstrations(context.task, context.prompts)
+        self._order.start(len(self._demonstrations), context.seed + 1)
 
     def make(self, fresh: Rollouts) -> Rollouts:
         import torch
 
         from mmrl.rollouts import DEMONSTRATION
 
-        context, shown = self._context, self._shown
+        context, prompts = self._context, self._demonstrations
         rank, world = context.rank_and_world
         first, count = self._order.state()["drawn"], self.prompts // world
         indices = self._order.draw(self.prompts)[rank * count : (rank + 1) * count]
         positions = range(first + rank * count, first + (rank + 1) * count)
-        demonstrations = context.policy.demonstrate([shown[i] for i in indices], list(positions))
+        demonstrations = context.policy.demonstrate([prompts[i] for i in indices], list(positions))
         demonstrations.group = -1 - torch.tensor(positions)
         demonstrations.origin = torch.full((count,), DEMONSTRATION)
         return demonstrations
@@ -247,8 +249,8 @@ class DemonstrationSource(ExtraSource):
 
 
 def failed_groups(fresh: Rollouts, accuracy: float) -> tuple[list[int], list[int]]:
-    """Returns the groups none of whose rollouts is right, and the index of each one's prompt. A group none of whose
-    rollouts could be judged has not failed. accuracy: of a rollout that counts as right."""
+    """Returns the ids of the groups without a correct rollout, and the index of each group's prompt. Groups in which no
+    rollout has a known accuracy are left out. accuracy: smallest accuracy of a correct rollout."""
     assert fresh.prompt is not None and fresh.accuracy is not None
     groups, prompts = [], []
     for group in fresh.group.unique().tolist():
@@ -261,33 +263,34 @@ def failed_groups(fresh: Rollouts, accuracy: float) -> tuple[list[int], list[int
 
 
 def pad_to_all_ranks(parts: list[Rollouts], fresh: Rollouts, context: SourceContext) -> Rollouts:
-    """Concatenates rollouts that join groups, and fills them up with masked ones to the largest number of any rank, so
-    that all ranks make as many passes of the model."""
+    """Concatenates `parts`, rollouts that join groups, and masked copies of a fresh rollout, so that all ranks have the
+    same number of rollouts and make the same number of forward passes. A collective."""
     from mmrl.rollouts import Rollouts, fill_in_columns
 
-    blank = masked_copies(fresh, context.max_over_ranks(sum(map(len, parts))) - sum(map(len, parts)))
+    padding = masked_copies(fresh, context.max_over_ranks(sum(map(len, parts))) - sum(map(len, parts)))
     if any(part.old_logp is not None for part in parts):
-        blank = with_old_logp(blank)
-    return Rollouts.concat([*(fill_in_columns(part, blank) for part in parts), blank])
+        padding = with_old_logp(padding)
+    return Rollouts.concat([*(fill_in_columns(part, padding) for part in parts), padding])
 
 
-def masked_copies(like: Rollouts, count: int) -> Rollouts:
-    """Returns `count` rollouts, each a group of its own, of which nothing is learned."""
+def masked_copies(rollouts: Rollouts, count: int) -> Rollouts:
+    """Returns `count` copies of the first rollout without rewards, with all decisions masked, each in its own group.
+    They add nothing to the loss."""
     import torch
 
     from mmrl.rollouts import REPLAYED
 
-    blank = like.select(torch.zeros(count, dtype=torch.int64))
-    blank.mask = torch.zeros_like(blank.mask)
-    blank.group = torch.iinfo(torch.int64).min + torch.arange(count)
-    blank.origin = torch.full((count,), REPLAYED)
+    copies = rollouts.select(torch.zeros(count, dtype=torch.int64))
+    copies.mask = torch.zeros_like(copies.mask)
+    copies.group = torch.iinfo(torch.int64).min + torch.arange(count)
+    copies.origin = torch.full((count,), REPLAYED)
     for name in ("rewards", "accuracy"):
-        vars(blank)[name] = torch.full_like(vars(blank)[name], torch.nan)
-    return blank
+        vars(copies)[name] = torch.full_like(vars(copies)[name], torch.nan)
+    return copies
 
 
 def with_old_logp(rollouts: Rollouts) -> Rollouts:
-    """Returns rollouts with `old_logp`: NaN, for unknown, where they have none."""
+    """Returns rollouts whose `old_logp` is set: to NaN (unknown) where it was None."""
     import torch
 
     if rollouts.old_logp is not None:

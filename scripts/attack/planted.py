@@ -352,7 +352,7 @@ FAULTS = [
           COLLECTION),
     Fault("a generator that was lent is given weights in every round", "mmrl/collection/pending_batches.py", "self.version, self.stale = version, False",
           "self.version = version", COLLECTION),
-    Fault("what is given up is lost", B, "        if before is not None:\n            self._load(*before)\n",
+    Fault("what is given up is lost", B, "        if state is not None:\n            self._load(*state)\n",
           "        pass\n", COLLECTION),
     Fault("seeds of places in the batch", "mmrl/collection/rounds.py", "        seeds = rollout_seeds(self.config.seed, positions, size)\n",
           "        seeds = rollout_seeds(self.config.seed, range(len(positions)), size)\n", COLLECTION),

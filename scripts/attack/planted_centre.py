@@ -73,7 +73,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: a rank's own part of further sources is not loaded", COLLECTION + "collector.py",
      '        self.extras.load_rank(rank_state["extras"])\n', "", COLLECTED + SEAMS),
     ("centre: samplers hear accuracies for rewards", COLLECTION + "collector.py",
-     "tuple(row[2] for row in group), tuple(row[3] for row in group)", "tuple(row[3] for row in group), tuple(row[2] for row in group)",
+     "Outcome(prompts[0], totals, accuracies)", "Outcome(prompts[0], accuracies, totals)",
      COLLECTED + ("prompts/test_curriculum.py",)),
     ("centre: places of draws are counted on this rank alone", COLLECTION + "draws.py", "self.drawn += count",
      "self.drawn += count // self.ranks.world", COLLECTED + ("joints/test_ranks.py",)),
@@ -91,7 +91,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "old_logp=torch.full(rollouts.mask.shape, torch.nan))", "old_logp=torch.zeros(rollouts.mask.shape))",
      COLLECTED + ("joints/test_replays.py",)),
     ("centre: a rank that is done leaves the rounds alone", COLLECTION + "dynamic_sampling.py",
-     "self.ranks.max(count < self.wanted) == 0", "count >= self.wanted", COLLECTED + ("joints/test_shared_groups.py",)),
+     "self.ranks.max(num_informative < self.num_groups) == 0", "num_informative >= self.num_groups", COLLECTED + ("joints/test_shared_groups.py",)),
     ("centre: pooled groups grow a step too old", COLLECTION + "partial_rollouts.py", "step + 1 - self.partial.max_staleness",
      "step - self.partial.max_staleness", POOL),
     # --- preparation and the loop ---

@@ -19,8 +19,8 @@ P, R = "mmrl/algorithms/ppo.py", "mmrl/rollouts.py"
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- samplers of prompts, sources and dynamic sampling ---
     ("meet: a sampler hears rewards as accuracies", C,
-     "Outcome(group[0][1], tuple(row[2] for row in group), tuple(row[3] for row in group)) for group in groups",
-     "Outcome(group[0][1], tuple(row[2] for row in group), tuple(row[2] for row in group)) for group in groups", COLLECT),
+     "Outcome(prompts[0], totals, accuracies)",
+     "Outcome(prompts[0], totals, totals)", COLLECT),
     ("meet: rescued groups are judged without their rescue", C, "informative = self._informative(batch, filters)",
      "informative = self._informative(fresh, filters); informative = torch.isin(batch.group, fresh.group[informative])", COLLECT),
     ("meet: staleness counts rescuers", C, "if rollouts.origin is None else rollouts.origin == FRESH",
@@ -33,12 +33,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      COLLECT),
     ("meet: unscored groups have failed", E, "if len(known) and not bool((known >= accuracy).any()):",
      "if not bool((known >= accuracy).any()):", COLLECT),
-    ("meet: blanks are fresh", E, "blank.origin = torch.full((count,), REPLAYED)", "blank.origin = torch.full((count,), 0)", COLLECT),
+    ("meet: blanks are fresh", E, "copies.origin = torch.full((count,), REPLAYED)", "copies.origin = torch.full((count,), 0)", COLLECT),
     ("meet: sources that join groups come twice with dynamic sampling", E,
-     "return self._joined(rollouts, [source for source in self.sources if not source.in_group])",
-     "return self._joined(rollouts, self.sources)", COLLECT),
-    ("meet: the round, not the draw, orders groups first", D, "return (not self.teaches, self.turn, self.position)",
-     "return (self.teaches, self.turn, self.position)", COLLECT),
+     "return self._add(rollouts, [source for source in self.sources if not source.in_group])",
+     "return self._add(rollouts, self.sources)", COLLECT),
+    ("meet: the round, not the draw, orders groups first", D, "return (not self.informative, self.sampling_round, self.position)",
+     "return (self.informative, self.sampling_round, self.position)", COLLECT),
     # --- replay ---
     ("meet: replayed rollouts are stored again", "mmrl/collection/replay_buffer.py",
      "new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)", "new = rollouts.origin >= FRESH", COLLECT),

@@ -122,7 +122,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "replay.entropy", GUIDANCE),
     ("likelihood: demonstrations are rollouts of its own", "mmrl/terms/losses/likelihood.py",
      "better & (origin != DEMONSTRATION)[:, None]", "better", GUIDANCE),
-    ("sources: what fills up counts", "mmrl/collection/extra_sources.py", "blank.mask = torch.zeros_like(blank.mask)", "pass", GUIDANCE),
+    ("sources: what fills up counts", "mmrl/collection/extra_sources.py", "copies.mask = torch.zeros_like(copies.mask)", "pass", GUIDANCE),
     ("sources: ranks fill up nothing", "mmrl/collection/extra_sources.py", "masked_copies(fresh, context.max_over_ranks(sum(map(len, parts))) -",
      "masked_copies(fresh, sum(map(len, parts)) -", GUIDANCE),
     ("batches: sources hear nothing", B, "self.extras.observe(batch)", "pass", REPLAYS),

@@ -18,6 +18,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("own: a stop is the end of the run", "mmrl/trainer.py", "if self.stop_signal or self.stop_requested or save_due:", "if self.stop_signal or save_due:", OWN),
     ("own: a stop is not told", "mmrl/job.py", "    elif training.stop_requested and", "    elif False and", OWN),
     ("own: any function has a name", "mmrl/rewards/settings.py", "vars(sys.modules[target.__module__]).get(name) is not target", "False", OWN),
-    ("own: a source does not know its run", "mmrl/collection/extra_sources.py", '"""Begins a run, before its first step."""\n        self._context = context', '"""Begins a run, before its first step."""', ("joints/test_branches.py",)),
+    ("own: a source does not know its run", "mmrl/collection/extra_sources.py", '"""Receives what the source needs, before the first step of a run."""\n        self._context = context', '"""Receives what the source needs, before the first step of a run."""', ("joints/test_branches.py",)),
     ("own: a source counts on rollouts that it does not make", "mmrl/collection/extra_sources.py", "0 where it depends on the groups.\"\"\"\n        return 0", "0 where it depends on the groups.\"\"\"\n        return 1", ("joints/test_replays.py",)),
 ]

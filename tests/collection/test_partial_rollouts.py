@@ -382,5 +382,5 @@ def test_what_a_pool_has_in_the_making_is_not_given_up():
 
 def test_what_ranks_can_not_share_is_refused():
     config = load(TINY, ["run_dir=r", *PARTIAL, "rollout.prompts=4"])
-    with pytest.raises(UserError, match="rollout.generator.partial.oversample=3 can not be shared by 2 ranks"):
+    with pytest.raises(UserError, match="rollout.generator.partial.oversample=3 cannot be divided over 2 ranks"):
         check_batch(config, 2)

@@ -119,7 +119,7 @@ def test_micro_batches_of_so_many_tokens_with_one_rank(given):
 
 def test_whole_groups_are_not_cut(given):
     whole = "algorithm={type: preference}"
-    with pytest.raises(UserError, match="engine.micro_tokens cuts groups.*set it to null"):
+    with pytest.raises(UserError, match="engine.micro_tokens splits groups.*set it to null"):
         given(Table(**TABLE), "rollout.prompts=4", "engine.micro_tokens=8", whole)
 
 

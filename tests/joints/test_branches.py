@@ -171,14 +171,14 @@ def test_each_group_has_its_own_tree(given):
 
 def test_log_probabilities_of_the_sampler_are_kept_for_the_beginning():
     """An engine tells them for what it drew alone."""
-    from mmrl.collection.branches.source import beginnings, within
+    from mmrl.collection.branches.source import resize_columns, shared_prefix
 
     mask = torch.tensor([[True, False, True, False, True]])
     # What was read after the last decision that is kept belongs to the beginning
-    assert beginnings(mask, torch.tensor([2]), 5).tolist() == [[True, True, True, True, False]]
-    assert beginnings(mask, torch.tensor([2]), 3).tolist() == [[True] * 3]
-    assert beginnings(mask, torch.tensor([1]), 7).tolist() == [[True, True, *[False] * 5]]
-    assert within(torch.tensor([[1, 2, 3]]), 4).tolist() == [[1, 2, 3, 0]]
+    assert shared_prefix(mask, torch.tensor([2]), 5).tolist() == [[True, True, True, True, False]]
+    assert shared_prefix(mask, torch.tensor([2]), 3).tolist() == [[True] * 3]
+    assert shared_prefix(mask, torch.tensor([1]), 7).tolist() == [[True, True, *[False] * 5]]
+    assert resize_columns(torch.tensor([[1, 2, 3]]), 4).tolist() == [[1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize(

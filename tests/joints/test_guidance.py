@@ -119,7 +119,7 @@ def test_weights_by_entropy(given, shown, good):
 
 def test_groups_with_their_demonstration_must_fit_into_a_micro_batch(given):
     options = ["algorithm.type=preference", "engine.micro_batch=2"]
-    with pytest.raises(UserError, match="cuts groups of 3"):
+    with pytest.raises(UserError, match="splits groups of 3"):
         given(guided(), *GUIDED[:1], *options)
     given(guided(), *options)
 

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_one_line(given):
     table = Table([[-1.0], [-2.0]])
     with pytest.raises(UserError, match="raise group_size"):
         given(table, STEPWISE, "rollout.group_size=1")
-    with pytest.raises(UserError, match="engine.micro_batch=1 cuts groups of 2"):
+    with pytest.raises(UserError, match="engine.micro_batch=1 splits groups of 2"):
         given(table, "algorithm=offline_preference", "rollout={prompts: 1}", "engine.micro_batch=1")
 
 

@@ -140,7 +140,7 @@ def test_reweighted_supervised(given):
 def test_groups_are_needed(given, kind):
     with pytest.raises(UserError, match="raise group_size"):
         given(three(), f"algorithm={{type: {kind}}}", "rollout.group_size=1")
-    with pytest.raises(UserError, match="engine.micro_batch=2 cuts groups of 3"):
+    with pytest.raises(UserError, match="engine.micro_batch=2 splits groups of 3"):
         given(three(), f"algorithm={{type: {kind}}}", "rollout.group_size=3", "engine.micro_batch=2")
 
 

@@ -47,7 +47,7 @@ def test_of_sequences_a_rollout_has_one_weight(given):
 
 
 def test_groups_are_needed_whole(given):
-    with pytest.raises(UserError, match="engine.micro_batch=1 cuts groups of 2"):
+    with pytest.raises(UserError, match="engine.micro_batch=1 splits groups of 2"):
         moved(given, "engine.micro_batch=1")
     with pytest.raises(UserError, match="algorithm.surrogate.low"):
         moved(given, "algorithm.surrogate.low=1")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.collection.dynamic_sampling import Candidate, dealt
+from mmrl.collection.dynamic_sampling import Candidate, assign_groups
 from tests.helpers.threads import together
 from tests.joints.parts import Table
 from tests.joints.test_balance import Exchanging
@@ -69,7 +69,7 @@ def candidates(*given):
 
 
 def places(told, wanted):
-    return [[(source, candidate.position) for source, candidate in own] for own in dealt(told, wanted)]
+    return [[(source, candidate.position) for source, candidate in own] for own in assign_groups(told, wanted)]
 
 
 def test_earlier_rounds_and_draws_come_first():

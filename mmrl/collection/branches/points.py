@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from mmrl.rollouts import Rollouts
 
-Point = tuple[int, int]  # a row, and how many of its decisions a branch keeps
+Point = tuple[int, int]  # (row of the rollout, number of its first decisions that a branch keeps)
 
 
 class BranchPoints(Choice):
-    """The points at which the responses of a group may branch, in the order in which they do."""
+    """A rule that ranks the points at which the responses of a group may branch."""
 
     title: ClassVar[str] = "branch points"
     kinds: ClassVar[dict[str, str]] = {
@@ -36,15 +36,15 @@ class BranchPoints(Choice):
 
     @property
     def reads_entropy(self) -> bool:
-        """Returns whether `ranked` needs entropies, for which the model reads the responses once more."""
+        """Returns whether `rank_points` needs entropies, which cost a forward pass over the responses."""
         return "entropy" in self.needs.offers
 
     @abstractmethod
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
-        """Returns the points at which the rollouts of one group may branch, the first to be used first.
+        """Returns the points at which the rollouts of one group may branch, in the order in which they are used.
 
-        entropy: of their decisions, [rollout, decision]; 0 where it is not read. rng: depends on the
-        run's seed and the group alone."""
+        members: the rollouts of the group. entropy: [rollout, decision], of each decision; 0 unless `reads_entropy`.
+        rng: seeded by the run's seed and the group."""
 
 
 class UncertainTokens(BranchPoints):
@@ -57,13 +57,15 @@ class UncertainTokens(BranchPoints):
     apart: int = option(1, "fewest decisions between two branch points of a response", unit="tokens", ge=1)
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
-        chosen: list[Point] = []
-        values = decided(members, entropy)
-        every = [(-float(h), row, t) for row, own in enumerate(values) for t, h in enumerate(own) if t > 0]
-        for _, row, t in sorted(every):
-            if all(row != other or abs(t - cut) >= self.apart for other, cut in chosen):
-                chosen.append((row, t))
-        return chosen
+        selected: list[Point] = []
+        by_rollout = masked_values(members, entropy)
+        candidates = [
+            (-float(h), row, t) for row, values in enumerate(by_rollout) for t, h in enumerate(values) if t > 0
+        ]
+        for _, row, t in sorted(candidates):
+            if all(row != other or abs(t - cut) >= self.apart for other, cut in selected):
+                selected.append((row, t))
+        return selected
 
 
 class SegmentEnds(BranchPoints):
@@ -84,11 +86,18 @@ class SegmentEnds(BranchPoints):
         return Needs() if self.by == "chance" else super().needs
 
     def rank_points(self, members: Rollouts, entropy: Tensor, rng: random.Random) -> list[Point]:
-        values = decided(members, entropy)
-        points = [(row, cut) for row, own in enumerate(values) for cut in range(self.every, len(own), self.every)]
+        by_rollout = masked_values(members, entropy)
+        points = [
+            (row, cut) for row, values in enumerate(by_rollout) for cut in range(self.every, len(values), self.every)
+        ]
         if self.by == "chance":
             return rng.sample(points, len(points))
-        return sorted(points, key=lambda point: -float(values[point[0]][point[1] : point[1] + self.every].mean()))
+
+        def next_segment_entropy(point: Point) -> float:
+            row, cut = point
+            return float(by_rollout[row][cut : cut + self.every].mean())
+
+        return sorted(points, key=next_segment_entropy, reverse=True)
 
 
 class ToolAnswers(BranchPoints):
@@ -118,19 +127,20 @@ class ToolAnswers(BranchPoints):
         from mmrl.rollouts import Turns
 
         number, points = members.extra("turns", Turns).number, []
-        for row, (own, turn) in enumerate(zip(decided(members, entropy), decided(members, number), strict=True)):
+        entropies, turns = masked_values(members, entropy), masked_values(members, number)
+        for row, (values, turn) in enumerate(zip(entropies, turns, strict=True)):
             conversation = members.samples[row].conversation
             assert conversation is not None
-            opening = own[turn == 0][: self.first].mean()
+            first_turn_entropy = values[turn == 0][: self.first].mean()
             for k in turn.unique().tolist():
                 if k == 0 or conversation.turns[k - 1].tool is None:
                     continue
-                rise = float(own[turn == k][: self.first].mean() - opening) / math.log(self.vocabulary)
+                rise = float(values[turn == k][: self.first].mean() - first_turn_entropy) / math.log(self.vocabulary)
                 if rng.random() - self.weight * rise <= self.threshold:
                     points.append((k, row, int((turn < k).sum())))
         return [(row, cut) for _, row, cut in sorted(points)]
 
 
-def decided(members: Rollouts, values: Tensor) -> list[Tensor]:
-    """Returns the values of the decisions that count, [decision] of each rollout. values: [rollout, decision]."""
-    return [own[mask] for own, mask in zip(values, members.mask, strict=True)]
+def masked_values(members: Rollouts, values: Tensor) -> list[Tensor]:
+    """Returns, for each rollout, the values [n] of the decisions under its mask. values: [rollout, decision]."""
+    return [row[mask] for row, mask in zip(values, members.mask, strict=True)]

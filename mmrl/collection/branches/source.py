@@ -1,4 +1,5 @@
-"""The source of branches: responses that begin as a member of their group does and go on by themselves."""
+"""The source of branches: further members of a group that share the beginning of a response and are sampled on from
+there."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from mmrl.rollouts import Rollouts
 
-APART = 3 << 30  # added to the run's seed, so that no response is drawn twice
-State = tuple[int, int, int]  # a group, the node of the last decision that a branch keeps, and its number
-AT_ONCE = 8  # rollouts whose entropies are computed at once
+SEED_OFFSET = 3 << 30  # added to the run's seed, so that no response is sampled twice
+State = tuple[int, int, int]  # (group, node of the last decision that a branch keeps, number of decisions kept)
+ENTROPY_BATCH = 8  # rollouts of one forward pass for entropies
 
 
 class Branches(ExtraSource):
@@ -68,7 +69,7 @@ class Branches(ExtraSource):
         return self.count
 
     def make(self, fresh: Rollouts) -> Rollouts:
-        """Makes as many branches for every group, so that all ranks generate and compute entropies together."""
+        """Makes the same number of branches for every group, so that ranks make the same number of forward passes."""
         import torch
 
         from mmrl.rollouts import Rollouts, fill_in_columns, unshared_nodes
@@ -76,93 +77,97 @@ class Branches(ExtraSource):
         members = replace(fresh, nodes=unshared_nodes(fresh)) if fresh.nodes is None else fresh
         used: set[State] = set()
         for number in range(self.rounds):
-            share = self.count // self.rounds + (number < self.count % self.rounds)
-            new = self._grown(members, share, used)
+            num_branches = self.count // self.rounds + (number < self.count % self.rounds)
+            new = self._sample_branches(members, num_branches, used)
             members = Rollouts.concat([members, fill_in_columns(new, members)])
         return members.select(torch.arange(len(fresh), len(members)))
 
-    def _grown(self, members: Rollouts, share: int, used: set[State]) -> Rollouts:
-        """Makes `share` branches of every group, scored."""
+    def _sample_branches(self, members: Rollouts, num_branches: int, used: set[State]) -> Rollouts:
+        """Samples and scores `num_branches` branches of every group. members: the rollouts of all groups so far. used:
+        states at which groups have branched before; new ones are added."""
         import torch
 
         from mmrl.rollouts import EXTRA
 
         context = self._context
-        points, seeds = self._chosen(members, share, used)
+        points, seeds = self._select_points(members, num_branches, used)
         parents = members.select(torch.tensor([row for row, _ in points]))
         new: Rollouts = context.policy.continue_from(parents, [length for _, length in points], seeds)
         new.group, new.prompt, new.version = parents.group, parents.prompt, parents.version
         new.origin = torch.full((len(new),), EXTRA)
         new.rewards = context.task.score(new.samples, new.group)
         new.accuracy = context.task.accuracy(new.samples)
-        shared = beginnings(parents.mask, torch.tensor([length for _, length in points]), new.mask.shape[1])
+        shared = shared_prefix(parents.mask, torch.tensor([length for _, length in points]), new.mask.shape[1])
         assert parents.nodes is not None
-        own = (1 << 32) + torch.tensor(seeds)[:, None]  # above all numbers of rows
-        new.nodes = within(parents.nodes, shared.shape[1]).where(shared, own)
+        own_node = (1 << 32) + torch.tensor(seeds)[:, None]  # above all row numbers, which are other nodes' ids
+        new.nodes = resize_columns(parents.nodes, shared.shape[1]).where(shared, own_node)
         if new.behaviour_logp is not None and parents.behaviour_logp is not None:
-            new.behaviour_logp = within(parents.behaviour_logp, shared.shape[1]).where(shared, new.behaviour_logp)
+            kept = resize_columns(parents.behaviour_logp, shared.shape[1])
+            new.behaviour_logp = kept.where(shared, new.behaviour_logp)
         return new
 
-    def _chosen(self, members: Rollouts, share: int, used: set[State]) -> tuple[list[Point], list[int]]:
-        """Returns the points at which groups branch, and the seed of each branch. used: where they did before, to which
-        these are added."""
+    def _select_points(self, members: Rollouts, num_branches: int, used: set[State]) -> tuple[list[Point], list[int]]:
+        """Selects `num_branches` points for each group, with rows of `members`, and the seed of each branch. Where a
+        group has too few points, branches keep no decisions. used: as in `_sample_branches`."""
         from mmrl.runtime.seeds import continuation_seeds
 
         entropy = self._entropy(members)
-        seed = self._context.seed + APART + zlib.crc32(self.key.encode())
+        seed = self._context.seed + SEED_OFFSET + zlib.crc32(self.key.encode())
         points, seeds = [], []
         for group in members.group.unique().tolist():
             rows = (members.group == group).nonzero().flatten()
-            own, rng = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
-            chosen = unused(own, self.at.rank_points(own, entropy[rows], rng), used, -(-share // self.width))
-            branches = [(member, length, i) for member, length in chosen for i in range(self.width)][:share]
-            # Beside those of earlier rounds, which had fewer members
-            branches += [(0, 0, len(rows) + i) for i in range(share - len(branches))]
+            group_members, rng = members.select(rows), random.Random(f"{seed} {group} {len(rows)}")
+            ranked = self.at.rank_points(group_members, entropy[rows], rng)
+            selected = take_unused(group_members, ranked, used, -(-num_branches // self.width))
+            branches = [(member, length, i) for member, length in selected for i in range(self.width)][:num_branches]
+            # Numbers that earlier rounds, which had fewer members, did not use
+            branches += [(0, 0, len(rows) + i) for i in range(num_branches - len(branches))]
             points += [(int(rows[member]), length) for member, length, _ in branches]
             seeds += [continuation_seeds(seed, group, m, length, i + 1)[i] for m, length, i in branches]
         return points, seeds
 
     def _entropy(self, members: Rollouts) -> Tensor:
-        """Returns the entropy of each decision under the weights that sampled, [rollout, decision]; 0 where `at` does
-        not read it."""
+        """Returns the entropy of each decision under the present weights, [rollout, decision]; 0 where the rule `at`
+        does not need it."""
         import torch
 
         if not self.at.reads_entropy:
             return torch.zeros(members.mask.shape)
-        policy, parts = self._context.policy, torch.arange(len(members)).split(AT_ONCE)
+        policy, parts = self._context.policy, torch.arange(len(members)).split(ENTROPY_BATCH)
         with torch.no_grad():
             replays = [policy.replay(members.select(part), policy.module) for part in parts]
         return torch.cat([replay.entropy.float().cpu() for replay in replays])
 
 
-def unused(members: Rollouts, points: list[Point], used: set[State], most: int) -> list[Point]:
-    """Returns the first `most` points that are none of `used`, and adds them to it. Rollouts that begin alike share the
-    points of their beginning."""
+def take_unused(members: Rollouts, points: list[Point], used: set[State], max_points: int) -> list[Point]:
+    """Returns the first `max_points` points whose state is not in `used`, and adds their states to it. Rollouts with
+    the same first decisions have the same states there."""
     assert members.nodes is not None
-    chosen: list[Point] = []
+    selected: list[Point] = []
     for row, length in points:
-        if len(chosen) == most:
+        if len(selected) == max_points:
             break
         node = int(members.nodes[row][members.mask[row]][length - 1])
         state = (int(members.group[row]), node, length)
         if state not in used:
             used.add(state)
-            chosen.append((row, length))
-    return chosen
+            selected.append((row, length))
+    return selected
 
 
-def beginnings(mask: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """Returns which of the first `width` columns come before the decision at which a rollout branches, [rollout,
-    column] bool: its first lengths[i] decisions, with what it read before the next one. mask: [rollout, column]."""
+def shared_prefix(mask: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Returns a bool mask [rollout, width] of the columns that a branch shares with its parent: those before decision
+    lengths[i] of rollout i, including the parent's observations before it. mask: [rollout, column] bool, the parents'
+    decisions."""
     import torch
     import torch.nn.functional as F
 
-    before = torch.cumsum(mask, 1) <= lengths[:, None]
-    return F.pad(before[:, :width], (0, max(0, width - mask.shape[1])), value=False)
+    prefix = torch.cumsum(mask, 1) <= lengths[:, None]
+    return F.pad(prefix[:, :width], (0, max(0, width - mask.shape[1])), value=False)
 
 
-def within(values: Tensor, width: int) -> Tensor:
-    """Returns values [rollout, column] cut or padded with 0 to `width` columns."""
+def resize_columns(values: Tensor, width: int) -> Tensor:
+    """Returns values [rollout, column] cut, or padded with 0, to `width` columns."""
     import torch.nn.functional as F
 
     return F.pad(values[:, :width], (0, max(0, width - values.shape[1])))
