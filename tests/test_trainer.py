@@ -313,7 +313,7 @@ def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
         for step, share in enumerate(shares)
     ]
     assert [text is not None for text in said] == [False, True, False, False, False, True]
-    assert said[1].startswith("step 1: the rewards taught nothing in 2 steps in a row")
+    assert said[1].startswith("step 1: all rollouts of each group had equal rewards in 2 steps in a row")
     flat = {"grad_norm": 0.0, "advantages/zero_variance_groups": 1.0}
     standstill = ZeroGradientMonitor(10)
     assert "gradient was 0" in [standstill.judge(step, flat) for step in range(2)][1]  # one of the two is enough

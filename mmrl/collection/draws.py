@@ -1,4 +1,4 @@
-"""Draws of prompts: each rank's share of the next prompts, and reading ahead."""
+"""The order of prompts in a run: which prompts each rank gets next, and reading them ahead of time."""
 
 from __future__ import annotations
 
@@ -17,45 +17,46 @@ from mmrl.rollouts import Prompt
 
 @dataclass(frozen=True)
 class Draw:
-    """A rank's share of a draw of prompts. positions: in the sequence of draws over all ranks; indices: in the
-    source."""
+    """The prompts that a rank gets from one draw. positions: in the order of all prompts of the run, over all ranks.
+    indices: in the data set."""
 
     positions: list[int]
     indices: list[int]
 
 
 class PromptDraws:
-    """The prompts of a run in the order in which its sampler draws them."""
+    """The prompts of a run in the order that its prompt sampler decides, divided over the ranks."""
 
     def __init__(self, settings: Demonstrations, source: Source, seed: int, policy: Policy, ranks: Ranks) -> None:
-        self.reader = reader_of(source, policy)
+        self.reader = make_reader(source, policy)
         self.source: Source = source if self.reader is None else self.reader
         self.ranks, self.share = ranks, settings.prompts // ranks.world  # prompts of a rank in a step
-        # A copy, for a default is shared by all configurations of the process.
+        # A copy, since default settings are shared by all configurations of the process.
         self.sampler = settings.sampler.model_copy(deep=True)
         self.sampler.inspect(self.source)
         self.sampler.start(len(self.source), seed)
         self.drawn = 0  # prompts drawn so far, over all ranks
 
     def draw(self, share: int | None = None) -> Draw:
-        """Draws this rank's share of the next prompts, as many on every rank; default: those of a step."""
-        first, count = self.drawn, (self.share if share is None else share) * self.ranks.world
-        indices = self.sampler.draw(count)
-        self.drawn += count
-        return Draw(self._share_of(range(first, first + count)), self._share_of(indices))
+        """Draws the next prompts and returns this rank's part. share: prompts for each rank; None: those of a step."""
+        first, total = self.drawn, (self.share if share is None else share) * self.ranks.world
+        indices = self.sampler.draw(total)
+        self.drawn += total
+        return Draw(self._local_part(range(first, first + total)), self._local_part(indices))
 
     def prompts(self, draw: Draw) -> list[Prompt]:
         return [self.source[index] for index in draw.indices]
 
     def prefetch(self, *draws: Draw) -> None:
-        """Starts reading prompts that were drawn, and those that would be drawn next. A sampler may draw others after
-        it has observed outcomes; then they are read in vain."""
+        """Starts reading the prompts of these draws, and those that the sampler would draw next. If it draws others,
+        because it has observed rewards by then, the latter were read in vain."""
         if self.reader is not None:
             drawn = [index for draw in draws for index in draw.indices]
             sampler = self.sampler.model_copy(deep=True)
-            self.reader.prefetch([*drawn, *self._share_of(sampler.draw(self.share * self.ranks.world))])
+            self.reader.prefetch([*drawn, *self._local_part(sampler.draw(self.share * self.ranks.world))])
 
     def observe(self, outcomes: list[Outcome]) -> None:
+        """Passes the rewards of groups to the sampler."""
         self.sampler.observe(outcomes)
 
     def state(self) -> dict[str, Any]:
@@ -65,7 +66,8 @@ class PromptDraws:
         self.drawn = state["drawn"]
         self.sampler.load(state["sampler"])
         outcomes = [
-            Outcome(prompt, tuple(rewards), tuple(marks)) for prompt, rewards, marks in state.get("observed", [])
+            Outcome(prompt, tuple(rewards), tuple(accuracies))
+            for prompt, rewards, accuracies in state.get("observed", [])
         ]
         self.sampler.observe(outcomes)
 
@@ -74,14 +76,15 @@ class PromptDraws:
         if self.reader is not None:
             self.reader.close()
 
-    def _share_of(self, drawn: Sequence[int]) -> list[int]:
-        share = len(drawn) // self.ranks.world
-        return list(drawn[self.ranks.rank * share : (self.ranks.rank + 1) * share])
+    def _local_part(self, numbers: Sequence[int]) -> list[int]:
+        """Returns this rank's part of a sequence that is divided over the ranks in order."""
+        share = len(numbers) // self.ranks.world
+        return list(numbers[self.ranks.rank * share : (self.ranks.rank + 1) * share])
 
 
-def reader_of(source: Source, policy: Policy) -> ReadAhead | None:
-    """Returns a reader for a source with readers, and passes it to a policy that can encode ahead; None for other
-    sources."""
+def make_reader(source: Source, policy: Policy) -> ReadAhead | None:
+    """Returns a reader that reads the source ahead of time in other processes; None for a source that is not to be read
+    in other processes. A policy that can encode prompts there gets the reader."""
     if not isinstance(source, ReadableSource) or source.readers == 0:
         return None
     if not isinstance(policy, Encoding):

@@ -1,4 +1,4 @@
-"""Observations of the policy's own episodes with an expert's actions."""
+"""A source of observations from the policy's own episodes with the actions of an expert, as in DAgger."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class ExpertLabels(ExtraSource):
         step = self._order.state()["drawn"] // self.episodes
         self._play()
         if not self._kept:
-            raise UserError("rollout.extras (expert_labels): the simulator lost all episodes that were to be labelled")
+            raise UserError(
+                "rollout.extras (expert_labels): the simulator failed in all episodes that were to be labelled; see "
+                "the warnings above"
+            )
         count = self.prompts // world
         positions = torch.arange(step * self.prompts, (step + 1) * self.prompts)[rank * count : (rank + 1) * count]
         drawn = random.Random(f"{self._context.seed} {rank} {step}").choices(self._kept, k=count)
@@ -66,7 +69,7 @@ class ExpertLabels(ExtraSource):
         return labels
 
     def _play(self) -> None:
-        """Adds the observations of this rank's share of the episodes."""
+        """Plays this rank's share of the episodes and adds their labelled observations to those that are kept."""
         (rank, world), first = self._context.rank_and_world, self._order.state()["drawn"]
         count = self.episodes // world
         share = slice(rank * count, (rank + 1) * count)
@@ -81,14 +84,14 @@ class ExpertLabels(ExtraSource):
         self._order.load(state)
 
     def rank_state(self) -> dict[str, Any]:
-        return {"kept": [packed(prompt) for prompt in self._kept]}
+        return {"kept": [pack(prompt) for prompt in self._kept]}
 
     def load_rank(self, state: dict[str, Any]) -> None:
-        self._kept = [unpacked(one) for one in state["kept"]]
+        self._kept = [unpack(label) for label in state["kept"]]
 
 
-def packed(prompt: Prompt) -> dict[str, Any]:
-    """Returns a labelled observation as tensors and strings."""
+def pack(prompt: Prompt) -> dict[str, Any]:
+    """Returns a labelled observation as tensors and strings, for a checkpoint."""
     import torch
 
     observation = prompt.metadata["observation"]
@@ -102,8 +105,8 @@ def packed(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def unpacked(label: dict[str, Any]) -> Prompt:
-    """Computes the inverse of `packed`."""
+def unpack(label: dict[str, Any]) -> Prompt:
+    """Returns the prompt that `pack` stored."""
     from mmrl.rollouts import Prompt
     from mmrl.sims import Observation
 

@@ -1,4 +1,4 @@
-"""Demonstrations that join the groups of rollouts."""
+"""Sources of rollouts that use demonstrations: whole ones, or responses that continue the beginning of one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
 
 
-APART = 1 << 30  # added to the run's seed, so that no response is drawn twice; a seed is a word of 32 bits
+SEED_OFFSET = 1 << 30  # added to the run's seed, so that no response is sampled twice; seeds have 32 bits
 
 
 class Guidance(ExtraSource):
-    """A source whose rollouts are made from the demonstration of a group's prompt."""
+    """A source whose rollouts are made from the known answer (demonstration) of a group's prompt."""
 
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     groups: Literal["all", "failed"] = option("all", "failed: only groups none of whose rollouts is right")
@@ -38,16 +38,16 @@ class Guidance(ExtraSource):
             )
         self._context = context
 
-    def chosen(self, fresh: Rollouts) -> tuple[list[int], list[int]]:
-        """Returns the groups that get rollouts, and the index of each one's prompt."""
+    def select_groups(self, fresh: Rollouts) -> tuple[list[int], list[int]]:
+        """Returns the ids of the groups that get further rollouts, and the index of each group's prompt."""
         if self.groups == "failed":
             return failed_groups(fresh, self.accuracy)
         assert fresh.prompt is not None
         prompts = dict(zip(fresh.group.tolist(), fresh.prompt.tolist(), strict=True))
         return sorted(prompts), [prompts[group] for group in sorted(prompts)]
 
-    def joined(self, rollouts: Rollouts, groups: list[int], prompts: list[int], origin: int) -> Rollouts:
-        """Scores rollouts and makes them members of groups."""
+    def add_to_groups(self, rollouts: Rollouts, groups: list[int], prompts: list[int], origin: int) -> Rollouts:
+        """Scores rollouts and sets their group ids, prompt indices and origin."""
         import torch
 
         rollouts.group, rollouts.prompt = torch.tensor(groups), torch.tensor(prompts)
@@ -78,11 +78,11 @@ class GuidedGroups(Guidance):
         from mmrl.rollouts import DEMONSTRATION
 
         context = self._context
-        groups, prompts = self.chosen(fresh)
+        groups, prompts = self.select_groups(fresh)
         if not groups:
             return pad_to_all_ranks([], fresh, context)
         demonstrations = context.policy.demonstrate([context.prompts[prompt] for prompt in prompts], groups)
-        return pad_to_all_ranks([self.joined(demonstrations, groups, prompts, DEMONSTRATION)], fresh, context)
+        return pad_to_all_ranks([self.add_to_groups(demonstrations, groups, prompts, DEMONSTRATION)], fresh, context)
 
 
 class GuidedPrefixes(Guidance):
@@ -123,21 +123,22 @@ class GuidedPrefixes(Guidance):
         from mmrl.runtime.seeds import rollout_seeds
 
         context = self._context
-        groups, prompts = self.chosen(fresh)
+        groups, prompts = self.select_groups(fresh)
         if context.max_over_ranks(len(groups)) == 0:
             return pad_to_all_ranks([], fresh, context)
         assert fresh.prompt is not None
-        targets = groups or [int(fresh.group[0])]  # ranks may have to generate together
-        shown = [context.prompts[prompt] for prompt in prompts or [int(fresh.prompt[0])]]
-        each = torch.arange(len(targets)).repeat_interleave(self.count)
-        demonstrations = context.policy.demonstrate(shown, targets).select(each)
-        seeds = rollout_seeds(context.seed + APART, targets, self.count)
-        shares = [self.low + (self.high - self.low) * random.Random(number).random() for number in seeds]
+        # A rank without such groups generates for another one, since ranks may have to generate together.
+        targets = groups or [int(fresh.group[0])]
+        target_prompts = [context.prompts[prompt] for prompt in prompts or [int(fresh.prompt[0])]]
+        repeated = torch.arange(len(targets)).repeat_interleave(self.count)
+        demonstrations = context.policy.demonstrate(target_prompts, targets).select(repeated)
+        seeds = rollout_seeds(context.seed + SEED_OFFSET, targets, self.count)
+        shares = [self.low + (self.high - self.low) * random.Random(seed).random() for seed in seeds]
         lengths = (demonstrations.mask.sum(1) * torch.tensor(shares)).long()
         continued: Rollouts = context.policy.continue_from(demonstrations, lengths.tolist(), seeds)
         if not self.learned:
             continued.mask = continued.mask & (continued.mask.cumsum(1) > lengths[:, None])
         if not groups:
             return pad_to_all_ranks([], fresh, context)
-        each_group, each_prompt = ([column[i] for i in each.tolist()] for column in (groups, prompts))
-        return pad_to_all_ranks([self.joined(continued, each_group, each_prompt, EXTRA)], fresh, context)
+        group_ids, prompt_indices = ([column[i] for i in repeated.tolist()] for column in (groups, prompts))
+        return pad_to_all_ranks([self.add_to_groups(continued, group_ids, prompt_indices, EXTRA)], fresh, context)

@@ -16,8 +16,9 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class PendingGroup:
-    """Unfinished rollouts of one prompt. position: of the draw; prompt: its index in the source. version: finished
-    steps of the weights that sampled the first tokens; None before."""
+    """The unfinished rollouts of one prompt. position: of the prompt in the order of the run. prompt: its index in the
+    data set. drafts: unfinished responses. version: the training step of the weights that sampled the first tokens;
+    None before any token."""
 
     position: int
     prompt: int
@@ -26,21 +27,22 @@ class PendingGroup:
 
 
 class Pool:
-    """A pool of more unfinished groups than a step needs, so that no step waits for the longest responses: they
-    continue in the next step, with its weights, from the tokens they have (partial rollouts, arXiv 2501.12599).
+    """A pool of more unfinished groups than a step needs (partial rollouts, arXiv 2501.12599). A step takes the groups
+    that are finished first; longer responses are continued in the next step, with its weights.
 
-    Responses grow by whole segments, and a step ends after the segment that completes enough groups. So results do not
-    depend on timing, and under constant weights a response does not depend on the number of steps it took.
+    Responses grow by segments of a fixed number of tokens, and a step ends after the segment that finishes enough
+    groups. So results do not depend on timing.
     """
 
     def __init__(self, policy: Any, source: Source, seed: int, group_size: int, partial: Partial) -> None:
-        """policy: a `Drafting` one."""
+        """policy: implements `Drafting`."""
         self.policy: Drafting = policy
         self.source, self.seed, self.group_size, self.partial = source, seed, group_size, partial
         self.groups: list[PendingGroup] = []  # oldest first
 
     def add(self, positions: Sequence[int], prompts: Sequence[int]) -> None:
-        """Adds groups. positions: of the draw; prompts: indices in the source."""
+        """Adds groups without tokens. positions: of the prompts in the order of the run. prompts: indices in the data
+        set."""
         size = self.group_size
         if positions:
             seeds = rollout_seeds(self.seed, positions, size)
@@ -49,8 +51,10 @@ class Pool:
                 self.groups.append(PendingGroup(position, prompt, drafts[i * size : (i + 1) * size]))
 
     def take(self, count: int, step: int, version: int) -> Rollouts:
-        """Generates until there are `count` finished groups, and returns the oldest. Also finishes groups that would be
-        older than `max_staleness` in the step after `step`. version: of the generator's weights."""
+        """Generates until `count` groups are finished, and returns the oldest of them as rollouts without rewards. Also
+        finishes groups that would exceed `max_staleness` in the next step.
+
+        step: number of finished training steps. version: the training step of the generator's weights."""
         while not self._enough(count, step):
             for group in self.groups:
                 group.version = version if group.version is None else group.version
@@ -66,15 +70,17 @@ class Pool:
         return batch
 
     def _enough(self, count: int, step: int) -> bool:
-        oldest = step + 1 - self.partial.max_staleness
-        late = [group for group in self.groups if group.version is not None and group.version < oldest]
-        return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, late))
+        """Returns whether `count` groups are finished, and all that would be too stale in the next step."""
+        oldest_version = step + 1 - self.partial.max_staleness
+        stale = [group for group in self.groups if group.version is not None and group.version < oldest_version]
+        return sum(map(self._finished, self.groups)) >= count and all(map(self._finished, stale))
 
     def _finished(self, group: PendingGroup) -> bool:
         return all(draft.finished(self.policy.eos) for draft in group.drafts)
 
     def state(self) -> dict[str, Any]:
-        """Returns tensors and numbers that `load` restores; later steps do not change them."""
+        """Returns the unfinished groups as tensors and numbers, which `load` restores; later steps do not change
+        them."""
         return {
             "positions": [group.position for group in self.groups],
             "prompts": [group.prompt for group in self.groups],

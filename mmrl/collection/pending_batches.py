@@ -1,4 +1,4 @@
-"""Batches that are sampled in a thread while earlier ones are trained on."""
+"""Batches that are sampled ahead, in a thread, while earlier ones are trained on (asynchronous RL)."""
 
 from __future__ import annotations
 
@@ -19,55 +19,56 @@ State = tuple[dict[str, Any], dict[str, Any]]  # equal on all ranks; of this ran
 
 
 class GeneratorWeights:
-    """The version of the weights that a generator has."""
+    """Keeps track of which weights the generator has."""
 
     def __init__(self, generator: SyncedGenerator | None) -> None:
         self.generator = generator
-        self.version = 0  # finished steps of these weights
+        self.version = 0  # the training step of the weights that the generator has
         self.stale = False  # whether the generator may have other weights than those of `version`
 
-    def give(self, version: int, metrics: Metrics) -> None:
-        """Sends the generator the present weights, those after `version` steps. A collective."""
+    def send(self, version: int, metrics: Metrics) -> None:
+        """Sends the present weights, those after `version` training steps, to the generator. A collective."""
         if self.generator is None:
-            raise ValueError("there is no generator that could have weights of its own")
+            raise ValueError("the policy samples itself: there is no generator to send weights to")
         metrics.set(self.generator.sync_weights())
         self.version, self.stale = version, False
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch that is sampled in a thread. before: the state of the draws before it, from which it can be sampled
-    again."""
+    """A batch that is being sampled in a thread. state_before: the state of the collection before it, from which it can
+    be sampled again."""
 
-    before: State
+    state_before: State
     rollouts: Future[Rollouts]
 
 
 class PendingBatches:
-    """The queue of batches that are sampled ahead, the next one first."""
+    """The queue of batches that are sampled ahead; the next one is first."""
 
     def __init__(self, rounds: Rounds, draws: PromptDraws, weights: GeneratorWeights) -> None:
         self.rounds, self.draws, self.weights = rounds, draws, weights
         self.batches: deque[PendingBatch] = deque()
-        self.observed: list[Outcome] = []  # since the prompts of these batches were drawn
+        self.observed: list[Outcome] = []  # rewards of groups since the prompts of these batches were drawn
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def begin(self, steps: Sequence[int], version: int, metrics: Metrics) -> None:
-        """Starts batches for these steps, one after the other, with the present weights. Their prompts are drawn now,
-        so that they do not depend on when a batch begins; a pool draws when it begins, by the number of its unfinished
-        groups."""
+        """Starts sampling the batches of these steps in a thread, one after the other, with the present weights.
+
+        Their prompts are drawn now, so that they do not depend on timing. (A pool of partial rollouts draws when its
+        batch begins, as many prompts as it has room for.) version: number of finished steps."""
         if not steps:
             return
-        self.weights.give(version, metrics)
+        self.weights.send(version, metrics)
         thread = one_thread("rollouts")
         self.observed = []
         drawn = [((self.draws.state(), self.rounds.state()), self.rounds.ahead()) for _ in steps]
         self.draws.prefetch(*(draw for _, draw in drawn if draw is not None))
-        for step, (before, draw) in zip(steps, drawn, strict=True):
+        for step, (state_before, draw) in zip(steps, drawn, strict=True):
             future = thread.submit(self.rounds.make, step, version, draw)
-            self.batches.append(PendingBatch(before, future))
+            self.batches.append(PendingBatch(state_before, future))
         thread.shutdown(wait=False)
 
     def take(self) -> Rollouts:
@@ -75,7 +76,7 @@ class PendingBatches:
         return self.batches.popleft().rollouts.result()
 
     def observe(self, outcomes: list[Outcome]) -> None:
-        """Passes outcomes to the prompt sampler."""
+        """Passes the rewards of groups to the prompt sampler, and keeps them while batches are pending."""
         if self.batches:
             self.observed += outcomes
         self.draws.observe(outcomes)
@@ -84,20 +85,20 @@ class PendingBatches:
         wait([pending.rollouts for pending in self.batches])
 
     def state(self) -> State:
-        """Returns the state of the draws before the next batch, with what was observed since; a batch that has begun is
-        sampled again."""
+        """Returns the state of the collection before the first pending batch, with the rewards that the prompt sampler
+        has observed since. A resumed run samples pending batches again."""
         if not self.batches:
             return self.draws.state(), self.rounds.state()
-        shared, of_rank = self.batches[0].before
-        return shared | {"observed": [list(astuple(outcome)) for outcome in self.observed]}, of_rank
+        shared, rank_state = self.batches[0].state_before
+        return shared | {"observed": [list(astuple(outcome)) for outcome in self.observed]}, rank_state
 
     def cancel(self) -> State | None:
-        """Cancels the batches. Returns the state from which their prompts can be drawn again; None where nothing is
-        cancelled: a pool has one batch at most, which has begun."""
+        """Cancels the pending batches. Returns the state from which their prompts can be drawn again; None where
+        nothing is cancelled, as with partial rollouts, whose only pending batch has begun."""
         if not self.batches or self.rounds.one_at_once:
             return None
-        before = self.state()
+        state = self.state()
         for pending in self.batches:
             pending.rollouts.cancel()
         self.batches.clear()
-        return before
+        return state

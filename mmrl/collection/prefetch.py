@@ -1,4 +1,4 @@
-"""Processes that read the prompts of the next step, and encode them for the policy, while this step is trained on."""
+"""Reads the prompts of the next step in other processes, and encodes them for the policy, during the present step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ held: list[Any] = []  # in a reading process: the source, and the encoder or Non
 
 
 class ReadAhead:
-    """A source that reads expected prompts ahead in processes.
+    """A source of prompts that reads some of them ahead of time in other processes.
 
-    Prompts and warnings about unusable rows depend on `source` alone: a process reads the prompt of an index or fails,
-    and then this process reads it. So a run does not depend on the number of processes or on what was expected, and
-    checkpoints hold nothing of them.
+    If a process fails to read a prompt, this process reads it when it is needed. So prompts and warnings about unusable
+    rows depend on `source` alone, not on the processes, and checkpoints hold no state of them.
     """
 
     def __init__(self, source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> None:
@@ -58,7 +57,7 @@ class ReadAhead:
         return prompt
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Starts reading these prompts, in this order, and cancels all others that were expected."""
+        """Starts reading the prompts of these indices, in this order, and cancels all others that are being read."""
         self._encoded.clear()
         for index in self._coming.keys() - set(indices):
             self._coming.pop(index).cancel()
@@ -69,7 +68,7 @@ class ReadAhead:
                 self._coming[index] = self._pool.submit(_read, index)
 
     def encoded(self, prompt: Prompt) -> Any | None:
-        """Returns the encoder's output for this prompt object and forgets it; None where it was not read ahead."""
+        """Returns the encoder's output for this prompt object, once; None where it was not read ahead."""
         _, output = self._encoded.pop(id(prompt), (None, None))
         return output
 
@@ -82,10 +81,16 @@ class ReadAhead:
             self._pool = None
 
     def _warn(self, index: int, prompt: Prompt, reason: str) -> None:
-        """Logs once why processes can not read what this one can. Not for rows that the source itself reports."""
+        """Logs once why another process could not read a prompt that this one can read. Bad rows are not logged here:
+        the source reports them itself."""
         if not (self._warned or reason.startswith(RowError.__name__)):
             self._warned = True
-            log.warning("prompt %s (index %d) was not read ahead, but in time: %s", prompt.id, index, reason)
+            log.warning(
+                "prompt %s (index %d) could not be read ahead in another process: %s; it was read when it was needed",
+                prompt.id,
+                index,
+                reason,
+            )
 
     def _started(self) -> ProcessPoolExecutor:
         # Not by fork: this process may have a GPU, and threads.
@@ -98,13 +103,13 @@ class ReadAhead:
             return future.result()
         except BrokenProcessPool as error:
             raise UserError(
-                f"a process that reads prompts ahead did not start, or was killed ({error}); are there so many cores, "
-                "and memory for each? Lower task.data.readers, or set it to 0"
+                f"a process that reads prompts ahead did not start or was killed ({error}), perhaps for lack of "
+                "memory; lower task.data.readers, or set it to 0"
             ) from None
 
 
 def _begin(source: ReadableSource, encoder: Callable[[Prompt], Any] | None) -> None:
-    """Initialises a reading process. It ignores signals, for the trainer handles them and ends this process."""
+    """Initializes a reading process. It ignores signals, since the trainer handles them and ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, daemon=True).start()
@@ -120,10 +125,10 @@ def _end_with_trainer() -> None:
 
 
 def _read(index: int) -> bytes | str:
-    """Returns the pickled prompt and its encoding; a message where it can not be read, encoded or pickled."""
+    """Returns the pickled prompt and its encoding, or a message where it cannot be read, encoded or pickled."""
     source, encoder = held
     try:
         prompt = source.read(index)
         return pickle.dumps((prompt, None if encoder is None else encoder(prompt)), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # the trainer's process reads it for itself, and meets the same or says that
+    except Exception as error:  # the trainer's process reads it again, and raises or logs this message
         return describe_error(error)

@@ -1,4 +1,4 @@
-"""Replay of correct rollouts of earlier steps."""
+"""Sources that replay correct rollouts of earlier steps."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ class ReplaySource(ExtraSource):
         self._context, self._stored = context, {}
 
     def observe(self, batch: Batch) -> None:
-        """Stores the right ones among the new rollouts of all ranks."""
-        self.store(batch.gather_list(self._right(batch)))
+        """Stores the correct ones among the new rollouts of all ranks."""
+        self.store(batch.gather_list(self._correct_rollouts(batch)))
 
     def store(self, rows: Iterable[tuple[int, int, Stored]]) -> None:
-        """Stores rollouts in the order of their draw, on any number of ranks. rows: group, prompt, and what is stored
-        of a rollout."""
+        """Stores rollouts, ordered by group so that the buffer does not depend on the number of ranks. rows: group id,
+        prompt index and stored form of a rollout."""
         for _, prompt, stored in sorted(rows, key=itemgetter(0)):
-            before = self._stored.pop(prompt, [])  # what was right last is last
-            self._stored[prompt] = [*before, stored][-self.keep :]
+            earlier = self._stored.pop(prompt, [])  # the prompt moves to the end: it was correct most recently
+            self._stored[prompt] = [*earlier, stored][-self.keep :]
         for prompt in list(self._stored)[: -self.prompts]:
             del self._stored[prompt]
 
-    def _right(self, batch: Batch) -> list[tuple[int, int, Stored]]:
-        """Returns this rank's correct rollouts: group, prompt, and what is stored."""
+    def _correct_rollouts(self, batch: Batch) -> list[tuple[int, int, Stored]]:
+        """Returns group id, prompt index and stored form of this rank's correct rollouts."""
         from mmrl.rollouts import EXTRA, FRESH
 
         rollouts = batch.rollouts
         assert rollouts.accuracy is not None and rollouts.origin is not None and rollouts.rewards is not None
         scored = ~rollouts.rewards.isnan().any(1)
         new = (rollouts.origin == FRESH) | (rollouts.origin == EXTRA)
-        right = (rollouts.accuracy >= self.accuracy) & new & batch.rollout_mask & scored
-        rows = rollouts.select(right)
+        correct = (rollouts.accuracy >= self.accuracy) & new & batch.rollout_mask & scored
+        rows = rollouts.select(correct)
         assert rows.prompt is not None and rows.rewards is not None and rows.accuracy is not None
         stored = []
         for i, state in enumerate(self._context.policy.serialize(rows)):
@@ -79,8 +79,9 @@ class ReplaySource(ExtraSource):
             stored.append((int(rows.group[i]), int(rows.prompt[i]), entry))
         return stored
 
-    def _restored(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
-        """Restores stored rollouts, with rewards, accuracy and log-probabilities."""
+    def _restore(self, prompts: list[int], stored: list[Stored], group: Tensor) -> Rollouts:
+        """Restores stored rollouts, with rewards, accuracy and log-probabilities. prompts: their indices. group: their
+        new group ids, [rollout]."""
         import torch
 
         from mmrl.rollouts import REPLAYED
@@ -128,19 +129,19 @@ class SuccessReplay(ReplaySource):
         import torch
 
         context = self._context
-        chosen: list[tuple[int, int, Stored]] = []
+        selected: list[tuple[int, int, Stored]] = []
         failed, _ = failed_groups(fresh, self.accuracy)
         assert fresh.prompt is not None
         for group, prompt in sorted(set(zip(fresh.group.tolist(), fresh.prompt.tolist(), strict=True))):
             stored = self._stored.get(prompt, [])
             if self.groups == "all" or group in failed:
-                chance = random.Random(f"{context.seed} {group}")  # by the draw's position, whatever the rank
-                drawn = chance.sample(stored, min(self.count, len(stored)))
-                chosen += [(group, prompt, one) for one in drawn]
-        if not chosen:
+                rng = random.Random(f"{context.seed} {group}")  # the same on whatever rank the group is
+                sampled = rng.sample(stored, min(self.count, len(stored)))
+                selected += [(group, prompt, rollout) for rollout in sampled]
+        if not selected:
             return pad_to_all_ranks([], fresh, context)
-        groups, prompts, stored = (list(column) for column in zip(*chosen, strict=True))
-        return pad_to_all_ranks([self._restored(prompts, stored, torch.tensor(groups))], fresh, context)
+        groups, prompts, stored = (list(column) for column in zip(*selected, strict=True))
+        return pad_to_all_ranks([self._restore(prompts, stored, torch.tensor(groups))], fresh, context)
 
 
 class SelfImitation(ReplaySource):
@@ -161,16 +162,16 @@ class SelfImitation(ReplaySource):
         import torch
 
         context = self._context
-        every = [(prompt, one) for prompt, stored in self._stored.items() for one in stored]
+        candidates = [(prompt, rollout) for prompt, stored in self._stored.items() for rollout in stored]
         self._drawn += 1
-        if not every:
+        if not candidates:
             return pad_to_all_ranks([], fresh, context)
-        drawn = random.Random(f"{context.seed} {self._drawn}").choices(every, k=self.count)
+        sampled = random.Random(f"{context.seed} {self._drawn}").choices(candidates, k=self.count)
         rank, world = context.rank_and_world
         local = slice(rank * self.count // world, (rank + 1) * self.count // world)
-        prompts, stored = (list(column) for column in zip(*drawn[local], strict=True))
+        prompts, stored = (list(column) for column in zip(*sampled[local], strict=True))
         positions = torch.arange((self._drawn - 1) * self.count, self._drawn * self.count)[local]
-        imitated = self._restored(prompts, stored, BELOW - positions)  # each is a group of its own
+        imitated = self._restore(prompts, stored, BELOW - positions)  # each is a group of its own
         imitated.rewards = torch.full_like(imitated.rewards, torch.nan)  # type: ignore[arg-type]
         return imitated
 

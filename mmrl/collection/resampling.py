@@ -1,4 +1,4 @@
-"""Further responses to prompts whose rollouts are all wrong."""
+"""A source of further responses to prompts whose rollouts are all wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
 
 
-APART = 1 << 31  # added to the run's seed, so that no response is drawn twice; a seed is a word of 32 bits
+SEED_OFFSET = 1 << 31  # added to the run's seed, so that no response is sampled twice; seeds have 32 bits
 
 
 class ExtraRollouts(ExtraSource):
@@ -53,7 +53,7 @@ class ExtraRollouts(ExtraSource):
             return pad_to_all_ranks([], fresh, context)
         assert fresh.prompt is not None
         targets = failed or [(int(fresh.group[0]), int(fresh.prompt[0]))]
-        seeds = rollout_seeds(context.seed + APART, [group for group, _ in targets], self.count)
+        seeds = rollout_seeds(context.seed + SEED_OFFSET, [group for group, _ in targets], self.count)
         prompts = [context.prompts[prompt] for _, prompt in targets]
         responses: Rollouts = context.policy.rollout(prompts, self.count, seeds, step=0, temperature=self.temperature)
         responses.group = torch.tensor([group for group, _ in targets]).repeat_interleave(self.count)
@@ -61,6 +61,6 @@ class ExtraRollouts(ExtraSource):
         responses.rewards = context.task.score(responses.samples, responses.group)
         responses.accuracy = context.task.accuracy(responses.samples)
         responses.origin = torch.full((len(responses),), EXTRA)
-        right = (responses.accuracy >= self.accuracy) & bool(failed)
-        rank = right.view(-1, self.count).cumsum(1).flatten()  # among the right responses of its group, from 1
-        return pad_to_all_ranks([responses.select(right & (rank <= self.most))], fresh, context)
+        correct = (responses.accuracy >= self.accuracy) & bool(failed)
+        number = correct.view(-1, self.count).cumsum(1).flatten()  # among the correct responses to a prompt, from 1
+        return pad_to_all_ranks([responses.select(correct & (number <= self.most))], fresh, context)

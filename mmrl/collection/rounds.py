@@ -1,4 +1,5 @@
-"""Rounds of rollouts: demonstrated, sampled, or taken from a pool of partial rollouts."""
+"""Rounds of rollouts: one round makes the rollouts of a rank's share of prompts, from demonstrations, by sampling, or
+from a pool of partial rollouts."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from mmrl.runtime.seeds import rollout_seeds
 
 @dataclass(eq=False)
 class Rounds(ABC):
-    """A maker of rollouts of this rank's share of prompts, scored and measured, in whole groups.
+    """Makes the rollouts for this rank's share of prompts, in whole groups, with rewards and measurements.
 
-    one_at_once: whether at most one round may be pending.
+    one_at_once: whether at most one round may be pending when rounds are sampled ahead.
     """
 
     one_at_once: ClassVar[bool] = False
@@ -32,17 +33,17 @@ class Rounds(ABC):
     draws: PromptDraws
 
     def ahead(self) -> Draw | None:
-        """Draws the prompts of a later round in advance, so that they do not depend on when it is made. Returns None
-        where the round draws them itself, by its unfinished groups."""
+        """Draws the prompts of a later round now, so that they do not depend on when the round is made. Returns None
+        where `make` draws them, as many as its pool has room for."""
         return self.draws.draw()
 
     @abstractmethod
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
-        """Makes a round for the next step. step: number of finished steps. version: finished steps of the generator's
-        weights. draw: from `ahead`; None: the next prompts."""
+        """Makes the rollouts of a round. step: number of finished training steps. version: the training step of the
+        generator's weights. draw: of `ahead`; None: draws the next prompts."""
 
     def state(self) -> dict[str, Any]:
-        """Returns this rank's unfinished rollouts, as tensors and numbers that `load` restores; later steps do not
+        """Returns this rank's unfinished rollouts as tensors and numbers, which `load` restores; later steps do not
         change them."""
         return {}
 
@@ -50,17 +51,18 @@ class Rounds(ABC):
         """Restores a `state`."""
 
     def drawn(self, draw: Draw | None) -> tuple[Draw, list[Prompt]]:
-        """Returns a draw and its prompts. Without `draw` the next one is drawn, and the one after it is read ahead."""
-        chosen = self.draws.draw() if draw is None else draw
-        prompts = self.draws.prompts(chosen)
+        """Returns a draw and its prompts. If `draw` is None, draws the next prompts, and starts reading those after
+        them."""
+        present = self.draws.draw() if draw is None else draw
+        prompts = self.draws.prompts(present)
         if draw is None:
             self.draws.prefetch()
-        return chosen, prompts
+        return present, prompts
 
 
 @dataclass(eq=False)
 class DemonstratedRounds(Rounds):
-    """Makes rollouts of demonstrations, which are the known answers to prompts. They have no rewards."""
+    """Makes rollouts from demonstrations, the known answers to prompts. They have no rewards."""
 
     policy: Policy
 
@@ -75,7 +77,7 @@ class DemonstratedRounds(Rounds):
 
 @dataclass(eq=False)
 class ScoredRounds(Rounds):
-    """Rollouts of the policy, which the task scores. sampling: the source of rollouts."""
+    """Makes rollouts of the policy, which the task scores. sampling: what samples them, see `sampled_by`."""
 
     policy: Policy
     sampling: RolloutSource
@@ -87,7 +89,7 @@ class ScoredRounds(Rounds):
         return 0 if self.config.generator is None else self.config.generator.steps_ahead
 
     def measure(self, batch: Rollouts, step: int) -> Rollouts:
-        """Adds the measurements that methods need."""
+        """Adds the measurements that parts of the algorithm need to `batch.extras`. step: number of finished steps."""
         config = self.config
         context = CollectedContext(
             self.policy, self.task, config.seed, step, config.group_size, self.ranks.max, self.sampling
@@ -98,7 +100,7 @@ class ScoredRounds(Rounds):
 
 
 class SampledRounds(ScoredRounds):
-    """Rollouts that are sampled at once, or in micro-batches, each of which is scored while the next one is sampled."""
+    """Samples all rollouts at once, or in micro-batches, each of which is scored while the next one is sampled."""
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
@@ -110,7 +112,8 @@ class SampledRounds(ScoredRounds):
         return self.measure(batch, step)
 
     def sampled(self, prompts: list[Prompt], positions: list[int], step: int) -> Rollouts:
-        """Samples groups of rollouts, with rewards."""
+        """Samples and scores a group of rollouts for each prompt. positions: of the prompts in the order of the run,
+        which are the group ids and decide the seeds."""
         settings, size = self.config.rollout, self.config.group_size
         seeds = rollout_seeds(self.config.seed, positions, size)
         group = torch.tensor(positions).repeat_interleave(size)
@@ -119,10 +122,11 @@ class SampledRounds(ScoredRounds):
         with one_thread("rewards") as background:
             for i in range(0, len(prompts), at_once):
                 rows = slice(i * size, (i + at_once) * size)
-                questions, each = prompts[i : i + at_once], size
-                if settings.paired:
-                    questions, each = [one for prompt in questions for one in (prompt, twin_of(prompt))], size // 2
-                part = self.sampling.rollout(questions, each, seeds[rows], step=step)
+                micro_prompts, group_size = prompts[i : i + at_once], size
+                if settings.paired:  # half of a group answers the prompt, half its twin
+                    micro_prompts = [member for prompt in micro_prompts for member in (prompt, twin_of(prompt))]
+                    group_size = size // 2
+                part = self.sampling.rollout(micro_prompts, group_size, seeds[rows], step=step)
                 parts.append(part)
                 scores.append(background.submit(self.task.score, part.samples, group[rows]))
                 if not settings.scores_in_background:
@@ -134,8 +138,8 @@ class SampledRounds(ScoredRounds):
 
 @dataclass(eq=False)
 class PooledRounds(ScoredRounds):
-    """The groups that finish first of a pool of partial rollouts. Every rank has as many unfinished groups; towards the
-    end of the run no more than will be trained on."""
+    """Takes the groups that are finished first from a pool of partial rollouts. The pool has the same size on every
+    rank; towards the end of the run it holds no more groups than will be trained on."""
 
     one_at_once: ClassVar[bool] = True
     pool: Pool
@@ -145,9 +149,9 @@ class PooledRounds(ScoredRounds):
 
     def make(self, step: int, version: int, draw: Draw | None = None) -> Rollouts:
         share = self.draws.share
-        most = share + self.pool.partial.oversample // self.ranks.world
-        room = max(share, min(most, share * (self.config.steps - step)))
-        added = self.draws.draw(max(0, room - len(self.pool.groups)))
+        max_groups = share + self.pool.partial.oversample // self.ranks.world
+        pool_size = max(share, min(max_groups, share * (self.config.steps - step)))
+        added = self.draws.draw(max(0, pool_size - len(self.pool.groups)))
         self.pool.add(added.positions, added.indices)
         if not self.steps_ahead:
             self.draws.prefetch()
@@ -164,7 +168,7 @@ class PooledRounds(ScoredRounds):
 
 
 def one_thread(name: str) -> ThreadPoolExecutor:
-    """Returns a pool of one thread that computes on this rank's GPU; without it a new thread would use GPU 0."""
+    """Returns an executor with one thread whose default device is this rank's GPU; a new thread would use GPU 0."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(1, name)
     return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))

@@ -1,4 +1,4 @@
-"""Samples of self-correction, joined from two rollouts."""
+"""A source of examples of self-correction: a wrong response, a text such as "Wait", and another response, joined."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class SelfCorrections(ExtraSource):
         joined.group, joined.prompt = fresh.group[first], fresh.prompt[first]
         joined.origin = torch.full((len(pairs),), EXTRA)
         answers = [
-            replace(whole, response=fresh.samples[row].response)
-            for whole, row in zip(joined.samples, second.tolist(), strict=True)
+            replace(sample, response=fresh.samples[row].response)
+            for sample, row in zip(joined.samples, second.tolist(), strict=True)
         ]
         joined.rewards = context.task.score(answers, joined.group)
         joined.accuracy = context.task.accuracy(answers)
@@ -72,25 +72,25 @@ class SelfCorrections(ExtraSource):
             self._warned = True
             shortest = min(sample.response_length for sample in joined.samples)
             _log.warning(
-                "self_corrections: none of %d fits; the shortest has %d tokens, rollout.max_response_length=%d: "
-                "raise it or shorten the text between them",
+                "rollout.extras (self_corrections): none of %d joined responses is short enough; the shortest has %d "
+                "tokens, but rollout.max_response_length=%d: raise it, or shorten the text between the two responses",
                 *(len(pairs), shortest, joined.samples[0].max_response_length),
             )
         return pad_to_all_ranks([joined.select(fits)], fresh, context)
 
     def _pairs(self, fresh: Rollouts) -> list[tuple[int, int]]:
-        """Returns the rows of first and second responses: a wrong and a right one, then two wrong ones where there are
-        two."""
+        """Returns pairs of rows (first response, second response) of the same group. The first one is wrong; the second
+        is correct in half of a group's pairs, rounded up, and wrong in the others if the group has two wrong ones."""
         assert fresh.accuracy is not None
         pairs = []
         for group in fresh.group.unique().tolist():
             rows = (fresh.group == group).nonzero().flatten()
             accuracy = fresh.accuracy[rows]
-            right, wrong = (rows[accuracy >= self.accuracy].tolist(), rows[accuracy < self.accuracy].tolist())
-            if not right or not wrong:
+            correct, wrong = (rows[accuracy >= self.accuracy].tolist(), rows[accuracy < self.accuracy].tolist())
+            if not correct or not wrong:
                 continue
-            chance = random.Random(f"{self._context.seed} {group}")  # by the draw's position, whatever the rank
-            mended = -(-self.count // 2) if len(wrong) > 1 else self.count
-            pairs += [(chance.choice(wrong), chance.choice(right)) for _ in range(mended)]
-            pairs += [tuple(chance.sample(wrong, 2)) for _ in range(self.count - mended)]
+            rng = random.Random(f"{self._context.seed} {group}")  # the same on whatever rank the group is
+            num_corrected = -(-self.count // 2) if len(wrong) > 1 else self.count
+            pairs += [(rng.choice(wrong), rng.choice(correct)) for _ in range(num_corrected)]
+            pairs += [tuple(rng.sample(wrong, 2)) for _ in range(self.count - num_corrected)]
         return pairs  # type: ignore[return-value]

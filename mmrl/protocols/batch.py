@@ -175,8 +175,10 @@ def _count_turns(rollouts: Rollouts, condition: Callable[[Turn], bool]) -> Tenso
     counts = []
     for sample in rollouts.samples:
         conversation = sample.conversation
-        known = conversation is not None and conversation.end != "lost"
-        counts.append(float(sum(map(condition, conversation.turns))) if known else torch.nan)
+        if conversation is None or conversation.end == "lost":
+            counts.append(torch.nan)
+        else:
+            counts.append(float(sum(map(condition, conversation.turns))))
     return torch.tensor(counts, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Exchange of groups of rollouts between ranks, so that the updates of all ranks cost about as much."""
+"""Load balancing: ranks exchange groups of rollouts, so that an update costs about the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmrl.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class Piece:
-    """The rollouts of one group in one minibatch: their number and total cost. A piece that `stays` is not moved."""
+    """The rollouts of one group in one minibatch. size: their number. cost: their total cost. stays: whether they must
+    stay on their rank."""
 
     minibatch: int
     size: int
@@ -25,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Move:
-    """Sends `Piece` `number` of rank `source` to rank `target`, into the rows that its piece `slot` had."""
+    """A move of piece `number` of rank `source` to rank `target`, into the rows of that rank's piece `slot`."""
 
     source: int
     number: int
@@ -36,45 +37,49 @@ class Move:
 def balance_ranks(
     rollouts: Rollouts, parts: list[list[Tensor]], cost: Tensor, staying: Tensor, ranks: Ranks
 ) -> tuple[Rollouts, dict[str, float]]:
-    """Returns this rank's rollouts after the exchange, and the cost of the most loaded rank over the mean, before and
-    after. A collective.
+    """Exchanges groups between ranks. Returns this rank's rollouts, and metrics: the cost of the most loaded rank over
+    the mean, before and after the exchange. A collective.
 
-    A group takes the rows of one of the same size and minibatch, so a minibatch holds the same rollouts over all ranks,
-    and every rank keeps its number of micro-batches. parts: the rows of the micro-batches of each minibatch; cost:
-    [rollout] int64, of an update; staying: [rollout] bool, True where a rollout is not moved.
+    A group is swapped only with one of the same size and minibatch. So a minibatch holds the same rollouts over all
+    ranks as before, and every rank keeps its number of micro-batches. parts: the rows [n] of each micro-batch of each
+    minibatch. cost: [rollout] int64, the cost of an update. staying: [rollout] bool, True where a rollout must stay on
+    its rank.
     """
-    local, rows = pieces(rollouts.group, parts, cost, staying)
+    local, rows = split_pieces(rollouts.group, parts, cost, staying)
     by_rank = ranks.gather(local)
-    moves = planned(by_rank)
-    before = [[(piece.minibatch, piece.cost) for piece in listed] for listed in by_rank]
-    after = [list(listed) for listed in before]
+    moves = plan_moves(by_rank)
+    before = [[(piece.minibatch, piece.cost) for piece in pieces] for pieces in by_rank]
+    after = [list(loads) for loads in before]
     for move in moves:
         after[move.target][move.slot] = before[move.source][move.number]
-    reports = {"balance/heaviest_rank_before": heaviest(before), "balance/heaviest_rank": heaviest(after)}
-    return (sent(rollouts, rows, moves, ranks) if moves else rollouts), reports
+    reports = {"balance/heaviest_rank_before": imbalance(before), "balance/heaviest_rank": imbalance(after)}
+    return (exchange_rollouts(rollouts, rows, moves, ranks) if moves else rollouts), reports
 
 
-def pieces(group: Tensor, parts: list[list[Tensor]], cost: Tensor, staying: Tensor) -> tuple[list[Piece], list[Tensor]]:
-    """Returns the pieces of one rank, and the rows [n] of each. A group that lies in two minibatches stays: otherwise
-    its parts could go to two ranks."""
-    listed, rows = [], []
+def split_pieces(
+    group: Tensor, parts: list[list[Tensor]], cost: Tensor, staying: Tensor
+) -> tuple[list[Piece], list[Tensor]]:
+    """Returns the pieces of one rank, and the rows [n] of each. A group that lies in two minibatches stays, since its
+    two pieces could otherwise go to different ranks. Arguments as in `balance_ranks`; group: [rollout] int64."""
+    pieces, rows = [], []
     for minibatch, part in enumerate(parts):
-        every = torch.cat(part)
-        for one in dict.fromkeys(group[every].tolist()):
-            members = every[group[every] == one]
-            stays = len(members) < int((group == one).sum()) or bool(staying[members].any())
-            listed.append(Piece(minibatch, len(members), int(cost[members].sum()), stays))
+        minibatch_rows = torch.cat(part)
+        for group_id in dict.fromkeys(group[minibatch_rows].tolist()):
+            members = minibatch_rows[group[minibatch_rows] == group_id]
+            stays = len(members) < int((group == group_id).sum()) or bool(staying[members].any())
+            pieces.append(Piece(minibatch, len(members), int(cost[members].sum()), stays))
             rows.append(members)
-    return listed, rows
+    return pieces, rows
 
 
-def planned(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
-    """Plans the moves between ranks, sorted by source and target. by_rank: the pieces of each rank."""
-    every = [(rank, number, piece) for rank, listed in enumerate(by_rank) for number, piece in enumerate(listed)]
+def plan_moves(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
+    """Plans the moves that balance the cost of each minibatch over ranks. by_rank: the pieces of each rank. Returns the
+    moves sorted by source and target."""
+    all_pieces = [(rank, number, piece) for rank, pieces in enumerate(by_rank) for number, piece in enumerate(pieces)]
     moves = []
-    for minibatch in sorted({piece.minibatch for _, _, piece in every}):
+    for minibatch in sorted({piece.minibatch for _, _, piece in all_pieces}):
         fixed, free = torch.zeros(len(by_rank), dtype=torch.int64), []
-        for rank, number, piece in every:
+        for rank, number, piece in all_pieces:
             if piece.minibatch == minibatch and piece.stays:
                 fixed[rank] += piece.cost
             elif piece.minibatch == minibatch:
@@ -87,26 +92,27 @@ def planned(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
     return sorted(moves, key=lambda move: (move.source, move.target))
 
 
-def heaviest(loads: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """Returns the largest cost of a rank over the mean, with a barrier after every minibatch. loads: of each rank, the
-    minibatch and cost of its pieces."""
+def imbalance(loads: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """Returns the largest cost of a rank over the mean of ranks, summed over minibatches, since ranks wait for one
+    another after each. loads: for each rank, (minibatch, cost) of its pieces."""
     largest, total = 0, 0
-    for minibatch in {minibatch for listed in loads for minibatch, _ in listed}:
-        costs = [sum(cost for m, cost in listed if m == minibatch) for listed in loads]
+    for minibatch in {minibatch for pieces in loads for minibatch, _ in pieces}:
+        costs = [sum(cost for m, cost in pieces if m == minibatch) for pieces in loads]
         largest, total = largest + max(costs), total + sum(costs)
     return largest * len(loads) / max(1, total)
 
 
-def sent(rollouts: Rollouts, rows: Sequence[Tensor], moves: Sequence[Move], ranks: Ranks) -> Rollouts:
-    """Exchanges rollouts and returns those of this rank afterwards. rows: of each of its pieces. A collective."""
-    parcels: list[Rollouts | None] = []
+def exchange_rollouts(rollouts: Rollouts, rows: Sequence[Tensor], moves: Sequence[Move], ranks: Ranks) -> Rollouts:
+    """Carries out moves and returns this rank's rollouts afterwards. rows: the rows [n] of each piece of this rank. A
+    collective."""
+    outgoing: list[Rollouts | None] = []
     for target in range(ranks.world):
         leaving = [rows[move.number] for move in moves if (move.source, move.target) == (ranks.rank, target)]
-        parcels.append(rollouts.select(torch.cat(leaving)) if leaving else None)
-    arrived = [parcel for parcel in ranks.exchange(parcels, instead="engine.balance=none") if parcel is not None]
+        outgoing.append(rollouts.select(torch.cat(leaving)) if leaving else None)
+    incoming = [part for part in ranks.exchange(outgoing, instead="engine.balance=none") if part is not None]
     replaced = [rows[move.slot] for move in moves if move.target == ranks.rank]
     if not replaced:
         return rollouts
-    index, new = torch.arange(len(rollouts)), torch.cat(replaced)
-    index[new] = len(rollouts) + torch.arange(len(new))
-    return Rollouts.concat([rollouts, *arrived]).select(index)
+    index, replaced_rows = torch.arange(len(rollouts)), torch.cat(replaced)
+    index[replaced_rows] = len(rollouts) + torch.arange(len(replaced_rows))
+    return Rollouts.concat([rollouts, *incoming]).select(index)

@@ -1,4 +1,4 @@
-"""Metrics of a step over all ranks, and the line that is printed of them."""
+"""Metrics of a step over all ranks, monitors that end a run in which nothing is learned, and the printed lines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MAXIMA = ("_gap", "/staleness")  # endings of names whose maximum is reported to
 
 
 class Metrics:
-    """Sums and counts of a step's metrics, averaged over all ranks once, at its end."""
+    """Collects the metrics of a step on this rank; `result` averages them over all ranks at the end of the step."""
 
     def __init__(self, engine: Ranks, workload: Workload | None = None) -> None:
-        """workload: of the policy; None: rates of it are not reported."""
+        """workload: the policy's units of work and operations; None: throughput is not reported."""
         self.engine, self.workload = engine, workload
         self._parts: dict[str, list[Tensor]] = defaultdict(list)  # [sum, count, maximum], where the values are
         self._totals: set[str] = set()  # names whose values are parts of a total
@@ -41,10 +41,10 @@ class Metrics:
         self._started = time.perf_counter()
 
     def add(self, name: str, values: Tensor, *, sums: bool = False, where: Tensor | None = None) -> None:
-        """Adds values to average, without NaN; with `sums` they are added to a total instead. where: bool, of the same
-        shape; entries where it is False are left out.
+        """Adds values of a metric, of any shape. The metric is their mean without NaN, or with `sums` their total over
+        all ranks. where: bool, of the same shape; entries where it is False are left out.
 
-        No value is read in this call: on a GPU that would synchronise.
+        Values are not read in this call, since that would wait for the GPU.
         """
         self.add_all({name: values}, where=where, sums=sums)
 
@@ -55,8 +55,8 @@ class Metrics:
         if where is not None:
             counted &= where.to(values.device).flatten()
         finite = values.where(counted, 0.0)
-        most = finite.amax(1) if values.shape[1] else finite.sum(1)
-        rows = torch.stack([finite.sum(1), counted.sum(1), most.clamp(min=0.0)], 1)
+        maxima = finite.amax(1) if values.shape[1] else finite.sum(1)
+        rows = torch.stack([finite.sum(1), counted.sum(1), maxima.clamp(min=0.0)], 1)
         for name, row in zip(columns, rows.unbind(), strict=True):
             self._parts[name].append(row)
         if sums:
@@ -72,7 +72,8 @@ class Metrics:
             self.add(name, torch.tensor([count]), sums=True)
 
     def add_rollouts(self, rollouts: Rollouts, task: Task) -> None:
-        """Adds units of work, and rewards, accuracy and the task's measures of scored rollouts; of fresh ones only."""
+        """Adds units of work, and of the fresh rollouts (not demonstrations or replayed ones) rewards, shares of
+        unscored rollouts, accuracy and the task's measures."""
         if self.workload is not None:
             self._work |= self.workload.work.units(rollouts)
         if rollouts.rewards is None:
@@ -90,10 +91,12 @@ class Metrics:
             self.add("accuracy", fresh.accuracy)
 
     def set(self, values: dict[str, float]) -> None:
+        """Sets metrics that are equal on all ranks, or of this rank alone."""
         self._scalars.update(values)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """A context that measures the time and the operations of a phase of the step, such as "rollout"."""
         self.engine.mark(name)
         started, waited, flops = time.perf_counter(), self.engine.waited, self._flops
         yield
@@ -103,8 +106,8 @@ class Metrics:
         self._busy[name] += elapsed - (self.engine.waited - waited)
 
     def result(self) -> dict[str, float]:
-        """Returns the step's metrics over all ranks: means, maxima (_max), scalars, and times in seconds. A
-        collective."""
+        """Returns the step's metrics over all ranks by name: means, maxima (names with _max), scalars, times in seconds
+        and throughput. A collective."""
         everyone = self.engine.gather((*self.read(), dict(self._busy), peak_memory(), dict(self._work)))
         merged: dict[str, list[float]] = {}
         for sums, maxima, *_ in everyone:
@@ -125,7 +128,7 @@ class Metrics:
         return {**means, **self._scalars, **times}
 
     def read(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Returns sums with counts, and maxima, by name; one copy from each device."""
+        """Returns (sum, count) by name and maxima by name, of this rank. Copies the values from each device once."""
         by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parts in self._parts.items():
             for part in parts:
@@ -133,11 +136,13 @@ class Metrics:
         sums, maxima = dict[str, tuple[float, float]](), dict[str, float]()
         for named in by_device.values():
             rows = torch.stack([part for _, part in named]).tolist()
-            for (name, _), (total, count, most) in zip(named, rows, strict=True):
-                before, counted = sums.get(name, (0.0, 0.0))
-                sums[name] = (before + total, 1.0 / self.engine.world if name in self._totals else counted + count)
-                if name.endswith(MAXIMA) and count:
-                    maxima[name] = max(maxima.get(name, 0.0), most)
+            for (name, _), (part_sum, part_count, part_maximum) in zip(named, rows, strict=True):
+                total, count = sums.get(name, (0.0, 0.0))
+                # Counts of a total add up to 1 over the ranks.
+                new_count = 1.0 / self.engine.world if name in self._totals else count + part_count
+                sums[name] = (total + part_sum, new_count)
+                if name.endswith(MAXIMA) and part_count:
+                    maxima[name] = max(maxima.get(name, 0.0), part_maximum)
         return sums, maxima
 
 
@@ -150,7 +155,8 @@ def peak_memory() -> dict[str, float]:
 
 
 def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the maximum, the median and the slowest rank of the seconds that the ranks worked in each phase."""
+    """Returns metrics of the seconds that ranks worked in each phase: maximum, median, and the slowest rank's number.
+    times: for each rank, seconds by phase."""
     metrics = {}
     for name in times[0] if len(times) > 1 else ():
         seconds = [rank[name] for rank in times]
@@ -161,65 +167,68 @@ def stragglers(times: list[dict[str, float]]) -> dict[str, float]:
 
 
 class UnscoredMonitor:
-    """Counts consecutive steps in which no rollout was scored, so that nothing could be learned."""
+    """Ends a run in which no rollout is scored for several steps in a row."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.steps = most, 0
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps, self.steps = max_steps, 0
 
     def judge(self, step: int, values: dict[str, float], reasons: Mapping[str, str] | None = None) -> None:
-        """Raises UserError after `most` steps in a row without a scored rollout; it names the rewards at fault.
-        values: metrics over all ranks, so that all ranks raise. reasons: by reward, why it did not score a rollout."""
+        """Raises UserError after `max_steps` steps in a row without a scored rollout. values: metrics over all ranks,
+        so that all ranks raise. reasons: why a reward could not score a rollout, by reward name."""
         if UNSCORED not in values:
             return
         self.steps = self.steps + 1 if values[UNSCORED] == 1.0 else 0
-        if self.steps >= self.most:
+        if self.steps >= self.max_steps:
             shares = {n.removeprefix(f"{UNSCORED}/"): v for n, v in values.items() if n.startswith(f"{UNSCORED}/")}
-            lost = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
-            why = "; ".join(f"{name}: {reason}" for name, reason in (reasons or {}).items() if shares.get(name))
+            unscored = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0)
+            causes = "; ".join(f"{name}: {reason}" for name, reason in (reasons or {}).items() if shares.get(name))
             raise UserError(
-                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: {lost}). "
-                f"{why or 'The warnings above say why'}. Mend the rewards or their answers, or raise "
-                "rollout.max_unscored_steps"
+                f"step {step}: no rollout could be scored in {self.steps} steps in a row (unscored by reward: "
+                f"{unscored}). {causes or 'The warnings above say why'}. Correct the rewards or the answers in the "
+                "data, or raise rollout.max_unscored_steps"
             )
 
 
 class ZeroGradientMonitor:
-    """Counts consecutive steps whose gradient was exactly 0, so that nothing was learned: rewards that never differ
-    within a group, a weight of 0, a mask that excludes everything. Also counts consecutive steps in which no group had
-    a signal, so that only loss terms may have moved the weights."""
+    """Warns of, and then ends, a run whose gradient is exactly 0 for many steps in a row: rewards never differ within a
+    group, a weight is 0, or a mask excludes everything. Also warns where all groups have equal rewards, so that only
+    loss terms change the weights.
 
-    def __init__(self, most: int) -> None:
-        self.most, self.steps, self.flat = most, 0, 0
+    steps: consecutive steps with gradient 0. flat_steps: consecutive steps in which all groups had equal rewards.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps, self.steps, self.flat_steps = max_steps, 0, 0
 
     def judge(self, step: int, values: dict[str, float]) -> str | None:
-        """Returns a warning after a fifth of `most` such steps. Raises UserError after `most`; `values` are of all
-        ranks, so all ranks raise."""
-        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent: updates were skipped
-        self.flat = self.flat + 1 if values.get(FLAT) == 1.0 else 0
-        first = max(1, self.most // 5)
-        if self.flat == first and not self.steps:
+        """Returns a warning after max_steps / 5 such steps in a row, else None. Raises UserError after `max_steps`.
+        values: metrics over all ranks, so that all ranks raise."""
+        self.steps = self.steps + 1 if values.get("grad_norm") == 0.0 else 0  # absent where updates were skipped
+        self.flat_steps = self.flat_steps + 1 if values.get(FLAT) == 1.0 else 0
+        warn_after = max(1, self.max_steps // 5)
+        if self.flat_steps == warn_after and not self.steps:
             return (
-                f"step {step}: the rewards taught nothing in {first} steps in a row: all rollouts of a group had "
-                "the same; only loss terms moved the weights. Try prompts that are neither too easy nor too hard, "
-                "a larger rollout.group_size, or partial credit"
+                f"step {step}: all rollouts of each group had equal rewards in {warn_after} steps in a row, so that "
+                "only loss terms changed the weights. Try prompts that are neither too easy nor too hard, a larger "
+                "rollout.group_size, or partial credit"
             )
-        if self.steps not in (first, self.most):
+        if self.steps not in (warn_after, self.max_steps):
             return None
         rewards = [f"{n.removeprefix('reward/')} {v:.3g}" for n, v in values.items() if n.startswith("reward/")]
-        why = (
-            f"step {step}: nothing was learned in {self.steps} steps in a row, for the gradient was 0 (mean rewards: "
-            f"{', '.join(rewards) or 'none'}). Rewards that are all equal within each group teach nothing: check the "
-            "tables in samples/, the rewards and their weights, and what rollouts are masked"
+        problem = (
+            f"step {step}: nothing was learned in {self.steps} steps in a row, because the gradient was 0 (mean "
+            f"rewards: {', '.join(rewards) or 'none'}). Groups in which all rewards are equal have no learning signal: "
+            "check the tables in samples/, the rewards and their weights, and the masks"
         )
-        if self.steps < self.most:
-            return f"{why}; the run ends after {self.most} such steps (rollout.max_idle_steps)"
-        raise UserError(f"{why}; or raise rollout.max_idle_steps")
+        if self.steps < self.max_steps:
+            return f"{problem}; the run ends after {self.max_steps} such steps (rollout.max_idle_steps)"
+        raise UserError(f"{problem}; or raise rollout.max_idle_steps")
 
 
 def step_line(step: int, steps: int, values: dict[str, float], left: float | None = None) -> str:
-    """Formats the line of a step: main metrics, shares without signal or score, speed. left: seconds until the last
-    step."""
-    shown = [
+    """Returns the printed line of a step: rewards, main metrics, shares of groups without signal and of unscored
+    rollouts, and speed. left: estimated seconds until the last step."""
+    main_metrics = [
         ("acc", "accuracy"),
         ("loss", "loss"),
         ("grad", "grad_norm"),
@@ -227,7 +236,7 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
         ("len", "response/length"),
     ]
     parts = [f"{n.removeprefix('reward/')} {v:.3f}" for n, v in values.items() if n.startswith("reward/")]
-    parts += [f"{short} {values[name]:.3f}" for short, name in shown if name in values]
+    parts += [f"{short} {values[name]:.3f}" for short, name in main_metrics if name in values]
     missing = [("no signal", FLAT), (UNSCORED, UNSCORED)]
     parts += [f"{word} {values[name]:.0%}" for word, name in missing if values.get(name, 0) > 0]
     if lost := lost_episodes(values):
@@ -239,7 +248,7 @@ def step_line(step: int, steps: int, values: dict[str, float], left: float | Non
 
 
 def evaluation_line(step: int, values: dict[str, float]) -> str:
-    """Formats the line of an evaluation: accuracy with its standard error, and what was not scored."""
+    """Returns the printed line of an evaluation: accuracy with its standard error, and how much was not scored."""
     unscored, lost = values["evaluation/unscored"], lost_episodes(values, "evaluation/")
     missing = [f"{unscored:.1%} could not be scored"] if unscored else []
     missing += [f"{lost} lost"] if lost else []
@@ -254,5 +263,5 @@ def evaluation_line(step: int, values: dict[str, float]) -> str:
 
 
 def lost_episodes(values: dict[str, float], prefix: str = "") -> int:
-    """Returns the number of episodes and conversations that a simulator or an environment lost."""
+    """Returns the number of episodes and conversations that were lost because a simulator or an environment failed."""
     return round(sum(values.get(prefix + name, 0.0) for name in ("simulator/dropped", "environment/lost")))

@@ -1,5 +1,5 @@
-"""Preparation of a step's rollouts before its first update: log-probabilities under other policies, advantages, and
-masks of decisions."""
+"""Prepares a step's rollouts for the updates: minibatches, log-probabilities under the old and the reference policy,
+advantages, and masks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from mmrl.training.balancing import balance_ranks
 from mmrl.training.metrics import Metrics
 
 Minibatch = list[Rollouts]  # its micro-batches
-OF_OLD = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # columns under the policy that sampled
-OF_OTHERS = (*OF_OLD, "ref_logp", "ref_prediction")  # and under the reference
+OLD_COLUMNS = ("old_logp", "old_entropy", "old_square_sum", "old_prediction")  # under the policy that sampled
+OTHER_COLUMNS = (*OLD_COLUMNS, "ref_logp", "ref_prediction")  # and under the reference policy
 
 
 class Preparation:
-    """Cuts a step's rollouts into minibatches.
+    """Divides a step's rollouts into minibatches and micro-batches, and fills in what the loss needs.
 
-    The partition is fixed first, and other policies replay in its micro-batches, so that the first ratio is exactly 1.
+    Log-probabilities of the old policy are computed in the same micro-batches as the updates, so that the importance
+    ratio of the first update is exactly 1.
     """
 
     def __init__(
@@ -48,20 +49,23 @@ class Preparation:
         sampling_policy: EMA | None,
         reference: Snapshot | AdaptersOff | None,
     ) -> None:
-        """engine: wraps the policy's module; sampling_policy, reference: weights of other policies, if any."""
+        """engine: wraps the policy's module. sampling_policy: an average of the weights that samples rollouts, if the
+        algorithm has one. reference: weights of the reference policy, if any."""
         self.config, self.policy, self.task, self.engine = config, policy, task, engine
         self.sampling_policy, self.reference = sampling_policy, reference
         self.algorithm, self.needs = config.algorithm, config.needs
         # State of parts of the algorithm across steps, equal on all ranks
         self.memory: dict[str, Any] = {}
         self.modules = AuxiliaryModules()
-        self.further: list[list[Minibatch]] = []  # of the second and later epochs, where they differ from the first's
+        # Minibatches of the second and later epochs, where they differ from those of the first
+        self.further: list[list[Minibatch]] = []
 
     def minibatches(
         self, rollouts: Rollouts, step: int, shuffle: torch.Generator, metrics: Metrics
     ) -> tuple[list[Minibatch], Batch]:
-        """Returns minibatches in the order of their updates, drawn by `shuffle`, and the batch. step: finished steps.
-        After balancing, rollouts may come from other ranks; they have advantages and the mask of counted decisions."""
+        """Returns the minibatches in the order of their updates, which `shuffle` decides, and the batch. The rollouts
+        have advantages and final masks; with load balancing some come from other ranks. step: number of finished
+        steps."""
         if not self.algorithm.by_step:
             parts = self.cut(rollouts, shuffle)
             if self.balances:
@@ -86,18 +90,18 @@ class Preparation:
             self.set_advantages(batch)
             rollouts = require_ability(self.policy, Stepwise).by_step(rollouts)
             parts = self.cut(rollouts, shuffle)
-        brought = rollouts.old_logp
+        given_logp = rollouts.old_logp
         complete = self.compute_logprobs(rollouts, parts)
-        redrawn = self.redraw(rollouts, brought, parts)
+        resampled = self.resample_states(rollouts, given_logp, parts)
         self.measure(rollouts, parts, step)
         if not self.algorithm.by_step:
             self.set_advantages(batch)
         self.algorithm.prepare(batch)
         minibatches = [[rollouts.select(rows) for rows in part] for part in parts]
         if not complete:
-            unknown: dict[str, Any] = dict.fromkeys(OF_OLD)
+            unknown: dict[str, Any] = dict.fromkeys(OLD_COLUMNS)
             minibatches[0] = [replace(micro, **unknown) for micro in minibatches[0]]
-        copies = (replace(rollouts, **columns) for columns in redrawn)
+        copies = (replace(rollouts, **columns) for columns in resampled)
         self.further = [[[copy.select(rows) for rows in part] for part in parts] for copy in copies]
         for minibatch in chain(minibatches, *self.further):
             self.algorithm.prepare_minibatch(minibatch, self.engine.sum)
@@ -105,12 +109,13 @@ class Preparation:
         return minibatches, batch
 
     def epochs(self, minibatches: list[Minibatch], shuffle: torch.Generator) -> Iterator[Minibatch]:
-        """Yields the minibatches that `minibatches` returned in order, and in each further epoch in a shuffled one."""
+        """Yields the minibatches of all epochs: in the first epoch in the given order, in later ones in a random
+        order."""
         yield from minibatches
         for epoch in range(1, self.algorithm.epochs):
-            again = self.further[epoch - 1] if self.further else minibatches
-            for index in torch.randperm(len(again), generator=shuffle).tolist():
-                yield again[index]
+            epoch_minibatches = self.further[epoch - 1] if self.further else minibatches
+            for index in torch.randperm(len(epoch_minibatches), generator=shuffle).tolist():
+                yield epoch_minibatches[index]
 
     def cut(self, rollouts: Rollouts, shuffle: torch.Generator) -> list[list[Tensor]]:
         """Returns the rows of the micro-batches of each minibatch, in the order of the updates."""
@@ -135,8 +140,8 @@ class Preparation:
         return isinstance(engine, UnevenEngine) and engine.balance == "lengths"
 
     def balance(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int, metrics: Metrics) -> Rollouts:
-        """Exchanges rollouts between ranks to balance the cost of updates. Rows in `parts` may hold other rollouts
-        afterwards. Groups of the step's table of samples stay on their rank, for their episodes were filmed."""
+        """Exchanges rollouts between ranks to balance the cost of updates, so that rows in `parts` may hold other
+        rollouts afterwards. Groups of the step's table of samples stay on their rank, which recorded their frames."""
         staying, log = torch.zeros(len(rollouts), dtype=torch.bool), self.config.log
         if log.samples_every and (step + 1) % log.samples_every == 0:
             staying[whole_groups(rollouts.group, log.samples)] = True
@@ -146,8 +151,8 @@ class Preparation:
         return rollouts
 
     def by_length(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Regroups the micro-batches of each minibatch by length, and splits those above `engine.micro_tokens`, where
-        either is configured. All ranks have as many, for every backward pass is a collective."""
+        """Regroups the micro-batches of each minibatch by length, and splits those of more than engine.micro_tokens,
+        where these are configured. All ranks get the same number, since every backward pass is a collective."""
         tokens = self.config.engine.token_limit
         if not self.sorts and tokens is None:
             return parts
@@ -161,54 +166,60 @@ class Preparation:
         return [halved(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
 
     def compute_logprobs(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
-        """Fills in log-probabilities under the policy that sampled and under the reference, in the micro-batches of
-        `parts`. Returns whether the former are complete, with those of the first minibatch. Log-probabilities that
-        rollouts already have are kept.
+        """Fills in log-probabilities under the policy that sampled the rollouts and under the reference policy.
 
-        Until the first update the policy that sampled is the policy that is trained: with one epoch the first minibatch
-        needs no extra pass. Nor do others where the policy recorded its log-probabilities. Where rollouts have no
-        values of the critic, the critic runs in this pass, and every decision is a step.
+        They are computed in the micro-batches of `parts`; those that rollouts already have are kept. Returns whether
+        the old ones are complete. They lack the first minibatch where its update comes before any other: the present
+        policy is the old one then, and the loss uses its own log-probabilities. The others need no forward pass where
+        the policy recorded them while sampling. Where a critic's values are missing, they are computed here too, and
+        every decision is a step.
         """
-        every = [rows for part in parts for rows in part]
-        brought, complete = rollouts.old_logp, True
+        micro_batches = [rows for part in parts for rows in part]
+        given, complete = rollouts.old_logp, True
         several = self.algorithm.updates > 1 or self.sampling_policy is not None
-        unvalued = self.needs.critic is not None and "steps" not in rollouts.extras
-        if self.needs.statistics or unvalued or (self.needs.old and brought is not None):
-            logp = self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts), every)
-            if brought is not None:
-                brought = brought.to(logp)
-                rollouts.old_logp = logp.where(brought.isnan(), brought)
+        needs_values = self.needs.critic is not None and "steps" not in rollouts.extras
+        if self.needs.statistics or needs_values or (self.needs.old and given is not None):
+            logp = self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts), micro_batches)
+            if given is not None:
+                given = given.to(logp)
+                rollouts.old_logp = logp.where(given.isnan(), given)
         elif self.needs.old and several:
             recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
-            now = [] if self.sampling_policy is not None else parts[0]  # its ratio must be exactly 1
-            complete = not now or self.algorithm.epochs > 1
-            wanted = [*(now if complete else []), *([] if recorded is not None else every[len(now) :])]
-            self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts, recorded), wanted)
+            # Recorded values do not do for the first minibatch, whose ratio must be exactly 1.
+            first = [] if self.sampling_policy is not None else parts[0]
+            complete = not first or self.algorithm.epochs > 1
+            missing = [*(first if complete else []), *([] if recorded is not None else micro_batches[len(first) :])]
+            self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts, recorded), missing)
         if self.reference is not None:
             with torch.no_grad(), self.reference.applied():
-                reference = ReplayColumns(self.policy, self.engine, rollouts).replay(every, reference=True)
+                reference = ReplayColumns(self.policy, self.engine, rollouts).replay(micro_batches, reference=True)
             rollouts.ref_logp, rollouts.ref_prediction = reference.column("logp"), reference.column("prediction")
         return complete
 
-    def redraw(self, rollouts: Rollouts, brought: Tensor | None, parts: list[list[Tensor]]) -> list[dict[str, Any]]:
-        """Returns the inputs of further epochs and their columns under other policies, by epoch, where likelihoods are
-        estimated from states that every epoch draws anew; else nothing. brought: log-probabilities that rollouts
-        already had. Such rollouts stay in their states, for the policy that made them is gone."""
+    def resample_states(
+        self, rollouts: Rollouts, given_logp: Tensor | None, parts: list[list[Tensor]]
+    ) -> list[dict[str, Any]]:
+        """Resamples the states from which a policy estimates likelihoods (`ResamplingStates`), for the second and later
+        epochs. Returns, for each of these epochs, the columns that change; an empty list for other policies.
+
+        given_logp: log-probabilities that rollouts had when they were collected. Such rollouts keep their states, since
+        the policy that sampled them no longer exists."""
         if not isinstance(self.policy, ResamplingStates):
             return []
-        keep = torch.zeros(len(rollouts), dtype=torch.bool) if brought is None else ~brought.isnan().any(1)
-        unknown: dict[str, Any] = {**dict.fromkeys(OF_OTHERS), "old_logp": brought}
-        further = []
+        keep = torch.zeros(len(rollouts), dtype=torch.bool) if given_logp is None else ~given_logp.isnan().any(1)
+        unknown: dict[str, Any] = {**dict.fromkeys(OTHER_COLUMNS), "old_logp": given_logp}
+        by_epoch = []
         for epoch in range(1, self.algorithm.epochs):
-            redrawn = self.policy.resample_states(replace(rollouts, **unknown), epoch, keep)
-            if redrawn is None:
+            resampled = self.policy.resample_states(replace(rollouts, **unknown), epoch, keep)
+            if resampled is None:
                 return []
-            self.compute_logprobs(redrawn, parts)
-            further.append({name: vars(redrawn)[name] for name in ("inputs", *OF_OTHERS)})
-        return further
+            self.compute_logprobs(resampled, parts)
+            by_epoch.append({name: vars(resampled)[name] for name in ("inputs", *OTHER_COLUMNS)})
+        return by_epoch
 
     def _compute_old(self, rollouts: Rollouts, old: ReplayColumns, parts: list[Tensor]) -> Tensor:
-        """Fills in the columns under the policy that sampled; returns its log-probabilities."""
+        """Replays the micro-batches `parts` under the policy that sampled, and fills in the old columns and, where a
+        critic has no steps yet, its steps. Returns the old log-probabilities."""
         with torch.no_grad(), applied(self.sampling_policy):
             old.replay(parts)
         logp = old.require("logp")
@@ -220,7 +231,8 @@ class Preparation:
         return logp
 
     def measure(self, rollouts: Rollouts, parts: list[list[Tensor]], step: int) -> None:
-        """Fills in the measurements that methods need. parts: of the minibatches; step: finished steps."""
+        """Adds the measurements that parts of the algorithm need to `rollouts.extras`. parts: rows of the micro-batches
+        of each minibatch. step: number of finished steps."""
         every = [rows for part in parts for rows in part]
 
         def replayed(changed: Rollouts, name: str) -> Tensor:
@@ -244,7 +256,7 @@ class Preparation:
             rollouts.extras[measurement.name] = measurement.measure(rollouts, context)
 
     def reference_weights(self) -> AbstractContextManager[Any]:
-        """Returns a context in which the policy has the reference's weights."""
+        """Returns a context in which the policy has the weights of the reference policy."""
         if self.reference is None:
             raise ValueError(
                 "a measurement needs the reference's weights, but its method does not set `Needs.reference`"
@@ -252,20 +264,20 @@ class Preparation:
         return self.reference.applied()
 
     def move_reference(self, step: int) -> None:
-        """Resets the reference to the present policy, and the optimizer, or averages the reference, after `step` steps,
-        where a part needs that."""
-        wanted = self.needs.reference
-        if wanted is None or not isinstance(self.reference, Snapshot):
+        """Moves the reference policy and resets the optimizer after `step` finished steps, where a part of the
+        algorithm asks for it (`Needs.reference`)."""
+        needed = self.needs.reference
+        if needed is None or not isinstance(self.reference, Snapshot):
             return
-        if any(step % every == 0 for every in wanted.resets):
+        if any(step % every == 0 for every in needed.resets):
             self.reference.take()
-        if any(step % every == 0 for every in wanted.optimizer_resets):
+        if any(step % every == 0 for every in needed.optimizer_resets):
             self.engine.reset_optimizer()
-        for decay in wanted.decays:
+        for decay in needed.decays:
             self.reference.blend(decay)
 
     def set_advantages(self, batch: Batch) -> None:
-        """Fills in the advantages, and excludes decisions by the masks."""
+        """Computes the advantages by the algorithm and its shapers, and applies the masks of decisions."""
         rollouts, algorithm = batch.rollouts, self.algorithm
         advantages, shape = algorithm.advantages(batch), rollouts.mask.shape
         if isinstance(advantages, Tensor) and advantages.shape == shape[:1]:
@@ -280,7 +292,8 @@ class Preparation:
         self._mask_decisions(batch)
 
     def _mask_decisions(self, batch: Batch) -> None:
-        """Excludes decisions by the masks: altogether, or from an objective that has a value for each of them."""
+        """Applies the masks of decisions: they exclude decisions from the whole loss, or, with `of: objective`, from
+        the algorithm's objective alone."""
         rollouts = batch.rollouts
         objective = torch.ones_like(rollouts.mask)
         for key, mask in self._masks("decisions", "objective"):
@@ -294,36 +307,38 @@ class Preparation:
         if not objective.all():
             rollouts.extras[OBJECTIVE] = DecisionColumn(objective.float())
 
-    def _masks(self, *of: str) -> list[tuple[str, Any]]:
-        """Returns the masks of rollouts, or of decisions, with their keys."""
-        named = ((f"algorithm.masks.{i} ({mask.type})", mask) for i, mask in enumerate(self.algorithm.masks))
-        return [(key, mask) for key, mask in named if mask.of in of]
+    def _masks(self, *units: str) -> list[tuple[str, Any]]:
+        """Returns the masks whose option `of` is one of `units` ("rollouts", "decisions", "objective"), with their
+        configuration keys."""
+        masks = ((f"algorithm.masks.{i} ({mask.type})", mask) for i, mask in enumerate(self.algorithm.masks))
+        return [(key, mask) for key, mask in masks if mask.of in units]
 
 
 def weigh_objective(micro: Rollouts, replay: Replay) -> None:
-    """Sets the weights of decisions that masks have excluded from the objective alone to 0."""
+    """Sets `replay.weight` to 0 for decisions that masks have excluded from the objective alone."""
     if OBJECTIVE in micro.extras:
-        counts = micro.extra(OBJECTIVE, DecisionColumn).values.to(replay.logp)
-        replay.weight = counts if replay.weight is None else replay.weight * counts
+        included = micro.extra(OBJECTIVE, DecisionColumn).values.to(replay.logp)
+        replay.weight = included if replay.weight is None else replay.weight * included
 
 
 class ReplayColumns:
-    """Columns of `Replay` of rollouts, under the weights that the policy has when `replay` is called."""
+    """Replays rollouts micro-batch by micro-batch, and joins the columns of the replays."""
 
     def __init__(self, policy: Policy, engine: Ranks, rollouts: Rollouts, recorded: Replay | None = None) -> None:
-        """recorded: a replay of all rollouts from sampling; `replay` replaces rows of it."""
+        """recorded: a replay of all rollouts that the policy kept from sampling; `replay` replaces rows of it."""
         self.policy, self.engine, self.rollouts = policy, engine, rollouts
         self._replays = [] if recorded is None else [(torch.arange(len(rollouts)), recorded)]
 
     def replay(self, parts: list[Tensor], *, reference: bool = False) -> ReplayColumns:
-        """Replays the rollouts of these micro-batches."""
+        """Replays these micro-batches under the policy's present weights. parts: rows [n] of each. reference: the
+        weights are the reference policy's."""
         for rows in parts:
             part = self.policy.replay(self.rollouts.select(rows), self.engine, reference=reference)
             self._replays.append((rows, part))
         return self
 
     def require(self, name: str) -> Tensor:
-        """A column of `Replay` that this policy gives. Raises ValueError where it does not."""
+        """Returns a column of `Replay`. Raises ValueError where the policy does not compute it."""
         return require(self.column(name), name)
 
     def column(self, name: str) -> Tensor | None:
@@ -334,7 +349,7 @@ class ReplayColumns:
         if values is None:
             return None
         empty = torch.nan if values.is_floating_point() else 0
-        whole: Tensor = values.new_full((len(self.rollouts), *values.shape[1:]), empty)
+        joined: Tensor = values.new_full((len(self.rollouts), *values.shape[1:]), empty)
         for rows, values in columns:
-            whole[rows] = values
-        return whole
+            joined[rows] = values
+        return joined

@@ -1,4 +1,4 @@
-"""Rates of a step: units of work and floating-point operations a second and rank."""
+"""Throughput of a step: units of work (such as tokens) and floating-point operations a second, for each rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PHASES = ("rollout", "update")
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a policy, and the rates of a step. epochs: how often an update learns from a rollout. peak:
-    operations a second of a rank's GPU; None: not known."""
+    """The work of a policy, from which the throughput of a step is computed. epochs: number of updates on a rollout.
+    peak: peak operations a second of a rank's GPU; None: unknown."""
 
     work: PolicyWork
     epochs: int
@@ -24,14 +24,16 @@ class Workload:
 
     @classmethod
     def from_policy(cls, policy: object, epochs: int, dtype: str) -> Workload | None:
-        """Returns the workload of a policy whose products are of this dtype; None where it counts nothing."""
+        """Returns the workload of a policy; None where it does not count its work. dtype: of its matrix products."""
         return cls(policy.work, epochs, device_flops(dtype)) if isinstance(policy, Counting) else None
 
     def rates(
         self, work: Sequence[Mapping[str, float]], busy: Sequence[Mapping[str, float]], times: Mapping[str, float]
     ) -> dict[str, float]:
-        """Returns the rates of a step. work: units and operations of each rank; busy: its seconds by phase without
-        waiting; times: seconds by metric."""
+        """Returns the throughput metrics of a step.
+
+        work: for each rank, units by name, and operations by phase + FLOPS. busy: for each rank, seconds by phase
+        without waiting for other ranks. times: metrics "time/..." of the step in seconds."""
         totals = {name: sum(by_name[name] for by_name in work) for name in work[0]}
         seconds = {phase: times[f"time/{phase}"] for phase in (*PHASES, "step") if f"time/{phase}" in times}
         worked = sum(sum(phases.values()) for phases in busy) / len(busy)
@@ -43,22 +45,22 @@ class Workload:
 def rates(
     work: Mapping[str, float], seconds: Mapping[str, float], *, ranks: int, epochs: int, peak: float | None
 ) -> dict[str, float]:
-    """Returns the rates of a step by metric name, of one rank on average: a rank is a GPU, where there are any.
+    """Returns throughput metrics by name, averaged over ranks (a rank is a GPU, where there are any).
 
-    work: totals over ranks, by unit or by phase + FLOPS. seconds: of "rollout", "update" and "step". Where peak is
-    given, the share of it that is reached (MFU) comes too. Phases without operations of this process, as where others
-    generate, have no rate of them.
+    work: totals over ranks, by unit or by phase + FLOPS. seconds: of the phases "rollout" and "update" and of "step".
+    peak: peak operations a second; if given, the share of it that is reached (MFU) is a metric too. A phase without
+    operations in this process, as where vLLM servers generate, has no metrics of operations.
     """
     metrics = {}
     for unit, total in work.items():
         if unit.endswith(FLOPS):
             continue
-        for phase, spent in seconds.items():
-            prefix, times = ("", 1) if phase == "step" else (f"{phase}_", epochs if phase == "update" else 1)
-            metrics[f"throughput/{prefix}{unit}_per_second"] = total * times / ranks / spent
-    every = {phase: work.get(phase + FLOPS, 0.0) / ranks for phase in PHASES}
-    every["step"] = sum(every.values())
-    for phase, flops in every.items():
+        for phase, phase_seconds in seconds.items():
+            prefix, passes = ("", 1) if phase == "step" else (f"{phase}_", epochs if phase == "update" else 1)
+            metrics[f"throughput/{prefix}{unit}_per_second"] = total * passes / ranks / phase_seconds
+    flops_by_phase = {phase: work.get(phase + FLOPS, 0.0) / ranks for phase in PHASES}
+    flops_by_phase["step"] = sum(flops_by_phase.values())
+    for phase, flops in flops_by_phase.items():
         if flops > 0:
             rate, prefix = flops / seconds[phase], "" if phase == "step" else f"{phase}_"
             metrics[f"throughput/{prefix}tflops_per_second"] = rate / 1e12

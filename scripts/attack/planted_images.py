@@ -91,10 +91,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("values: no warm-up", "mmrl/terms/shapers/denoising_steps.py", 'memory["calls"] <= self.warm_up', 'memory["calls"] <= 0',
      VALUES),
     # --- twins ---
-    ("twins: all of a group answer both", "mmrl/collection/rounds.py", "twin_of(prompt))], size // 2", "twin_of(prompt))], size",
+    ("twins: all of a group answer both", "mmrl/collection/rounds.py", "group_size = size // 2", "group_size = size",
      TWINS),
-    ("twins: the prompt is its own twin", "mmrl/collection/rounds.py", "for one in (prompt, twin_of(prompt))]",
-     "for one in (prompt, prompt)]", TWINS),
+    ("twins: the prompt is its own twin", "mmrl/collection/rounds.py", "for member in (prompt, twin_of(prompt))]",
+     "for member in (prompt, prompt)]", TWINS),
     ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
     ("twins: digits ask for the same digit", "tasks/image_generation/data/digits.py",
      "            other = (digit + int(rng.integers(1, 10))) % 10\n            twin_text",

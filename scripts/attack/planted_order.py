@@ -52,7 +52,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "lambda turn: turn.tool is not None and turn.error is None", FACTS),
     ("facts: tokens of the whole conversation", "mmrl/protocols/batch.py",
      "rollouts.mask.sum(-1) / _count_turns(rollouts, lambda turn: True)", "rollouts.mask.sum(1).float()", FACTS),
-    ("facts: a lost conversation has turns", "mmrl/protocols/batch.py", 'conversation is not None and conversation.end != "lost"', "conversation is not None", FACTS),
+    ("facts: a lost conversation has turns", "mmrl/protocols/batch.py", 'conversation is None or conversation.end == "lost"', "conversation is None", FACTS),
     ("facts: a lost conversation's turns earn 0", "mmrl/policies/vlm/turns.py", 'draft.dialogue.end != "lost") for draft in drafts]',
      "True) for draft in drafts]", FACTS),
     ("facts: nobody asks who fills them in", "mmrl/build.py", "for column in needs.columns]", "for column in ()]", FACTS),

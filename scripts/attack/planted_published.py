@@ -56,7 +56,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("reward_kl: the coefficient is fixed", K, "self.coefficient.value * kl", "0.01 * kl", RETURNS),
     ("masks: what is masked leaves the denominator", P, 'if mask.of == "objective" and self.algorithm.weighs_decisions:', "if False:", TERMS),
     ("masks: a loss of groups ignores them", P, ' and self.algorithm.weighs_decisions:', ":", TERMS),
-    ("masks: the objective keeps all", P, "replay.weight = counts if", "replay.weight = replay.weight if", TERMS),
+    ("masks: the objective keeps all", P, "replay.weight = included if", "replay.weight = replay.weight if", TERMS),
     ("discriminative: the divisor is fixed", D, 'if self.divisor == "contrasting":', "if False:", PREFERENCE),
     ("discriminative: divided by contrasting prompts", D, 'if self.divisor == "contrasting":', "if True:", PREFERENCE),
     ("discriminative: unscored prompts count", D, "micro.group[known].unique()", "micro.group.unique()", PREFERENCE),

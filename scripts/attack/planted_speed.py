@@ -17,16 +17,16 @@ B, L, C = "mmrl/kernels/prebuilt.py", "mmrl/runtime/lazy_imports.py", "tasks/ima
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("old policy: never of the first minibatch", P, "complete = not now or self.algorithm.epochs > 1", "complete = not now",
+    ("old policy: never of the first minibatch", P, "complete = not first or self.algorithm.epochs > 1", "complete = not first",
      STEPS),
     ("old policy: another minibatch is its own", P, "minibatches[0] = [replace(micro, **unknown) for micro in "
      "minibatches[0]]", "minibatches[-1] = [replace(micro, **unknown) for micro in minibatches[-1]]", STEPS),
-    ("old policy: what was kept is asked again", P, "*([] if recorded is not None else every[len(now) :])",
-     "*every[len(now) :]", STEPS),
-    ("old policy: what was kept serves before the first update too", P, "wanted = [*(now if complete else []), ",
-     "wanted = [", STEPS),
+    ("old policy: what was kept is asked again", P, "*([] if recorded is not None else micro_batches[len(first) :])",
+     "*micro_batches[len(first) :]", STEPS),
+    ("old policy: what was kept serves before the first update too", P, "missing = [*(first if complete else []), ",
+     "missing = [", STEPS),
     ("epochs: every one in the same order", "mmrl/training/preparation.py",
-     "in torch.randperm(len(again), generator=shuffle).tolist()", "in range(len(again))",
+     "in torch.randperm(len(epoch_minibatches), generator=shuffle).tolist()", "in range(len(epoch_minibatches))",
      STEPS),
     ("chain: predictions of the step behind", "mmrl/samplers/chain.py", '"v": v[random]', '"v": moved[random]', CHAINS),
     ("chain: a drawn step in another's place", "mmrl/samplers/chain.py", "index = drawn.cumsum(1) - 1",

@@ -21,7 +21,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("steered: any number of noises will do for what was trained", S, '"layers", "noises")', '"layers")', STEERED),
     ("labels: the expert says one action", V, "rows), length=self.action.chunk)", "rows))", BESIDE),
     ("labels: the newest leave first", L, "][-self.keep :]", "][: self.keep]", BESIDE),
-    ("labels: none is kept at a checkpoint", L, '{"kept": [packed(prompt) for prompt in self._kept]}', '{"kept": []}', BESIDE),
+    ("labels: none is kept at a checkpoint", L, '{"kept": [pack(prompt) for prompt in self._kept]}', '{"kept": []}', BESIDE),
     ("demonstrations: a critic learns from them", V, "blank = torch.zeros(len(prompts), 1)", "blank = torch.ones(len(prompts), 1)",
      BESIDE),
 ]

@@ -248,7 +248,7 @@ def balance(sizes: Sequence[int], steps: int) -> Costs:
     import torch
 
     from mmrl.core.partition import longest_first
-    from mmrl.training.balancing import heaviest, pieces, planned
+    from mmrl.training.balancing import imbalance, plan_moves, split_pieces
 
     torch.set_num_threads(1)
     costs: Costs = defaultdict(lambda: defaultdict(float))
@@ -264,16 +264,16 @@ def balance(sizes: Sequence[int], steps: int) -> Costs:
             between = torch.randn(world, SHARE, 1, generator=draw) * 0.8 + 5.5
             within = torch.randn(world, SHARE, GROUP, generator=draw) * 0.4
             lengths = (between + within).exp().clamp(20, 1024).long().flatten(1) + 300
-            told = [pieces(group, [micro], own, nowhere)[0] for own in lengths]
+            told = [split_pieces(group, [micro], own, nowhere)[0] for own in lengths]
             begun = time.process_time()
-            moves = planned(told)
+            moves = plan_moves(told)
             add("who sends what, ms", world, (time.process_time() - begun) * 1000)
             before = [[(0, piece.cost) for piece in own] for own in told]
             after = [list(own) for own in before]
             for move in moves:
                 after[move.target][move.slot] = before[move.source][move.number]
-            add("heaviest rank over the mean, as drawn", world, heaviest(before))
-            add("heaviest rank over the mean, balanced", world, heaviest(after))
+            add("heaviest rank over the mean, as drawn", world, imbalance(before))
+            add("heaviest rank over the mean, balanced", world, imbalance(after))
             add("share of groups sent", world, len(moves) / (world * SHARE))
             add("padding, as drawn", world, padded(micro, lengths[0]))
             add("padding, similar lengths together", world, padded(longest_first(micro, group, lengths[0]), lengths[0]))

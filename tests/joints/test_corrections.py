@@ -60,8 +60,8 @@ def test_what_is_too_long_is_dropped(given, caplog):
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 1000)
     assert len(made.next()) == 3 and len(made.next()) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "self_corrections: none of 1 fits; the shortest has 4 tokens, rollout.max_response_length=3: raise it or "
-        "shorten the text between them"
+        "rollout.extras (self_corrections): none of 1 joined responses is short enough; the shortest has 4 tokens, but "
+        "rollout.max_response_length=3: raise it, or shorten the text between the two responses"
     ]
     made.trainer.policy.recombines = dict.fromkeys([(1, 0), (2, 0)], 999)
     made.trainer.policy.asked = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl.rollouts import Prompt, Rollouts, Sample
-from mmrl.training.balancing import Move, Piece, balance_ranks, heaviest, pieces, planned
+from mmrl.training.balancing import Move, Piece, balance_ranks, imbalance, plan_moves, split_pieces
 from tests.helpers.threads import together
 
 GROUP = torch.tensor([4, 4, 6, 6, 5, 5])
@@ -17,7 +17,7 @@ NOWHERE = torch.zeros(6, dtype=torch.bool)
 
 def test_pieces_are_the_groups_of_each_minibatch():
     parts = [[torch.tensor([3, 2]), torch.tensor([0, 1])], [torch.tensor([4, 5])]]
-    found, rows = pieces(GROUP, parts, COST, NOWHERE)
+    found, rows = split_pieces(GROUP, parts, COST, NOWHERE)
     assert found == [Piece(0, 2, 30), Piece(0, 2, 3), Piece(1, 2, 300)]
     assert [own.tolist() for own in rows] == [[3, 2], [0, 1], [4, 5]]
 
@@ -25,7 +25,7 @@ def test_pieces_are_the_groups_of_each_minibatch():
 def test_a_group_in_two_minibatches_stays_and_so_does_what_is_shown():
     parts = [[torch.tensor([2, 3, 4])], [torch.tensor([5, 0, 1])]]
     shown = torch.tensor([True, True, False, False, False, False])
-    found, _ = pieces(GROUP, parts, COST, shown)
+    found, _ = split_pieces(GROUP, parts, COST, shown)
     assert found == [Piece(0, 2, 30), Piece(0, 1, 100, True), Piece(1, 1, 200, True), Piece(1, 2, 3, True)]
 
 
@@ -35,7 +35,7 @@ def test_moves_stay_in_their_minibatch():
         [Piece(0, 2, 10), Piece(1, 2, 8), Piece(0, 2, 9)],
         [Piece(1, 2, 2), Piece(0, 2, 3), Piece(0, 2, 2)],
     ]
-    assert planned(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
+    assert plan_moves(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
 
 
 def test_what_stays_is_counted_where_it_is():
@@ -44,13 +44,13 @@ def test_what_stays_is_counted_where_it_is():
         [Piece(0, 2, 10), Piece(0, 2, 9), Piece(0, 2, 3, stays=True)],
         [Piece(0, 2, 3), Piece(0, 2, 2)],
     ]
-    assert planned(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
+    assert plan_moves(told) == [Move(0, 0, 1, 1), Move(1, 1, 0, 0)]
 
 
 def test_moves_in_a_ring():
     # 30, 12 and 0 of three ranks with two pieces each, mean 14.
     told = [[Piece(0, 1, 16), Piece(0, 1, 14)], [Piece(0, 1, 6), Piece(0, 1, 6)], [Piece(0, 1, 0), Piece(0, 1, 0)]]
-    moves = planned(told)
+    moves = plan_moves(told)
     held = [[piece.cost for piece in listed] for listed in told]
     for move in moves:
         held[move.target][move.slot] = told[move.source][move.number].cost
@@ -61,7 +61,7 @@ def test_moves_in_a_ring():
 def test_what_comes_from_two_ranks_takes_the_places_that_it_was_given():
     # 17, 2 and 17 of three ranks become 12, 10 and 14: the first gets the 2 in its first place and a 10 in its second.
     costs, barrier, seen = [[10, 7], [2, 0], [10, 7]], threading.Barrier(3, timeout=30), [None] * 3
-    moves = planned([[Piece(0, 1, cost) for cost in own] for own in costs])
+    moves = plan_moves([[Piece(0, 1, cost) for cost in own] for own in costs])
     assert [move for move in moves if move.target == 0] == [Move(1, 0, 0, 0), Move(2, 0, 0, 1)]
 
     def work(rank):
@@ -91,5 +91,5 @@ def test_what_comes_from_two_ranks_takes_the_places_that_it_was_given():
 
 def test_the_heaviest_rank_is_waited_for_in_every_minibatch():
     # Of 6 and 2, then of 1 and 3: ranks wait for 6 + 3, where 6 each would do.
-    assert heaviest([[(0, 4), (1, 1), (0, 2)], [(1, 3), (0, 2)]]) == pytest.approx(9 / 6)
-    assert heaviest([[(0, 0)], [(0, 0)]]) == 0.0
+    assert imbalance([[(0, 4), (1, 1), (0, 2)], [(1, 3), (0, 2)]]) == pytest.approx(9 / 6)
+    assert imbalance([[(0, 0)], [(0, 0)]]) == 0.0
