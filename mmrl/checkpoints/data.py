@@ -17,48 +17,52 @@ from mmrl.checkpoints.training import leaves
 from mmrl.errors import UserError
 
 RECORD = "data.json"
-SECTIONS = ("data.", "demonstrations.")  # of the task, whose keys may name files
-NAMING = ("train", "eval", "path", "name")  # of them, those that do
-WHOLE = 1 << 30  # bytes of a file up to which all of it is read
-BLOCK, BLOCKS = 1 << 20, 256  # of a larger one, evenly spread
-MOST_FILES = 20_000  # of a folder
+SECTIONS = ("data.", "demonstrations.")  # sections of the task that name data files
+FILE_KEYS = ("train", "eval", "path", "name")  # keys of these sections whose value may be a path
+MAX_FULL_READ = 1 << 30  # bytes; the checksum of a larger file covers some blocks only
+BLOCK, BLOCKS = 1 << 20, 256  # bytes of such a block, and the number of blocks, evenly spaced
+MAX_FILES = 20_000  # files of a folder that its checksum covers
 log = logging.getLogger(__name__)
-Facts = dict[str, Any]
+Fingerprint = dict[str, Any]  # "size" in bytes, "modified" in nanoseconds or None for a folder, "sha256"
 
 
 def data_files(config: dict[str, Any]) -> dict[str, Path]:
-    """Returns the files and folders that the task's data is read from, by their keys. config: as a tree."""
+    """Returns the files and folders that the task's data is read from, by configuration key. config: as nested
+    mappings."""
     task = config["task"]
-    if not isinstance(task, dict):  # a task without options is its kind alone
+    if not isinstance(task, dict):  # a task without options is only the name of its type
         return {}
     named = {key: value for key, value in leaves(task) if key.startswith(SECTIONS)}
-    named = {key: value for key, value in named.items() if key.rpartition(".")[2] in NAMING}
+    named = {key: value for key, value in named.items() if key.rpartition(".")[2] in FILE_KEYS}
     paths = {f"task.{key}": Path(value) for key, value in named.items() if isinstance(value, str) and value}
     return {key: path for key, path in paths.items() if path.exists()}
 
 
 def record(folder: Path, config: dict[str, Any]) -> None:
-    """Writes what the data files are now; of those that were recorded and have not changed, nothing is read."""
-    before = _recorded(folder)
-    known = {key: (path, before.get(key)) for key, path in data_files(config).items()}
-    now = {key: old if old and _same_stamp(old, path) else facts(path) for key, (path, old) in known.items()}
-    if now != before:
-        draft = folder / f"{RECORD}.pending"
-        draft.write_text(json.dumps(now, indent=2))
-        draft.replace(folder / RECORD)
+    """Writes the fingerprints of the data files to RUN/data.json. Files whose size and time of change are as recorded
+    are not read."""
+    recorded = _recorded(folder)
+    present = {}
+    for key, path in data_files(config).items():
+        old = recorded.get(key)
+        present[key] = old if old and _same_stamp(old, path) else fingerprint(path)
+    if present != recorded:
+        pending = folder / f"{RECORD}.pending"
+        pending.write_text(json.dumps(present, indent=2))
+        pending.replace(folder / RECORD)
 
 
 def check_data(folder: Path, config: dict[str, Any]) -> None:
-    """Raises UserError where data files are not what they were when the run began, unless checkpoint.changed_data says
-    that this is known."""
-    before = _recorded(folder)
+    """Raises UserError for a data file that has changed since the run began; with checkpoint.changed_data=accept logs a
+    warning instead."""
+    recorded = _recorded(folder)
     for key, path in data_files(config).items():
-        old = before.get(key)
-        if old is None or _same_stamp(old, path) or (now := facts(path))["sha256"] == old["sha256"]:
+        old = recorded.get(key)
+        if old is None or _same_stamp(old, path) or (now := fingerprint(path))["sha256"] == old["sha256"]:
             continue
         sizes = f"{old['size']:,} bytes then, {now['size']:,} now"
         if config["checkpoint"]["changed_data"] == "accept":
-            log.warning("%s=%s has changed since run_dir=%s began (%s), and it goes on", key, path, folder, sizes)
+            log.warning("%s=%s has changed since run_dir=%s began (%s); the run goes on", key, path, folder, sizes)
         else:
             raise UserError(
                 f"{key}={path} has changed since run_dir={folder} began ({sizes}), so its rows differ from those "
@@ -67,22 +71,23 @@ def check_data(folder: Path, config: dict[str, Any]) -> None:
             )
 
 
-def facts(path: Path) -> Facts:
-    """Returns size, time of change and checksum of a file; of a folder, those of its listing."""
+def fingerprint(path: Path) -> Fingerprint:
+    """Returns size, time of change and checksum of a file; for a folder, the total size and a checksum of the names and
+    sizes of its files."""
     if path.is_dir():
-        return _folder_facts(path)
+        return _folder_fingerprint(path)
     stat = path.stat()
     return {"size": stat.st_size, "modified": stat.st_mtime_ns, "sha256": _checksum(path, stat.st_size)}
 
 
-def _folder_facts(path: Path) -> Facts:
+def _folder_fingerprint(path: Path) -> Fingerprint:
     sizes: dict[str, int] = {}
     for parent, _, names in sorted(os.walk(path)):
         files = [Path(parent) / name for name in names]
         sizes |= {str(file.relative_to(path)): file.stat().st_size for file in files}
-        if len(sizes) > MOST_FILES:
+        if len(sizes) > MAX_FILES:
             break
-    text = json.dumps(sorted(sizes.items())[:MOST_FILES])
+    text = json.dumps(sorted(sizes.items())[:MAX_FILES])
     return {"size": sum(sizes.values()), "modified": None, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -90,20 +95,24 @@ def _checksum(path: Path, size: int) -> str:
     """Returns a SHA-256 of a file's size and content; of a large file, of BLOCKS evenly spaced blocks."""
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        starts = range(0, size, BLOCK) if size <= WHOLE else [i * (size - BLOCK) // (BLOCKS - 1) for i in range(BLOCKS)]
+        if size <= MAX_FULL_READ:
+            starts = list(range(0, size, BLOCK))
+        else:
+            starts = [i * (size - BLOCK) // (BLOCKS - 1) for i in range(BLOCKS)]
         for start in starts:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return digest.hexdigest()
 
 
-def _same_stamp(old: Facts, path: Path) -> bool:
-    """Returns whether a file has the size and the time of change that were recorded; never for a folder."""
+def _same_stamp(old: Fingerprint, path: Path) -> bool:
+    """Returns whether a file has the recorded size and time of change; always False for a folder."""
     stat = path.stat()
     return not path.is_dir() and (old["size"], old["modified"]) == (stat.st_size, stat.st_mtime_ns)
 
 
-def _recorded(folder: Path) -> dict[str, Facts]:
+def _recorded(folder: Path) -> dict[str, Fingerprint]:
+    """Returns the fingerprints in RUN/data.json by configuration key; {} where there are none."""
     try:
         recorded = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ PENDING = ".pending"  # suffix of a folder that is still being written
 REPLACED = ".replaced"  # suffix of the previous folder until the new one has its name
 DAMAGED = ".damaged"  # suffix of a checkpoint that a resumed run has skipped
 STEP = re.compile(r"step-\d+")
-OURS = re.compile(r"step-\d+|best|final")
+OWN_NAMES = re.compile(r"step-\d+|best|final")  # names of folders that a run writes
 
 Record = dict[str, Any]  # a file: its size in "bytes", and its "sha256"
 
@@ -37,7 +37,8 @@ def records(folder: Path, files: list[Path]) -> dict[str, Record]:
 
 
 def write_manifest(folder: Path, file_records: dict[str, Record]) -> None:
-    """Writes the manifest of `folder`. file_records: those of the ranks that wrote files; other files are read here."""
+    """Writes the manifest of `folder`, with a record of every file. file_records: the records that ranks made while
+    they wrote; files that they lack are read here."""
     missing = [p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in file_records]
     (folder / MANIFEST).write_text(_rendered({**file_records, **records(folder, missing)}))
 
@@ -48,15 +49,14 @@ def manifest(folder: Path) -> dict[str, Record]:
         text = (folder / MANIFEST).read_text()
         file_records = json.loads(text)["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{MANIFEST} can not be read") from None
+        raise ValueError(f"{MANIFEST} cannot be read") from None
     if not isinstance(file_records, dict) or text != _rendered(file_records):
         raise ValueError(f"{MANIFEST} is damaged")
     return file_records
 
 
 def find_damage_quickly(folder: Path, name: str) -> str | None:
-    """Returns what is wrong with a folder by the sizes of all files and the checksum of the file `name`; None where
-    nothing is."""
+    """Checks the sizes of a folder's files, and the checksum of the file `name`. Returns what is wrong, or None."""
     try:
         file_records = manifest(folder)
     except ValueError as error:
@@ -65,8 +65,8 @@ def find_damage_quickly(folder: Path, name: str) -> str | None:
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Returns what is wrong with a folder by the sizes and checksums of its files; None where nothing is. Of `parts`
-    callers each reads the files of its own `part`."""
+    """Checks the sizes and checksums of a folder's files. Returns what is wrong, or None. Several ranks can divide the
+    reading: with `parts` of them, the one that passes `part` (from 0) reads every parts-th file."""
     try:
         file_records = manifest(folder)
     except ValueError as error:
@@ -75,8 +75,8 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def commit(pending: Path, target: Path) -> None:
-    """Flushes `pending` to the disk and renames it to `target`, so that a crash leaves `target` whole or absent. A
-    folder of that name is moved aside until then. Files get the modes of the user's umask."""
+    """Flushes the folder `pending` to the disk and renames it to `target`, replacing a folder of that name. After a
+    crash `target` is complete or absent (see `restore`). Files get the modes of the user's umask."""
     mask = os.umask(0)
     os.umask(mask)
     for path in [*pending.rglob("*"), pending]:
@@ -92,10 +92,11 @@ def commit(pending: Path, target: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Removes or renames what a run that was killed while it wrote checkpoints or weights has left in `folder`."""
+    """Cleans up after a run that was killed while it wrote checkpoints or weights: removes incomplete folders, and
+    restores replaced ones whose successor is missing."""
     if not folder.is_dir():
         return
-    for path in [p for p in folder.iterdir() if OURS.fullmatch(p.stem)]:
+    for path in [p for p in folder.iterdir() if OWN_NAMES.fullmatch(p.stem)]:
         if path.suffix == PENDING or (path.suffix == REPLACED and path.with_suffix("").exists()):
             shutil.rmtree(path)
         elif path.suffix == REPLACED:
@@ -125,7 +126,7 @@ def _checksum_damage(folder: Path, file_records: dict[str, Record], names: list[
             if name not in file_records or _record(folder / name) != file_records[name]:
                 return f"{name} has another checksum than when it was written"
         except OSError as error:
-            return f"{name} can not be read ({error.strerror})"
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 
@@ -138,7 +139,7 @@ def _rendered(file_records: dict[str, Record]) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file or folder to the disk."""
+    """Flushes a file or folder to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Checks of a run directory before a run: is it empty, resumable, complete, or that of another run?"""
+"""Checks a run directory before a run starts: is it new, resumable, complete, or does it hold another run?"""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tree = dict[str, Any]
 
 
 def check_run_dir(folder: Path, config: Tree) -> bool:
-    """Returns whether the run is complete already. Changes nothing and reads only small files.
+    """Returns whether the run in `folder` is complete already. Changes nothing and reads only small files.
 
-    config: the whole configuration as a tree. Raises UserError where the run can neither start nor resume.
+    config: the full configuration as nested mappings. Raises UserError where the run can neither start nor resume.
     """
     resume = config["checkpoint"]["resume"]
     intact = [
@@ -31,7 +31,7 @@ def check_run_dir(folder: Path, config: Tree) -> bool:
     if resume is False:
         if used or intact:
             raise UserError(
-                f"run_dir={folder} already holds a run; set checkpoint.resume=auto to go on with it or name another one"
+                f"run_dir={folder} already holds a run; set checkpoint.resume=auto to go on, or name another run_dir"
             )
         return False
     if ended(folder, config):
@@ -57,27 +57,28 @@ def ended(folder: Path, config: Tree) -> bool:
 
 
 def check_goes_on(checkpoint: Path, config: Tree) -> None:
-    """Raises UserError if a run with `config` can not resume from `checkpoint`."""
+    """Raises UserError if a run with this configuration cannot resume from `checkpoint`."""
     check_same_training(read_state(checkpoint)["config"], config, checkpoint)
     if (step := files.step_of(checkpoint)) > config["steps"]:
-        raise UserError(f"{checkpoint} is beyond steps={config['steps']}; set steps={step} or more")
+        raise UserError(f"{checkpoint} is later than steps={config['steps']}; set steps={step} or more")
 
 
 def check_starts_again(folder: Path, config: Tree) -> None:
-    """Raises UserError unless the run was cut off before its first checkpoint and is the same as before."""
+    """Raises UserError unless the run directory holds a run that ended before its first checkpoint and has the same
+    configuration, so that it can start again."""
     if (origin := read_origin(folder / "final")) is not None:
         raise UserError(
-            f"run_dir={folder} holds a run that ended at step {origin['step']} and left no checkpoint to go on from; "
-            "name another one"
+            f"run_dir={folder} holds a run that ended at step {origin['step']} and has no checkpoint to resume from; "
+            "name another run_dir"
         )
     try:
         before = yaml.safe_load((folder / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
         before = None
     if not isinstance(before, dict):
-        raise UserError(f"run_dir={folder} holds a run whose config.yaml can not be read; name another one")
+        raise UserError(f"run_dir={folder} holds a run whose config.yaml cannot be read; name another run_dir")
     for key, (old, new) in differences(before, config, MAY_CHANGE).items():
-        raise UserError(f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; name another one")
+        raise UserError(f"run_dir={folder} holds a run in which {key} is {old!r}, not {new!r}; name another run_dir")
 
 
 def read_origin(weights: Path) -> Tree | None:

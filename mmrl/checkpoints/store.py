@@ -1,4 +1,4 @@
-"""Writes, verifies and loads checkpoints. They are written under a temporary name, then renamed."""
+"""Writes, verifies and loads checkpoints and final weights. They are written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.engine.snapshot import Snapshot
 from mmrl.errors import UserError
 
 STATE = "trainer.json"
-ORIGIN = "run.json"  # beside weights: the run, step and configuration that they come from
+ORIGIN = "run.json"  # file beside weights with the step and the configuration of the run that wrote them
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,11 @@ def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, An
 def finish(
     target: Path, pending: Path, problem: str | None, file_records: dict[str, files.Record], engine: Engine, what: str
 ) -> None:
-    """Adds the manifest to a folder that all ranks have written to, and renames it to `target`.
+    """Adds the manifest to the folder `pending`, which all ranks have written to, and renames it to `target`. A
+    collective.
 
-    problem: why this rank could not write, if so. file_records: of the files that this rank wrote.
+    problem: why this rank could not write; None where it could. file_records: of the files that this rank wrote. what:
+    "checkpoint" or "weights", for the error. Raises UserError where a rank could not write.
     """
     everyone = engine.gather((problem, file_records))
     problems = [p for p, _ in everyone if p]
@@ -119,8 +121,8 @@ def check_finite(engine: Engine, target: Path) -> None:
     message."""
     if not engine.finite():
         raise UserError(
-            f"{target} is not written, because weights are NaN or infinite by now; earlier checkpoints are intact: "
-            "lower optim.lr and go on from there"
+            f"{target} is not written, because weights have become NaN or infinite; earlier checkpoints are intact: "
+            "lower optim.lr and resume from them"
         )
 
 
@@ -131,14 +133,15 @@ def rotate(folder: Path, keep: int) -> None:
 
 
 def make_origin(step: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record that is stored beside weights. config: the whole configuration of the run as a tree."""
+    """Returns the record `ORIGIN` that is stored beside weights. config: the run's full configuration as nested
+    mappings."""
     return {"step": step, "digest": digest(config), "config": config}
 
 
 def newest_intact(folder: Path, engine: Engine, say: Callable[[str], None]) -> Path | None:
-    """Returns the newest checkpoint in `folder` whose checksums are right; None without checkpoints. Newer, damaged
-    ones are reported by `say` and set aside. A collective, in which ranks share the reading.
+    """Returns the newest checkpoint in `folder` whose checksums are right; None where there are no checkpoints.
 
+    Newer ones that are damaged are reported by `say` and renamed. A collective; ranks divide the reading of files.
     Raises UserError if there are checkpoints and none of them is intact.
     """
     candidates = [folder / name for name in engine.gather([path.name for path in files.list_finished(folder)])[0][::-1]]
@@ -162,7 +165,7 @@ def go_back(folder: Path, engine: Engine, copies: Mapping[str, EMA | Snapshot], 
     the checkpoint's name. A collective. Raises UserError where there is none."""
     path = newest_intact(folder, engine, say)
     if path is None:
-        raise UserError("a guard shall go back, but there is no checkpoint yet; lower checkpoint.every")
+        raise UserError("a guard (guards) is to restore a checkpoint, but there is none yet; lower checkpoint.every")
     updates, factor = engine.updates, engine.lr_factor
     rank_state = load(path, engine)
     engine.updates, engine.lr_factor = updates, factor
@@ -211,8 +214,8 @@ def load(path: Path, engine: Engine) -> dict[str, Any]:
     layout = read_state(path)["layout"]
     if layout["frozen"] != engine.frozen_digest:
         raise UserError(
-            f"the weights that are not trained differ from those that {path} was trained with, and it does not hold "
-            "them; give model.path as it was"
+            f"the frozen weights of the model differ from those that {path} was trained with, which it does not hold; "
+            "set model.path to the same weights as before"
         )
     before, ranks = layout["zero_stage"], layout["ranks"]
     engine.load(path, before, ranks)
@@ -237,7 +240,8 @@ def shared_rewards(states: list[dict[str, Any]], engine: Engine, path: Path) -> 
     if any(states) and len(states) != engine.world:
         name = next(name for state in states for name in state)
         raise UserError(
-            f"reward {name!r} keeps what each rank saw, and {path} was made by {len(states)} ranks, not {engine.world}"
+            f"reward {name!r} has a state for each rank, and {path} was written by {len(states)} ranks, not "
+            f"{engine.world}; resume with {len(states)}"
         )
     return states[engine.rank % len(states)]
 
@@ -247,15 +251,17 @@ def redealt(pending: list[dict[str, Any]], engine: Engine, path: Path) -> dict[s
     there may be another number. Raises UserError where a source of `rollout.extras` has a state by rank."""
     for i, by_rank in enumerate(zip(*(state["extras"] for state in pending), strict=True)):
         if any(by_rank) and len(pending) != engine.world:
-            ranks = f"{path} was made by {len(pending)}, not {engine.world}"
-            raise UserError(f"rollout.extras.{i} keeps what each rank saw, and {ranks}")
+            raise UserError(
+                f"rollout.extras.{i} has a state for each rank, and {path} was written by {len(pending)} ranks, not "
+                f"{engine.world}; resume with {len(pending)}"
+            )
     rounds = dealt([state["rounds"] for state in pending], engine.rank, engine.world)
     return {"rounds": rounds, "extras": pending[engine.rank % len(pending)]["extras"]}
 
 
 def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """Returns the groups that `rank` gets when unfinished groups of several ranks (`Pool.state`) are dealt out anew,
-    oldest first."""
+    """Distributes the unfinished groups of several ranks (`Pool.state`) over `world` ranks, oldest first. Returns the
+    state of the pool of `rank`."""
     columns: dict[str, list[Any]] = {name: [] for name in pools[0]}
     for pool in pools:
         for name, column in pool.items():
@@ -266,12 +272,13 @@ def dealt(pools: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Returns the state that all ranks share from a checkpoint whose sizes are right."""
+    """Returns the state of a checkpoint that is equal on all ranks."""
     return json.loads((path / STATE).read_text())
 
 
 def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Raises UserError naming the first key that differs and may not change within a run."""
+    """Raises UserError for the first key that differs between two configurations and must not change within a run.
+    saved: of the checkpoint `path`. now: of the present run."""
     named = set((now.get("checkpoint") or {}).get("may_change") or ())
     for key, (before, after) in differences(saved, now, MAY_CHANGE).items():
         fixed = resume_obstacle(key, before, after)
@@ -280,6 +287,6 @@ def check_same_training(saved: dict[str, Any], now: dict[str, Any], path: Path) 
         hint = "" if fixed is None or key not in named else f" (checkpoint.may_change: {fixed})"
         instead = ", name it in checkpoint.may_change," if fixed is None else ""
         raise UserError(
-            f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; "
-            f"restore it{instead} or start a new run_dir{hint}"
+            f"resume with a changed configuration: {key} is {after!r} but {path} was trained with {before!r}; set the "
+            f"former value{instead} or start a new run_dir{hint}"
         )

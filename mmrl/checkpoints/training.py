@@ -1,4 +1,4 @@
-"""Compares configurations by the keys that decide what is trained."""
+"""Compares configurations by the keys that influence training, to decide whether a run may be resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.settings import NOTHING
 
 Tree = dict[str, Any]
 
-# Sections and keys that change no trained number, except by rounding.
+# Sections and keys that do not influence the trained weights, except by rounding.
 NEUTRAL_KEYS = {
     "run_dir",
     "threads",
@@ -32,17 +32,18 @@ NEUTRAL_KEYS = {
     "rollout.max_idle_steps",
     "rollout.max_unscored_steps",
 }
-# Keys that may change when a run resumes: after it diverged, or to train longer.
+# Keys that may change when a run resumes: neutral ones, and those for training longer or at another learning rate.
 MAY_CHANGE = NEUTRAL_KEYS | {"steps", "optim.lr"}
-# Sections of which numbers may change where checkpoint.may_change names them, and what in them decides shapes.
+# Sections in which numbers may change if checkpoint.may_change names their keys, and keys of these sections that may
+# not change, since they decide shapes of saved tensors.
 NUMBERS = {"algorithm", "optim", "guards", "rollout", "task.rewards", "correction", "denoising"}
 SHAPES = {"rollout.prompts", "rollout.group_size", "denoising.resolution", "optim.ema"}
-BEFORE = {"optim.type": "adamw"}  # values in runs that are older than the key
-WORTH_SAYING = {"optim.lr", "engine.zero_stage", "engine.offload", "engine.micro_batch"}
+BEFORE = {"optim.type": "adamw"}  # defaults for runs that are older than the key
+WORTH_SAYING = {"optim.lr", "engine.zero_stage", "engine.offload", "engine.micro_batch"}  # changes that are printed
 
 
 def digest(config: Tree) -> str:
-    """Returns the SHA-256 of all keys that decide what is trained, `steps` and `optim.lr` included."""
+    """Returns a SHA-256 of all keys that influence training, including `steps` and `optim.lr`."""
     relevant = {key: value for key, value in leaves(config) if not _under(key, NEUTRAL_KEYS)}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
@@ -55,21 +56,21 @@ def differences(before: Tree, now: Tree, free: set[str]) -> dict[str, tuple[Any,
 
 
 def resume_obstacle(key: str, before: object, after: object) -> str | None:
-    """Returns why a run can not be resumed with another value of a key, or None. Only numbers of the keys that
-    checkpoint.may_change accepts may differ."""
+    """Returns why a run cannot be resumed with another value of a key even if checkpoint.may_change names it; None
+    where it can. before, after: the two values."""
     if _under(key, SHAPES) or not _under(key, NUMBERS):
         return f"{key} decides what a checkpoint holds"
-    if not _alike(before, after):
+    if not _differ_in_numbers_only(before, after):
         return f"more than numbers of {key} would change"
     return None
 
 
-def _alike(before: object, after: object) -> bool:
-    """Returns whether two values differ in numbers alone."""
+def _differ_in_numbers_only(before: object, after: object) -> bool:
+    """Returns whether two values are equal, or have the same structure and differ in numbers or nulls only."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_alike(before[key], after[key]) for key in before)
+        return before.keys() == after.keys() and all(_differ_in_numbers_only(before[key], after[key]) for key in before)
     if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_alike, before, after))
+        return len(before) == len(after) and all(map(_differ_in_numbers_only, before, after))
     if isinstance(before, str | bool) or isinstance(after, str | bool):
         return before == after and type(before) is type(after)
     numbers = (int, float, type(None))
@@ -77,20 +78,20 @@ def _alike(before: object, after: object) -> bool:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys and values of a tree; lists are values. Keys that hold nothing are left out, as in written
-    configurations."""
+    """Yields the dotted keys and values of nested mappings; lists count as values. Keys that are null or empty are left
+    out, as in written configurations."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
         elif value not in NOTHING:
-            yield prefix + key, _held(value)
+            yield prefix + key, _without_empty(value)
 
 
-def _held(value: object) -> object:
-    """Returns `value` without the keys of its items that hold nothing."""
+def _without_empty(value: object) -> object:
+    """Returns a value without keys that are null or empty, at any depth."""
     if isinstance(value, dict):
-        return {key: _held(item) for key, item in value.items() if item not in NOTHING}
-    return [_held(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_empty(item) for key, item in value.items() if item not in NOTHING}
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value
 
 
 def _under(key: str, names: set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Writes the files of one rank of a checkpoint, at once or in a thread while training goes on."""
+"""Writes a rank's files of a checkpoint, either at once or in a thread during the next steps."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Writing:
 
 
 def copied(state: Any, storages: dict[int, UntypedStorage]) -> Any:
-    """Returns a copy on the CPU that shares no memory with `state`. Tensors that share memory with one another still
-    do, so a file of the copy is as large. storages: those that are copied already, by address."""
+    """Returns a copy of `state` on the CPU that shares no memory with it. Tensors that share a storage with one another
+    share one in the copy too, so that its file is not larger. storages: those copied so far, by address."""
     if isinstance(state, Tensor):
         storage = state.untyped_storage()
         if storage._cdata not in storages:
@@ -79,4 +79,5 @@ def copied(state: Any, storages: dict[int, UntypedStorage]) -> Any:
 
 
 def one_line(error: Exception) -> str:
+    """Returns the message of an exception as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]

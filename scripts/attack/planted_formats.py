@@ -24,7 +24,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("fitting: a row is tried every time", ROWS, "            self._fitting.add(row)\n", "            pass\n", FITTING),
     ("data: a changed file goes on", "mmrl/checkpoints/starting.py", "        check_data(folder, config)\n", "        pass\n", FITTING),
     ("data: nothing is recorded", "mmrl/job.py", "                record(folder, plain(self.config))\n", "                pass\n", FITTING),
-    ("data: a copy is another file", DATA, '(now := facts(path))["sha256"] == old["sha256"]', '(now := facts(path)) == old', RECORDED),
+    ("data: a copy is another file", DATA, '(now := fingerprint(path))["sha256"] == old["sha256"]', '(now := fingerprint(path)) == old', RECORDED),
     ("data: the size alone counts", DATA, "digest.update(file.read(BLOCK))", "file.read(BLOCK)", RECORDED),
     ("data: the end of a large file is not read", DATA, "i * (size - BLOCK) // (BLOCKS - 1)", "i * size // (2 * BLOCKS)", RECORDED),
     ("data: a folder is known by its time", DATA, "return not path.is_dir() and ", "return path.is_dir() or ", RECORDED),

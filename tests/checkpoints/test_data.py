@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mmrl.checkpoints import data
-from mmrl.checkpoints.data import check_data, data_files, facts, record
+from mmrl.checkpoints.data import check_data, data_files, fingerprint, record
 from mmrl.errors import UserError
 
 
@@ -89,14 +89,14 @@ def test_of_a_large_file_blocks_are_read_up_to_its_end(folder, monkeypatch):
     monkeypatch.setattr(data, "BLOCKS", 8)
     path = folder / "large"
     path.write_bytes(bytes(200))
-    before = facts(path)["sha256"]
+    before = fingerprint(path)["sha256"]
     for position, seen in ((0, True), (199, True), (10, False)):
         path.write_bytes(bytes(position) + b"x" + bytes(199 - position))
-        assert (facts(path)["sha256"] != before) == seen, position
+        assert (fingerprint(path)["sha256"] != before) == seen, position
 
 
 def test_a_run_without_a_record_goes_on_and_what_is_unchanged_is_not_read_again(folder, monkeypatch):
-    monkeypatch.setattr(data, "facts", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(data, "fingerprint", lambda path: pytest.fail("read again"))
     record(folder, tree(folder))
     (folder / "data.json").unlink()
     check_data(folder, tree(folder))

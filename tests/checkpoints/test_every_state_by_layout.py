@@ -15,8 +15,8 @@ from tests.whole_runs.parts import TINY, call, distance, final, make, metrics, r
 pytestmark = pytest.mark.usefixtures("alone")
 # Jobs that keep what each rank saw, and what names it where there are fewer ranks: a reward, and stored steps.
 BY_RANK = {
-    "samplers and memories": "reward 'tests.checkpoints.*:Falling' keeps what each rank saw",
-    "actions": r"rollout.extras.0 keeps what each rank saw, .* was made by 2, not 1",
+    "samplers and memories": "reward 'tests.checkpoints.*:Falling' has a state for each rank",
+    "actions": r"rollout.extras.0 has a state for each rank, .* was written by 2 ranks, not 1",
 }
 
 

@@ -217,7 +217,7 @@ def test_eval_and_sample_refuse_alike(refused, tmp_path, command):
 def test_a_run_is_not_overwritten(refused, run):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     message = refused()
-    assert f"run_dir={run} holds a run whose config.yaml can not be read; name another one" in message
+    assert f"run_dir={run} holds a run whose config.yaml cannot be read; name another run_dir" in message
     message = refused("checkpoint.resume=false")
     assert f"run_dir={run}" in message and "checkpoint.resume=auto" in message
 

@@ -106,9 +106,9 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path, whole):
     ends(run, "steps=4")
     assert "step-000004" in ends(run)
     assert steps(run) == [1, 2, 3, 4, 5, 6] and same(run, whole)
-    assert "step-000006 is beyond steps=5" not in ends(run, "steps=5")  # it has ended
+    assert "step-000006 is later than steps=5" not in ends(run, "steps=5")  # it has ended
     (run / "final" / "manifest.json").unlink()
-    assert "step-000006 is beyond steps=5; set steps=6 or more" in ends(run, "steps=5", code=2)
+    assert "step-000006 is later than steps=5; set steps=6 or more" in ends(run, "steps=5", code=2)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
     run = tmp_path / "run"
     stopped(run, signal.SIGKILL, "checkpoint.every=100")
     rows = metrics(run)
-    assert "holds a run in which optim.eps is 0.0001, not 0.1; name another one" in ends(run, "optim.eps=0.1", code=2)
+    assert "holds a run in which optim.eps is 0.0001, not 0.1; name another run_dir" in ends(run, "optim.eps=0.1", code=2)
     assert metrics(run) == rows
 
 
