@@ -1,1 +1,1 @@
-"""Processes that this one starts: what they are sent, where they call in, how long they may take, and how they end."""
+"""Child processes: messages and connections to them, deadlines, limits, and how they are started and ended."""

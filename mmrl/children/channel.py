@@ -1,7 +1,7 @@
-"""Length-prefixed frames over a socket between two processes, with time limits for the answer.
+"""Length-prefixed frames over a socket between two processes, with time limits for answers.
 
-A frame is eight bytes of length, then the payload. An empty frame is a sign of life, which distinguishes a slow process
-from a stopped one.
+A frame is eight bytes with the length of the payload, then the payload. An empty frame is a sign of life (keep-alive),
+which tells a slow process from a stopped one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 
 LENGTH = 8  # bytes
-SHORT = 1 << 16  # bytes that are copied rather than sent by a second call
-POLL_S = 0.5  # between two checks whether the other side still runs
+SHORT = 1 << 16  # bytes; a shorter payload is sent in one call with its length
+POLL_S = 0.5  # seconds between two checks whether the other side still runs
 
 
 class Patience:
-    """Limits of a wait. limit_s: seconds for all of an answer. silent_s: seconds without any byte of it, or a
-    sign of life. poll: called about every POLL_S seconds of silence; raises where there is nothing to wait for."""
+    """The time limits of a wait for an answer. limit_s: seconds for the complete answer. silent_s: seconds without a
+    byte of it or a sign of life. poll: called about every POLL_S seconds of silence; raises where no answer will
+    come."""
 
     def __init__(
         self, limit_s: float = math.inf, silent_s: float = math.inf, poll: Callable[[], None] | None = None
@@ -29,10 +30,12 @@ class Patience:
         self.heard()
 
     def heard(self) -> None:
+        """Restarts the limit of silence, after a byte or a sign of life."""
         self._silent = time.monotonic() + self.silent_s
 
     def left(self) -> float | None:
-        """Returns the seconds to listen for, None for ever. Raises TimeoutError, which says what was too long."""
+        """Returns the seconds for which to listen next; None: without limit. Raises TimeoutError where a limit is
+        exceeded."""
         now = time.monotonic()
         if now >= self._end:
             raise TimeoutError(f"no answer in {self.limit_s:g} s")
@@ -63,11 +66,11 @@ class Channel:
         while not (size := int.from_bytes(self._exactly(LENGTH, patience), "big")):
             pass
         if size > max_bytes:
-            raise ValueError(f"an answer of {size} bytes")
+            raise ValueError(f"an answer of {size} bytes, more than {max_bytes:g}")
         return self._exactly(size, patience)
 
     def ask(self, payload: bytes, patience: Patience, max_bytes: float = math.inf) -> bytearray:
-        """Sends a frame and returns the next one. Raises as `receive`."""
+        """Sends a request frame and returns the answer frame. Raises as `receive`."""
         self.send(payload, min(patience.limit_s, patience.silent_s))
         return self.receive(patience, max_bytes)
 

@@ -1,4 +1,4 @@
-"""A child process that answers one request after the other, with deadlines and a check that it still runs."""
+"""A child process that runs a service and answers requests one by one, with deadlines and a check that it runs."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from mmrl.children.ray import Cluster, RayProcess
 from mmrl.errors import UserError
 from mmrl.runtime import devices
 
-Started = tuple[LocalProcess | RayProcess, Pair | Listener]  # a process, and the endpoint to which it connects
-Launch = Callable[[str], Started]  # starts a process for a service, given by its name
+Started = tuple[LocalProcess | RayProcess, Pair | Listener]  # a process, and the endpoint that it connects to
+Launch = Callable[[str], Started]  # starts a process for a service "package.module:Class"
 _MAIN = "mmrl.children.main"
 
 
 class Lost(ConnectionError):
-    """Raised when a child or its connection ended. code: the return code of its process, None where it still runs."""
+    """Raised when a child process or its connection ended. code: the return code of the process; None: it still
+    runs."""
 
-    def __init__(self, why: str, code: int | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, code: int | None = None) -> None:
+        super().__init__(reason)
         self.code = code
 
 
 class Refused(UserError):
-    """Raised when the service of a child refuses a request."""
+    """Raised when the service of a child raised UserError for a request; holds its message."""
 
 
 class Raised(RuntimeError):
-    """Raised when the service of a child raised an exception, whose text this holds. The state of the service is then
+    """Raised when the service of a child raised another exception; holds its text. The service's state is then
     undefined."""
 
 
@@ -79,17 +80,18 @@ class OnCluster:
 
 
 class Child:
-    """A child process with the service that it runs. `start` returns at once; the first `ask` awaits the process. The
-    caller decides what happens to one that fails.
+    """A child process that runs a service. `start` returns at once, and the first `ask` waits until the process has
+    connected. The caller decides whether a child that failed is started again.
 
-    starts: number of starts. up: whether it was started and not stopped since.
+    starts: how often it was started. up: whether it has been started and not stopped since.
     """
 
     process: LocalProcess | RayProcess
     up = False
 
     def __init__(self, service: str, launch: Launch, records: Collection[type] | None = None) -> None:
-        """service: "package.module:Class" of a `mmrl.children.main.Service`. records: see `decode`."""
+        """service: "package.module:Class" of a `mmrl.children.main.Service`. records: dataclasses that answers may
+        hold; None: any, see `frames.decode`."""
         self.service, self.launch, self.records, self.starts = service, launch, records, 0
         self._endpoint: Pair | Listener | None = None
         self._channel: Channel | None = None
@@ -116,7 +118,7 @@ class Child:
         return reply["answer"]
 
     def hang_up(self) -> None:
-        """Closes the connection, at which the child ends by itself."""
+        """Closes the connection; the child then ends by itself."""
         if self._channel is not None:
             self._channel.close()
         if self._endpoint is not None:
@@ -124,7 +126,8 @@ class Child:
         self._endpoint = self._channel = None
 
     def stop(self, leave_s: float = 0.0) -> None:
-        """Kills the process with all that it started, after `leave_s` seconds in which it may end by itself."""
+        """Closes the connection, waits `leave_s` seconds for the process to end by itself, and then kills it with all
+        processes that it has started."""
         self.hang_up()
         if self.up:
             with suppress(subprocess.TimeoutExpired):

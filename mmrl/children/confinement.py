@@ -1,7 +1,7 @@
-"""Confinement of a process and of what it will start: it may read some folders and write to one, and neither opens TCP
-connections nor sends signals to others. The kernel holds it (Linux's Landlock), also for root.
+"""Sandboxing of a process and its later children by Linux's Landlock, also for root. The process may read some folders
+and write to one, and may neither use TCP nor send signals to processes outside.
 
-What an older kernel lacks is not confined: connections need Linux 6.7, signals 6.12; see `confinable`.
+Older kernels restrict less: TCP needs Linux 6.7, signals need 6.12. See `confinable`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def confinable() -> bool:
 
 
 def confine(readable: Iterable[Path], writable: Path) -> None:
-    """Confines this thread and all that it will start, for good: of files it may read those below `readable`, and write
-    those below `writable`. What does not exist is passed over. Files that are open stay open. Raises OSError where the
-    kernel refuses."""
+    """Restricts this thread and everything that it starts later, irreversibly: it may read files below `readable`, and
+    read and write files below `writable`. Paths that do not exist are ignored; open files stay open. Raises OSError
+    where the kernel refuses."""
     version = _version()
     every = _rights(_FILES, version)
     rules = _Ruleset(every, _rights(_CONNECTIONS, version), _rights(_SCOPES, version))

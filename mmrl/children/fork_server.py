@@ -5,8 +5,8 @@ owns it is never forked itself: it holds threads and perhaps a CUDA context. Req
 may trust; answers come back as bounded messages of `mmrl.children.frames`, for nothing that comes from a worker is
 trusted. `mmrl.children.forked` is the other side.
 
-It is a net, no prison: a worker has the user's name, files and network, unless its service takes them away
-(`mmrl.children.confinement`).
+This is no security boundary by itself: a worker has the user's rights, files and network, unless its service gives them
+up (`mmrl.children.confinement`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ORDER_S = 20.0  # for a fork server to fork or end a worker
 
 
 class ForkServer:
-    """A service of untrusted code and the processes that run it. Its fork server starts when a process is first needed,
-    restarts where it has ended, and ends with this process."""
+    """A pool of worker processes that run a service of untrusted code. The fork server starts when a worker is first
+    needed, restarts if it has ended, and ends with this process."""
 
     def __init__(self, service: str, arguments: Sequence[Any], limits: Limits, records: Collection[type] = ()) -> None:
         """service: the "module:function" that makes the service of `arguments`. records: dataclasses that answers may
@@ -57,7 +57,7 @@ class ForkServer:
             return self._running.acquire()
 
     def close(self) -> None:
-        """Ends all processes; new ones may be hired later."""
+        """Ends all processes; `acquire` may start new ones later."""
         with self._opening:
             if self._running is not None:
                 self._running.close()
@@ -65,8 +65,8 @@ class ForkServer:
 
 
 class ForkServerProcess:
-    """The process that builds a service and forks its workers. first: its first message, (service, arguments, limits).
-    idle: workers that can be hired. Raises UserError where it cannot build the service."""
+    """The fork server's process, which builds a service and forks its workers. first: its first message, (service,
+    arguments, limits). idle: workers that have no request. Raises UserError where it cannot build the service."""
 
     def __init__(self, first: tuple[str, tuple[Any, ...], Limits], records: Collection[type]) -> None:
         self.records, self.idle = records, list[ForkedProcess]()
@@ -102,8 +102,8 @@ class ForkServerProcess:
         return self._workers[pid]
 
     def terminate(self, worker: ForkedProcess) -> str | None:
-        """Kills the worker and all that it has started. Returns why the fork server had killed it before, None where it
-        had not."""
+        """Kills a worker and all processes that it has started. Returns why the fork server had killed it already; None
+        if it had not."""
         self._workers.pop(worker.pid, None)
         worker.channel.close()
         with suppress(ConnectionError):  # then it has ended with its fork server
@@ -167,7 +167,7 @@ class ForkedProcess:
         return answer
 
     def release(self) -> None:
-        """Returns the worker to the idle ones, or replaces it where it is spent."""
+        """Makes the worker idle, or ends it where it has used up its limits (`Limits.spent`)."""
         if self._spent:
             self.fork_server.terminate(self)
         else:

@@ -1,7 +1,7 @@
-"""Limits of a process with untrusted code, its environment, and the end of everything that it has started.
+"""Resource limits and environment of a process with untrusted code, and ending all processes that it has started.
 
-Only Linux offers what this needs. Elsewhere a worker has no limits but its deadline, and children that it leaves in
-another process group stay.
+This needs Linux. On other systems a worker has no limits but its deadline, and children that it moved to another
+process group are not ended.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Limits(Section):
         return _cpu_seconds() > self.cpu_s / 2
 
     def _limit_processes(self) -> None:
-        """Sets RLIMIT_NPROC, or leaves it where not even one process could be started under it: the kernel counts
-        processes of other containers, too, which this one does not see."""
+        """Sets RLIMIT_NPROC, unless no process could be started under it: the kernel also counts the user's processes
+        in other containers, which this one cannot see."""
         before = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = _tasks_of_user() + self.processes + 1  # one is for the trial
         if before[1] != resource.RLIM_INFINITY and before[1] <= limit:
@@ -84,8 +84,8 @@ class Limits(Section):
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns this process's environment without credentials: variables that are named so, and addresses that hold a
-    password."""
+    """Returns this process's environment without credentials: without variables whose name suggests a secret, and
+    without addresses that contain a password."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -94,14 +94,15 @@ def clean_environment() -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Makes descendants whose parent ends children of this process, also those that left its process group."""
+    """Makes this process the parent of descendants whose own parent ends (a child subreaper), also of those that left
+    its process group."""
     if LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(keep: Collection[int] = ()) -> None:
-    """Kills and awaits all descendants of this process but the children `keep` and theirs, in rounds until there is
-    none: children of a killed process become children of this one (see `adopt_orphans`)."""
+    """Kills and awaits all descendants of this process except the children `keep` and their descendants. Repeats until
+    none is left, since children of a killed process become children of this one (see `adopt_orphans`)."""
     end = time.monotonic() + END_S
     while (pids := _descendants(os.getpid(), keep)) and time.monotonic() < end:
         for pid in pids:

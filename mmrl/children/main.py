@@ -31,7 +31,7 @@ BEAT_S = 1.0  # between signs of life
 
 
 class Service(ABC):
-    """The work of a child process, built from the first message. facts: the answer to that message."""
+    """A service that a child process runs. It is built from the first message. facts: the answer to that message."""
 
     facts: object = None
 
@@ -47,7 +47,8 @@ class Service(ABC):
 
 
 def serve(channel: Channel, make: Callable[[Any], Service], abandoned: Callable[[], None]) -> None:
-    """Answers requests until the other side closes. abandoned: called where that happens during the work."""
+    """Answers requests until the other side closes the channel. make: builds the service from the first request.
+    abandoned: called where the other side closes while a request is being computed."""
     busy, services = threading.Event(), list[Service]()
     threading.Thread(target=_beat, args=(channel, busy, abandoned), daemon=True).start()
     with suppress(ConnectionError):

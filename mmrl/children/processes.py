@@ -1,4 +1,4 @@
-"""Processes of this host that lead a group of their own, and end with the one that started them."""
+"""Local child processes, each in a process group of its own, which end with the process that started them."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def stopped_by(code: int) -> int:
-    """Returns the signal that stopped the process that ended with `code`, 0 for none: one that ends processes in order,
-    which the process may have caught."""
+    """Returns the signal that stopped a process with return code `code`: SIGTERM, SIGUSR1 or SIGINT, also where the
+    process caught it and exited with 128 + its number. Returns 0 for other return codes."""
     signum = -code if code < 0 else code - 128
     return signum if signum in (*HANDED_ON, signal.SIGINT) else 0
 
 
 def end_with_forker() -> None:
-    """Makes the kernel kill this process when the thread that has forked it ends."""
+    """Has the kernel kill this process when the thread that forked it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -104,14 +104,14 @@ def end_with_starter() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Takes no notice of the signals HANDED_ON, which a scheduler sends to every process of a job: the trainer saves at
-    them, and then ends its children. They end the commands that this process starts."""
+    """Ignores the signals HANDED_ON, which a scheduler sends to every process of a job: the trainer saves a checkpoint
+    and then ends its children. Commands that this process starts do not ignore them."""
     for number in HANDED_ON:
         signal.signal(number, lambda signum, frame: None)  # SIG_IGN would be inherited by those commands
 
 
 def end_group(leader: int) -> None:
-    """Kills all processes of a group, at once and so that none can fork away."""
+    """Kills all processes of a process group at once."""
     with suppress(ProcessLookupError, PermissionError):  # all have ended
         os.killpg(leader, signal.SIGKILL)
 

@@ -1,1 +1,1 @@
-"""The process: devices, Ray, progress, files, seeds, and what is imported late."""
+"""Helpers for the process: devices, progress bars, files, images, seeds, and imports on first use."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def use_default_mode(folder: Path) -> None:
-    """Gives all files in `folder` the mode of a new file of this user. safetensors writes files that only the user can
-    read."""
+    """Gives all files in `folder` the default mode of a new file of this user (by the umask), since safetensors writes
+    files that only the user can read."""
     new = folder / ".new"
     new.touch()
     mode = stat.S_IMODE(new.stat().st_mode)

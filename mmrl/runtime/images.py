@@ -1,4 +1,4 @@
-"""Images as people see them, and files of images as text and URLs hold them."""
+"""Conversion of images to RGB as viewers display them, and images in data URLs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 def check_mode(image: Image.Image) -> None:
-    """Raises ValueError for pixels that no viewer shows in one way: 32-bit numbers, whose range is unknown, and Lab."""
+    """Raises ValueError for image modes whose pixels have no known display range: 32-bit numbers and Lab."""
     if image.mode not in (*PLAIN, *TRANSPARENT, *SIXTEEN_BIT):
         raise ValueError(f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 bits, as RGB")
 
@@ -69,7 +69,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Returns the bytes of an image that a URL holds, data:image/png;base64,... Raises ValueError for another URL."""
+    """Returns the bytes of the image file in a data URL, data:image/png;base64,... Raises ValueError for other URLs."""
     head, mark, data = url.partition(",")
     if not head.lower().startswith("data:image/") or not mark:
         raise ValueError(f"{url[:40]!r}: images are not fetched; write a path, or data:image/png;base64,...")

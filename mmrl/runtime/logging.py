@@ -12,7 +12,8 @@ ENVIRONMENT = {
 
 
 def quieten_environment() -> None:
-    """Sets ENVIRONMENT for libraries that are imported later and for children. The user's own values stay."""
+    """Sets ENVIRONMENT for libraries that are imported later and for child processes, without replacing the user's own
+    values."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not bars_shown():

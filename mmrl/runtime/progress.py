@@ -1,4 +1,4 @@
-"""Shows progress and time left: bars on a terminal, in a log a line every LINES_EVERY seconds."""
+"""Shows progress and time left: as bars on a terminal, and in a log as a line every LINES_EVERY seconds."""
 
 from __future__ import annotations
 

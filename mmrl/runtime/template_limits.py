@@ -1,4 +1,4 @@
-"""Bounds of chat templates, which come with a model that somebody else wrote: time, memory and length of the text."""
+"""Limits for chat templates, which come with a model and are untrusted: time, memory and length of the text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _within: list[int] = []  # limits of address space that were in force before the
 
 @contextmanager
 def limit_memory_growth(size: int, message: str) -> Iterator[None]:
-    """Raises UserError with the message where the process asks for more than `size` bytes in the block, before it has
-    them. Blocks of several threads share the limit of the first. Does nothing where the system has no such limit."""
+    """Raises UserError with `message` where the process needs more than `size` further bytes of memory in the block.
+    Blocks of several threads at the same time share the limit of the first. Does nothing on systems without
+    RLIMIT_AS."""
     if sys.platform != "linux":
         yield
         return

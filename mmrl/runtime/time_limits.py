@@ -1,4 +1,4 @@
-"""Time limits of calls whose text comes from a file that somebody else wrote, such as a chat template."""
+"""Time limits for Python code from untrusted files, such as a chat template."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes that generate rollouts in place of the training process, which run `worker.py`."""
+"""Rollout workers: processes that sample rollouts in place of the training process."""

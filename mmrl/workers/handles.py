@@ -39,7 +39,8 @@ class Handle:
         self.weights = 0
 
     def _last_line(self) -> str:
-        """Returns the last line of the log as part of a message; of another host it comes when Ray reports the end."""
+        """Returns the last line of the log for an error message. On another host it is written when Ray reports the end
+        of the process."""
         if not self.log.exists():
             return ""
         lines = tail(self.log, TAIL).split("\n")

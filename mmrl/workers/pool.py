@@ -1,4 +1,4 @@
-"""A pool of workers that sample in place of the training process, with checked copies of its weights."""
+"""A pool of rollout workers, which sample with copies of the trained weights that are verified by checksums."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class WorkerPool:
                     self._claim()
                 write_weights(folder, tensors)
             except (OSError, SafetensorError) as error:
-                problem = f"{folder} can not be written ({error}); rollout.workers.exchange names another folder"
+                problem = f"{folder} cannot be written ({error}); set rollout.workers.exchange to another folder"
         for _ in tensors:  # parts may have to be gathered from all ranks
             pass
         self.current = WorkerWeights(number, folder, ledger.sent, self._controls.state())
@@ -203,7 +203,7 @@ class WorkerPool:
                 message = encode({**request, "prompts": share, "seeds": share_seeds})
             except TypeError as error:
                 raise UserError(
-                    f"a prompt between {share[0].id} and {share[-1].id} holds {error}, which can not be sent to "
+                    f"a prompt between {share[0].id} and {share[-1].id} holds {error}, which cannot be sent to "
                     "workers; set rollout.workers=null"
                 ) from None
             return self._ask(self.handles[number], message, shared_objects(share))
@@ -224,7 +224,8 @@ class WorkerPool:
 
 
 def launched(settings: RolloutWorkers, logs: Sequence[Path]) -> list[Launch]:
-    """Returns the launcher of each worker of this rank, on GPUs of its own. Raises UserError as `WorkerPool`."""
+    """Returns a function for each worker of this rank that starts it, on a GPU of its own where there are any. Raises
+    UserError as `WorkerPool`."""
     cuda = torch.cuda.is_available()
     if settings.ray is not None:
         cluster = Cluster(settings.ray, "rollout.workers.ray")

@@ -1,5 +1,5 @@
-"""The process that samples in place of the training process: it builds a policy from a configuration and answers
-requests for rollouts and responses."""
+"""The service that a rollout worker runs: it builds a policy from a configuration and answers requests for rollouts and
+responses."""
 
 from __future__ import annotations
 

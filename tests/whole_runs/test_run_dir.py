@@ -132,7 +132,8 @@ def test_half_a_run_of_another_configuration_is_not_overwritten(tmp_path):
     run = tmp_path / "run"
     stopped(run, signal.SIGKILL, "checkpoint.every=100")
     rows = metrics(run)
-    assert "holds a run in which optim.eps is 0.0001, not 0.1; name another run_dir" in ends(run, "optim.eps=0.1", code=2)
+    says = "holds a run in which optim.eps is 0.0001, not 0.1; name another run_dir"
+    assert says in ends(run, "optim.eps=0.1", code=2)
     assert metrics(run) == rows
 
 
