@@ -76,7 +76,7 @@ def save_weights(folder: Path, policy: Any, engine: Engine, origin: dict[str, An
     """Replaces `folder` by the policy's weights in the library's own format, with their `origin`, see `make_origin`. A
     collective.
 
-    Raises UserError if it can not be written, or if weights are NaN or infinite; the previous folder then stays.
+    Raises UserError if it cannot be written, or if weights are NaN or infinite; the previous folder then stays.
     """
     engine.mark("weights")
     check_finite(engine, folder)

@@ -151,7 +151,7 @@ class ForkedProcess:
 
     def call(self, request: object, deadline_s: float, max_bytes: int = MAX_ANSWER) -> dict[str, Any]:
         """Returns the answer of the service, at most `max_bytes` long. Raises TimeoutError, and ConnectionError for an
-        invalid answer and where its process ended or was killed; the worker can not be called again then."""
+        invalid answer and where its process ended or was killed; the worker cannot be called again then."""
         self._requests += 1
         try:
             received = self.channel.ask(pickle.dumps((self._requests, request)), Patience(deadline_s), max_bytes)

@@ -236,7 +236,7 @@ class RayActor:
 def guard(command: list[str]) -> int:
     """Runs `command` as a process between an actor and its process. Where an actor ends, Ray kills its children but not
     theirs; the command notices that this process ended, and ends all of its own. Returns the return code, 127 where the
-    command can not be started."""
+    command cannot be started."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         code = subprocess.Popen(command, stdin=subprocess.PIPE).wait()

@@ -45,7 +45,7 @@ def select_gpu(count: int) -> int:
             "rank is shown one GPU of its own, start each with LOCAL_RANK=0"
         )
     _device_index = number
-    if (name := visible_devices([number])).isdigit():  # EGL knows no UUIDs, and MIG slices can not render
+    if (name := visible_devices([number])).isdigit():  # EGL knows no UUIDs, and MIG slices cannot render
         os.environ.setdefault(EGL, name)
     return number
 

@@ -81,7 +81,7 @@ def check_finite(value: object, field: str) -> None:
 
 
 def _check_text(text: str, field: str) -> None:
-    """Raises RowError for a string with half of a surrogate pair, which UTF-8 can not encode."""
+    """Raises RowError for a string with half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
