@@ -100,7 +100,7 @@ class EpisodeTail(ABC):
     def transition(self, actions: int, gamma: float, simulator_reward: float) -> ChunkTransition:
         """Returns the transition of the first `actions` actions, or of all where there are fewer. gamma: discount of an
         action; simulator_reward: weight of the simulator's rewards, beside the outcome, which the last step pays."""
-        before = self.rewards.before
+        before = self.rewards.elapsed
         steps = int((before < actions).sum())
         last = steps == len(before)
         discounts = gamma ** before[:steps].astype(np.float64)

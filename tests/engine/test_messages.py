@@ -93,7 +93,7 @@ def test_what_can_not_be_sent_is_named():
 
 @pytest.mark.parametrize("size", [-1, MAX_MESSAGE + 1])
 def test_sizes_are_bounded_before_there_is_memory_for_them(size, monkeypatch):
-    with pytest.raises(UserError, match=f"rank 1 sends a message of {size} bytes"):
+    with pytest.raises(UserError, match=f"rank 1 announces a message of {size} bytes"):
         check_sizes([5, size])
     calls = []
 

@@ -103,7 +103,7 @@ def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -
 
     q, _, td_error = batch.measured(measurement).values.unbind(1)
     earned = returns.of([sample.prompt for sample in batch.rollouts.samples])
-    columns = batch.gathered(torch.stack([q, earned, td_error], 1))
+    columns = batch.gather(torch.stack([q, earned, td_error], 1))
     td_error = columns[:, 2][~columns[:, 2].isnan()]
     if len(td_error):
         batch.report({"q/td_error": float(td_error.mean())})
