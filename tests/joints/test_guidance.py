@@ -129,7 +129,7 @@ def test_ranks_make_as_many_rollouts(given):
     made = given(guided(), "rollout.extras=[{type: guided_groups, groups: failed}]", "algorithm.scale=none")
     made.trainer.engine.max = lambda value: max(value, 3)
     for extra in made.trainer.collector.extras.sources:
-        extra._context = type(extra._context)(**{**vars(extra._context), "most": made.trainer.engine.max})
+        extra._context = type(extra._context)(**{**vars(extra._context), "max_over_ranks": made.trainer.engine.max})
     rollouts = made.next()
     assert len(rollouts) == 7 and not rollouts.mask[5:].any() and len(set(rollouts.group.tolist())) == 4
     made.prepare(rollouts)

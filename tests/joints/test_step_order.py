@@ -217,7 +217,7 @@ def test_ranks_exchange_rescued_groups_whole(given):
         jobs.append(made)
     for made in jobs:
         extras = made.trainer.collector.extras
-        extras._most = made.trainer.engine.max
+        extras._max_over_ranks = made.trainer.engine.max
         for source in extras.sources:
             source._context = type(source._context)(**{**vars(source._context), "most": made.trainer.engine.max})
     one, two = together(lambda made: made.next(), jobs, meeting.barrier)
