@@ -238,7 +238,7 @@ class PPO(RatioAlgorithm):
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         return super().denominators(micro) | {"steps": _steps(micro).mask.sum()}
 
-    def counted(self, name: str, micro: Rollouts) -> Tensor:
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
         return _steps(micro).mask if name.startswith("critic/") else micro.mask
 
 

@@ -103,6 +103,6 @@ def test_sizes_are_bounded_before_there_is_memory_for_them(size, monkeypatch):
             slot.fill_(length)
 
     monkeypatch.setattr(dist, "all_gather", gather)
-    with pytest.raises(UserError, match="rank 1 sends"):
+    with pytest.raises(UserError, match="rank 1 announces"):
         gather_messages(pack("a"), 2, None)
     assert calls == [1]

@@ -198,7 +198,7 @@ def test_no_prefix_where_none_is_needed(given):
 def test_a_rank_without_failures_begins_with_the_others_and_keeps_nothing(given):
     made = prefixed(given, rewards=(1.0, 0.0, 1.0, 0.0))
     for extra in made.trainer.collector.extras.sources:
-        extra._context = type(extra._context)(**{**vars(extra._context), "most": lambda value: max(value, 2)})
+        extra._context = type(extra._context)(**{**vars(extra._context), "max_over_ranks": lambda value: max(value, 2)})
     rollouts = made.next()
     assert made.trainer.policy.calls[-1].what == "continued"
     assert len(rollouts) == 6 and not rollouts.mask[4:].any()

@@ -70,7 +70,7 @@ class CandidatePreference(StepwisePreference):
         loss = total / over.totals["pairs"].to(total.device).clamp(min=1)
         return loss, {f"preference/{name}": values for name, values in stats.items()}
 
-    def counted(self, name: str, micro: Rollouts) -> Tensor:
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
         return micro.mask
 
 

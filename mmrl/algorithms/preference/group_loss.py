@@ -61,7 +61,7 @@ class GroupLoss(Algorithm):
         each."""
         raise NotImplementedError
 
-    def counted(self, name: str, micro: Rollouts) -> Tensor:
+    def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
         import torch
 
         return torch.ones(len(micro), dtype=torch.bool) if name.startswith("preference/") else micro.mask
