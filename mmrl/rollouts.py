@@ -184,8 +184,8 @@ class Sample:
 
 
 # Values of `Rollouts.origin`. FRESH: sampled in this step. DEMONSTRATION: the known answer. REPLAYED: from an earlier
-# step. EXTRA: sampled in this step by a source of `rollout.extras`.
-FRESH, DEMONSTRATION, REPLAYED, EXTRA = range(4)
+# step. EXTRA: sampled in this step by a source of `rollout.extras`. PROPOSED: a chunk that was not executed.
+FRESH, DEMONSTRATION, REPLAYED, EXTRA, PROPOSED = range(5)
 TEXT, IMAGE = range(2)  # parts of a response that contains an image
 OBJECTIVE = "objective"  # key in `Rollouts.extras`: 0 where a mask excludes a decision from the objective, else 1
 PARTS = "parts"  # key in `Rollouts.extras`: TEXT or IMAGE for each decision, where responses contain images
@@ -235,7 +235,9 @@ class Rollouts(Record):
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, decision] bool, True where a decision counts
     rewards: Tensor | None = column()  # [rollout, component] float32, NaN where a component could not be scored
     accuracy: Tensor | None = column()  # [rollout] float32, the task's measure of success, NaN where unknown
-    origin: Tensor | None = column()  # [rollout] int64: FRESH, DEMONSTRATION, REPLAYED or EXTRA; None: all fresh
+    origin: Tensor | None = (
+        column()
+    )  # [rollout] int64: FRESH, DEMONSTRATION, REPLAYED, EXTRA or PROPOSED; None: all fresh
     prompt: Tensor | None = column()  # [rollout] int64, the prompt's index in the task's training source
     filler: Tensor | None = column()  # [rollout] bool, True where dynamic sampling kept a group without signal
     version: Tensor | None = column()  # [rollout] int64, the training step of the oldest weights that made it

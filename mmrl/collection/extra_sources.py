@@ -68,6 +68,7 @@ class ExtraSource(Choice):
         "success_replay": "mmrl.collection.replay_buffer:SuccessReplay",
         "self_imitation": "mmrl.collection.replay_buffer:SelfImitation",
         "stored_steps": "mmrl.collection.stored_steps.source:StoredSteps",
+        "action_proposals": "mmrl.collection.stored_steps.proposals:ActionProposals",
     }
     test: ClassVar[str] = "tests/joints/test_collection.py"
 

@@ -58,8 +58,28 @@ class QLearner:
         recorded = [i for i, sample in enumerate(rollouts.samples) if "tail" in sample.prompt.metadata]
         if int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
             prompts = [rollouts.samples[i].prompt for i in recorded]
-            values[recorded] = self._learn(self._encoded(prompts, max(map(len, self.context.micro_batches)))).float()
+            values[recorded] = self._learned(prompts).float()
         return Column(values)
+
+    def _learned(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Updates both functions on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts with a proposal may share a
+        recorded step: it counts once, and each of them gets the Q value of its own proposal."""
+        import torch
+
+        names = [prompt.id for prompt in prompts]
+        first = {name: names.index(name) for name in dict.fromkeys(names)}
+        steps = [prompts[i] for i in first.values()]
+        transitions = self._encoded(steps, max(map(len, self.context.micro_batches)))
+        rows = torch.tensor([list(first).index(name) for name in names], dtype=torch.int64)
+        proposals = [i for i, prompt in enumerate(prompts) if "proposal" in prompt.metadata]
+        chunks = torch.zeros(len(prompts), self.context.policy.encoding_sizes[1])
+        if proposals:
+            chunks[proposals] = self.context.policy.encode_chunks([prompts[i].metadata["proposal"] for i in proposals])
+        pairs = torch.cat([transitions.observation[rows], chunks], 1)
+        estimates, proposed = self._learn(transitions, pairs[proposals])
+        estimates = estimates[rows]
+        estimates[proposals, 0] = proposed
+        return estimates
 
     def _encoded(self, prompts: Sequence[Prompt], size: int) -> Transitions:
         """Returns the transitions of recorded steps. size: observations that the policy encodes at once."""
@@ -90,8 +110,10 @@ class QLearner:
             next_observation,
         )
 
-    def _learn(self, transitions: Transitions) -> Tensor:
-        """Updates both functions on the transitions of all ranks; returns ESTIMATES of this rank's, [n, 3]."""
+    def _learn(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates both functions on the transitions of all ranks. Returns ESTIMATES of this rank's, [n, 3], and the
+        least target Q value of further pairs of observation and chunk, `proposals` [m, number]; both are of before the
+        last update of the targets."""
         import torch
 
         from mmrl.core.values import QEnsemble, ValueNetwork
@@ -111,8 +133,9 @@ class QLearner:
             target = q.module.target(transitions.pairs)
             self._update_value(value, transitions, target)
             td_error = self._update_q(q, value, transitions)
+            proposed = q.module.target(proposals)
             q.module.update_targets(self.settings.tau)
-        return torch.stack([target, value.predict(transitions.observation), td_error], 1)
+        return torch.stack([target, value.predict(transitions.observation), td_error], 1), proposed
 
     def _update_value(self, value: AuxiliaryModule[ValueNetwork], transitions: Transitions, target: Tensor) -> None:
         """Takes a step of V to the expectile of the target networks' Q values, [n]."""

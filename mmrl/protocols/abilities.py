@@ -178,6 +178,16 @@ class StateActionEncoding(Protocol):
         units, 0 for those that were not executed, and which were executed."""
 
 
+@ability("chunks of actions that can be sampled at stored observations (model.type=vision_language_action)")
+class Proposing(Protocol):
+    """A policy that samples actions at observations that it is given, without executing them."""
+
+    def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
+        """Samples a chunk for each prompt, at metadata["observation"], as for a rollout. Returns single policy steps,
+        without rewards; their samples' prompts have the chunk as metadata["proposal"], [chunk, action] in the robot's
+        units. seeds: of the chunks; groups: of what a group of chunks shares."""
+
+
 @ability("prompts that say how an action turned out (action.labels)")
 class AdvantageLabelling(Protocol):
     """A policy whose prompts may contain a text label that says whether an action is good or bad. For demonstrations it

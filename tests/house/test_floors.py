@@ -39,6 +39,7 @@ LIGHT = tuple(
         "collection.replay_buffer",
         "collection.resampling",
         "collection.self_correction",
+        "collection.stored_steps.proposals",
         "collection.stored_steps.source",
         "config",
         "errors",

@@ -13,6 +13,8 @@ from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mmrl.collection.stored_steps.ring import StepRing, StoredStep
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Prompt, Rollouts
@@ -55,22 +57,31 @@ class StoredSteps(ExtraSource):
 
     def make(self, fresh: Rollouts) -> Rollouts:
         """Returns stored steps, or as many rollouts that teach nothing where none is stored yet."""
-        import torch
-
         from mmrl.rollouts import REPLAYED
 
-        (rank, world), step = self._context.rank_and_world, self._drawn
+        prompts, positions = self._sample()
+        if not prompts:
+            return masked_copies(fresh, len(positions))
+        replayed: Rollouts = self._context.policy.demonstrate(prompts, positions.tolist())
+        replayed.group = BELOW - positions
+        replayed.origin = positions.new_full((len(positions),), REPLAYED)
+        return replayed
+
+    def _sample(self) -> tuple[list[Prompt], Tensor]:
+        """Samples this rank's share of a training step's stored steps. Returns them as prompts, or no prompts where
+        none is stored yet, and their positions among all that the run samples, [step] int64."""
+        import torch
+
+        (rank, world), training_step = self._context.rank_and_world, self._drawn
         self._drawn += 1
         count = self.steps // world
+        first = training_step * self.steps + rank * count
+        positions = torch.arange(first, first + count)
         if not self._ring.eligible:
-            return masked_copies(fresh, count)
-        chance = random.Random(f"{self._context.seed} {rank} {step}")
-        drawn = self._ring.draw(chance.choices(range(self._ring.eligible), k=count))
-        positions = torch.arange(step * self.steps, (step + 1) * self.steps)[rank * count : (rank + 1) * count]
-        replayed: Rollouts = self._context.policy.demonstrate([as_prompt(one) for one in drawn], positions.tolist())
-        replayed.group = BELOW - positions
-        replayed.origin = torch.full((count,), REPLAYED)
-        return replayed
+            return [], positions
+        rng = random.Random(f"{self._context.seed} {rank} {training_step}")
+        stored = self._ring.draw(rng.choices(range(self._ring.eligible), k=count))
+        return [as_prompt(step) for step in stored], positions
 
     def observe(self, batch: Batch) -> None:
         """Stores this rank's new episodes that the task could score."""

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -234,11 +234,29 @@ class VisionLanguageActionPolicy:
             [PolicyStep(inputs[i], state[i], {k: v[i] for k, v in chosen.items()}, valid[i])]
             for i in range(len(prompts))
         ]
-        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
-        if self.module.critic is not None:  # which learns nothing from them
-            blank = torch.zeros(len(prompts), 1)
-            rollouts.extras["steps"] = Steps(blank.bool(), blank, blank.clone(), blank.bool(), blank.clone())
-        return rollouts
+        return self._single_steps(prompts, policy_steps)
+
+    @torch.no_grad()
+    def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
+        """Samples a chunk for each prompt, at metadata["observation"], as for a rollout. Returns single policy steps,
+        whose prompts have the chunk as metadata["proposal"], in the robot's units."""
+        observation = stacked([prompt.metadata["observation"] for prompt in prompts])
+        prepared, state = self._prepare(observation), self._state(observation)
+        sampling = ActionSampling(list(seeds), self.temperature.value, groups=list(groups))
+        reading = self.module.read(self._collate(prepared))
+        chosen = self.module.head.act(reading, self.module.policy_state(state.to(self.device)), sampling)
+        actions = robot_units(chosen["actions"], self.statistics).astype(np.float32)
+        executed = torch.ones(self.action.chunk, dtype=torch.bool)
+        columns = {name: values.cpu() for name, values in chosen.items()}
+        policy_steps = [
+            [PolicyStep(prepared[i], state[i], {name: values[i] for name, values in columns.items()}, executed)]
+            for i in range(len(prompts))
+        ]
+        proposed = [
+            replace(prompt, metadata={**prompt.metadata, "proposal": chunk})
+            for prompt, chunk in zip(prompts, actions, strict=True)
+        ]
+        return self._single_steps(proposed, policy_steps)
 
     def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode a prompt as a rollout. Returns its observations as prompts for `demonstrate`, with the
@@ -365,6 +383,14 @@ class VisionLanguageActionPolicy:
         return torch.cat([executed.flatten(1), valid.float()], 1)
 
     # --- details ---
+
+    def _single_steps(self, prompts: Sequence[Prompt], policy_steps: list[list[PolicyStep]]) -> Rollouts:
+        """Returns rollouts of one policy step each, of no episode. The critic learns nothing from them."""
+        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
+        if self.module.critic is not None:
+            blank = torch.zeros(len(prompts), 1)
+            rollouts.extras["steps"] = Steps(blank.bool(), blank, blank.clone(), blank.bool(), blank.clone())
+        return rollouts
 
     def _padded(self, chunks: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], Tensor]:
         """Returns chunks [executed, action], cut to the policy's length, as [n, chunk, action] with zeros behind them,

@@ -16,6 +16,7 @@ from mmrl.protocols.abilities import (
     DifferentiableActions,
     EpisodeStoring,
     ExpertLabelling,
+    Proposing,
     StateActionEncoding,
     Stepwise,
 )
@@ -596,7 +597,9 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        added: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, StateActionEncoding})
+        added: frozenset[Offer] = frozenset(
+            {"lengths", "critic", Stepwise, EpisodeStoring, Proposing, StateActionEncoding}
+        )
         shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
         labelled: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
         offers = action.head.offers | added | shown | labelled

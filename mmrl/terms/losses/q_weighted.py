@@ -102,7 +102,9 @@ def report_agreement(batch: Batch, measurement: QValues, returns: StepReturns) -
     from scipy.stats import spearmanr
 
     q, _, td_error = batch.measured(measurement).values.unbind(1)
-    earned = returns.of([sample.prompt for sample in batch.rollouts.samples])
+    prompts = [sample.prompt for sample in batch.rollouts.samples]
+    proposed = torch.tensor(["proposal" in prompt.metadata for prompt in prompts])
+    earned = returns.of(prompts).masked_fill(proposed, torch.nan)  # those are of the stored chunk
     columns = batch.gather(torch.stack([q, earned, td_error], 1))
     td_error = columns[:, 2][~columns[:, 2].isnan()]
     if len(td_error):
