@@ -8,6 +8,7 @@ T, P = "mmrl/protocols/trajectory.py", "mmrl/policies/vla/policy.py"
 W, A = "mmrl/terms/losses/q_weighted.py", "mmrl/algorithms/recorded/q_learning.py"
 R, E = "mmrl/collection/stored_steps/ring.py", "tasks/manipulation/episodes.py"
 Q, STORED = ("joints/test_q_weighted.py",), ("collection/test_stored_steps.py",)
+G = ("joints/test_q_policy_gradient.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
@@ -52,6 +53,19 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("term: unlearning", W, "return -self.coefficient.value * losses", "return self.coefficient.value * losses", Q),
     ("term: no coefficient", W, "return -self.coefficient.value * losses", "return -losses", Q),
     ("term: correlation with itself", W, "q, earned = columns[~columns[:, :2].isnan().any(1), :2].unbind(1)", "q, earned = columns[~columns[:, :2].isnan().any(1)][:, [0, 0]].unbind(1)", Q),
+    ("proposals: one observation for all", P, "prepared, state = self._prepare(observation), self._state(observation)",
+     "observation = observation.select([0] * len(prompts)); prepared, state = self._prepare(observation), self._state(observation)", G),
+    ("proposals: likeliest actions", P, "ActionSampling(list(seeds), self.temperature.value, groups=list(groups))", "ActionSampling(list(seeds), 0.0, groups=list(groups))", G),
+    ("proposals: one seed for a group", "mmrl/collection/stored_steps/proposals.py", "propose(prompts, list(seeds), groups.tolist())", "propose(prompts, groups.tolist(), groups.tolist())", G),
+    ("proposals: of another origin", "mmrl/collection/stored_steps/proposals.py", "(len(groups),), PROPOSED)", "(len(groups),), PROPOSED - 1)", G),
+    ("proposals: all in one group", "mmrl/collection/stored_steps/proposals.py", "proposed.group = BELOW - groups", "proposed.group = BELOW - 0 * groups", G),
+    ("proposals: Q of the stored chunk", M, "estimates[proposals, 0] = proposed", "pass", G),
+    ("proposals: Q of another observation", M, "pairs = torch.cat([transitions.observation[rows], chunks], 1)", "pairs = torch.cat([transitions.observation[0 * rows], chunks], 1)", G),
+    ("proposals: a step counts for each proposal", M, "first = {name: names.index(name) for name in dict.fromkeys(names)}", "first = dict(zip(names, range(len(names))))", G),
+    ("gradient: of all groups together", "mmrl/terms/losses/q_policy_gradient.py", "q[proposed], rollouts.group[proposed], scale", "q[proposed], 0 * rollouts.group[proposed], scale", G),
+    ("gradient: the other sign", "mmrl/terms/losses/q_policy_gradient.py", "advantages.nan_to_num(),", "-advantages.nan_to_num(),", G),
+    ("gradient: no clip", "mmrl/terms/losses/q_policy_gradient.py", "clip_high=self.clip,", "clip_high=99.0,", G),
+    ("gradient: no coefficient", "mmrl/terms/losses/q_policy_gradient.py", "return self.coefficient.value * values", "return values", G),
     ("lerobot: every episode terminated", "tasks/manipulation/lerobot.py", "return success is not None and bool(success[-1].any())", "return True", ("tasks/test_lerobot.py",)),
     ("lerobot: a success on the way", "tasks/manipulation/lerobot.py", "bool(success[-1].any())", "bool(success.any())", ("tasks/test_lerobot.py",)),
 ]

@@ -27,9 +27,7 @@ class QPolicyGradient(Term):
     equation: ClassVar[str] = (
         "-coefficient min(r A, clamp(r, 1 - clip, 1 + clip) A), A = (Q(s, a) - mean_group Q) / std_group Q"
     )
-    source: ClassVar[str] = (
-        "OGPO, arXiv 2605.03065: its critic as the reward of a denoising chain, here with IQL's critic"
-    )
+    source: ClassVar[str] = "OGPO, arXiv 2605.03065 (a critic as the reward of sampled chunks), with IQL's critic"
     test: ClassVar[str] = "tests/joints/test_q_policy_gradient.py"
     type: str = "q_policy_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
