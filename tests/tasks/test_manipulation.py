@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.tasks.manipulation import episodes, tiny_model
 from mmrl.tasks.manipulation.episodes import (
-    DEMONSTRATED,
+    MAX_CHUNK,
     ActionDisturber,
     Disturbance,
     EpisodeDemonstrations,
@@ -78,7 +78,7 @@ def test_the_expert_is_recorded_step_by_step():
     assert len(source) == 8
     shown = source[1].metadata
     assert shown["actions"].tolist() == [[0.25]] * 3 and shown["observation"].state.tolist() == [[pytest.approx(0.45)]]
-    assert all(len(source[i].metadata["actions"]) <= DEMONSTRATED for i in range(8))
+    assert all(len(source[i].metadata["actions"]) <= MAX_CHUNK for i in range(8))
 
 
 def test_noise_disturbs_what_is_done_not_what_is_shown():

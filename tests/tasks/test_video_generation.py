@@ -140,7 +140,9 @@ def test_the_reward_in_its_three_forms():
     assert MotionChecked(part="steady").score(samples[:2]) == [1.0, 1.0]
     with pytest.raises(ValueError, match="part must be one of identity, direction, speed, steady, not 'beauty'"):
         MotionChecked(part="beauty")
-    with pytest.raises(UserError, match=r"the video of prompt 'p' has the shape \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"):
+    with pytest.raises(
+        UserError, match=r"the video of prompt 'p' has the shape \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"
+    ):
         MotionChecked().score([sample(SQUARE, right[:4])])
     with pytest.raises(UserError, match="the rollout of prompt 'p' has no video to score"):
         MotionChecked().score([Sample(Prompt("p", "x"))])
