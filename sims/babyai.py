@@ -1,4 +1,4 @@
-"""Levels of BabyAI (arXiv 1810.08272): a small grid of rooms seen from above, and an instruction out of a grammar."""
+"""BabyAI (arXiv 1810.08272) as a simulator: levels of small grid worlds with instructions from a grammar."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
     from minigrid.minigrid_env import MiniGridEnv
 
 LEVELS = ("GoToLocalS8N7", "PickupDist", "OpenDoorColor", "PutNextLocalS5N3")
-COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("ball", "box", "key", "door")
 UNSEEN = frozenset({("red", "ball"), ("blue", "box"), ("yellow", "key"), ("green", "ball"), ("purple", "door")})
 SUFFIX = "/unseen"
-TRIES = 1000  # worlds that are drawn in search of an instruction
-VIEW = 7  # squares along each side of what the agent sees
+MAX_TRIES = 1000  # worlds that are generated until one has an instruction of the task
+VIEW = 7  # squares along each side of the agent's view
 EMPTY = (OBJECT_TO_IDX["empty"], 0, 0)
 WALL = (OBJECT_TO_IDX["wall"], COLOR_TO_IDX["grey"], 0)
-STRIDE = 1 << 40  # between the seeds of those worlds, so that no episode's worlds are those of its neighbour
+STRIDE = 1 << 40  # between the seeds of these worlds, so that episodes of neighbouring seeds have other worlds
 
 
 def is_unseen(instruction: str) -> bool:
-    """Returns whether an instruction names an object of UNSEEN, by colour and kind."""
-    pairs = re.findall(rf"({'|'.join(COLOURS)}) ({'|'.join(THINGS)})", instruction)
+    """Returns whether an instruction names an object (color and type) of UNSEEN."""
+    pairs = re.findall(rf"({'|'.join(COLORS)}) ({'|'.join(THINGS)})", instruction)
     return any(pair in UNSEEN for pair in pairs)
 
 
 class Levels(gymnasium.Env):
-    """Several levels behind one environment; options={"task": name} of a reset chooses.
+    """Several BabyAI levels as one environment; a reset with options={"task": name} selects one.
 
-    A level has two tasks: NAME, whose instructions name nothing of UNSEEN, and NAME/unseen, whose instructions do. A
-    world whose instruction is of the other part is skipped: the next has the seed STRIDE further on. Observations are
-    the image of the 7 x 7 squares before the agent, or of `around` squares a side with the agent in the middle, with
-    what it carries in its place, and the mission.
+    A level has two tasks: NAME, whose instructions name no object of UNSEEN, and NAME/unseen, whose instructions do.
+    Worlds with an instruction of the other task are skipped; the next world has a seed that is larger by STRIDE.
+    Observations are the mission (the instruction), and an image: of the 7 x 7 squares in front of the agent, or of
+    `around` x `around` squares with the agent in the middle. tile: see `BabyAI`.
 
-    A reset without a seed makes no world: the row is unused, and its steps change nothing until it gets a seed.
+    After a reset without a seed the environment is idle: steps change nothing until the next reset with a seed.
     """
 
     def __init__(self, levels: Sequence[str], tile: int, around: int = 0) -> None:
@@ -61,8 +61,8 @@ class Levels(gymnasium.Env):
         self._idle = True
         self._last: dict[str, Any] = {}  # the last observation
         self._tile, self._around = tile, around
-        self._codes = np.zeros((0, 0, 3), np.uint8)  # of the world's squares [x, y, (object, colour, state)]
-        if around:  # the view of 7 x 7 squares takes half of a step's time and is not used here
+        self._codes = np.zeros((0, 0, 3), np.uint8)  # minigrid's codes of all squares, [x, y, (object, color, state)]
+        if around:  # the view of 7 x 7 squares takes half of a step's time and is not used
             for world in self._worlds.values():
                 _skip_view(world.unwrapped)
         side = (around or VIEW) * (tile or 1)
@@ -81,15 +81,15 @@ class Levels(gymnasium.Env):
         task = (options or {}).get("task", next(iter(self._worlds)))
         level = task.removesuffix(SUFFIX)
         self._world = self._worlds[level]
-        for number in range(TRIES):
-            with redirect_stdout(StringIO()):  # the levels print what they tried
+        for number in range(MAX_TRIES):
+            with redirect_stdout(StringIO()):  # the levels print rejected worlds
                 observation, info = self._world.reset(seed=(seed or 0) + number * STRIDE)
             if is_unseen(observation["mission"]) == task.endswith(SUFFIX):
                 self._idle = False
                 if self._around:
                     self._codes = self.unwrapped.grid.encode()
-                return self._shown(observation), info
-        raise UserError(f"babyai: {level} has no instruction for task {task!r}: {TRIES} worlds were tried")
+                return self._observe(observation), info
+        raise UserError(f"babyai: none of {MAX_TRIES} worlds of {level} has an instruction of task {task!r}")
 
     def step(self, action: int | np.integer) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._idle:
@@ -101,27 +101,28 @@ class Levels(gymnasium.Env):
             thing = world.grid.get(*ahead)
             self._codes[ahead] = EMPTY if thing is None else thing.encode()
         solved = bool(terminated and float(reward) > 0)
-        return self._shown(observation), float(reward), terminated, truncated, {"solved": solved}
+        return self._observe(observation), float(reward), terminated, truncated, {"solved": solved}
 
     def close(self) -> None:
         for world in self._worlds.values():
             world.close()
 
-    def _shown(self, observation: dict[str, Any]) -> dict[str, Any]:
-        squares = all_round(self.unwrapped, self._codes, self._around) if self._around else observation["image"]
+    def _observe(self, observation: dict[str, Any]) -> dict[str, Any]:
+        squares = view_around(self.unwrapped, self._codes, self._around) if self._around else observation["image"]
         pixels = image(squares, self._tile) if self._tile else np.ascontiguousarray(squares.transpose(1, 0, 2))
         self._last = {"image": pixels, "mission": observation["mission"]}
         return self._last
 
 
 class BabyAI:
-    """Levels of BabyAI with their scripted expert, the bot; the seven actions are the parts of [-1, 1] (`Choices`).
+    """The simulator of BabyAI levels, with the levels' scripted expert. An action is one number, the seven actions are
+    equal intervals of [-1, 1] (see `mmrl.sims.spaces.Choices`).
 
-    levels: by name, without "BabyAI-" and "-v0"; each gives the tasks NAME and NAME/unseen, see `Levels`.
-    tile: pixels a side of a square; 0 draws nothing and shows minigrid's codes of object, colour and state in place of
-    red, green and blue, one pixel a square. max_steps: of an episode. around: 0 shows the 7 x 7 squares before the
-    agent that it can see; an odd number shows as many a side, with the agent in the middle and nothing hidden
-    (`all_round`).
+    levels: names without "BabyAI-" and "-v0"; each level has the tasks NAME and NAME/unseen, see `Levels`. tile: pixels
+    along a side of a square; 0: images have one pixel for each square, with minigrid's codes of object, color and state
+    in place of red, green and blue. max_steps: of an episode. around: 0: the image shows the 7 x 7 squares in front of
+    the agent, as far as it can see them; an odd number: so many squares along each side, with the agent in the middle
+    and nothing hidden.
     """
 
     def __init__(
@@ -129,11 +130,12 @@ class BabyAI:
     ) -> None:
         if around and (around < 3 or around % 2 == 0):
             raise UserError(
-                f"babyai: around must be 0 or an odd number of at least 3, so that a square is the middle; got {around}"
+                f"babyai: around must be 0, or odd and at least 3, so that the agent is in the middle; got {around}"
             )
         if not levels or tile < 0 or max_steps < 1:
             raise UserError(
-                f"babyai: levels, tile from 0 and max_steps from 1 on are needed, not {levels=}, {tile=}, {max_steps=}"
+                f"babyai: at least one level, tile >= 0 and max_steps >= 1 are needed, "
+                f"not {levels=}, {tile=}, {max_steps=}"
             )
         tasks = [f"{level}{suffix}" for level in levels for suffix in ("", SUFFIX)]
         self._inner = GymnasiumSimulator(
@@ -173,59 +175,62 @@ def _bot(env: gymnasium.Env) -> Callable[[Any], Any]:
     return BabyAIBot(env.unwrapped).replan
 
 
-def all_round(world: MiniGridEnv, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    """Returns side x side squares [x, y, (object, colour, state)] around the agent of a minigrid world, which faces up.
+def view_around(world: MiniGridEnv, codes: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """Returns minigrid's codes of the side x side squares around the agent, [x, y, (object, color, state)], turned so
+    that the agent faces up.
 
-    codes: the encoded grid, likewise. Nothing is hidden, so that one observation shows where everything is; beyond the
-    world are walls. What the agent carries lies in its place, as in minigrid's own view.
+    codes: those of the full grid, likewise. Nothing is hidden; squares outside of the grid are walls. The agent's
+    square shows the object that it carries, as in minigrid's own view.
     """
     half = side // 2
     x, y = world.agent_pos
-    cut = np.full((side, side, 3), WALL, np.uint8)
+    view = np.full((side, side, 3), WALL, np.uint8)
     left, top = max(0, half - x), max(0, half - y)
     inside = codes[max(0, x - half) : x + half + 1, max(0, y - half) : y + half + 1]
-    cut[left : left + inside.shape[0], top : top + inside.shape[1]] = inside
-    cut[half, half] = EMPTY if world.carrying is None else world.carrying.encode()
-    turned = np.rot90(cut.transpose(1, 0, 2), world.agent_dir + 1)  # [y, x]; direction 0 faces right, 3 up
+    view[left : left + inside.shape[0], top : top + inside.shape[1]] = inside
+    view[half, half] = EMPTY if world.carrying is None else world.carrying.encode()
+    turned = np.rot90(view.transpose(1, 0, 2), world.agent_dir + 1)  # [y, x]; direction 0 faces right, 3 up
     return turned.transpose(1, 0, 2)
 
 
 def image(squares: NDArray[np.uint8], tile: int) -> NDArray[np.uint8]:
-    """Draws squares [x, y, (object, colour, state)] in minigrid's encoding, n a side, as RGB [n tile, n tile, 3]; what
-    is not seen is black.
+    """Draws n x n squares, given as minigrid's codes [x, y, (object, color, state)], as RGB [n tile, n tile, 3]. Unseen
+    squares are black.
 
-    minigrid draws the same image, but computes the view once more: this takes a twentieth of the time.
+    It gives the same image as minigrid in a twentieth of the time, since minigrid computes the view again.
     """
     tiles, drawn = _tiles(tile)
-    kind, colour, state = squares.transpose(2, 1, 0)  # each [y, x]
-    for a, b, c in {tuple(code) for code in squares[~drawn[kind, colour, state].T].tolist()}:
-        tiles[a, b, c], drawn[a, b, c] = _tile(a, b, c, tile), True
-    rows = tiles[kind, colour, state].transpose(0, 2, 1, 3, 4)  # [y, down, x, across, colour]
+    kind, color, state = squares.transpose(2, 1, 0)  # each [y, x]
+    for new_kind, new_color, new_state in {tuple(code) for code in squares[~drawn[kind, color, state].T].tolist()}:
+        code = new_kind, new_color, new_state
+        tiles[code], drawn[code] = _tile(*code, tile), True
+    rows = tiles[kind, color, state].transpose(0, 2, 1, 3, 4)  # [y, pixel row, x, pixel column, channel]
     return rows.reshape(len(squares) * tile, len(squares) * tile, 3)
 
 
 @lru_cache
 def _tiles(side: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Returns caches: the tile of every object, colour and state, and whether it has been drawn."""
+    """Returns two arrays that cache tiles: the tile for each object, color and state, and whether it has been drawn."""
     codes = max(OBJECT_TO_IDX.values()) + 1, max(COLOR_TO_IDX.values()) + 1, max(STATE_TO_IDX.values()) + 1
     return np.zeros((*codes, side, side, 3), np.uint8), np.zeros(codes, bool)
 
 
-def _tile(kind: int, colour: int, state: int, side: int) -> NDArray[np.uint8]:
+def _tile(kind: int, color: int, state: int, side: int) -> NDArray[np.uint8]:
+    """Draws the tile of an object, [side, side, 3], from minigrid's codes of its type, color and state."""
     if kind == OBJECT_TO_IDX["unseen"]:
         return np.zeros((side, side, 3), np.uint8)
-    return np.asarray(Grid.render_tile(WorldObj.decode(kind, colour, state), tile_size=side), np.uint8)
+    return np.asarray(Grid.render_tile(WorldObj.decode(kind, color, state), tile_size=side), np.uint8)
 
 
 def _skip_view(world: Any) -> None:
-    """Makes steps and resets of a minigrid world observe its mission alone; its bot reads the grid by another
-    method."""
+    """Reduces the observations of a minigrid world to its mission, which is faster. The expert does not read them."""
     world.gen_obs = lambda: {"mission": world.mission}
 
 
 def _world(level: str) -> gymnasium.Env:
+    """Makes the environment of a level. Raises UserError if there is none of this name."""
     name = f"BabyAI-{level}-v0"
     if name not in gymnasium.registry:
         levels = ", ".join(sorted(i[7:-3] for i in gymnasium.registry if i.startswith("BabyAI-")))
-        raise UserError(f"babyai: there is no level {level!r}; known: {levels}")
+        raise UserError(f"babyai: unknown level {level!r}; known: {levels}")
     return gymnasium.make(name, disable_env_checker=True)

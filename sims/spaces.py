@@ -1,4 +1,4 @@
-"""Action and observation spaces of Gymnasium, as numbers, images and states of a policy."""
+"""Conversions between Gymnasium's action and observation spaces and a policy's actions, images and states."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from mmrl.errors import UserError
 # --- actions ---
 
 
-class Moves(Protocol):
-    """Converts a policy's numbers to actions of an environment and back."""
+class ActionConverter(Protocol):
+    """Converts a policy's actions, `dim` numbers each, to actions of an environment and back."""
 
     dim: int
 
-    def execute(self, actions: NDArray) -> NDArray:
-        """Converts numbers [n, dim] to n actions of the environment."""
+    def to_env(self, actions: NDArray) -> NDArray:
+        """Converts a policy's actions [n, dim] to n actions of the environment."""
         ...
 
-    def show(self, action: Any) -> NDArray[np.float32]:
-        """Returns the numbers [dim] of one action of the environment."""
+    def from_env(self, action: Any) -> NDArray[np.float32]:
+        """Converts one action of the environment to a policy's action [dim]."""
         ...
 
 
 class Continuous:
-    """Numbers of a `Box` of any shape, cut off at its bounds."""
+    """Actions of a `Box` of any shape, flattened; they are clipped at its bounds."""
 
     def __init__(self, box: spaces.Box) -> None:
         self.box, self.dim = box, int(np.prod(box.shape))
 
-    def execute(self, actions: NDArray) -> NDArray:
+    def to_env(self, actions: NDArray) -> NDArray:
         shaped = np.asarray(actions).reshape(len(actions), *self.box.shape)
         return np.clip(shaped, self.box.low, self.box.high).astype(self.box.dtype)
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def from_env(self, action: Any) -> NDArray[np.float32]:
         return np.asarray(action, np.float32).ravel()
 
 
 class Choices:
-    """The n actions of a `Discrete` space as the n equal parts of [-1, 1], in order; one number a step.
+    """The n actions of a `Discrete` space. A policy's action is one number; action i is the i-th of n equal intervals
+    of [-1, 1].
 
-    Tokens of n + 1 bins (`action.head={type: token, bins: n + 1}`) have those parts as their intervals.
+    An action head with tokens has these intervals if it has n + 1 bins (`action.head={type: token, bins: n + 1}`).
     """
 
     dim = 1
@@ -55,35 +56,36 @@ class Choices:
     def __init__(self, space: spaces.Discrete) -> None:
         self.count, self.start = int(space.n), int(space.start)
 
-    def execute(self, actions: NDArray) -> NDArray:
-        return self.start + _part(actions[:, 0], self.count)
+    def to_env(self, actions: NDArray) -> NDArray:
+        return self.start + _interval(actions[:, 0], self.count)
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def from_env(self, action: Any) -> NDArray[np.float32]:
         return np.array([(2 * (int(action) - self.start) + 1) / self.count - 1], np.float32)
 
 
 class SeveralChoices:
-    """A choice for each entry of a `MultiDiscrete` or `MultiBinary` space, as `Choices` of so many parts."""
+    """The actions of a `MultiDiscrete` or `MultiBinary` space: one number for each entry, as in `Choices`."""
 
     def __init__(self, counts: NDArray[np.int64], start: NDArray[np.int64], dtype: Any) -> None:
         self.counts, self.start, self.dtype = counts, start, dtype
         self.dim = int(counts.size)
 
-    def execute(self, actions: NDArray) -> NDArray:
-        parts = _part(np.asarray(actions), self.counts.ravel())
+    def to_env(self, actions: NDArray) -> NDArray:
+        parts = _interval(np.asarray(actions), self.counts.ravel())
         return (parts.reshape(len(actions), *self.counts.shape) + self.start).astype(self.dtype)
 
-    def show(self, action: Any) -> NDArray[np.float32]:
+    def from_env(self, action: Any) -> NDArray[np.float32]:
         return ((2 * (np.asarray(action) - self.start) + 1) / self.counts - 1).ravel().astype(np.float32)
 
 
-def _part(numbers: NDArray, count: Any) -> NDArray[np.int64]:
-    """Returns which of `count` equal parts of [-1, 1] numbers lie in."""
-    return np.clip(np.floor((numbers + 1) / 2 * count).astype(np.int64), 0, np.asarray(count) - 1)
+def _interval(numbers: NDArray, num_intervals: Any) -> NDArray[np.int64]:
+    """Returns the index of the interval that each number is in, where [-1, 1] is divided into `num_intervals` equal
+    ones."""
+    return np.clip(np.floor((numbers + 1) / 2 * num_intervals).astype(np.int64), 0, np.asarray(num_intervals) - 1)
 
 
-def moves_of(env: Any, space: gymnasium.Space) -> Moves:
-    """Returns the conversion for an action space. Raises UserError naming a space that there is none for."""
+def converter_of(env: Any, space: gymnasium.Space) -> ActionConverter:
+    """Returns the converter for an action space. env: for messages. Raises UserError if the space is not supported."""
     if isinstance(space, spaces.Discrete):
         return Choices(space)
     if isinstance(space, spaces.MultiDiscrete):
@@ -100,7 +102,7 @@ def moves_of(env: Any, space: gymnasium.Space) -> Moves:
 
 
 def bounds_of(space: gymnasium.Space) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-    """Returns lowest and highest numbers [dim] of a `Box`, infinite ones included; None for other spaces."""
+    """Returns the bounds of a `Box`, low and high [dim] each, which may be infinite; None for other spaces."""
     if not isinstance(space, spaces.Box):
         return None
     return space.low.astype(np.float64).ravel(), space.high.astype(np.float64).ravel()
@@ -110,7 +112,7 @@ def bounds_of(space: gymnasium.Space) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def leaves(space: gymnasium.Space, path: str = "") -> Iterator[tuple[str, gymnasium.Space]]:
-    """Yields the parts of nested `Dict` and `Tuple` spaces by dotted names: pixels.top, or 0 in a tuple."""
+    """Yields dotted name and space of each leaf of nested `Dict` and `Tuple` spaces: pixels.top, or 0 in a tuple."""
     if isinstance(space, spaces.Dict):
         inner: Any = space.spaces.items()
     elif isinstance(space, spaces.Tuple):
@@ -123,23 +125,24 @@ def leaves(space: gymnasium.Space, path: str = "") -> Iterator[tuple[str, gymnas
 
 
 def part_of(observation: Any, path: str) -> Any:
-    """Returns the part of a nested observation that a dotted name of `leaves` means; the whole for ""."""
+    """Returns the part of a nested observation with a dotted name of `leaves`; "" is the full observation."""
     for name in path.split(".") if path else ():
         observation = observation[int(name)] if isinstance(observation, tuple) else observation[name]
     return observation
 
 
 def is_image(space: gymnasium.Space) -> bool:
-    """Tells whether a space holds images of 8 bits: grey, RGB, channels last or first."""
+    """Returns whether a space holds 8-bit images: gray or RGB, with channels last or first."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3)
 
 
 class ObservationReader:
     """Reads images and states from the observations of a vector environment.
 
-    images: dotted names of images, or of a mapping that holds nothing else; None: there is none. states: dotted names
-    of states, which stand one behind the other; None: a `Box` observation that is not an image. Raises UserError for
-    names that are not there, images that are none, and states of no fixed size.
+    space: of one environment's observation. images: dotted names of images, or of mappings that hold only images; None:
+    there are none. states: dotted names of states, which are concatenated; None: the full observation if it is a `Box`
+    and not an image, else nothing. Raises UserError for unknown names, images that are not 8-bit images, and states
+    without a fixed size.
     """
 
     def __init__(self, space: gymnasium.Space, images: Sequence[str] | None, states: Sequence[str] | None) -> None:
@@ -148,8 +151,8 @@ class ObservationReader:
         for name in self.images:
             if not is_image(self.parts[name]):
                 raise UserError(
-                    f"gymnasium: the observation's {name or 'Box'!r} is {self.parts[name]}, no image: uint8, "
-                    "[H, W, 3], [3, H, W] or [H, W]; name another in task.options.image, or null where there is none"
+                    f"gymnasium: the observation's {name or 'Box'!r} is {self.parts[name]}, not an image (uint8, "
+                    "[H, W, 3], [3, H, W] or [H, W]); set task.options.image to another name, or to null"
                 )
         if states is None:
             self.states = ["" for part in (space,) if isinstance(part, spaces.Box) and not is_image(part)]
@@ -163,7 +166,7 @@ class ObservationReader:
                 )
 
     def _below(self, name: str) -> list[str]:
-        """Returns the leaves that a name means: itself, or all below it."""
+        """Returns the names of the leaves with or below a name. Raises UserError if there are none."""
         below = [leaf for leaf in self.parts if leaf == name or leaf.startswith(f"{name}.")]
         if not below:
             raise UserError(f"gymnasium observation has no {name!r}; it has {', '.join(self.parts) or 'no keys'}")
@@ -174,31 +177,36 @@ class ObservationReader:
         return tuple(self.images)
 
     def read_images(self, observation: Any) -> NDArray[np.uint8]:
-        """Returns images [n, height, width, 3], those of several cameras side by side."""
-        read = [as_rgb(np.asarray(part_of(observation, name)), f"the observation's {name!r}") for name in self.images]
-        if len({one.shape[1] for one in read}) > 1:
-            sizes = ", ".join(f"{name} {list(one.shape[1:3])}" for name, one in zip(self.images, read, strict=True))
-            raise UserError(f"gymnasium: cameras of different heights cannot stand side by side: {sizes}")
-        return np.concatenate(read, 2)
+        """Returns the images [n, height, width, 3] of an observation, with several cameras side by side. Raises
+        UserError if their heights differ."""
+        cameras = [
+            as_rgb(np.asarray(part_of(observation, name)), f"the observation's {name!r}") for name in self.images
+        ]
+        if len({images.shape[1] for images in cameras}) > 1:
+            sizes = ", ".join(
+                f"{name} {list(images.shape[1:3])}" for name, images in zip(self.images, cameras, strict=True)
+            )
+            raise UserError(f"gymnasium: the images of all cameras must have one height, not {sizes}")
+        return np.concatenate(cameras, 2)
 
-    def read_state(self, observation: Any, count: int) -> NDArray[np.float32]:
-        """Returns states [n, number], flattened as Gymnasium does."""
-        read = [_flat(self.parts[name], part_of(observation, name), count) for name in self.states]
-        return np.concatenate(read, 1) if read else np.zeros((count, 0), np.float32)
+    def read_state(self, observation: Any, num_envs: int) -> NDArray[np.float32]:
+        """Returns the states [environment, number] of an observation, flattened and concatenated."""
+        states = [_flatten(self.parts[name], part_of(observation, name), num_envs) for name in self.states]
+        return np.concatenate(states, 1) if states else np.zeros((num_envs, 0), np.float32)
 
 
-def _flat(space: gymnasium.Space, values: Any, count: int) -> NDArray[np.float32]:
-    """Flattens `count` values of a space to [count, number] float32."""
+def _flatten(space: gymnasium.Space, values: Any, num_envs: int) -> NDArray[np.float32]:
+    """Flattens values of a space, one for each environment, to [environment, number] float32."""
     if isinstance(space, spaces.Box | spaces.MultiBinary):
-        return np.asarray(values, np.float32).reshape(count, -1)
-    batched = gymnasium.vector.utils.batch_space(space, count)
+        return np.asarray(values, np.float32).reshape(num_envs, -1)
+    batched = gymnasium.vector.utils.batch_space(space, num_envs)
     rows: list[Any] = [spaces.flatten(space, row) for row in iterate(batched, values)]
     return np.stack(rows).astype(np.float32)
 
 
 def as_rgb(images: Any, name: str) -> NDArray[np.uint8]:
-    """Returns images [n, height, width, 3] of grey ones, of channels first, and of RGB. Raises UserError naming what is
-    no image of 8 bits."""
+    """Converts images that are gray, RGB, or have channels first to [n, height, width, 3]. name: for messages. Raises
+    UserError if they are not 8-bit images."""
     images = np.asarray(images)
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise UserError(f"gymnasium: {name} gives {images.dtype} {list(images.shape)}, not images uint8 [n, H, W, 3]")
@@ -209,7 +217,7 @@ def as_rgb(images: Any, name: str) -> NDArray[np.uint8]:
     if images.shape[-1] == 1:
         images = images.repeat(3, -1)
     if images.shape[-1] != 3:
-        raise UserError(f"gymnasium: {name} gives images {list(images.shape[1:])}; three channels are wanted, RGB")
+        raise UserError(f"gymnasium: {name} gives images {list(images.shape[1:])}; they must have three channels, RGB")
     return images
 
 
@@ -219,11 +227,11 @@ def names(value: str | Sequence[str] | None) -> list[str] | None:
 
 
 def folded(seed: int) -> int:
-    """Returns a seed below 2^31, which every generator takes: those below 2^30 stay, others map to the upper half, so
-    that starts to train on and held-out ones stay apart."""
+    """Maps a seed to one below 2^31, since some environments accept no larger ones. Seeds below 2^30 stay as they are,
+    and larger ones map to 2^30 and above, so that training and held-out seeds remain different."""
     return seed if seed < 1 << 30 else (1 << 30) + seed % (1 << 30)
 
 
-def by_row(mapping: Mapping[str, Any], key: str, count: int) -> NDArray[np.bool_]:
-    """Returns a column of a vector environment's info, False for rows that do not have it."""
-    return np.asarray(mapping.get(key, np.zeros(count)), dtype=bool).reshape(count)
+def info_flags(info: Mapping[str, Any], key: str, num_envs: int) -> NDArray[np.bool_]:
+    """Returns a flag of a vector environment's info, [environment] bool; False if info does not have the key."""
+    return np.asarray(info.get(key, np.zeros(num_envs)), dtype=bool).reshape(num_envs)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TaskSettings(Choice):
-    """A task: prompts to train on, prompts held out, what a rollout earns, and what counts as success."""
+    """A task: training prompts, held-out prompts, the rewards of a rollout, and the measure of success."""
 
     title: ClassVar[str] = "task"
     kinds: ClassVar[dict[str, str]] = {
@@ -28,10 +28,13 @@ class TaskSettings(Choice):
 
     @property
     def shows_held_out(self) -> bool:
-        """Returns whether a base is trained on what RL holds out from it later, as a key of the data says."""
+        """Returns whether the task trains on the held-out split as well, so that a base model can learn what RL later
+        holds out."""
         return False
 
     @abstractmethod
     def build(self, seed: int) -> Task:
-        """Builds the task; seed: of the prompts to train on. Raises ValueError, OSError or ImportError in one line, and
-        UserError."""
+        """Builds the task. seed: the random seed of the training prompts.
+
+        Raises UserError, or a ValueError, OSError or ImportError with a message of one line.
+        """

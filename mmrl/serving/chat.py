@@ -174,7 +174,7 @@ def _part(where: str, part: object) -> Any:
     if not isinstance(url, str) or not url.startswith("data:"):
         raise BadRequest(f"{where}: an image is a data: URL, as data:image/png;base64,...; nothing is fetched")
     try:
-        return ImageFiles().decoded(url)
+        return ImageFiles().decode(url)
     except RowError as error:
         raise BadRequest(f"{where}: {error}") from None
 

@@ -250,7 +250,7 @@ def bombs(table: Table, root: Path) -> None:
     def parquet() -> str:
         done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=100)
         said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
-        return "the row is named" if "RowError: row group 1: it unpacks to more than" in said else said or "read"
+        return "the row is named" if "RowError: row group 1: it decompresses to more than" in said else said or "read"
 
     table.case("bombs", f"Parquet of {path.stat().st_size >> 10} kB that unpacks to 20 GB", parquet, "the row is named")
 

@@ -44,5 +44,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "if head.reasons and how.training:", LATENT),
     ("latent: lost episodes cost what they reasoned", "tasks/manipulation/rewards.py",
      "return None if episode.lost else episode.reasoning", "return episode.reasoning", LATENT),
-    ("latent: how much it reasons is not a metric", "tasks/manipulation/task.py", "if reasoned:", "if False:", COSTS),
+    ("latent: how much it reasons is not a metric", "tasks/manipulation/task.py", "if latents:", "if False:", COSTS),
 ]

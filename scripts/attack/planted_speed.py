@@ -100,5 +100,5 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("classifiers: whatever the images", C, "for values in (images, labels):", "for values in (labels,):", JUDGES),
     ("classifiers: whatever the labels", C, "for values in (images, labels):", "for values in (images,):", JUDGES),
     ("classifiers: of any torch", C, "{torch.__version__} ", "", JUDGES),
-    ("classifiers: trained always", C, "if not _recall(network, file):", "if True:", JUDGES),
+    ("classifiers: trained always", C, "if not _load_cached(network, file):", "if True:", JUDGES),
 ]

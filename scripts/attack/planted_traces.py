@@ -65,8 +65,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "estimate / signal if matching.noise_space else estimate", "estimate", REGION),
     ("region: all images have the first one's source", "mmrl/policies/diffusion/decisions/levels.py",
      '[condition["source"] for condition in conditions]', '[conditions[0]["source"] for condition in conditions]', REGION),
-    ("region: the whole image may change", "tasks/image_generation/data/edits.py", "(before != wanted).any(0)",
-     "(before != wanted).any(0) | True", REGION),
+    ("region: the whole image may change", "tasks/image_generation/data/edits.py", "(source != expected).any(0)",
+     "(source != expected).any(0) | True", REGION),
     # --- text and images of one masked model ---
     ("masked parts: codes may stand in text", "mmrl/policies/discrete_diffusion/scorer.py", ".where(is_image[:, None], logits)", "", PARTS),
     ("masked parts: what stands behind the text's end counts", "mmrl/policies/discrete_diffusion/responses.py", "ends.cumsum(1) - ends == 0", "True",

@@ -23,12 +23,12 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "draft.grow(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
     ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
      "grown = self.extended(observation.prompt, decided=False)", "grown = self.extended(observation.prompt, decided=True)", TALKS),
-    ("files: images of the column in another order", C, "        shown = enumerate([] if images is None else images if "
-     "isinstance(images, list | tuple) else [images])", "        shown = enumerate((images or [])[::-1])", TALKS),
+    ("files: images of the column in another order", C, "image_column = enumerate(images if isinstance(images,",
+     "image_column = enumerate(images[::-1] if isinstance(images,", TALKS),
     ("files: calls are dropped", C, "        if not calls:\n            return text",
      "        if calls or not calls:\n            return text", TALKS),
-    ("files: images that have no place are passed over", C, "if (left := len(list(shown))) > 0:",
-     "if (left := len(list(shown))) > 9:", TALKS),
+    ("files: images that have no place are passed over", C, "if (left := len(list(image_column))) > 0:",
+     "if (left := len(list(image_column))) > 9:", TALKS),
     ("files: nulls of tables are arguments", C, "for key, inner in value.items() if inner is not None}",
      "for key, inner in value.items()}", TALKS),
     # --- environments of other packages ---

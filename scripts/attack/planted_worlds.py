@@ -7,7 +7,7 @@ SCENE, OGBENCH = "sims/ogbench.py", ("sims/test_ogbench.py",)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("rows: what failed plays on", "sims/vector/rows.py", "self._playing[row], out.errors[i] = None, error",
+    ("rows: what failed plays on", "sims/vector/rows.py", "self._environments[row], out.errors[i] = None, error",
      "out.errors[i] = error", ("sims/test_rows.py",)),
     ("rows: errors by row, not by place", "sims/vector/rows.py", "out.errors[i] = None, error",
      "out.errors[row - 1] = None, error", ("sims/test_rows.py",)),
@@ -44,7 +44,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("words: teapots are eaten", WORDS, '("teapot",)', '("pot",)', WORDY),
     ("words: mushrooms are animals", WORDS, '"mushroom", ', "", WORDY),
     ("words: an becomes a", WORDS, "name[0] in 'aeiou'", "name[0] in 'eiou'", WORDY),
-    ("words: a thing is asked about twice", WORDS, "things[1::2][:few]", "things[::2][:few]", WORDY),
-    ("words: kinds are exchanged", WORDS, '("animal", animals[:few]', '("food", animals[:few]', WORDY),
+    ("words: a thing is asked about twice", WORDS, "things[1::2][:size]", "things[::2][:size]", WORDY),
+    ("words: kinds are exchanged", WORDS, '("animal", animals[:size]', '("food", animals[:size]', WORDY),
 ]
 # fmt: on

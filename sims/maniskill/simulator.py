@@ -30,37 +30,34 @@ if TYPE_CHECKING:
     from mani_skill.utils.registration import EnvSpec
 
 OBSERVATIONS = ("state", "rgb", "video")
-RENDERED_ALWAYS = {"PushT-v1"}  # it needs its visual shapes also where nothing is rendered
+RENDERED_ALWAYS = {"PushT-v1"}  # tasks that need visual shapes even if nothing is rendered
 ASSETS = "python -m mani_skill.utils.download_asset"
 
 
 class ManiSkill:
-    """Tasks of ManiSkill 3 (Tao et al. 2024), by their ids.
+    """Tasks of ManiSkill 3 (Tao et al. 2024) by their ids, as a simulator.
 
-    tasks: the ids that `reset` may name; they must have one action space. INSTRUCTIONS lists those with an instruction.
-    observation: "state" shows ManiSkill's full state, positions of objects and goals included, and images of 0 x 0
-        pixels; "rgb" shows `camera` and the state of the robot and the goal only; "video" is "state" with the images
-        of the camera that RecordEpisode films with, which shows goals too.
-    image_size: height and width of the images, in pixels.
-    camera: of "rgb"; None: the task's first.
-    control_mode: what an action means, see ManiSkill's controllers; None: the robot's default. Actions are clipped to
-        its bounds.
-    reward: "sparse" gives 1 at every step that is solved, "dense" ManiSkill's own between 0 and 1.
-    end_on_success: whether the first success ends the episode; otherwise only failure and time do.
-    max_steps: None: as many as ManiSkill gives the task.
-    sim_backend: "physx_cpu", or "physx_cuda" for all rows in one scene on the GPU.
-    instructions: instructions for more tasks, or other ones for the same tasks.
+    tasks: ids of tasks with the same action space. INSTRUCTIONS lists those with an instruction. observation: "state":
+    ManiSkill's full state, with the positions of objects and goals, and images of 0 x 0 pixels; "rgb": the image of
+    `camera`, and the state of robot and goal only; "video": as "state", with the images of the camera of RecordEpisode,
+    which show goals too. image_size: height and width of the images, in pixels. camera: for "rgb"; None: the task's
+    first camera. control_mode: ManiSkill's controller, which says what an action means; None: the robot's default.
+    Actions are clipped at its bounds. reward: "sparse": 1 at each step after which the task is solved; "dense":
+    ManiSkill's reward, normalized to 0..1. end_on_success: whether the first success ends the episode; otherwise only
+    failure and the time limit do. max_steps: the time limit; None: ManiSkill's for the task. sim_backend: "physx_cpu",
+    or "physx_cuda" for all rows in one scene on the GPU. instructions: instructions by task, in addition to or in place
+    of INSTRUCTIONS.
 
-    The state is zero-padded to the longest where tasks differ. On the CPU an episode depends on nothing but its task
-    and seed. On the GPU starts do, but contacts may differ between rows by rounding; all rows step at once, so they
-    play one task at a time, and a row cannot be left inactive before its episode has ended. Observations are copied to
-    the host. The GPU's half of this has not been run yet: no test reaches it.
+    States are padded with zeros to the longest one of all tasks. On the CPU an episode depends only on its task and
+    seed. On the GPU start states do, but contacts may differ between rows by rounding errors. There all rows step
+    together, so they have one task at a time, and a running row cannot be left out. Observations are copied to the CPU.
+    The GPU backend has not been tested yet.
 
-    Raises UserError for a task, observation, camera or control mode that does not exist, for assets that are not there
-    and where no Vulkan driver works; each says what brings it.
+    Raises UserError for an unknown task, observation, camera or control mode, for missing assets, and if no Vulkan
+    driver works.
     """
 
-    @torch.inference_mode()  # tasks make tensors all the time, here and below, and none for a gradient
+    @torch.inference_mode()  # ManiSkill's tasks make tensors at each step, and need no gradients
     def __init__(
         self,
         count: int,
@@ -136,7 +133,7 @@ class ManiSkill:
             block.close()
 
     def _shares(self, rows: Sequence[int]) -> list[tuple[RowBlock, list[int]]]:
-        """Groups `rows` by the block that holds them: returns each block, and the indices into `rows` of its rows."""
+        """Groups `rows` by their block. Returns each block with the indices into `rows` of its rows."""
         shares: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             shares.setdefault(row // len(self._blocks[0].rows), []).append(i)
@@ -188,7 +185,7 @@ class Recipe:
 
 
 class RowBlock:
-    """Rows that share one ManiSkill environment and so step together; on the CPU a single row."""
+    """Rows that share one ManiSkill environment and so step together; on the CPU that is a single row."""
 
     def __init__(self, rows: range, recipe: Recipe, max_steps: int | None, end_on_success: bool):
         self.rows, self.recipe, self.max_steps, self.end_on_success = rows, recipe, max_steps, end_on_success
@@ -198,7 +195,7 @@ class RowBlock:
         self._steps = np.zeros(len(rows), np.int64)
 
     def shapes(self, task: str) -> tuple[int, int, tuple[int, int, int]]:
-        """Returns the sizes of an action and of a state, and the shape of an image."""
+        """Returns the dimensions of actions and states, and the shape of images."""
         images, state = self._observe(self._env(task))
         shape = self._env(task).single_action_space.shape
         if shape is None or len(shape) != 1:
@@ -210,7 +207,7 @@ class RowBlock:
     def reset(
         self, rows: list[int], seeds: list[int], tasks: list[str], out: Transition, indices: Sequence[int]
     ) -> None:
-        """Starts episodes; writes `out` at `indices`."""
+        """Starts episodes in `rows`, and writes their observations to `out` at `indices`."""
         local = [row - self.rows.start for row in rows]
         others = self._live.copy()
         others[local] = False
@@ -235,7 +232,7 @@ class RowBlock:
             self._lose(error, out, indices)
 
     def step(self, rows: list[int], actions: NDArray[np.float64], out: Transition, indices: Sequence[int]) -> None:
-        """Executes a chunk [n, C, A]; writes `out` at `indices`."""
+        """Executes a chunk [n, C, A] in `rows`, and writes the results to `out` at `indices`."""
         local = np.array(rows) - self.rows.start
         if missing := local[~self._live[local]].tolist():
             raise UserError(f"maniskill: on a GPU all rows step at once, so rows {missing} cannot be left inactive")
@@ -254,7 +251,7 @@ class RowBlock:
             self._lose(error, out, indices)
 
     def expert(self, row: int) -> NDArray[np.float32]:
-        """Returns the next action [action] of the expert. Raises UserError where there is none."""
+        """Returns the expert's next action [action]. Raises UserError if there is no expert."""
         if (self.task, self.recipe.control_mode) not in EXPERTS:
             available = ", ".join(f"{task} with control_mode={mode}" for task, mode in EXPERTS)
             raise UserError(f"maniskill: there is a scripted expert for {available}; else use recorded demonstrations")
@@ -275,8 +272,9 @@ class RowBlock:
         indices: NDArray,
         c: int,
     ) -> dict[str, Any]:
-        """Executes one control step without an observation, which is only taken at the end of a chunk. Returns
-        ManiSkill's info, whose evaluation is slow and, in some tasks, not deterministic."""
+        """Executes one control step, and writes column `c` of `out`. Observations are made only at the end of a chunk.
+        Returns ManiSkill's info, so that it is not evaluated twice: that is slow, and in some tasks not
+        deterministic."""
         box = env.single_action_space
         padded = np.zeros((len(self.rows), *box.shape), np.float32)
         padded[local[playing]] = np.clip(actions[playing], box.low, box.high)
@@ -338,8 +336,8 @@ class RowBlock:
         return np.zeros((len(self.rows), 0, 0, 3), np.uint8), state
 
     def _lose(self, error: Exception, out: Transition, indices: Sequence[int]) -> None:
-        """Reports an error for all rows and drops the environment, whose state is undefined; the next reset makes
-        another."""
+        """Sets the error of all rows, and removes the environment, whose state is undefined. The next reset makes a new
+        one."""
         self._live[:] = False
         self._envs.pop(self.task, None)
         for i in indices:
@@ -348,8 +346,8 @@ class RowBlock:
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Exempts all present objects from garbage collection. ManiSkill collects for every scene, to free an earlier one,
-    and traversing all objects of a training process takes longer than making the scene."""
+    """Exempts all existing objects from garbage collection. ManiSkill runs a collection for each scene, and traversing
+    all objects of a training process takes longer than making the scene."""
     gc.freeze()
     try:
         yield
@@ -366,8 +364,8 @@ def _spec(task: str) -> EnvSpec:
 
 
 def _assets_missing(task: str) -> Callable[[str], bool]:
-    """Returns a function that raises UserError, in place of ManiSkill's question at the terminal whether to
-    download."""
+    """Returns a replacement for ManiSkill's question at the terminal whether to download assets: it raises UserError
+    instead."""
 
     def refuse(question: str) -> bool:
         assets = question.split(" which could not")[0].split(" available for")[0]
@@ -378,8 +376,8 @@ def _assets_missing(task: str) -> Callable[[str], bool]:
 
 
 def _folded(seed: int) -> int:
-    """Returns a seed below 2^32, as NumPy's old generator needs: seeds below 2^31 stay, others map to the upper
-    half."""
+    """Maps a seed to one below 2^32, which NumPy's legacy generator needs. Seeds below 2^31 stay, larger ones map to
+    2^31 and above."""
     return seed if seed < 1 << 31 else (1 << 31) + seed % (1 << 31)
 
 

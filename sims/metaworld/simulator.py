@@ -18,28 +18,28 @@ from mmrl.sims.mujoco.gl import Renderer, choose_backend
 from mmrl.sims.vector.rows import EnvironmentRows
 from mmrl.sims.vector.simulator import Transition, nearest
 
-MAX_STEPS = 500  # beyond which an environment refuses to step
+MAX_STEPS = 500  # Meta-World raises if an episode goes on
 MAX_GEOMS = 1000
 ACTION_DIM, STATE_DIM, ROBOT_DIM = 4, 39, 4
-CAMERAS = ("corner", "corner2", "corner3", "corner4")  # they hang upside down
+CAMERAS = ("corner", "corner2", "corner3", "corner4")  # mounted upside down
 
 
 class MetaWorld:
-    """Tasks by their ids, reach-v3 to window-close-v3.
+    """The simulator. Tasks have Meta-World's ids, reach-v3 to window-close-v3.
 
-    An action is [4]: the hand's move along x, y and z, -1 to 1, and the fingers (above 0 closes). A seed draws where
-    objects and goals are.
+    An action is [4], -1 to 1: the hand's displacement along x, y and z, and the fingers (above 0 closes). The seed
+    determines the positions of objects and goals.
 
-    observation: "state" shows all 39 numbers of Meta-World, goal included, and images of 0 x 0 pixels; "rgb" shows
-        `camera`, and of the numbers the hand's position and the opening of its fingers.
+    observation: "state": all 39 numbers of Meta-World, with the goal, and images of 0 x 0 pixels; "rgb": the image of
+        `camera`, the hand's position and the opening of its fingers.
     image_size: height and width of the images, in pixels.
     camera: corner, corner2, corner3 or corner4.
-    reward: "sparse" gives 1 at every step that is solved, "dense" Meta-World's own, divided by 10.
+    reward: "sparse": 1 at each step after which the task is solved; "dense": Meta-World's reward divided by 10.
     end_on_success: whether the first success ends the episode.
     max_steps: of an episode, up to 500.
 
-    metaworld pins a version of mujoco that the rest does not run with: give it an environment of its own and name that
-    environment's interpreter as `python` of `sims.build`.
+    metaworld pins a version of mujoco that mmrl's other parts do not work with. Install it in a virtual environment of
+    its own, and set `python` of `mmrl.sims.build` to the interpreter there.
     """
 
     action_dim, tasks = ACTION_DIM, tuple(INSTRUCTIONS)
@@ -122,7 +122,7 @@ class MetaWorld:
                 break
 
     def _show(self, playing: MetaWorldRow, out: Transition, i: int) -> None:
-        """Writes the state and, where images are shown, the rendered image into row i of `out`."""
+        """Writes the state, and the rendered image if there are images, into row i of `out`."""
         out.state[i] = playing.observation[: self.state_dim]
         if self._shows_images:
             model = playing.env.model
@@ -150,14 +150,14 @@ class MetaWorldRow:
         self.steps = 0
 
     def act(self, action: NDArray) -> tuple[bool, float]:
-        """Executes an action [4]; returns whether the task is solved after it, and Meta-World's own reward of 0 to
-        10."""
+        """Executes an action [4]. Returns whether the task is then solved, and Meta-World's reward, 0 to 10."""
         self.observation, reward, _, _, info = self.env.step(np.clip(action, -1, 1).astype(np.float32))
         self.steps += 1
         return bool(info["success"]), float(reward)
 
     def plan(self, out: NDArray, end_on_success: bool) -> None:
-        """Writes the expert's next actions into `out` [n, 4]; executes them, then restores the state."""
+        """Writes the expert's next actions into `out` [n, 4]. To plan them it executes them, and then restores the
+        state."""
         attributes = vars(self.env)
         before = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in attributes.items()}
         observation, steps = self.observation, self.steps

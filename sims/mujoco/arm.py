@@ -22,7 +22,7 @@ HOME = np.array([0.36, 0.0, 0.18])
 
 
 def inverse_kinematics(tip: Sequence[float] | NDArray) -> list[float]:
-    """Returns the five joint angles in radians that put the fingertips at `tip` [3]; elbow up.
+    """Returns the five joint angles (radians) for the fingertips at `tip` [3], with the elbow up.
 
     Exact inside the box LOW..HIGH, which lies within reach.
     """

@@ -32,18 +32,18 @@ def delta_setpoint(setpoint: NDArray, action: NDArray, step: float) -> NDArray:
 
 
 def delta_action(setpoint: NDArray, aim: NDArray, step: float) -> NDArray:
-    """Returns the action of a straight move to `aim`, at most one step long."""
+    """Returns the action that moves the setpoint straight towards `aim`, by at most one step."""
     way = (aim[:3] - setpoint) / step
     return np.append(way * min(1.0, 1.0 / max(float(np.linalg.norm(way)), 1e-9)), aim[3])
 
 
 def position_setpoint(setpoint: NDArray, action: NDArray, step: float) -> NDArray:
-    """Returns the setpoint at most one step further, on the line to the position that the action gives."""
+    """Returns the setpoint moved towards the position that the action gives, by at most one step."""
     return towards(setpoint, LOW + (np.clip(action[:3], -1, 1) + 1) / 2 * (HIGH - LOW), step)
 
 
 def position_action(setpoint: NDArray, aim: NDArray, step: float) -> NDArray:
-    """Returns the position of `aim` itself, -1 to 1 from corner to corner of the box, however far it is."""
+    """Returns the action for the position `aim`, scaled to -1..1 over the box of the fingertips, however far it is."""
     return np.append(2 * (aim[:3] - LOW) / (HIGH - LOW) - 1, aim[3])
 
 

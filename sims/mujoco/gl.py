@@ -54,8 +54,8 @@ def choose_backend() -> str:
 
 @cache
 def _close_at_exit() -> weakref.WeakSet[Renderer]:
-    """Returns the open renderers. First called when OpenGL is loaded, so that at exit they are closed before OpenGL
-    is."""
+    """Returns the set of open renderers, which are closed at exit. It must be called first after OpenGL was loaded, so
+    that renderers are closed before OpenGL is."""
     renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
 
     def close() -> None:
@@ -67,7 +67,7 @@ def _close_at_exit() -> weakref.WeakSet[Renderer]:
 
 
 class Renderer:
-    """Renders any model that has the same meshes and textures as `model`. Only the thread that makes it may use it and
+    """A renderer for all models with the same meshes and textures as `model`. Only the thread that made it may use and
     close it."""
 
     def __init__(self, model: mujoco.MjModel, backend: str, size: int, max_geoms: int = MAX_GEOMS):

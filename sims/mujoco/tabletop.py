@@ -35,7 +35,7 @@ CAMERA_POSITION = np.array([0.95, 0.0, 0.8])
 
 
 class TabletopRow:
-    """A row of the tabletop: its model (with colours, pads and camera), its state and its episode."""
+    """A row of the tabletop: its model (with colors, pads and camera), its physics state and its episode."""
 
     def __init__(self, model: mujoco.MjModel, colours: list[str], control: str, shaped: bool, end_on_success: bool):
         self.model, self.data = copy.copy(model), mujoco.MjData(model)
@@ -75,7 +75,7 @@ class TabletopRow:
         raise RuntimeError(f"no scene with {len(self.cubes)} cubes found in {DRAWS} draws")
 
     def _paint(self, rng: np.random.Generator) -> None:
-        """Sets the scene's colours, with a random shade each, and the positions of its pads."""
+        """Sets the colors of the scene, with random shades, and the positions of its pads."""
 
         def shade(colour: str) -> NDArray:
             return np.append(np.clip(np.array(COLOURS[colour]) + rng.uniform(-0.06, 0.06, 3), 0, 1), 1)
@@ -173,7 +173,7 @@ def _cubes(model: mujoco.MjModel) -> int:
 
 
 def privileged_state(view: TableView) -> NDArray[np.float32]:
-    """Returns what no camera measures, [10], see `Tabletop`."""
+    """Returns the state that a camera cannot measure exactly, [10]; see `Tabletop` for its numbers."""
     cube = view.cubes[0]
     return np.array([*(cube - view.tip), *(view.goal - cube), *cube, held(view) / 10], np.float32) * 10
 
@@ -300,8 +300,8 @@ class Tabletop:
         worker.renderer.render(world.model, world.data, out.images[i])
 
     def _each(self, function: Callable[[RenderThread, int], None], n: int) -> list[Exception | None]:
-        """Calls function(worker, i) for i < n, distributed over the workers; returns the exception of each call, or
-        None. Raises UserError after `close`."""
+        """Calls function(worker, i) for i < n, distributed over the render threads. Returns the exception of each call,
+        or None. Raises UserError after `close`."""
         if not self._workers:
             raise UserError("this tabletop was closed")
         errors: list[Exception | None] = [None] * n

@@ -25,10 +25,10 @@ COLOURS = {
     "blue": (0.10, 0.20, 0.85),
     "yellow": (0.90, 0.80, 0.10),
 }
-HOVER, CARRY = 0.10, 0.13  # heights of the fingertips on the way to and with a cube
+HOVER, CARRY = 0.10, 0.13  # heights of the fingertips, in metres, on the way to a cube and while carrying it
 LIFTED = 0.10
 MARGIN = 0.03  # cubes start this far inside the box of the fingertips
-APART = 0.105  # between centres: room for the open gripper
+APART = 0.105  # minimum distance between centres, in metres, so that the open gripper fits in between
 TRIES = 200
 SURE = 0.016  # metres aside at which the open gripper may come down beside a cube, and close
 BEHIND = 2 * CUBE + 0.006  # from the centre of a cube to where closed fingers come down beside it
@@ -78,8 +78,8 @@ class TabletopTask:
 def scatter(
     rng: Generator, count: int, start: Sequence[NDArray] = (), free: Callable[[NDArray], bool] = lambda point: True
 ) -> NDArray | None:
-    """Draws positions that are `free` after those of `start`, [count, 2] in all, at least APART from one another; None
-    after TRIES draws."""
+    """Samples positions at least APART from one another, for which `free` is true. Returns [count, 2], beginning with
+    those of `start`; None if there is none in TRIES samples."""
     positions = list(start)
     for _ in range(TRIES):
         if len(positions) == count:
@@ -91,14 +91,14 @@ def scatter(
 
 
 def pick_colours(rng: Generator, colours: list[str], count: int) -> list[str]:
-    """Returns `count` random colours, all different as long as there are enough."""
+    """Returns `count` random colors; they are all different if there are enough."""
     order = [str(colour) for colour in rng.permutation(colours)]
     return [order[i % len(order)] for i in range(count)]
 
 
 def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Returns a draw in which cubes 0 and 1 have the same colour, one left and one right in the image; the others
-    differ from them."""
+    """Returns a function that samples scenes in which cubes 0 and 1 have the same color, one on the left and one on the
+    right of the image, and other cubes have other colors. verb: of the instruction."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         positions = scatter(rng, cubes)
@@ -117,8 +117,8 @@ def twins(verb: str) -> Callable[[Generator, int, list[str]], TabletopScene | No
 def onto_pad(
     verb: str, preposition: str, straight: bool = False
 ) -> Callable[[Generator, int, list[str]], TabletopScene | None]:
-    """Returns a draw of cubes and pads of different colours, as far as there are so many; with `straight`, one push
-    along an axis of the table takes cube 0 to pad 0, and nothing is in between."""
+    """Returns a function that samples scenes of cubes and pads, of different colors if there are enough. straight: one
+    push along an axis of the table moves cube 0 to pad 0, and no other cube is in between."""
 
     def draw(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
         positions = push_line(rng, cubes + PADS) if straight else scatter(rng, cubes + PADS)
@@ -134,8 +134,8 @@ def onto_pad(
 
 
 def push_line(rng: Generator, count: int) -> NDArray | None:
-    """Draws positions [count, 2] of which the first can be pushed to the second, with the others off that line; None
-    where the draw is rejected."""
+    """Samples positions [count, 2] such that the first can be pushed to the second, and the others are not on that
+    line. Returns None if the sample is rejected."""
     way = rng.choice([-1.0, 1.0]) * np.array([rng.uniform(APART, LONGEST_PUSH), 0.0])
     way[1] = rng.uniform(-SLANT, SLANT)
     main = int(rng.integers(2))
@@ -148,7 +148,7 @@ def push_line(rng: Generator, count: int) -> NDArray | None:
 
 
 def onto_cube(rng: Generator, cubes: int, colours: list[str]) -> TabletopScene | None:
-    """Draws a scene in which cube 0 has to be put on cube 1."""
+    """Samples a scene in which cube 0 has to be placed on cube 1."""
     positions = scatter(rng, cubes)
     if positions is None:
         return None
@@ -247,7 +247,8 @@ def over(point: NDArray, height: float) -> NDArray:
 
 
 def descend(view: TableView, goal: NDArray, hover: float, gripper: float) -> NDArray:
-    """Returns the aim [4] that leads to `goal` from above: up if low and aside, over it, then down."""
+    """Returns the aim [4] of an approach to `goal` from above: first up if the fingertips are low and aside, then over
+    the goal, then down."""
     aside = flat(view.tip, goal)
     if aside < 0.008:
         return aim(goal, gripper)

@@ -1,4 +1,4 @@
-"""A safe evaluator of arithmetic: no names but a few functions, and bounded numbers."""
+"""A safe evaluator of arithmetic expressions: it knows a few functions only, and bounds all numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {"sqrt": math.sqrt, "abs": abs, "ro
 
 
 def value(expression: str) -> float:
-    """Evaluates an expression. Raises ToolError for anything but arithmetic of numbers up to LARGEST."""
+    """Evaluates an expression. Raises ToolError if it is not arithmetic, or a number exceeds LARGEST."""
     if len(expression) > LONGEST:
         raise ToolError(f"an expression has at most {LONGEST} characters")
     try:
@@ -35,7 +35,7 @@ def value(expression: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
-    """Evaluates the syntax tree of an arithmetic expression. Raises ToolError for anything else, and above LARGEST."""
+    """Evaluates the syntax tree of an expression; errors as `value`."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         number: Any = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
@@ -52,6 +52,8 @@ def _value(node: ast.expr) -> float:
 
 
 def calculator() -> Tool:
+    """Returns the tool that evaluates arithmetic expressions."""
+
     def compute(expression: Annotated[str, "such as (2 + 3) * 4"]) -> str:
         """Computes an arithmetic expression."""
         number = value(expression)

@@ -1,4 +1,4 @@
-"""A game of counting and matching, drawn in a few pixels."""
+"""A card game of counting and matching colors, with images of a few pixels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from mmrl.rollouts import Message, Prompt
 from mmrl.sims.turns.environment import Environment, Reply
 
 SIDE = 8  # of a card, in pixels
-COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}
+COLORS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (60, 60, 255), "yellow": (220, 200, 0)}
 COUNTS = ("one", "two", "three", "four")
-SPOTS = ((1, 1), (1, 5), (5, 1), (5, 5))  # of spots on a card, from the top left corner
+SPOTS = ((1, 1), (1, 5), (5, 1), (5, 5))  # top left corners (row, column) of the spots on a card
 
 
 @dataclass(frozen=True)
 class Deal:
-    """A round: the card that is to be matched, the cards to choose from, and the index of the one that matches."""
+    """A round: the card to match, the cards to choose from, and the index of the right one. Cards are (count,
+    color)."""
 
-    wanted: tuple[int, str]  # count and colour
+    wanted: tuple[int, str]
     choices: tuple[tuple[int, str], ...]
     right: int
 
@@ -35,29 +36,33 @@ class Deal:
 
 
 def deal(seed: int, number: int, rule: Literal["count", "colour"], choices: int) -> Deal:
-    """Draws round `number` of a game. Exactly one choice matches by the rule; by the other one any may."""
+    """Samples round `number` of the game with this seed. Exactly one choice matches by `rule`; any may match by the
+    other rule."""
     rng = np.random.default_rng([seed, number])
-    counts, colours = rng.permutation(len(SPOTS)) + 1, rng.permutation(list(COLOURS))
+    counts, colours = rng.permutation(len(SPOTS)) + 1, rng.permutation(list(COLORS))
     wanted, right = (int(counts[0]), str(colours[0])), int(rng.integers(choices))
     cards = []
     for index in range(choices):
         other = index + 1 - (index > right) if index != right else 0
         if rule == "count":
-            cards.append((int(counts[other]), str(rng.choice(list(COLOURS)))))
+            cards.append((int(counts[other]), str(rng.choice(list(COLORS)))))
         else:
             cards.append((int(rng.integers(len(SPOTS))) + 1, str(colours[other])))
     return Deal(wanted, tuple(cards), right)
 
 
 def card(count: int, colour: str) -> np.ndarray:
-    """Returns the image of a card, [side, side, 3] uint8: spots of 2 x 2 pixels on grey."""
+    """Draws a card, [SIDE, SIDE, 3] uint8: `count` spots of 2 x 2 pixels on dark gray."""
     drawn = np.full((SIDE, SIDE, 3), 30, np.uint8)
     for top, left in SPOTS[:count]:
-        drawn[top : top + 2, left : left + 2] = COLOURS[colour]
+        drawn[top : top + 2, left : left + 2] = COLORS[colour]
     return drawn
 
 
 class CardGame(Environment):
+    """A game of several rounds: the policy says which of `choices` cards matches the first one by the prompt's rule
+    (count or color). Each right round has the reward 1 / rounds; success is that all rounds were right."""
+
     def __init__(self, rounds: int, choices: int) -> None:
         self.rounds, self.choices = rounds, choices
         self.number = self.won = 0
@@ -67,8 +72,8 @@ class CardGame(Environment):
         return [self._shown(self.text)]
 
     def step(self, response: str) -> Reply:
-        """Plays a round. The last word of the response is the number of a card, from 1; else the round is lost, with an
-        error."""
+        """Plays a round. The last word of the response must be the number of a card, from 1; otherwise the round is
+        wrong, and the reply has an error."""
         right = deal(self.seed, self.number, self.rule, self.choices).right
         word = (response.split() or [""])[-1]
         valid = word.isascii() and word.isdigit() and 1 <= int(word) <= self.choices

@@ -1,4 +1,4 @@
-"""Conversion of chat messages in the OpenAI format."""
+"""Conversion of chat messages from the OpenAI format."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _part(part: Mapping[str, Any]) -> Part:
 
 
 def read_image(written: object) -> Image.Image:
-    """Reads an image: a file in base64, with or without `data:image/...;base64,` before it, or numbers [height,
-    width, 3] from 0 to 255. Raises ValueError for anything else."""
+    """Reads an image: a file in base64, with or without the prefix `data:image/...;base64,`, or an array [height,
+    width, 3] of numbers from 0 to 255. Raises ValueError for anything else."""
     if isinstance(written, Image.Image):
         return to_rgb(written)
     if isinstance(written, str):
@@ -54,7 +54,7 @@ def read_image(written: object) -> Image.Image:
 
 
 def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Joins texts that follow one another by line breaks."""
+    """Joins consecutive texts with line breaks; images stay as they are."""
     merged: list[Part] = []
     for part in parts:
         before = merged.pop() if isinstance(part, str) and merged and isinstance(merged[-1], str) else None

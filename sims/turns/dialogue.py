@@ -1,4 +1,4 @@
-"""The environment's side of a conversation: its turns, and the checks of its limits."""
+"""A conversation from the environment's side: its turns, checks of replies, and limits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Fault(Exception):
-    """Raised for a fault of an environment that loses the rollout; the message names it."""
+    """Raised for a fault of an environment by which the rollout is lost. The message says what is wrong."""
 
 
 class Dialogue:
-    """Runs an environment and checks its replies. Where it raises, or gives an invalid reply or one that exceeds the
-    limits, the conversation is lost and ends.
+    """Runs the environment of a conversation and checks its replies. If the environment raises, gives an invalid reply
+    or exceeds the limits, the conversation ends and is lost.
 
-    prompt: with the first messages of the conversation. end: None while it goes on.
+    prompt: that of the rollout, with the first messages of the conversation. end: why the conversation has ended (see
+    `Conversation`); None while it goes on.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, limits: TurnLimits) -> None:
@@ -43,7 +44,7 @@ class Dialogue:
             self._lose(str(error) if isinstance(error, Fault) else describe_error(error))
 
     def answer(self, response: str) -> tuple[Message, ...]:
-        """Returns the observation after a response; nothing where the conversation has ended."""
+        """Passes a response to the environment. Returns its observation; () if the conversation has ended."""
         assert self.end is None
         try:
             reply = self._environment.step(response)
@@ -62,7 +63,8 @@ class Dialogue:
         return shown
 
     def cut(self, response: str) -> None:
-        """Ends the conversation at a response that reached the length limit, which the environment does not get."""
+        """Ends the conversation with a response that was truncated at the length limit. The environment does not get
+        it."""
         self.turns.append(Turn(response))
         self.finish("length")
 
@@ -74,7 +76,8 @@ class Dialogue:
             self.problem = self.problem or (str(error) if isinstance(error, Fault) else describe_error(error))
 
     def join(self, first: Prompt) -> None:
-        """Shares the first messages with another rollout of the group. The conversation is lost where they differ."""
+        """Takes over the prompt of another rollout of the group, so that they share it. If its messages differ, the
+        conversation is lost."""
         if first is not self.prompt and not _alike(first.messages, self.prompt.messages):
             self._lose("the environment began another conversation for the same prompt; it must follow from the prompt")
         self.prompt = first
@@ -89,7 +92,8 @@ class Dialogue:
         self.finish("lost")
 
     def _inspected(self, reply: Reply) -> tuple[Message, ...]:
-        """Returns the messages of a valid reply. Raises Fault for another one."""
+        """Returns the messages of a reply and counts their images. Raises Fault if the reply is invalid, or exceeds the
+        limits."""
         if not isinstance(reply, Reply):
             raise Fault(f"the environment answered {type(reply).__name__}, not a Reply")
         if (
@@ -108,8 +112,8 @@ class Dialogue:
 
 
 def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pixels: int = 0) -> None:
-    """Raises Fault, naming the limit, for an observation that exceeds it. images, pixels: those of earlier
-    observations."""
+    """Raises Fault if an observation exceeds a limit. images, pixels: the numbers of earlier observations, which count
+    too."""
     if any(message.videos for message in messages):
         raise Fault("a video in an observation, which may hold text and images; its frames can be shown as images")
     text = sum(len(message.text) for message in messages)
@@ -124,7 +128,7 @@ def within(messages: Sequence[Message], limits: TurnLimits, images: int = 0, pix
 
 
 def _checked(messages: object) -> tuple[Message, ...]:
-    """Returns messages as a tuple. Raises Fault for anything else."""
+    """Returns messages as a tuple. Raises Fault if it is not a list of valid messages."""
     sequence = tuple(messages) if isinstance(messages, list | tuple) else ()
     if not sequence or not all(isinstance(m, Message) and m.role in ROLES and m.parts for m in sequence):
         raise Fault("the environment gave no messages: a list of Message is wanted, each with a role and parts")

@@ -1,5 +1,5 @@
-"""The interface of environments of turns. One's own inherits from `Environment`; its settings, which make it, from
-`mmrl.sims.turns.settings:EnvironmentSettings`."""
+"""The interface of multi-turn environments. A class of your own inherits from `Environment`; its settings, which make
+it, inherit from `mmrl.sims.turns.settings:EnvironmentSettings`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mmrl.rollouts import Message, Prompt
 
 @dataclass(frozen=True)
 class Reply:
-    """An environment's reply to a response: messages, to which the policy responds next, or the end.
+    """An environment's reply to a response: messages to which the policy responds next, or the end.
 
-    reward: of this turn. tool: name of the tool that the response called. error: why the response could not be carried
-    out; the messages should say so too. facts: for rewards, metrics and tables; numbers, text, lists and dicts.
+    reward: of this turn. tool: the name of the tool that the response called. error: why the response could not be
+    executed; the messages should tell the policy too. facts: further information for rewards, metrics and tables:
+    numbers, text, lists and dicts by name.
     """
 
     messages: Sequence[Message] = ()
@@ -28,8 +29,8 @@ class Reply:
 
 
 class Environment(ABC):
-    """The environment of one conversation. It must be a function of the prompt and the responses alone, so that
-    rollouts are reproducible: random numbers come from a seed in the prompt."""
+    """The environment of one conversation. What it does must depend only on the prompt and the responses, so that
+    rollouts are reproducible; random numbers must come from a seed in the prompt."""
 
     @abstractmethod
     def start(self, prompt: Prompt) -> Sequence[Message]:
@@ -39,8 +40,8 @@ class Environment(ABC):
     def step(self, response: str) -> Reply: ...
 
     def tools(self) -> Sequence[dict[str, Any]]:
-        """Returns the JSON schemas of functions that the chat template shows the policy."""
+        """Returns the JSON schemas of tools for the chat template."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Frees what the environment holds. Called once, when the conversation has ended."""
+        """Frees the environment's resources. It is called once, after the conversation."""

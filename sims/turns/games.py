@@ -1,4 +1,4 @@
-"""Settings of games that start from a seed: card games, and Gymnasium environments with images."""
+"""Settings of games that start from a seed: card games, Gymnasium environments with images, OpenEnv and verifiers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Game(EnvironmentSettings):
 
     @abstractmethod
     def prompt(self, seed: int) -> Prompt:
-        """Returns the prompt of a game, with `seed` in its metadata, and `kind` where there are several kinds."""
+        """Returns the prompt of the game with this seed. Metadata: `seed`, and `kind` if the game has several kinds."""
 
     def demonstration(self, prompt: Prompt) -> list[str]:
-        """Returns the responses of an expert. Raises ValueError for a game that has none."""
+        """Returns the responses of an expert, one for each turn. Raises ValueError if the game has no expert."""
         raise ValueError(f"task.game.type={self.type} has no expert; set model.path to a model that can play a little")
 
 
 class Cards(Game):
-    """Rows of cards with coloured spots: the first is to be matched by one of the others, by its count or by its
-    colour; several rounds, each of which earns its share of 1."""
+    """A card game: the policy says which card matches the first one, by the count or by the color of its spots. Each
+    right round has the reward 1 / rounds."""
 
     type: str = "cards"
     rounds: int = option(3, "rounds of a game", ge=1)
@@ -70,7 +70,7 @@ class Cards(Game):
 
 
 class NamedActions(Game):
-    """A Gymnasium environment with discrete actions, whose image the policy sees and whose actions it names."""
+    """A Gymnasium environment with discrete actions. The policy observes images and responds with names of actions."""
 
     env: str = option(description="id of the environment; module:Id-v0 imports the module that registers it")
     actions: dict[str, int] = option({}, "the environment's action for each word; by default its number is the word")
@@ -93,7 +93,7 @@ class NamedActions(Game):
 
 
 class Gymnasium(NamedActions):
-    """Any Gymnasium environment with discrete actions, whose image the policy sees and whose actions it names."""
+    """A Gymnasium environment with discrete actions. The policy observes images and responds with names of actions."""
 
     type: str = "gymnasium"
     expert: str | None = option(
@@ -103,7 +103,7 @@ class Gymnasium(NamedActions):
     )
 
     def check(self) -> None:
-        """Starts one game, so that an environment without images is reported before a model is loaded."""
+        """Starts a game, so that an environment without images is reported before a model is loaded."""
         if self.isolated is None:  # else it is not trusted in this process
             load_attribute("mmrl.sims.turns.gymnasium:try_out")(self)
         if self.expert is not None:
@@ -118,8 +118,8 @@ class Gymnasium(NamedActions):
 
 
 class BabyAIGame(NamedActions):
-    """A level of BabyAI (arXiv 1810.08272) in the package `minigrid`: what the agent sees of a grid of rooms, and an
-    instruction out of a grammar."""
+    """A level of BabyAI (arXiv 1810.08272) in the package `minigrid`: a grid of rooms as the agent sees it, and an
+    instruction from a grammar."""
 
     type: str = "babyai"
     env: str = option("BabyAI-GoToRedBallGrey-v0", "the level")
@@ -134,8 +134,8 @@ class BabyAIGame(NamedActions):
 
 
 class OpenEnv(Game):
-    """An environment of OpenEnv: an `Environment` class, played in this process, or a server by its address. A game
-    begins with `reset(seed=...)`; an observation is shown as JSON, or by its fields."""
+    """An environment of OpenEnv: an `Environment` class in this process, or a server at an address. A game begins with
+    `reset(seed=...)`. The policy gets observations as JSON, or selected fields of them."""
 
     test: ClassVar[str] = "tests/sims/test_other_environments.py"
     type: str = "openenv"
@@ -177,9 +177,9 @@ class OpenEnv(Game):
 
 
 class Verifiers(Game):
-    """An environment of the package verifiers (0.1, `MultiTurnEnv`, `ToolEnv`, `SingleTurnEnv`): its own loop plays it,
-    its rubric rewards the end. Seeds are rows of its data. Calls of tools are written as
-    <tool_call>{"name": ..., "arguments": {...}}</tool_call>; rewards of whole groups are not known here."""
+    """An environment of the package verifiers (0.1: `MultiTurnEnv`, `ToolEnv`, `SingleTurnEnv`). Its own loop runs the
+    conversation, and its rubric gives the reward at the end. A seed is a row of its dataset. Tool calls are written as
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Rewards that compare a group are not supported."""
 
     test: ClassVar[str] = "tests/sims/test_other_environments.py"
     type: str = "verifiers"

@@ -1,4 +1,4 @@
-"""Gymnasium environments as environments of turns, with images as observations and names of actions as responses."""
+"""Gymnasium environments as multi-turn environments: observations are images, responses are names of actions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.games import BabyAIGame, Gymnasium, NamedActions
 from mmrl.sims.turns.tools import fitted
 
-RENDER = "render"  # the image is what render() shows
+RENDER = "render"  # the image is the result of render()
 Act = Callable[[Any, Any], int | str]  # an expert: environment, observation -> the right action
 
 
 def make_env(settings: NamedActions, *, rendered: bool = True) -> Any:
-    """Makes the environment. Raises UserError where it does not exist or can not be made."""
+    """Makes the environment. rendered: whether render() is needed. Raises UserError if it cannot be made."""
     if isinstance(settings, BabyAIGame):
         try:
             import minigrid  # noqa: F401 - registers the levels
@@ -53,7 +53,7 @@ def observes_images(env: str, kwargs: str) -> bool:
 
 
 class GymnasiumWorld(Environment):
-    """A Gymnasium environment whose action is the last word of a response."""
+    """A Gymnasium environment as a multi-turn environment; the action is the last word of a response."""
 
     def __init__(self, settings: NamedActions) -> None:
         self.settings, self.image = settings, settings.image
@@ -94,8 +94,7 @@ class GymnasiumWorld(Environment):
         self.env.close()
 
     def _image(self, observation: Any) -> Image.Image:
-        """Returns the image of an observation, or what render() shows, resized to `settings.pixels` where that is
-        set."""
+        """Returns the image of an observation, or of render(), reduced to `settings.pixels` if that is set."""
         settings = self.settings
         if self.image == RENDER:
             pixels = self.env.render()
@@ -108,7 +107,7 @@ class GymnasiumWorld(Environment):
 
 
 def try_out(settings: Gymnasium) -> None:
-    """Starts a game. Raises UserError in one line for any exception of the environment."""
+    """Starts a game to test the environment. Raises UserError for any exception of it."""
     world = GymnasiumWorld(settings)
     try:
         world.start(settings.prompt(0))
@@ -121,9 +120,9 @@ def try_out(settings: Gymnasium) -> None:
 
 
 def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
-    """Returns the names of an expert's actions from a seed to the end of the game, at most `limits.max_turns`.
+    """Plays the game of a seed with the expert `act`. Returns the names of its actions, at most `limits.max_turns`.
 
-    Raises UserError for an action that is none of the game's.
+    Raises UserError for an unknown action.
     """
     world = GymnasiumWorld(settings)
     names = {number: word for word, number in world.actions.items()}
@@ -145,7 +144,7 @@ def demonstrated(settings: Gymnasium, seed: int, act: Act) -> list[str]:
 
 
 def bot(settings: BabyAIGame, seed: int) -> list[str]:
-    """Returns the names of the actions of BabyAI's own expert."""
+    """Plays the game of a seed with BabyAI's own expert. Returns the names of its actions."""
     from minigrid.utils.baby_ai_bot import BabyAIBot
 
     env, names = make_env(settings), {number: word for word, number in settings.actions.items()}

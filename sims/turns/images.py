@@ -1,5 +1,8 @@
-"""Tools that crop, transform, annotate or read an image. Images are counted from 0 in the order in which the policy
-saw them; coordinates are as the environment's option `coordinates` says, x from the left and y from the top."""
+"""Tools that crop, transform, annotate or read an image.
+
+Images are numbered from 0 in the order in which the policy has seen them. Coordinates are x from the left and y from
+the top, in the unit of the environment's option `coordinates`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ Number = Annotated[int, "which image, counted from 0"]
 
 
 def zoom(pixels: int, *, related: bool = True) -> Tool:
-    """Returns a tool that crops an image, to at most `pixels` pixels. related: whether the crop is the requested box,
-    else one of the same size elsewhere."""
+    """Returns a tool that crops an image. pixels: larger crops are reduced to this size. related: whether the crop is
+    the requested box, or (as a control) a box of the same size elsewhere."""
 
     def crop(
         scene: Scene,
@@ -52,8 +55,12 @@ def _box(
 
 
 def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tuple[float, float, float, float]:
-    """Returns a random box of the same size, without overlap where there is room, seeded by the image and the box. The
-    grid of boxes of that size is counted, not listed, for the policy says how fine it is."""
+    """Returns a box of the same size elsewhere, if possible without overlap. It is pseudo-random: the image and the box
+    are the seed.
+
+    It is selected among the cells of a grid of that cell size. These are counted, not listed, since a tiny box has a
+    huge grid.
+    """
     width, height = box[2] - box[0], box[3] - box[1]
     digest = hashlib.sha256(image.tobytes() + repr(box).encode()).digest()
     columns, rows = max(1, int(1 / width + 1e-6)), max(1, int(1 / height + 1e-6))
@@ -69,15 +76,15 @@ def _elsewhere(box: tuple[float, float, float, float], image: Image.Image) -> tu
 
 
 def _overlapping(begin: float, length: float, count: int) -> list[int]:
-    """Returns which of `count` intervals, one behind the other from 0, overlap the one at `begin` of the same length:
-    one or two."""
+    """Returns which of `count` adjacent intervals of `length`, the first of which begins at 0, overlap the interval of
+    the same length at `begin`: one or two."""
     near = int(begin / length)
     return [k for k in range(max(0, near - 1), min(count, near + 3)) if abs(k * length - begin) < length - 1e-6]
 
 
 def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
-    """Returns a tool that reads the text of an image of at most `pixels` pixels, and returns at most `characters`
-    characters."""
+    """Returns a tool that reads the text of an image. pixels: larger images are reduced to this size. characters: the
+    maximum length of the returned text. threads: CPU threads of the reader."""
 
     def text(
         scene: Scene,
@@ -104,7 +111,8 @@ def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
 
 
 def _part(whole: Image.Image, box: tuple[float, float, float, float]) -> Image.Image:
-    """Returns the crop of a box in shares, rounded to pixels. Raises ToolError for less than a pixel."""
+    """Returns the crop of a box, given in fractions of width and height and rounded to pixels. Raises ToolError if it
+    is smaller than a pixel."""
     width, height = whole.size
     x0, x1 = (min(width, max(0, round(share * width))) for share in (box[0], box[2]))
     y0, y1 = (min(height, max(0, round(share * height))) for share in (box[1], box[3]))

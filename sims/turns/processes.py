@@ -1,8 +1,8 @@
-"""Environments in processes of their own, which are killed at a deadline: one that hangs, ends its process or uses up
-the machine's memory costs its own rollout.
+"""Environments in worker processes, which are killed at a deadline. An environment that hangs, crashes or exceeds its
+memory limit loses only its own rollout.
 
-They are forked like those of isolated rewards (`mmrl.children.fork_server`); each plays one conversation at a time, and
-its answers are not trusted.
+Workers are forked, as those of isolated rewards are (`mmrl.children.fork_server`). Each runs one conversation at a
+time. Their answers are not trusted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mmrl.sims.turns.environment import Environment, Reply
 from mmrl.sims.turns.settings import EnvironmentSettings, Isolation, TurnLimits
 
 SERVICE = "mmrl.sims.turns.processes:serve"
-CLOSE_S = 2.0  # for close(), on which nothing depends any more
-SPARE = 1 << 20  # bytes of an answer beside text and images
+CLOSE_S = 2.0  # time limit of close(), whose result is not needed
+SPARE = 1 << 20  # bytes that an answer may have besides text and images
 
 
 class Processes:
-    """Worker processes for the environments of `settings`; they start on demand, are reused by later conversations, and
-    end with this process. Raises UserError where the environment can not be made in a process of its own."""
+    """The worker processes of environments. They start on demand, are reused by later conversations, and end with this
+    process. Raises UserError if the environment cannot be made in a worker."""
 
     def __init__(self, settings: EnvironmentSettings, isolation: Isolation) -> None:
         self.deadline_s = isolation.deadline_s
@@ -41,7 +41,7 @@ class Processes:
         return RemoteEnvironment(self)
 
     def acquire(self) -> ForkedProcess:
-        """Returns an idle worker or a new one. Raises ConnectionError, UserError."""
+        """Returns an idle worker or starts one. Raises ConnectionError or UserError if it does not start."""
         try:
             return self._fork_server.acquire()
         except UserError as error:
@@ -52,7 +52,7 @@ class Processes:
 
 
 class RemoteEnvironment(Environment):
-    """An environment in a worker process, whose errors are Faults."""
+    """An environment in a worker process. All of its errors are raised as Fault."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -77,8 +77,8 @@ class RemoteEnvironment(Environment):
         return self._tools
 
     def close(self) -> None:
-        """Closes it in its own process before another conversation gets that: one that hangs is killed there. Raises
-        Fault for an environment that raises or hangs."""
+        """Closes the environment in its worker, which is then free for another conversation. Raises Fault if that
+        raises or hangs; a worker that hangs is killed."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -94,8 +94,8 @@ class RemoteEnvironment(Environment):
             raise Fault(f"close(): {answer['raised']}")
 
     def _call(self, request: tuple[str, Any]) -> dict[str, Any]:
-        """Sends a request to the environment's process and returns its answer. Raises Fault where it raises, ends or
-        does not answer in time."""
+        """Sends a request to the worker and returns its answer. Raises Fault if the environment raises, the worker
+        ends, or there is no answer in time."""
         deadline = self._processes.deadline_s
         try:
             self._worker = self._worker or self._processes.acquire()
@@ -110,7 +110,7 @@ class RemoteEnvironment(Environment):
 
 
 def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str, Any]]:
-    """Returns the service of a worker, which plays one conversation after the other."""
+    """Returns the function that answers requests in a worker, which runs one conversation after the other."""
     playing: list[Environment] = []
 
     def answer(request: tuple[str, Any]) -> dict[str, Any]:
@@ -134,15 +134,15 @@ def serve(settings: EnvironmentSettings) -> Callable[[tuple[str, Any]], dict[str
             }
         except Fault as error:
             return {"raised": str(error)}
-        except BaseException as error:  # any fault of an environment costs its conversation only
+        except BaseException as error:  # whatever an environment raises, only its conversation is lost
             return {"raised": describe_error(error)}
 
-    settings.make()  # reports before a run begins what can not be made
+    settings.make()  # so that an environment that cannot be made is reported before the run begins
     return answer
 
 
 def packed(messages: Sequence[Message], limits: TurnLimits | None = None) -> list[Message]:
-    """Returns messages with RGB images. Raises Fault for messages that exceed the limits, before they are sent."""
+    """Converts the images of messages to RGB, before they are sent. Raises Fault if messages exceed the limits."""
     if limits is not None:
         within(messages, limits)
     return [replace(message, parts=tuple(map(_packed, message.parts))) for message in messages]
@@ -155,7 +155,7 @@ def _packed(part: str | Image.Image | Video) -> Any:
 
 
 def _plain(text: Any) -> Any:
-    """Parses JSON. Raises Fault for anything else."""
+    """Parses JSON from a worker. Raises Fault if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Replay of recorded conversations: whatever the policy responds, the prompt's recorded observations follow."""
+"""Replay of recorded conversations: the recorded observations follow, whatever the policy responds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmrl.sims.turns.environment import Environment, Reply
 
 
 class RecordedEnvironment(Environment):
-    """Replies to each response with the next of `observations` in the prompt's metadata, and ends after the last
+    """An environment that replies with the next of `observations` in the prompt's metadata, and ends after the last
     one."""
 
     def start(self, prompt: Prompt) -> Sequence[Message]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class TurnLimits(Section):
-    """Limits of a conversation. Where the policy reaches a limit the conversation ends there; an environment that
-    exceeds one loses its rollout, which then counts for nothing."""
+    """Limits of a conversation. If the policy reaches a limit, the conversation ends there. If the environment exceeds
+    one, its rollout is lost: it has no reward and is not trained on."""
 
     max_turns: int = option(8, "responses of a conversation", ge=1)
     turn_tokens: int | None = option(
@@ -28,7 +28,7 @@ class TurnLimits(Section):
 
 
 class Isolation(Section):
-    """Environments in processes of their own, stepped while the policy generates for other rollouts."""
+    """Settings of environments in worker processes, which step while the policy generates for other rollouts."""
 
     deadline_s: float = option(10.0, "the longest that an environment may take for a start or a step", unit="s", gt=0)
     at_once: int = option(16, "environments that are started or stepped at the same time", ge=1)
@@ -68,11 +68,11 @@ class EnvironmentSettings(Choice):
 
     @abstractmethod
     def make(self) -> Environment:
-        """Returns an environment for one conversation."""
+        """Makes an environment for one conversation."""
 
 
 class ToolSettings(Choice):
-    """A function that the policy may call in place of an answer."""
+    """Settings of a tool: a function that the policy may call before it answers."""
 
     title: ClassVar[str] = "tool"
     kinds: ClassVar[dict[str, str]] = {
@@ -90,7 +90,7 @@ class ToolSettings(Choice):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Expands `package.module:function` to the settings of a tool of one's own."""
+        """Expands the short form `package.module:function` to the settings of a function as a tool."""
         if isinstance(value, str) and ":" in value:
             return {"type": "function", "target": value}
         return super().expand(value)
@@ -103,7 +103,8 @@ class ToolSettings(Choice):
 
 
 class Zoom(ToolSettings):
-    """A part of an image, from its full size, made smaller only where it is larger than `pixels`."""
+    """Returns a crop of an image, taken from the original image, and reduced only if it has more than `pixels`
+    pixels."""
 
     type: str = "zoom"
     pixels: int = option(1_000_000, "largest number of pixels of a result", unit="pixels", ge=1)
@@ -115,7 +116,7 @@ class Zoom(ToolSettings):
 
 
 class UnrelatedZoom(Zoom):
-    """The control of `zoom`: a part of the same size from another place of the image, whatever the call says."""
+    """A control for `zoom`: returns a crop of the same size from another place of the image than requested."""
 
     type: str = "unrelated_zoom"
 
@@ -126,7 +127,7 @@ class UnrelatedZoom(Zoom):
 
 
 class Rotate(ToolSettings):
-    """An image turned by multiples of 90 degrees."""
+    """Returns an image rotated by a multiple of 90 degrees."""
 
     type: str = "rotate"
 
@@ -137,7 +138,7 @@ class Rotate(ToolSettings):
 
 
 class Flip(ToolSettings):
-    """An image mirrored."""
+    """Returns a mirrored image."""
 
     type: str = "flip"
 
@@ -148,7 +149,7 @@ class Flip(ToolSettings):
 
 
 class Mark(ToolSettings):
-    """An image with a frame drawn into it."""
+    """Returns an image with a rectangle drawn into it."""
 
     type: str = "mark"
 
@@ -159,8 +160,8 @@ class Mark(ToolSettings):
 
 
 class Ocr(ToolSettings):
-    """The text in an image or in a box of it, read by RapidOCR on the CPU from the image's full size (the extra
-    `ocr`). A box is given as for `zoom`, in the environment's `coordinates`."""
+    """Returns the text in an image, or in a box of it as for `zoom`, read from the original image by RapidOCR on the
+    CPU (the extra `ocr`)."""
 
     type: str = "ocr"
     pixels: int = option(
@@ -181,7 +182,7 @@ class Ocr(ToolSettings):
 
 
 class Calculator(ToolSettings):
-    """Arithmetic."""
+    """Evaluates an arithmetic expression."""
 
     type: str = "calculator"
 
@@ -192,7 +193,7 @@ class Calculator(ToolSettings):
 
 
 class Function(ToolSettings):
-    """A function of one's own, with typed parameters."""
+    """A function of your own as a tool; its parameters must have type annotations."""
 
     type: str = "function"
     target: str = option(description="package.module:function")
@@ -205,7 +206,8 @@ class Function(ToolSettings):
 
 
 class ToolsSettings(EnvironmentSettings):
-    """Tools: a response that calls one gets its result, any other response is the answer and ends the conversation."""
+    """An environment with tools. A response that calls a tool gets its result; any other response is the answer, and
+    ends the conversation."""
 
     type: str = "tools"
     tools: list[ToolSettings] = option([Zoom()], "tools that the policy may call", min_length=1)
@@ -253,8 +255,8 @@ class ToolsSettings(EnvironmentSettings):
 
 
 class RecordedSettings(EnvironmentSettings):
-    """Recorded observations of conversations in files follow the responses, whatever the policy says. For learning from
-    demonstrations; in an evaluation the last response counts."""
+    """Replays the recorded observations of conversations in files, whatever the policy responds, for supervised
+    training. In an evaluation only the last response counts."""
 
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
     type: str = "recorded"
@@ -275,5 +277,5 @@ class RecordedSettings(EnvironmentSettings):
 
 @lru_cache
 def shared_tool(settings: ToolSettings) -> Tool:
-    """Returns the tool, which has no state, so that all environments share it."""
+    """Makes a tool once; all environments share it, since it has no state."""
     return settings.make()

@@ -1,5 +1,5 @@
-"""Environments in this process, with a time limit for each start and step: one that hangs costs its rollout, not the
-run. What ends the process, or takes its memory, needs a process of its own (`mmrl.sims.turns.processes`)."""
+"""Environments in this process with a time limit for each start and step: an environment that hangs loses its rollout,
+but the run goes on. Against crashes and excessive memory use see `mmrl.sims.turns.processes`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 
 class TimedEnvironments:
-    """Makes environments of `settings`, all of which run in one thread, where graphics contexts have to stay."""
+    """Makes environments and calls them, all in one thread, since a graphics context belongs to one thread."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings, self._calls = settings, TimedCalls("task.environment.isolated: {}")
@@ -25,7 +25,7 @@ class TimedEnvironments:
         return TimedEnvironment(self.call(lambda: self._settings.make()), self)
 
     def call(self, function: Callable[[], Value]) -> Value:
-        """Returns what a function of an environment does. Raises Fault where it takes too long."""
+        """Returns the result of a function that calls an environment. Raises Fault if it exceeds the time limit."""
         limit = self._settings.deadline_s
         try:
             return self._calls(lambda _: function(), None, limit)
@@ -34,7 +34,7 @@ class TimedEnvironments:
 
 
 class TimedEnvironment(Environment):
-    """An environment whose methods have a time limit. One that has exceeded it is not called again."""
+    """An environment whose methods have a time limit. After the limit was exceeded it is not called again."""
 
     def __init__(self, environment: Environment, environments: TimedEnvironments) -> None:
         self._environment: Environment | None = environment

@@ -32,32 +32,34 @@ HOW = {
 
 
 class ToolError(ValueError):
-    """Raised for a call that can not be carried out; the policy reads the message."""
+    """Raised for a call that cannot be executed. The policy gets the message."""
 
 
 @dataclass
 class Scene:
-    """The images of a conversation, which tools read and add to: `whole` in their original size, `shown` as the policy
-    sees them; both are in the order in which it saw them."""
+    """The images of a conversation, in the order in which the policy has seen them. Tools read them and add to them.
+
+    whole: in their original size. shown: as the policy sees them.
+    """
 
     whole: list[Image.Image] = field(default_factory=list)
     shown: list[Image.Image] = field(default_factory=list)
-    coordinates: float | None = None  # length of a side of an image; None: its pixels as shown
-    facts: dict[str, Any] = field(default_factory=dict)  # of the present call
+    coordinates: float | None = None  # each side of an image has this length; None: its number of pixels in `shown`
+    facts: dict[str, Any] = field(default_factory=dict)  # what the current call adds to `Reply.facts`
 
     def image(self, number: int) -> Image.Image:
-        """Returns an image in its original size; `number` counts from 0. Raises ToolError."""
+        """Returns an image in its original size; `number` counts from 0. Raises ToolError if there is none."""
         if not 0 <= number < len(self.whole):
             raise ToolError(f"there is no image {number}; there are {len(self.whole)}, counted from 0")
         return self.whole[number]
 
     def unit(self, x: float, y: float, number: int) -> tuple[float, float]:
-        """Returns a point of an image as fractions of its width and height."""
+        """Converts a point of an image from `coordinates` to fractions of its width and height."""
         width, height = self.shown[number].size if self.coordinates is None else (self.coordinates, self.coordinates)
         return x / width, y / height
 
     def show(self, whole: Image.Image, shown: Image.Image | None = None) -> Image.Image:
-        """Adds an image; returns the version that the policy sees."""
+        """Adds an image, optionally with another version for the policy. Returns the version for the policy."""
         self.whole.append(whole)
         self.shown.append(whole if shown is None else shown)
         return self.shown[-1]
@@ -65,18 +67,19 @@ class Scene:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call. Its parameters are typed; one of type `Scene` is passed by the environment.
-    It returns text, an image, a number, or a list of these; the policy reads what it raises."""
+    """A function that the policy may call. Its parameters have types; the environment passes those of type `Scene`. It
+    returns text, an image, a number, or a list of these. The policy gets the messages of its exceptions."""
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
-    parameters: dict[str, tuple[Any, bool]]  # of the policy: their types and whether they are required
-    scenes: list[str]  # parameters that get the images
+    parameters: dict[str, tuple[Any, bool]]  # those that the policy gives: their types, and whether they are required
+    scenes: list[str]  # the parameters of type `Scene`
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """Builds a tool from a function. Raises ValueError for a parameter without a type that JSON has."""
+        """Builds a tool from a function, with its docstring as description. Raises ValueError if a parameter has no
+        type, or one that JSON does not have."""
         name = name or function.__name__
         described = inspect.getdoc(function) or ""
         hints = typing.get_type_hints(function, include_extras=True)
@@ -93,7 +96,8 @@ class Tool:
         return cls(name, function, {"type": "function", "function": schema}, parameters, scenes)
 
     def __call__(self, scene: Scene, positional: Sequence[Any], named: dict[str, Any]) -> tuple[str | Image.Image, ...]:
-        """Calls the function. Raises ToolError for arguments that do not fit, and whatever the function raises."""
+        """Calls the function. Returns the parts of a message: texts and images. Raises ToolError for wrong arguments,
+        and whatever the function raises."""
         parameters = self.parameters
         arguments = dict(zip(parameters, positional, strict=False))
         if len(positional) > len(parameters) or arguments.keys() & named.keys() or named.keys() - parameters.keys():
@@ -106,8 +110,8 @@ class Tool:
 
 
 def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
-    """Returns the JSON schema of one parameter of a tool, from its type annotation. Raises ValueError for an unknown
-    type."""
+    """Returns the JSON schema of a tool's parameter `key` from its type annotation `kind`. Raises ValueError for a type
+    that is not supported."""
     if typing.get_origin(kind) is Annotated:
         inner, meaning, *_ = typing.get_args(kind)
         return {**_schema(tool, key, inner), "description": str(meaning)}
@@ -123,7 +127,7 @@ def _schema(tool: str, key: str, kind: Any) -> dict[str, Any]:
 
 
 def _converted(tool: str, key: str, kind: Any, value: object) -> object:
-    """Converts an argument to its type. Raises ToolError for a value of another type."""
+    """Converts an argument to the type `kind`. Raises ToolError if the value does not have it."""
     if typing.get_origin(kind) is Annotated:
         return _converted(tool, key, typing.get_args(kind)[0], value)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -141,10 +145,10 @@ def _converted(tool: str, key: str, kind: Any, value: object) -> object:
 
 
 def _parts(value: object) -> tuple[str | Image.Image, ...]:
-    """Converts what a tool returned to parts of a message: strings and images. Raises TypeError for anything else."""
+    """Converts a tool's result to the parts of a message: texts and images. Raises TypeError for other types."""
     if isinstance(value, list | tuple):
         return tuple(part for one in value for part in _parts(one))
-    if isinstance(value, str):  # without halves of characters, which JSON can hold and no tokenizer reads
+    if isinstance(value, str):  # lone surrogates, which JSON can hold, are replaced: tokenizers reject them
         return (value.encode(errors="replace").decode(),)
     if isinstance(value, Image.Image):
         return (value,)
@@ -155,14 +159,16 @@ def _parts(value: object) -> tuple[str | Image.Image, ...]:
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call of a tool: its name, positional and named arguments."""
+
     name: str
     positional: list[Any]
     named: dict[str, Any]
 
 
 def json_call(response: str) -> ToolCall | None:
-    """Returns the last JSON call in a response, None where there is none. Raises ToolError for one that can not be
-    read."""
+    """Parses the last <tool_call> with JSON in a response; None if there is none. Raises ToolError if it is
+    malformed."""
     calls = between(response, OPEN, CLOSE)
     if not calls:
         return None
@@ -179,8 +185,8 @@ def json_call(response: str) -> ToolCall | None:
 
 
 def python_call(response: str) -> ToolCall | None:
-    """Returns the call at the end of a response, None where there is none. Raises ToolError for one whose arguments are
-    no literals."""
+    """Parses the Python call at the end of a response; None if there is none. Raises ToolError if its arguments are not
+    literals."""
     text = response.rstrip()
     opening = text.rfind("(")
     name = _name_before(text, opening) if opening >= 0 and text.find(")", opening) == len(text) - 1 else ""
@@ -196,8 +202,8 @@ def python_call(response: str) -> ToolCall | None:
 
 
 def _name_before(text: str, end: int) -> str:
-    """Returns the name that ends at a position; "" without one. A pattern would try each of its letters as the first,
-    which takes the square of its length."""
+    """Returns the Python name that ends at the position `end`; "" if there is none. A regular expression would take
+    quadratic time."""
     begin = end
     while begin > 0 and (text[begin - 1].isalnum() or text[begin - 1] == "_"):
         begin -= 1
@@ -209,8 +215,8 @@ READERS: dict[str, Callable[[str], ToolCall | None]] = {"json": json_call, "pyth
 
 
 class ToolEnvironment(Environment):
-    """An environment that carries out calls of tools. A response without a call is the answer. An error in a call is an
-    observation, and the error of its turn."""
+    """An environment that executes tool calls. A response without a call is the answer and ends the conversation. The
+    message of a failed call is the observation, and the error of its turn."""
 
     def __init__(
         self,
@@ -222,7 +228,8 @@ class ToolEnvironment(Environment):
         coordinates: float | None = None,
         shown_pixels: int | None = None,
     ) -> None:
-        """rewards: by the name of a tool, of the turn of a call that was carried out; default: 0."""
+        """rewards: from the name of a tool to the reward of a turn with a successful call; default: 0. Others: see
+        `ToolsSettings`."""
         self._tools, self._rewards = {tool.name: tool for tool in tools}, rewards
         self._calls, self._described, self._shown_pixels = calls, described, shown_pixels
         self._scene = Scene(coordinates=coordinates)
@@ -252,7 +259,7 @@ class ToolEnvironment(Environment):
             parts = tool(self._scene, call.positional, call.named)
         except ToolError as error:
             return self._failed(tool.name, str(error))
-        except Exception as error:  # a tool is anybody's code: the policy reads its error
+        except Exception as error:  # a user's tool may raise anything: the policy gets the message
             return self._failed(tool.name, describe_error(error))
         paid = self._rewards.get(tool.name, 0.0)
         return Reply((Message("user", parts),), reward=paid, tool=tool.name, facts=self._scene.facts)
@@ -273,7 +280,7 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def fitted(image: Image.Image, pixels: int) -> Image.Image:
-    """Returns the image, averaged down to at most `pixels` pixels; its sides keep their ratio."""
+    """Returns an image reduced to at most `pixels` pixels, with the same aspect ratio."""
     width, height = image.size
     if width * height <= pixels:
         return image

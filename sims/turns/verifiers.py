@@ -1,4 +1,4 @@
-"""Environments of the package verifiers (0.1): its own loop plays them, with our policy in the place of a model."""
+"""Environments of the package verifiers (0.1): its own loop runs them, and the policy takes the place of its model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from mmrl.sims.turns.tools import ToolError, json_call
 
 @lru_cache
 def load_env(env: str | None, target: str | None, kwargs: str) -> Any:
-    """Loads an environment, which rollouts share: their state is separate. kwargs: JSON. Raises UserError."""
+    """Loads an environment once; rollouts share it, since their states are separate. env: its id; target: a function
+    that returns it, used instead of `env`; kwargs: arguments as JSON. Raises UserError if that fails."""
     try:
         import verifiers
         from verifiers import MultiTurnEnv  # noqa: F401 - later versions have none
@@ -38,15 +39,15 @@ def load_env(env: str | None, target: str | None, kwargs: str) -> Any:
 
 
 def row(env: Any, seed: int) -> dict[str, Any]:
-    """Returns the row of the environment's data for a seed; seeds below those of training give held-out rows."""
+    """Returns the row of the environment's dataset for a seed. Seeds below FIRST_TRAINING_SEED are held-out rows."""
     held_out = seed < FIRST_TRAINING_SEED
     rows = env.get_eval_dataset() if held_out else env.get_dataset()
     return dict(rows[(seed if held_out else seed - FIRST_TRAINING_SEED) % len(rows)])
 
 
 class VerifiersWorld(Environment):
-    """An environment whose rollout runs in a thread, as in the package; where it would call a model, it waits for a
-    response of the policy."""
+    """An environment whose rollout runs in a thread by the package's own loop. Where that calls its model, it waits for
+    a response of the policy."""
 
     def __init__(self, settings: Verifiers) -> None:
         self.settings = settings
@@ -78,7 +79,7 @@ class VerifiersWorld(Environment):
             self.waiting.cancel()
 
     def _next(self) -> Reply | tuple[Message, ...]:
-        """Returns the messages that are new to the policy, or the reply that ends the conversation."""
+        """Waits for the environment. Returns its new messages, or the reply that ends the conversation."""
         kind, content = self.events.get()
         if kind == "failed":
             raise content
@@ -110,7 +111,7 @@ class VerifiersWorld(Environment):
 
 
 def policy_client(events: queue.Queue[Any]) -> object:
-    """Returns a client in place of the package's model client, which puts prompts into `events` and awaits
+    """Returns a replacement of the package's model client: it puts prompts into `events` and awaits the policy's
     responses."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
@@ -147,7 +148,8 @@ def policy_client(events: queue.Queue[Any]) -> object:
 
 
 def called(text: str, tools: object) -> list[tuple[str, str]]:
-    """Returns name and JSON arguments of the call in a response, where the environment has tools."""
+    """Returns name and JSON arguments of the tool call in a response; [] if there is none or the environment has no
+    tools."""
     try:
         call = json_call(text) if tools else None
     except ToolError:

@@ -1,4 +1,4 @@
-"""Checks of a simulator's output before it is used: an array of another shape that broadcasts by chance, or a NaN,
+"""Checks of a simulator's output before it is used: an array of a wrong shape that happens to broadcast, or a NaN,
 would train a policy on wrong data."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ FLAGS = ("terminated", "truncated", "success", "valid")
 
 
 class SimulatorFault(RuntimeError):
-    """Raised for a fault of a simulator that costs the episode."""
+    """Raised for a fault of a simulator by which an episode is lost."""
 
 
 def check_facts(name: str, simulator: Simulator) -> None:
-    """Raises UserError for a simulator whose attributes (count, dimensions, image shape, tasks, cameras) are missing or
-    invalid."""
+    """Raises UserError if attributes of a simulator (count, dimensions, image shape, tasks, cameras) are missing or
+    invalid. name: of the simulator, for messages."""
     try:
         sizes = {"count": simulator.count, "action_dim": simulator.action_dim, "state_dim": simulator.state_dim}
         shape, tasks = tuple(simulator.image_shape), tuple(simulator.tasks)
@@ -28,31 +28,31 @@ def check_facts(name: str, simulator: Simulator) -> None:
         if not isinstance(size, int | np.integer) or size < (fact != "state_dim"):
             raise UserError(f"simulator {name!r}: {fact} must be a positive integer, not {size!r}")
     if len(shape) != 3 or shape[2] != 3 or not all(isinstance(side, int | np.integer) and side >= 0 for side in shape):
-        expected = "(height, width, 3), 0 where there are no images"
+        expected = "(height, width, 3), where height and width are 0 if there are no images"
         raise UserError(f"simulator {name!r}: image_shape must be {expected}, not {shape}")
     cameras = cameras_of(simulator)
     if not cameras or len(set(cameras)) < len(cameras) or shape[1] % len(cameras):
         raise UserError(
-            f"simulator {name!r}: cameras must have different names, and equal shares of the image's {shape[1]} pixels "
-            f"of width, not {cameras}"
+            f"simulator {name!r}: cameras must have different names, and their number must divide the image's width of "
+            f"{shape[1]} pixels, not {cameras}"
         )
     if not tasks or not all(isinstance(task, str) for task in tasks):
-        raise UserError(f"simulator {name!r}: tasks must be some names, not {tasks}")
+        raise UserError(f"simulator {name!r}: tasks must be one or more names, not {tasks}")
 
 
 def misfit(transition: object, rows: int, length: int | None, simulator: Simulator) -> str | None:
-    """Returns what is wrong with a transition of `rows` rows and `length` actions (None: of a reset), None if it is
-    valid."""
+    """Returns what is wrong with a transition, as the end of a message, or None if it is valid. rows: its number of
+    rows; length: its number of actions, None for a reset."""
     if not isinstance(transition, Transition):
         return f"must give a Transition, not {type(transition).__name__}"
-    wanted: dict[str, tuple[tuple[int, ...], str, str]] = {
+    expected_arrays: dict[str, tuple[tuple[int, ...], str, str]] = {
         "images": ((rows, *simulator.image_shape), "B", "uint8"),
         "state": ((rows, simulator.state_dim), "iuf", "numbers"),
     }
     if length is not None:
-        wanted["reward"] = (rows, length), "biuf", "numbers"
-        wanted |= {flag: ((rows, length), "b", "bool") for flag in FLAGS}
-    for name, (shape, kinds, dtype) in wanted.items():
+        expected_arrays["reward"] = (rows, length), "biuf", "numbers"
+        expected_arrays |= {flag: ((rows, length), "b", "bool") for flag in FLAGS}
+    for name, (shape, kinds, dtype) in expected_arrays.items():
         array = vars(transition)[name]
         fits = isinstance(array, np.ndarray) and array.shape == tuple(shape)
         if not fits or (array.dtype != np.uint8 if kinds == "B" else array.dtype.kind not in kinds):
@@ -60,7 +60,7 @@ def misfit(transition: object, rows: int, length: int | None, simulator: Simulat
     if not isinstance(transition.errors, list) or len(transition.errors) != rows:
         return f"must give errors as a list of {rows}, not {_described(transition.errors)}"
     if length is not None and (transition.valid[:, 1:] & ~transition.valid[:, :-1]).any():
-        return "must give valid as a prefix of the chunk: nothing is executed after an action that was not"
+        return "must give valid as a prefix of the chunk: no action is executed after one that was not"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Whole episodes of a policy in a simulator, whose rows step all at once or in shares."""
+"""Full episodes of a policy in a simulator, whose rows step all at once or in shares."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ def play(
     max_chunks: int | None = None,
     following: Callable[[int], Start | None] = lambda row: None,
 ) -> None:
-    """Plays the episodes that `sim.reset` has started to their ends; one that goes on after `max_chunks` chunks is
-    dropped. following: called for the next start of a row whose episode has ended, until it gives none.
+    """Plays the episodes that `sim.reset` has started to their ends.
 
-    act(observation, rows) returns chunks of actions [B, C, A], to be executed one after the other in `rows` (indices of
-    the running rows of a share), and any context; tell(rows, steps, context) gets the steps of the chunks. With several
-    shares (`sims.build(turns=...)`) one share steps in a thread of its own while `act` is called for another; `act` and
-    `tell` are called in the thread that calls `play`.
+    act(observation, rows): returns chunks of actions [B, C, A] to execute one after the other in `rows` (indices of the
+        running rows of a share), and a context of any type.
+    tell(rows, steps, context): gets the results of the chunks and that context.
+    max_chunks: an episode that has not ended after so many chunks is dropped.
+    following(row): returns the next start (seed and task) of a row whose episode has ended, or None.
+
+    With several shares (`mmrl.sims.build(turns=...)`) a share steps in another thread while `act` is called for the
+    next one. `act` and `tell` are always called in the thread that calls `play`.
     """
     chunk_counts = np.zeros(len(sim), np.int64)
-    moving: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
+    in_flight: deque[tuple[NDArray[np.int64], NDArray[np.int64], Any, Callable[[], list[Step]]]] = deque()
     with ThreadPoolExecutor(len(sim.shares), thread_name_prefix="turns") as pool:
 
         def begin(share: NDArray[np.int64], observation: Observation) -> None:
             rows = share[sim.running[share]]
             if not len(rows):
                 return
-            chunks, remembered = act(observation, rows)
+            chunks, context = act(observation, rows)
             chunk_counts[rows] += 1
             active = np.zeros(len(sim), bool)
             active[rows] = True
@@ -47,12 +50,12 @@ def play(
             def move() -> list[Step]:
                 return [sim.step(chunk, active) for chunk in chunks]
 
-            # One share stays in this thread, to which the graphics context of a simulator in this process may belong.
+            # A single share steps in this thread, to which a simulator's graphics context may belong.
             result = pool.submit(move).result if len(sim.shares) > 1 else move
-            moving.append((share, rows, remembered, result))
+            in_flight.append((share, rows, context, result))
 
         def refilled(rows: NDArray[np.int64], observation: Observation) -> Observation:
-            """Gives rows that are in no episode their next start. Returns what is seen then."""
+            """Starts the next episode in rows without one. Returns the observation afterwards."""
             while starts := {row: start for row in ended(sim, rows) if (start := following(row)) is not None}:
                 seeds, tasks = zip(*starts.values(), strict=True)
                 observation = sim.restart(list(starts), seeds, tasks)
@@ -61,19 +64,19 @@ def play(
 
         for share in sim.shares:
             begin(share, refilled(share[share < len(sim.seeds)], sim.observation()))  # not all could start
-        while moving:
-            share, rows, remembered, result = moving.popleft()
+        while in_flight:
+            share, rows, context, result = in_flight.popleft()
             steps = result()
             endless = rows[sim.running[rows] & (chunk_counts[rows] >= (max_chunks or np.inf))]
             if len(endless):
                 sim.drop(endless, f"no end after {max_chunks} chunks; is action.horizon too short for the simulator?")
                 steps[-1].dropped[endless] = True
-            tell(rows, steps, remembered)
+            tell(rows, steps, context)
             begin(share, refilled(rows, steps[-1].observation))
 
 
 def ended(sim: VectorSim, rows: NDArray[np.int64]) -> list[int]:
-    """Returns those of `rows` that are in no episode."""
+    """Returns those of `rows` that have no running episode."""
     return [int(row) for row in rows if not sim.running[row]]
 
 
@@ -83,8 +86,8 @@ def run_episodes(
     tasks: Sequence[str],
     act: Callable[[Observation, NDArray[np.bool_]], ArrayLike],
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Plays one episode a row; `act` turns an observation and the active rows [B] into actions [B, C, A]. Returns
-    whether each row ever succeeded [B] and the number of executed actions [B]."""
+    """Plays one episode in each row. act(observation, active rows [B] bool) returns actions [B, C, A]. Returns whether
+    each row succeeded at any time [B], and the number of executed actions [B]."""
     success, length = np.zeros(len(sim), bool), np.zeros(len(sim), np.int64)
 
     def choose(observation: Observation, rows: NDArray[np.int64]) -> tuple[list[ArrayLike], None]:

@@ -11,30 +11,31 @@ T = TypeVar("T")
 
 
 class EnvironmentRows(Generic[T]):
-    """An environment or nothing in each of `count` rows. One that fails is removed from its row, for its state is
-    undefined."""
+    """The environments in `count` rows; a row may be empty. An environment that raises is removed from its row, since
+    its state is undefined."""
 
     def __init__(self, count: int) -> None:
-        self._playing: list[T | None] = [None] * count
+        self._environments: list[T | None] = [None] * count
 
     def __getitem__(self, row: int) -> T:
-        """Returns the environment of a row. Raises RuntimeError where there is none."""
-        playing = self._playing[row]
-        if playing is None:
+        """Returns the environment of a row. Raises RuntimeError if there is none."""
+        environment = self._environments[row]
+        if environment is None:
             raise RuntimeError(f"row {row} has no episode")
-        return playing
+        return environment
 
-    def __setitem__(self, row: int, playing: T) -> None:
-        self._playing[row] = playing
+    def __setitem__(self, row: int, environment: T) -> None:
+        self._environments[row] = environment
 
     def get(self, row: int) -> T | None:
-        return self._playing[row]
+        return self._environments[row]
 
     def each(self, rows: Sequence[int], out: Transition, act: Callable[[int, int], None]) -> Transition:
-        """Calls act(i, row) for each row and returns `out`; an exception of a row becomes its error there."""
+        """Calls act(i, row) for the i-th of `rows` and returns `out`. If it raises, that is the row's error in
+        `out`."""
         for i, row in enumerate(rows):
             try:
                 act(i, row)
-            except Exception as error:  # of one row; the others go on, and `VectorSim` counts it
-                self._playing[row], out.errors[i] = None, error
+            except Exception as error:  # the other rows go on; `VectorSim` reports the error
+                self._environments[row], out.errors[i] = None, error
         return out

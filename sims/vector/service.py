@@ -1,4 +1,4 @@
-"""The service of a simulator worker: it makes the simulator for its share of the rows and closes it at the end."""
+"""The service in a simulator worker's process: it makes the simulator for its rows, and answers requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mmrl.sims.vector.transitions import ARRAYS, action_bounds_of, cameras_of
 
 
 class SimulatorService(Service):
-    """A simulator as a service, whose answers are mappings of plain values and the arrays of a `Transition`."""
+    """A simulator as a service. recipe: its name, count and options. Answers are mappings of plain values and of the
+    arrays of a `Transition`."""
 
     def __init__(self, recipe: dict[str, Any]) -> None:
         self.name = recipe["name"]
         self.simulator = simulator = make(self.name, recipe["count"], recipe["options"])
-        self._fitted: set[str] = set()  # calls whose first transition was valid, as in `VectorSim`
+        self._validated: set[str] = set()  # calls (reset, step) that have given a valid transition, as in `VectorSim`
         bounds = action_bounds_of(simulator)
         self.facts = {
             "action_dim": simulator.action_dim,
@@ -32,7 +33,8 @@ class SimulatorService(Service):
         }
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Executes a request and returns the transition's arrays; checks them here, before they are encoded."""
+        """Executes a request (reset, step or expert). Returns the transition's arrays, errors and instructions, or the
+        expert's actions. Raises UserError or SimulatorFault if these are invalid."""
         kind, rows, simulator = request["kind"], request["rows"], self.simulator
         if kind == "expert":
             shape = (len(rows), request["length"], simulator.action_dim)
@@ -42,8 +44,9 @@ class SimulatorService(Service):
         else:
             transition, length = simulator.step(rows, request["actions"]), request["actions"].shape[1]
         if problem := misfit(transition, len(rows), length, simulator):
-            raise (SimulatorFault if kind in self._fitted else UserError)(f"simulator {self.name!r}: {kind} {problem}")
-        self._fitted.add(kind)
+            error_type = SimulatorFault if kind in self._validated else UserError
+            raise error_type(f"simulator {self.name!r}: {kind} {problem}")
+        self._validated.add(kind)
         reply: dict[str, Any] = {name: _plain(vars(transition)[name]) for name in ARRAYS}
         reply["errors"] = [None if error is None else describe_error(error) for error in transition.errors]
         if kind == "reset":
@@ -56,5 +59,5 @@ class SimulatorService(Service):
 
 
 def _plain(array: NDArray) -> NDArray:
-    """Converts integers and floats of other types to float32, as the transition has them."""
+    """Converts an array to float32, unless it is bool or uint8: the types of a `Transition`."""
     return array if array.dtype.kind in "b" or array.dtype == np.uint8 else array.astype(np.float32)

@@ -1,7 +1,7 @@
-"""One vector interface for every simulator: seeds and tasks in; images, state and instructions out.
+"""The vector interface of all simulators: seeds and tasks in; images, states and instructions out.
 
-A simulator implements how rows of episodes start and step (`Simulator`); `VectorSim` adds what is the same for all of
-them: the end of an episode, inactive rows, checks of actions, counts of lost episodes.
+A simulator implements how episodes start and step (`Simulator`). `VectorSim` adds what is common to all simulators:
+ends of episodes, inactive rows, checks of actions, and counts of lost episodes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mmrl.sims.vector.watch import CallWatch
 
 __all__ = ["Observation", "Simulator", "Step", "Transition", "VectorSim", "nearest"]
 
-MOST_IDLE = 2  # chunks in a row of which nothing is executed
-LONGEST = 10_000  # actions of an episode
+MAX_IDLE_CHUNKS = 2  # consecutive chunks of which no action is executed
+MAX_ACTIONS = 10_000  # of an episode
 
 
 @dataclass
@@ -62,10 +62,10 @@ class Observation:
 
 @dataclass
 class Step:
-    """The result of `VectorSim.step`. `reward` to `valid` are [B, C] as in `Transition`; a row that was not active has
-    valid False and 0 everywhere."""
+    """The result of `VectorSim.step`. `reward` to `valid` are [B, C] as in `Transition`; in rows that were not active
+    they are 0 or False."""
 
-    observation: Observation  # a truncated return is bootstrapped from that of its last step
+    observation: Observation  # after the step; the return of a truncated episode is bootstrapped from it
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
@@ -80,22 +80,24 @@ class Step:
 
 
 class VectorSim:
-    """B environments that persist across training steps, stepped by chunks of actions.
+    """B environments that persist across training steps, and step by chunks of actions.
 
-    An ended row stays as it ended, ignores actions and costs nothing until `reset` or `restart`; within a chunk nothing
-    is executed after the end.
+    After the end of an episode a row keeps its last observation and ignores actions until `reset` or `restart`. The
+    rest of a chunk is not executed after the end.
 
-    shares: rows that move independently of one another, so that `step` may be called for them from threads of their
-        own; None: all rows are one share.
-    counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (workers).
+    simulator: steps the environments.
+    shares: sets of rows that different threads may step at the same time; None: all rows are one share.
+    name: of the simulator in messages; None: its class.
+    patience_s: seconds after which a warning is logged if a reset or step has not returned; None: never, for simulators
+        with deadlines of their own.
+    counters: nan_actions (numbers that were not finite), dropped_episodes, restarts (of workers).
 
-    An episode is dropped where the simulator reports or raises an error, gives a state or reward that is not finite,
-    executes nothing of two chunks in a row without an end, or comes to no end in LONGEST actions. What the simulator
-    gives must have the shapes and kinds of `Transition`: a first transition without them is a
-    UserError, later ones cost the episodes.
+    An episode is dropped if the simulator reports or raises an error, gives a state or reward that is not finite,
+    executes no action of MAX_IDLE_CHUNKS consecutive chunks, or does not end within MAX_ACTIONS actions. Transitions
+    must have the shapes and types of `Transition`: if the first one does not, UserError is raised; later, the episodes
+    are dropped.
 
-    Environments with one seed and one task are a group: the simulator starts them from the seed, never from a copied
-    state, so their first observations are equal bit for bit.
+    Environments with the same seed and task are a group: their first observations are equal bit for bit.
     """
 
     def __init__(
@@ -106,24 +108,22 @@ class VectorSim:
         name: str | None = None,
         patience_s: float | None = None,
     ):
-        """name: name of the simulator in messages; None: its class. patience_s: seconds that a reset or a step may take
-        before a warning; None: no warning, for simulators that have deadlines of their own."""
         self.name = name or type(simulator).__name__
         check_facts(self.name, simulator)
         self.simulator = simulator
         self.cameras = cameras_of(simulator)
         self.shares = [np.arange(simulator.count)] if shares is None else list(shares)
         self.counters = Counter(nan_actions=0, dropped_episodes=0, restarts=0)
-        self.seeds: list[int] = []  # B, of the running episodes
-        self.tasks: list[str] = []  # B
+        self.seeds: list[int] = []  # of each row's episode
+        self.tasks: list[str] = []  # of each row's episode
         self._running = np.zeros(simulator.count, bool)
-        self._idle = np.zeros(simulator.count, np.int64)  # chunks in a row of which nothing was executed
+        self._idle_chunks = np.zeros(simulator.count, np.int64)  # consecutive chunks without an executed action
         self._actions_taken = np.zeros(simulator.count, np.int64)  # in the running episode
         self._watch = CallWatch(self.name, patience_s)
-        self._fitted: set[str] = set()  # "reset" or "step", of which a first transition was valid
-        self._begun = False  # whether any episode ever started
+        self._validated: set[str] = set()  # calls (reset, step) that have given a valid transition
+        self._any_started = False  # whether any episode ever started
         self._observation: Observation | None = None
-        self._lock = threading.Lock()  # guards what the shares have in common
+        self._lock = threading.Lock()  # guards the state that shares have in common
 
     def __len__(self) -> int:
         return self.simulator.count
@@ -134,10 +134,10 @@ class VectorSim:
         return self._running.copy()
 
     def reset(self, seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
-        """Starts an episode in the first len(seeds) rows, at most B; the others are idle and show black images.
+        """Starts an episode in each of the first len(seeds) rows, at most B. The others are idle, with black images.
 
-        Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task, and if no episode has
-        ever started and none does now; later a reset may lose all of them.
+        Raises UserError for a wrong number of seeds or tasks, a negative seed or an unknown task. If no episode can be
+        started it raises UserError too, unless one has started before; then these episodes are dropped.
         """
         if not 0 < len(seeds) <= len(self) or len(tasks) != len(seeds):
             raise UserError(
@@ -154,22 +154,22 @@ class VectorSim:
         )
         self._running[:] = False
         dropped = self._start(np.arange(len(seeds)))
-        self._begun |= not all(dropped)
-        if not self._begun and dropped[0] is not None:
+        self._any_started |= not all(dropped)
+        if not self._any_started and dropped[0] is not None:
             raise UserError(
-                f"simulator {self.name!r}: no environment could be reset; the first says: {describe_error(dropped[0])}"
+                f"simulator {self.name!r}: no environment could be reset; the first error: {describe_error(dropped[0])}"
             ) from dropped[0]
         return self.observation()
 
     def restart(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Observation:
-        """Starts new episodes in `rows` whose last one has ended, while the other rows stay as they are.
+        """Starts new episodes in `rows`, whose episodes have ended, while other rows go on.
 
-        Raises UserError for a row that is inside an episode or had none, and for seeds and tasks as `reset`.
+        Raises UserError for a row with a running episode or none so far, and for seeds and tasks as `reset`.
         """
         with self._lock:
             busy = [row for row in rows if row >= len(self.seeds) or self._running[row]]
             if busy:
-                raise UserError(f"environment {busy[0]} can not restart: it is inside an episode, or had none")
+                raise UserError(f"environment {busy[0]} cannot restart: its episode is running, or it never had one")
             self._check_starts(seeds, tasks)
             for row, seed, task in zip(rows, seeds, tasks, strict=True):
                 self.seeds[row], self.tasks[row] = int(seed), task
@@ -177,13 +177,12 @@ class VectorSim:
             return self.observation()
 
     def step(self, actions: ArrayLike, active: ArrayLike | None = None) -> Step:
-        """Executes a chunk of `actions` [B, C, A] in the rows that are `active` ([B] bool; None: all) and running.
+        """Executes a chunk of `actions` [B, C, A] in the rows that are running and `active` ([B] bool; None: all).
 
-        Numbers that are not finite become 0 and are counted. An environment whose simulator raises loses its episode:
-        its row is `dropped`, has valid False, and stays ended.
-        Raises UserError for actions of another shape.
+        Numbers that are not finite are replaced by 0 and counted. A row whose simulator fails is `dropped`: its episode
+        ends, and valid is False. Raises UserError for actions of another shape.
         """
-        shown, chunk, rows = self._checked(active), self._actions(actions), self._rows(active)
+        current, chunk, rows = self._checked(active), self._actions(actions), self._rows(active)
         bad = ~np.isfinite(chunk[rows])
         out = Transition.empty(len(self), chunk.shape[1], self.simulator.image_shape, self.simulator.state_dim)
         dropped = np.zeros(len(self), bool)
@@ -194,36 +193,37 @@ class VectorSim:
                 dropped[rows] = lost = self._count_lost(rows, transition)
                 for name in ("reward", "terminated", "truncated", "success", "valid"):
                     getattr(out, name)[rows[~lost]] = getattr(transition, name)[~lost]
-                shown.images[rows[~lost]], shown.state[rows[~lost]] = transition.images[~lost], transition.state[~lost]
+                current.images[rows[~lost]] = transition.images[~lost]
+                current.state[rows[~lost]] = transition.state[~lost]
             self._running &= ~(out.terminated.any(1) | out.truncated.any(1) | dropped)
             flags = (out.reward, out.terminated, out.truncated, out.success, out.valid, dropped)
             return Step(self.observation(), *flags)
 
     def expert(self, active: ArrayLike | None = None, *, length: int = 1) -> NDArray[np.float32]:
-        """Returns the next `length` actions [B, length, A] of the scripted expert; 0 for rows that are not active and
-        after the end of an episode. Raises UserError where the simulator has no expert."""
+        """Returns the next `length` actions of the scripted expert, [B, length, A]; 0 for rows that are not active or
+        not running. Raises UserError if the simulator has no expert."""
         self._checked(active)
         actions = np.zeros((len(self), length, self.simulator.action_dim), np.float32)
         rows = self._rows(active)
         if len(rows):
-            wanted = (len(rows), length, self.simulator.action_dim)
+            shape = (len(rows), length, self.simulator.action_dim)
             try:
-                actions[rows] = checked_actions(self.name, self.simulator.expert(rows.tolist(), length), wanted)
+                actions[rows] = checked_actions(self.name, self.simulator.expert(rows.tolist(), length), shape)
             except UserError:
                 raise
             except Exception as error:
                 self.drop(rows, f"its expert failed: {describe_error(error)}")
         return actions
 
-    def drop(self, rows: NDArray[np.int64], why: str) -> None:
-        """Drops the running episodes of `rows` and counts them."""
+    def drop(self, rows: NDArray[np.int64], reason: str) -> None:
+        """Ends the running episodes of `rows` as dropped, counts them, and warns with the reason."""
         with self._lock:
             for row in rows:
-                self._report_loss(int(row), SimulatorFault(why))
+                self._report_loss(int(row), SimulatorFault(reason))
             self._running[rows] = False
 
     def observation(self) -> Observation:
-        """Returns a copy of the present observations of all environments; ended ones keep their last image."""
+        """Returns a copy of the current observations of all environments; ended ones keep their last one."""
         now = self._checked(None)
         return Observation(now.images.copy(), now.state.copy(), list(now.instructions), self.cameras)
 
@@ -248,6 +248,7 @@ class VectorSim:
             raise UserError(f"seeds must not be negative, but one is {min(seeds)}")
 
     def _checked(self, active: ArrayLike | None) -> Observation:
+        """Returns the current observation. Raises UserError before the first reset, and if `active` is not [B] bool."""
         if self._observation is None:
             raise UserError("reset(seeds, tasks) must be called before any other method of a simulator")
         if active is not None and (np.shape(active) != (len(self),) or np.asarray(active).dtype != bool):
@@ -259,23 +260,23 @@ class VectorSim:
 
     def _actions(self, actions: ArrayLike) -> NDArray[np.float64]:
         chunk = np.asarray(actions, dtype=np.float64)
-        wanted = (len(self), self.simulator.action_dim)
-        if chunk.ndim != 3 or (chunk.shape[0], chunk.shape[2]) != wanted or chunk.shape[1] == 0:
+        num_envs, action_dim = len(self), self.simulator.action_dim
+        if chunk.ndim != 3 or (chunk.shape[0], chunk.shape[2]) != (num_envs, action_dim) or chunk.shape[1] == 0:
             raise UserError(
-                f"actions must have shape [environments, chunk, action] = [{wanted[0]}, C, {wanted[1]}] with C at "
+                f"actions must have shape [environments, chunk, action] = [{num_envs}, C, {action_dim}] with C at "
                 f"least 1, not {list(chunk.shape)}"
             )
         return chunk
 
     def _start(self, rows: NDArray[np.int64]) -> list[Exception | None]:
-        """Starts episodes in `rows` from self.seeds and self.tasks; returns the exception of each row, or None."""
+        """Starts episodes in `rows` with self.seeds and self.tasks. Returns the error of each row, or None."""
         assert self._observation is not None
         seeds, tasks = [self.seeds[row] for row in rows], [self.tasks[row] for row in rows]
         started = self._call_simulator(
             "reset", len(rows), None, lambda: self.simulator.reset(rows.tolist(), seeds, tasks)
         )
         lost = self._count_lost(rows, started)
-        self._running[rows], self._idle[rows], self._actions_taken[rows] = ~lost, 0, 0
+        self._running[rows], self._idle_chunks[rows], self._actions_taken[rows] = ~lost, 0, 0
         self._observation.images[rows], self._observation.state[rows] = started.images, started.state
         for row in rows[~lost]:
             self._observation.instructions[row] = self._instruction(int(row))
@@ -288,23 +289,26 @@ class VectorSim:
         return text
 
     def _step(self, rows: NDArray[np.int64], chunk: NDArray[np.float64]) -> Transition:
-        """Executes a chunk [row, action, number] in `rows`. Rows that do nothing MOST_IDLE times, or do not end in
-        LONGEST actions, get an error."""
+        """Executes a chunk [row, action, number] in `rows`. A row gets an error if it exceeds MAX_IDLE_CHUNKS or
+        MAX_ACTIONS."""
         length = chunk.shape[1]
         transition = self._call_simulator("step", len(rows), length, lambda: self.simulator.step(rows.tolist(), chunk))
         ended: NDArray[np.bool_] = np.any(transition.terminated | transition.truncated, axis=1)
-        self._idle[rows] = np.where(transition.valid.any(1) | ended, 0, self._idle[rows] + 1)
+        self._idle_chunks[rows] = np.where(transition.valid.any(1) | ended, 0, self._idle_chunks[rows] + 1)
         self._actions_taken[rows] += transition.valid.sum(1)
         for i, row in enumerate(rows):
-            if transition.errors[i] is None and self._idle[row] >= MOST_IDLE:
-                transition.errors[i] = SimulatorFault(f"it executed nothing of {MOST_IDLE} chunks in a row")
-            elif transition.errors[i] is None and not ended[i] and self._actions_taken[row] > LONGEST:
+            if transition.errors[i] is None and self._idle_chunks[row] >= MAX_IDLE_CHUNKS:
+                transition.errors[i] = SimulatorFault(f"it executed nothing of {MAX_IDLE_CHUNKS} chunks in a row")
+            elif transition.errors[i] is None and not ended[i] and self._actions_taken[row] > MAX_ACTIONS:
                 transition.errors[i] = SimulatorFault(f"no end after {self._actions_taken[row]} actions")
         return transition
 
     def _call_simulator(self, call: str, rows: int, length: int | None, ask: Callable[[], Transition]) -> Transition:
-        """Runs `ask`, a reset or step of the simulator. Returns its transition if that is valid, else one in which
-        every row has an error. Raises UserError for an invalid first transition."""
+        """Runs `ask`, which calls the simulator's reset or step. Returns its transition if that is valid, else one in
+        which each row has an error. Raises UserError if the first transition is invalid.
+
+        call: "reset" or "step"; rows, length: the transition's number of rows and actions (None: a reset).
+        """
         try:
             with self._watch.over(call):
                 transition = ask()
@@ -314,15 +318,16 @@ class VectorSim:
             fault = error if isinstance(error, Exception) else SimulatorFault(describe_error(error))
             return lost_transition(rows, length or 0, self.simulator, fault)
         if (problem := misfit(transition, rows, length, self.simulator)) is None:
-            self._fitted.add(call)
+            self._validated.add(call)
             mark_nonfinite(transition)
             return transition
-        if call not in self._fitted:
+        if call not in self._validated:
             raise UserError(f"simulator {self.name!r}: {call} {problem}")
         return lost_transition(rows, length or 0, self.simulator, SimulatorFault(f"{call} {problem}"))
 
     def _count_lost(self, rows: NDArray[np.int64], transition: Transition) -> NDArray[np.bool_]:
-        """Counts restarts, reports rows with an error, and returns which these are, [row] bool."""
+        """Counts restarts of workers and rows with an error, and warns of these rows. Returns which they are, [row]
+        bool."""
         self.counters["restarts"] += transition.restarts
         for row, error in zip(rows, transition.errors, strict=True):
             if error is not None:
@@ -341,5 +346,6 @@ class VectorSim:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns " (did you mean ...?)" with the name most similar to `name`, or "" if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

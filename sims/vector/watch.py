@@ -1,4 +1,4 @@
-"""Warnings of calls that take long and that this process cannot end."""
+"""Warnings of calls that take too long and cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ log = logging.getLogger(__name__)
 
 
 class CallWatch:
-    """Watches the calls of one simulator, thousands a minute, in a single thread, which ends where there is no call to
-    watch."""
+    """Warns if a call of a simulator takes longer than `limit_s` seconds (None: never).
+
+    One thread watches all calls, and ends while there are none: there may be thousands of calls a minute.
+    """
 
     def __init__(self, name: str, limit_s: float | None) -> None:
-        """limit_s: seconds that a call may take before a warning; None: no warnings."""
         self.name, self.limit_s = name, limit_s
         self._calls: dict[object, tuple[str, float]] = {}  # calls without a warning yet: name, and time of the warning
         self._lock = threading.Lock()
@@ -25,14 +26,14 @@ class CallWatch:
         self._closed = threading.Event()
 
     @contextmanager
-    def over(self, what: str) -> Iterator[None]:
+    def over(self, call_name: str) -> Iterator[None]:
         """Logs a warning if the enclosed call takes too long."""
         if self.limit_s is None:
             yield
             return
         call = object()
         with self._lock:
-            self._calls[call] = what, time.monotonic() + self.limit_s
+            self._calls[call] = call_name, time.monotonic() + self.limit_s
             begins, self._watching = not self._watching, True
         if begins:
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -44,31 +45,31 @@ class CallWatch:
                 self._calls.pop(call, None)
 
     def close(self) -> None:
-        """Ends the thread, which would sleep until the last call's time is up."""
+        """Ends the thread at once, also if it is waiting."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _watch(self) -> None:
         while (wait := self._report_late()) is not None:
-            self._closed.wait(wait)  # a call that begins meanwhile has more time than these
+            self._closed.wait(wait)  # a call that begins meanwhile is due later than these
 
     def _report_late(self) -> float | None:
-        """Warns of calls that take too long. Returns seconds until the next one will, None where there is none."""
+        """Warns of calls that take too long. Returns the seconds until the next call is due, None if there is none."""
         now = time.monotonic()
         with self._lock:
-            for call, (what, end) in list(self._calls.items()):
+            for call, (call_name, end) in list(self._calls.items()):
                 if end <= now:
                     del self._calls[call]
-                    self._warn(what)
+                    self._warn(call_name)
             self._watching = bool(self._calls) and not self._closed.is_set()
             return min(end for _, end in self._calls.values()) - now if self._watching else None
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, call_name: str) -> None:
         log.warning(
-            "simulator %s: a %s takes longer than %g s; it runs in the trainer's process, where nothing can end it: "
-            "with task.workers=1 or more it would be replaced by now",
+            "simulator %s: a %s takes longer than %g s and cannot be interrupted, since it runs in the trainer's "
+            "process; with task.workers=1 or more its worker would be replaced",
             self.name,
-            what,
+            call_name,
             self.limit_s,
         )

@@ -1,7 +1,7 @@
-"""Any simulator in processes of its own, so that one that dies or hangs costs the episodes it was playing and no more.
+"""Simulators in worker processes, so that a simulator that crashes or hangs loses only the episodes of its rows.
 
-Each worker is a `mmrl.children.child.Child`, a fresh interpreter here or where Ray placed it, whose `SimulatorService`
-makes the simulator for its share of the rows and keeps it until `close`. Nothing is pickled in either direction.
+Each worker is a `mmrl.children.child.Child`: a new Python process on this host, or where Ray placed it. Its
+`SimulatorService` makes the simulator for its rows and keeps it until `close`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,35 +25,32 @@ from mmrl.errors import UserError
 from mmrl.runtime import devices
 from mmrl.sims.vector.transitions import ARRAYS, Transition
 
-SILENT_S = (
-    60.0  # without a sign of life a worker counts as stopped; a compiler of shaders may hold Python for some time
-)
-START_S = 300.0  # until a simulator is made, on a busy machine
-LEAVE_S = 10.0  # for a simulator to close itself
+SILENT_S = 60.0  # a worker without a heartbeat for so long counts as hung; compiling shaders can block Python for long
+START_S = 300.0  # time limit of making a simulator, on a busy machine
+LEAVE_S = 10.0  # time limit of closing a simulator
 SERVICE = "mmrl.sims.vector.service:SimulatorService"
 
 _log = logging.getLogger(__name__)
 
 
 class SimulatorError(RuntimeError):
-    """Raised for an error of a row in its worker, or where the worker was replaced."""
+    """Raised for an error of a row in its worker, or if the worker was replaced."""
 
 
 class Workers:
-    """The simulator `name` with `count` rows shared out to `workers` processes; itself a `Simulator`.
+    """The simulator `name` with `count` rows, divided among `workers` processes. It is a `Simulator` itself.
 
-    options: of the simulator; numbers, text, lists and dicts, since they travel as JSON.
-    deadline_s: seconds that one reset, one chunk of actions or one plan of the expert may take. A worker that takes
-        longer, raises or ends is killed and replaced: the episodes of its rows are lost and reported in
-        `Transition.errors`, the rows of other workers go on, and the next reset finds a new worker.
-    python: the interpreter of the workers, where a simulator needs an environment of its own. mmrl must be importable
-        there; its dependencies are not needed.
-    ray: address of a Ray cluster, or "auto", on whose hosts the workers play; None: on this host. The simulator must be
-        importable there, and its worker takes one CPU. A host that is lost costs the episodes it was playing.
-    restarts: how many workers had to be replaced.
+    options: of the simulator: numbers, text, lists and dicts, since they are sent as JSON.
+    deadline_s: time limit of a reset, a chunk of actions or a call of the expert. A worker that takes longer, raises or
+        ends is replaced. The episodes of its rows are lost and reported in `Transition.errors`; other workers go on.
+    python: the workers' Python interpreter, for a simulator in another virtual environment. mmrl must be importable
+        there, but not its dependencies.
+    ray: the address of a Ray cluster whose hosts run the workers, or "auto"; None: this host. The simulator must be
+        importable there, and each worker takes one CPU.
+    restarts: the number of workers that were replaced.
 
-    Raises UserError for options that are not JSON, for what the simulator itself refuses, for a cluster that is not
-    there or has no room, and if a worker does not start.
+    Raises UserError for options that are not JSON, for errors of the simulator's constructor, for a cluster that cannot
+    be reached or has no free CPUs, and if a worker does not start.
     """
 
     def __init__(
@@ -76,11 +73,12 @@ class Workers:
         try:
             options = json.loads(json.dumps(dict(options)))
         except TypeError as error:
-            raise UserError(f"simulator {name!r}: behind workers, options travel as JSON: {error}") from error
+            raise UserError(f"simulator {name!r}: with workers, its options must be valid JSON: {error}") from error
         self.count, shares = count, np.array_split(np.arange(count), workers)
+        # of each row: the index of its worker, and its number in that worker
         self._home = [(w, local) for w, share in enumerate(shares) for local in range(len(share))]
         recipe = {"name": name, "options": options}
-        launch = launched(name, python, ray)
+        launch = make_launcher(name, python, ray)
         self._workers = [SimulatorWorker(recipe | {"count": len(share)}, deadline_s, launch) for share in shares]
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="simulator")
         self._reported_restarts, self._lock = 0, threading.Lock()  # restarts that transitions have reported
@@ -108,42 +106,43 @@ class Workers:
         return [worker.child.process.pid for worker in self._workers]
 
     def shares(self, count: int) -> list[NDArray[np.int64]]:
-        """Returns `count` sets of rows, each of some workers, which different threads may step at once."""
+        """Divides the rows into `count` shares by worker, so that different threads may step different shares."""
         home = np.array([worker for worker, _ in self._home])
         return [
             np.flatnonzero(np.isin(home, workers)) for workers in np.array_split(np.arange(len(self._workers)), count)
         ]
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        def start(worker: SimulatorWorker, picked: list[int], local: list[int]) -> dict[str, Any]:
-            fields = {"seeds": [int(seeds[i]) for i in picked], "tasks": [tasks[i] for i in picked]}
+        def start(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
+            fields = {"seeds": [int(seeds[i]) for i in indices], "tasks": [tasks[i] for i in indices]}
             reply = worker.ask("reset", rows=local, **fields)
             worker.instructions |= dict(zip(local, reply["instructions"], strict=True))
             return reply
 
-        return self._moved(rows, 0, {}, start)
+        return self._gather(rows, 0, {}, start)
 
     def step(self, rows: Sequence[int], actions: NDArray[np.float64]) -> Transition:
-        def move(worker: SimulatorWorker, picked: list[int], local: list[int]) -> dict[str, Any]:
-            return worker.ask("step", rows=local, actions=actions[picked])
+        def move(worker: SimulatorWorker, indices: list[int], local: list[int]) -> dict[str, Any]:
+            return worker.ask("step", rows=local, actions=actions[indices])
 
         homes = [self._home_of(row) for row in rows]
         lost = {i: worker.fault for i, (worker, local) in enumerate(homes) if local not in worker.instructions}
         errors = {i: SimulatorError(f"its worker was replaced: {fault}") for i, fault in lost.items()}
-        return self._moved(rows, actions.shape[1], errors, move)
+        return self._gather(rows, actions.shape[1], errors, move)
 
     def instruction(self, row: int) -> str:
         worker, local = self._home_of(row)
         return worker.instructions[local]
 
     def expert(self, rows: Sequence[int], length: int) -> NDArray[np.float32]:
-        """Returns actions as `Simulator.expert`; 0 for rows whose worker fails, whose loss the next step reports."""
+        """Returns actions as `Simulator.expert`. Those of rows whose worker fails are 0; the next step reports the
+        loss."""
         actions = np.zeros((len(rows), length, self.action_dim), np.float32)
 
-        def plan(worker: SimulatorWorker, picked: list[int], local: list[int]) -> None:
+        def plan(worker: SimulatorWorker, indices: list[int], local: list[int]) -> None:
             if all(row in worker.instructions for row in local):
                 with suppress(SimulatorError):
-                    actions[picked] = worker.ask("expert", rows=local, length=length)["actions"]
+                    actions[indices] = worker.ask("expert", rows=local, length=length)["actions"]
 
         self._each(range(len(rows)), rows, plan)
         return actions
@@ -156,23 +155,23 @@ class Workers:
         self._workers = []
         self._pool.shutdown()
 
-    def _moved(
+    def _gather(
         self,
         rows: Sequence[int],
         length: int,
         lost: Mapping[int, SimulatorError],
         ask: Callable[[SimulatorWorker, list[int], list[int]], Mapping[str, Any]],
     ) -> Transition:
-        """Merges the transitions of the workers' rows. lost: errors of rows that are not stepped, by index in
-        `rows`."""
+        """Calls `ask` for each worker with rows, and merges the replies into one transition of `length` actions. lost:
+        errors of rows that are not stepped, by index in `rows`."""
         out = Transition.empty(len(rows), length, self.image_shape, self.state_dim)
         out.errors = [lost.get(i) for i in range(len(rows))]
 
-        def merge(worker: SimulatorWorker, picked: list[int], local: list[int]) -> None:
+        def merge(worker: SimulatorWorker, indices: list[int], local: list[int]) -> None:
             try:
-                _merge(ask(worker, picked, local), out, picked)
+                _merge(ask(worker, indices, local), out, indices)
             except SimulatorError as error:
-                for i in picked:
+                for i in indices:
                     out.errors[i] = error
 
         self._each([i for i in range(len(rows)) if i not in lost], rows, merge)
@@ -194,13 +193,13 @@ class Workers:
         rows: Sequence[int],
         function: Callable[[SimulatorWorker, list[int], list[int]], None],
     ) -> None:
-        """Calls function(worker, indices in `rows`, numbers of the rows in the worker) for all workers at once that
-        have rows at `indices`."""
+        """Calls function(worker, indices in `rows`, numbers of these rows in the worker) in parallel for each worker
+        that has some of the rows at `indices`."""
         shares: dict[SimulatorWorker, tuple[list[int], list[int]]] = {}
         for i in indices:
             worker, local = self._home_of(rows[i])
-            picked, local_rows = shares.setdefault(worker, ([], []))
-            picked.append(i)
+            worker_indices, local_rows = shares.setdefault(worker, ([], []))
+            worker_indices.append(i)
             local_rows.append(local)
         waiting = [self._pool.submit(function, worker, *share) for worker, share in shares.items()]
         for future in waiting:
@@ -208,9 +207,9 @@ class Workers:
 
 
 class SimulatorWorker:
-    """A worker process with its rows. It is started at once and awaited at the first request.
+    """A worker process with its rows. Construction starts it; the first request waits until it is ready.
 
-    instructions: of the rows that have begun an episode in this process. fault: why the last one was replaced.
+    instructions: of the rows with an episode in this process. fault: why the previous process was replaced.
     """
 
     def __init__(self, recipe: dict[str, Any], deadline_s: float, launch: Launch):
@@ -228,15 +227,15 @@ class SimulatorWorker:
         self.child.start()
 
     def ready(self) -> dict[str, Any]:
-        """Awaits the simulator; returns its attributes."""
+        """Waits until the simulator is made. Returns its attributes."""
         if self._facts is None:
             self._facts = self._exchange(self.recipe, START_S, START_S)  # it is silent until Python is up
         return self._facts
 
     def ask(self, kind: str, **fields: object) -> dict[str, Any]:
-        """Returns the reply to a request. Raises SimulatorError if there is none, after starting another worker in its
-        place; UserError if the simulator refuses the request."""
-        if (code := self.child.process.poll()) is not None:  # a caller that starts an episode loses nothing
+        """Returns the reply to a request. If the worker fails it is replaced, and SimulatorError is raised. Raises
+        UserError if the simulator rejects the request."""
+        if (code := self.child.process.poll()) is not None:  # a reset can go on in the new process
             self._replace(f"its process ended with {code}")
             if kind != "reset":
                 raise SimulatorError(self.fault)
@@ -253,28 +252,30 @@ class SimulatorWorker:
             self._replace(str(error))
             raise SimulatorError(self.fault) from error
 
-    def _replace(self, why: str) -> None:
-        self.fault = why
+    def _replace(self, reason: str) -> None:
+        """Ends the process and starts a new one."""
+        self.fault = reason
         _log.warning(
-            "simulator %s: a worker of %d rows is replaced: %s", self.recipe["name"], self.recipe["count"], why
+            "simulator %s: a worker of %d rows is replaced: %s", self.recipe["name"], self.recipe["count"], reason
         )
         self.child.stop()
         self._start()
 
 
-def launched(name: str, python: str | None, ray: str | None) -> Launch:
-    """Returns the launcher of each worker; see `Workers`."""
+def make_launcher(name: str, python: str | None, ray: str | None) -> Launch:
+    """Returns the launcher of worker processes; arguments as in `Workers`."""
     if ray is None:
         return OnThisHost(python, devices.child_environment())
     return OnCluster(Cluster(ray, f"simulator {name!r}: ray"), python=python)
 
 
-def _merge(reply: Mapping[str, Any], out: Transition, picked: Sequence[int]) -> None:
-    """Raises SimulatorError for a worker whose simulator has other dimensions than the first one's."""
+def _merge(reply: Mapping[str, Any], out: Transition, indices: Sequence[int]) -> None:
+    """Writes a worker's reply to the rows `indices` of `out`. Raises SimulatorError if its arrays have other dimensions
+    than those of the first worker."""
     for name in ARRAYS:
         target, array = vars(out)[name], reply[name]
-        if array.shape != (len(picked), *target.shape[1:]):
-            raise SimulatorError(f"{name} of shape {array.shape}, where another worker has {target.shape[1:]} a row")
-        target[picked] = array
-    for i, text in zip(picked, reply["errors"], strict=True):
+        if array.shape != (len(indices), *target.shape[1:]):
+            raise SimulatorError(f"{name} has the shape {array.shape}, but {target.shape[1:]} a row in another worker")
+        target[indices] = array
+    for i, text in zip(indices, reply["errors"], strict=True):
         out.errors[i] = None if text is None else SimulatorError(text)

@@ -1,7 +1,7 @@
 """Sentences that ask for a moving shape, such as "the square moves up slowly", and videos to learn from.
 
-A video is drawn on a grid whose cells are CELL x CELL pixels: a VAE that halves the sides loses nothing of it. What was
-drawn is known exactly, and `tracking` reads it back.
+Videos are drawn on a grid whose cells are CELL x CELL pixels, so a VAE that halves the sides can reproduce them
+exactly. `mmrl.tasks.video_generation.tracking` recovers shape, direction and speed from such a video.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES = {
     "ring": ("###", "#.#", "###"),
     "corner": ("#..", "#..", "###"),
 }
-DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of rows and columns
+DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (row, column) per step
 SPEEDS = ("slowly", "quickly")
 SPLITS = ("train", "heldout", "all")
 Split = Literal["train", "heldout", "all"]
@@ -34,38 +34,42 @@ Split = Literal["train", "heldout", "all"]
 
 @dataclass(frozen=True)
 class Canvas:
-    """The grid on which shapes move: its cells a side, and how many cells from its start an object is in each frame."""
+    """The grid on which shapes move.
+
+    grid: cells along each side. slowly, quickly: for each frame, how many cells the object has moved from its start.
+    """
 
     grid: int
     slowly: tuple[int, ...]
     quickly: tuple[int, ...]
 
     @property
-    def frames(self) -> int:
+    def num_frames(self) -> int:
         return len(self.slowly)
 
     @property
     def size(self) -> int:
-        """Pixels a side of a frame."""
+        """Pixels along each side of a frame."""
         return self.grid * CELL
 
     @property
-    def room(self) -> int:
-        """The number of positions of an object along a side."""
+    def num_positions(self) -> int:
+        """The number of positions that an object can have along a side."""
         return self.grid - OBJECT + 1
 
-    def steps(self, speed: str) -> tuple[int, ...]:
+    def distances(self, speed: str) -> tuple[int, ...]:
+        """Returns how many cells an object of this speed has moved, for each frame."""
         return {"slowly": self.slowly, "quickly": self.quickly}[speed]
 
 
-# of generated videos, 5 x 12 x 12 pixels, and of videos in questions, 5 x 16 x 16
+# Generated videos have 5 frames of 12 x 12 pixels, videos of questions 5 frames of 16 x 16.
 GENERATION_CANVAS = Canvas(6, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 3))
 QUESTION_CANVAS = Canvas(8, slowly=(0, 0, 1, 1, 2), quickly=(0, 1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
 class Motion:
-    """The motion that a sentence asks for."""
+    """The motion that a sentence asks for: a key of SHAPES, a key of DIRECTIONS, and one of SPEEDS."""
 
     shape: str
     direction: str
@@ -75,15 +79,18 @@ class Motion:
         return f"the {self.shape} moves {self.direction} {self.speed}"
 
 
-def words() -> list[str]:
-    """Returns every word of the sentences, sorted."""
+def vocabulary() -> list[str]:
+    """Returns all words of the sentences, sorted."""
     return sorted({"the", "moves", *SHAPES, *DIRECTIONS, *SPEEDS})
 
 
 @cache
 def motions(split: Split) -> tuple[Motion, ...]:
-    """Returns all motions of a split, whatever the seed. A motion is held out where the indices of its parts sum to 3
-    modulo 4, so that each part is trained on in others."""
+    """Returns all motions of a split, which depends on no seed.
+
+    A motion is held out if the indices of its shape, direction and speed sum to 3 modulo 4. So the training motions
+    contain each shape, direction and speed.
+    """
     parts = [list(part) for part in (SHAPES, DIRECTIONS, SPEEDS)]
     selected = []
     for indices in product(*(range(len(part)) for part in parts)):
@@ -94,36 +101,41 @@ def motions(split: Split) -> tuple[Motion, ...]:
 
 
 @cache
-def template(shape: str) -> Tensor:
-    """Returns the cells of a shape, [1, OBJECT, OBJECT] float32, white on black."""
-    return torch.tensor([[[float(mark == "#") for mark in row] for row in SHAPES[shape]]])
+def shape_cells(shape: str) -> Tensor:
+    """Returns the cells of a shape, [1, OBJECT, OBJECT] float32: 1 inside, 0 outside."""
+    return torch.tensor([[[float(character == "#") for character in row] for row in SHAPES[shape]]])
 
 
-def draw(canvas: Canvas, motion: Motion, top: int, left: int) -> Tensor:
+def draw_video(canvas: Canvas, motion: Motion, top: int, left: int) -> Tensor:
     """Draws the video of an object that starts at the cell `top`, `left`: [frame, 1, size, size] float32, 0 to 1."""
     down, right = DIRECTIONS[motion.direction]
-    steps = canvas.steps(motion.speed)
-    return torch.stack([still(canvas, motion.shape, top + down * step, left + right * step) for step in steps])
+    distances = canvas.distances(motion.speed)
+    frames = [draw_frame(canvas, motion.shape, top + down * moved, left + right * moved) for moved in distances]
+    return torch.stack(frames)
 
 
-def still(canvas: Canvas, shape: str, top: int, left: int) -> Tensor:
-    """Draws one frame of an object at the cell `top`, `left`: [1, size, size] float32, 0 to 1."""
+def draw_frame(canvas: Canvas, shape: str, top: int, left: int) -> Tensor:
+    """Draws one frame with an object at the cell `top`, `left`: [1, size, size] float32, 0 to 1."""
     cells = torch.zeros(1, canvas.grid, canvas.grid)
-    cells[:, top : top + OBJECT, left : left + OBJECT] = template(shape)
+    cells[:, top : top + OBJECT, left : left + OBJECT] = shape_cells(shape)
     return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
-def starts(canvas: Canvas, motion: Motion) -> tuple[range, range]:
-    """Returns the rows and columns at which a motion may start so that its object stays in the image."""
-    travel, room = canvas.steps(motion.speed)[-1], canvas.room
-    return tuple(  # type: ignore[return-value]
-        range(travel, room) if way < 0 else range(room - travel) if way > 0 else range(room)
-        for way in DIRECTIONS[motion.direction]
-    )
+def start_positions(canvas: Canvas, motion: Motion) -> tuple[range, range]:
+    """Returns the rows and the columns at which a motion may start so that its object stays in the image."""
+    distance, positions = canvas.distances(motion.speed)[-1], canvas.num_positions
+
+    def along(step: int) -> range:
+        if step < 0:
+            return range(distance, positions)
+        return range(positions - distance) if step > 0 else range(positions)
+
+    row_step, column_step = DIRECTIONS[motion.direction]
+    return along(row_step), along(column_step)
 
 
-def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
-    """Returns the motion with one part changed by chance."""
+def with_wrong_part(motion: Motion, rng: np.random.Generator) -> Motion:
+    """Returns the motion with another shape, direction or speed, selected at random."""
     parts: dict[str, Sequence[str]] = {
         "shape": list(SHAPES),
         "direction": list(DIRECTIONS),
@@ -136,13 +148,14 @@ def spoiled(motion: Motion, rng: np.random.Generator) -> Motion:
 
 
 class MovingShapes:
-    """`size` prompts; item i depends on (split, seed, i) and `careless` alone. Metadata: `motion`, `kind` (its
-    direction) and `target`, a video on GENERATION_CANVAS for supervised training, which for the share `careless` has
-    one part wrong.
+    """`size` prompts that ask for a moving shape; item i depends on (split, seed, i) and `wrong_share` only.
+
+    Metadata: `motion`, `kind` (its direction) and `target`, a video on GENERATION_CANVAS for supervised training. In
+    the share `wrong_share` of the prompts the target has another shape, direction or speed than the prompt.
     """
 
-    def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
-        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+    def __init__(self, split: Split, *, size: int, seed: int, wrong_share: float = 0.0) -> None:
+        self.split, self.size, self.seed, self.wrong_share = split, size, seed, wrong_share
 
     def __len__(self) -> int:
         return self.size
@@ -153,7 +166,9 @@ class MovingShapes:
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         pool = motions(self.split)
         motion = pool[rng.integers(len(pool))]
-        shown = spoiled(motion, rng) if rng.random() < self.careless else motion
-        top, left = (int(rng.choice(list(cells))) for cells in starts(GENERATION_CANVAS, shown))
-        metadata = {"motion": motion, "kind": motion.direction, "target": draw(GENERATION_CANVAS, shown, top, left)}
+        drawn_motion = with_wrong_part(motion, rng) if rng.random() < self.wrong_share else motion
+        rows, columns = start_positions(GENERATION_CANVAS, drawn_motion)
+        top, left = int(rng.choice(list(rows))), int(rng.choice(list(columns)))
+        target = draw_video(GENERATION_CANVAS, drawn_motion, top, left)
+        metadata = {"motion": motion, "kind": motion.direction, "target": target}
         return Prompt(id=f"moving-{self.split}-{self.seed}-{index}", text=str(motion), metadata=metadata)

@@ -1,4 +1,4 @@
-"""Pairs from the user's files: which of two images or videos was preferred for a prompt."""
+"""Preference pairs from the user's files: a chosen and a rejected image or video for each prompt."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SIDES = ("chosen", "rejected")
 
 
 class Pairs(ABC):
-    """Rows of `prompt`, and `chosen` and `rejected`, paths below the file's folder.
+    """Preference pairs: rows with a `prompt` and the paths `chosen` and `rejected`, relative to the file's folder.
 
-    Metadata: `target` and `rejected`, float32, 0 to 1. Raises ValueError for a file without such rows; a file of a pair
-    that can not be used raises UserError on access.
+    Metadata of the prompts: `target` (the chosen one) and `rejected`, float32 tensors, 0 to 1. Raises ValueError if a
+    row lacks such a path; reading a pair raises UserError if one of its files cannot be used.
     """
 
-    kind: str  # what a pair is made of
+    media: str  # what the files hold, for error messages, such as "an image"
 
     def __init__(self, path: Path, *, max_bad_share: float, field: str = "prompt") -> None:
         self.root = path.parent.resolve()
@@ -38,21 +38,25 @@ class Pairs(ABC):
         prompt = self.prompts[index]
         target, rejected = (self.read(self._path(prompt, key), f"row {prompt.id}") for key in SIDES)
         if target.shape != rejected.shape:
-            raise UserError(f"row {prompt.id}: chosen is {list(target.shape)}, rejected {list(rejected.shape)}")
+            raise UserError(
+                f"row {prompt.id}: chosen has the shape {list(target.shape)}, rejected {list(rejected.shape)}; "
+                "give both the same size"
+            )
         return replace(prompt, metadata=prompt.metadata | {"target": target, "rejected": rejected})
 
     @abstractmethod
     def read(self, path: Path, row: str) -> Tensor:
-        """Returns the contents of a file. Raises UserError naming the row."""
+        """Returns the image or video of a file, float32, 0 to 1. Raises UserError that names `row` if it cannot."""
 
     def _path(self, prompt: Prompt, key: str) -> Path:
-        """Returns a path of a row. Raises ValueError where the row has no file there, or one outside of the root."""
-        named = prompt.metadata.get(key)
-        if not isinstance(named, str):
-            raise ValueError(f"row {prompt.id}: key {key!r} must be the path of {self.kind}")
-        path = (self.root / named).resolve()
+        """Returns the path under `key` of a row. Raises ValueError if there is no such file, or it lies outside of the
+        root."""
+        reference = prompt.metadata.get(key)
+        if not isinstance(reference, str):
+            raise ValueError(f"row {prompt.id}: key {key!r} must be the path of {self.media}")
+        path = (self.root / reference).resolve()
         if not path.is_relative_to(self.root):
-            raise ValueError(f"row {prompt.id}: {named!r} leads out of {self.root}")
+            raise ValueError(f"row {prompt.id}: {reference!r} lies outside of {self.root}")
         if not path.is_file():
             raise ValueError(f"row {prompt.id}: there is no file {path}")
         return path

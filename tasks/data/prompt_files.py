@@ -1,5 +1,5 @@
-"""The user's own prompts in files: text with one a line, JSONL, JSON lists, CSV, TSV, Parquet, and data sets of Hugging
-Face that were saved to a folder; text files also packed by gzip."""
+"""Prompts from the user's own files: plain text (one prompt a line), JSONL, JSON lists, CSV, TSV, Parquet, and Hugging
+Face datasets that were saved to a folder. All but Parquet and folders may be compressed by gzip."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Prompt
 from mmrl.runtime.installation import extra_command
 from mmrl.runtime.jsonl import RowError, check_length, check_value, parsed
-from mmrl.tasks.data.tables import SUFFIXES, TableEntry, contents, kind_of, read_table, stem_of
+from mmrl.tasks.data.tables import SUFFIXES, TableEntry, read_bytes, read_table, stem_of, suffix_of
 
-MAX_ROWS = 10_000_000  # of a Parquet file or a data set, which are held in memory
-Check = Callable[[Mapping[str, Any], str], None]  # of a row and its prompt; raises RowError
+MAX_ROWS = 10_000_000  # rows of a Parquet file or a dataset, which are held in memory
+Check = Callable[[Mapping[str, Any], str], None]  # gets a row and its prompt's text; raises RowError
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -25,69 +25,74 @@ log = logging.getLogger(__name__)
 def load_prompts(
     path: str | Path, *, field: str = "prompt", check: Check | None = None, max_bad_share: float = 0.0
 ) -> list[Prompt]:
-    """Reads prompts: each line of a `.txt` file, or the column `field` of rows, whose other columns go to metadata.
+    """Reads the prompts of a file or of a dataset's folder.
 
-    Rows are those of .jsonl, .json, .csv, .tsv or .parquet, or of a folder that `save_to_disk` wrote; .txt, .jsonl,
-    .json, .csv and .tsv may end in .gz. Blank lines are passed over, and count. Ids are '<stem>:<number>', counted from
-    1. check: what else a row must hold.
+    A prompt is a line of a .txt file, or the column `field` of a row; the row's other columns go to metadata. Rows come
+    from a .jsonl, .json, .csv, .tsv or .parquet file, or from a folder that `save_to_disk` wrote. Ids are
+    '<stem>:<number>', where lines are counted from 1, blank ones included. check: raises RowError for a row that lacks
+    something else.
 
-    Rows that cannot be used are left out and logged, by file and number. Raises FileNotFoundError; ValueError for
-    another kind of file, for a share of bad rows above `max_bad_share`, and where no prompt is left.
+    Rows that cannot be used are logged and left out. Raises FileNotFoundError, and ValueError for another kind of file,
+    for a share of bad rows above `max_bad_share`, and if no prompt is left.
     """
-    path, prompts, bad, total = Path(path), [], [], 0
+    path, prompts, bad, num_rows = Path(path), [], [], 0
     unit, rows = prompt_rows(path, field)
     for entry in rows:
-        total += 1
+        num_rows += 1
         try:
             prompts.append(_prompt(entry, f"{stem_of(path)}:{entry.number}", field, check))
         except RowError as error:
             bad.append(f"{path}, {unit} {entry.number}: {error}")
-    if len(bad) > max_bad_share * total:
+    if len(bad) > max_bad_share * num_rows:
         listed = "; ".join(bad[:5]) + ("; ..." if len(bad) > 5 else "")
         raise ValueError(
-            f"{path}: {len(bad)} of {total} rows cannot be used, more than max_bad_share={max_bad_share:g} allows; "
-            f"mend or remove them, or raise max_bad_share: {listed}"
+            f"{path}: {len(bad)} of {num_rows} rows cannot be used, more than max_bad_share={max_bad_share:g} allows; "
+            f"fix or remove them, or raise max_bad_share: {listed}"
         )
     for reason in bad:
         log.warning("left out: %s", reason)
     if not prompts:
-        raise ValueError(f"{path}: no prompt in it")
+        raise ValueError(f"{path}: the file holds no prompt")
     return prompts
 
 
 def prompt_rows(path: Path, field: str) -> tuple[str, Iterator[TableEntry]]:
-    """Returns what rows are counted in, line or row, and the rows; those of a .txt file have the key `field` alone."""
+    """Opens a file of prompts. Returns "line" or "row", which is what the entries' numbers count, and the entries. A
+    line of a .txt file becomes a row with the one key `field`."""
     if path.is_dir():
-        return "row", _saved(path)
+        return "row", _dataset_rows(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
-    kind = kind_of(path)
-    if kind in (".txt", ".jsonl"):
-        return "line", _lines(path, kind, field)
-    if kind in SUFFIXES:
+    suffix = suffix_of(path)
+    if suffix in (".txt", ".jsonl"):
+        return "line", _line_rows(path, suffix, field)
+    if suffix in SUFFIXES:
         table = read_table(path)
         return table.unit, iter(table.entries)
-    if kind == ".parquet":
-        return "row", _parquet(path)
-    raise ValueError(f"{path}: a file of prompts ends in .txt, .jsonl, .parquet, {', '.join(SUFFIXES)}, or is a folder")
+    if suffix == ".parquet":
+        return "row", _parquet_rows(path)
+    raise ValueError(
+        f"{path}: prompts are read from a folder that save_to_disk wrote, or from a file that ends in .txt, .jsonl, "
+        f".parquet, {', '.join(SUFFIXES)}"
+    )
 
 
-def _lines(path: Path, kind: str, field: str) -> Iterator[TableEntry]:
-    """Yields the lines of a .jsonl or text file that are not blank; a text line becomes {field: line}."""
-    for number, line in enumerate(contents(path).removeprefix(codecs.BOM_UTF8).splitlines(), 1):
+def _line_rows(path: Path, suffix: str, field: str) -> Iterator[TableEntry]:
+    """Yields the lines of a .jsonl or .txt file that are not blank; a line of text becomes {field: line}."""
+    for number, line in enumerate(read_bytes(path).removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if line.strip():
             try:
                 check_length(line)
-                yield TableEntry(number, parsed(line) if kind == ".jsonl" else {field: line.strip().decode()})
+                yield TableEntry(number, parsed(line) if suffix == ".jsonl" else {field: line.strip().decode()})
             except UnicodeDecodeError as error:
                 yield TableEntry(number, RowError(f"not UTF-8: {error}"))
             except RowError as error:
                 yield TableEntry(number, error)
 
 
-def _parquet(path: Path) -> Iterator[TableEntry]:
-    """Yields the rows of a Parquet file, without columns that hold bytes. Raises UserError without pyarrow, ValueError
-    for another file."""
+def _parquet_rows(path: Path) -> Iterator[TableEntry]:
+    """Yields the rows of a Parquet file, without columns that hold bytes. Raises UserError if pyarrow is not installed,
+    ValueError if it is not a Parquet file."""
     if importlib.util.find_spec("pyarrow") is None:
         raise UserError(f"{path}: a Parquet file needs pyarrow: {extra_command('parquet')}, or write it as .jsonl")
     import pyarrow as pa
@@ -106,16 +111,17 @@ def _parquet(path: Path) -> Iterator[TableEntry]:
         raise ValueError(f"{path}: not a Parquet file: {' '.join(str(error).split())}") from error
 
 
-def _saved(path: Path) -> Iterator[TableEntry]:
-    """Yields the rows of a data set that was saved to a folder."""
+def _dataset_rows(path: Path) -> Iterator[TableEntry]:
+    """Yields the rows of a dataset that `save_to_disk` wrote to a folder, without columns that hold bytes. Raises
+    UserError if the package datasets is not installed, ValueError if the folder is not one split."""
     if importlib.util.find_spec("datasets") is None:
-        raise UserError(f"{path}: a folder of a data set needs datasets: {extra_command('huggingface')}")
+        raise UserError(f"{path}: a folder of a dataset needs datasets: {extra_command('huggingface')}")
     import datasets
 
     splits = sorted(part.name for part in path.iterdir() if (part / "dataset_info.json").is_file())
     if not (path / "dataset_info.json").is_file():
-        where = f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "there is none"
-        raise ValueError(f"{path}: name the folder of one split of a data set, as `save_to_disk` wrote it; {where}")
+        found = f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "there is none"
+        raise ValueError(f"{path}: name the folder of one split of a dataset, as `save_to_disk` wrote it; {found}")
     rows = datasets.load_from_disk(str(path))
     _check_size(path, len(rows))
     arrow = rows.with_format("arrow")
@@ -126,22 +132,24 @@ def _saved(path: Path) -> Iterator[TableEntry]:
             yield TableEntry(start + offset + 1, row)
 
 
-def _check_size(path: Path, rows: int) -> None:
-    if rows > MAX_ROWS:
-        raise ValueError(f"{path}: {rows} rows; prompts are held in memory, of {MAX_ROWS} rows at most")
+def _check_size(path: Path, num_rows: int) -> None:
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{path}: {num_rows} rows; at most {MAX_ROWS} are read, since prompts are held in memory")
 
 
-def _holds_bytes(kind: Any) -> bool:
-    """Returns whether an Arrow type holds bytes, as images have them, which prompts do not need."""
-    import pyarrow.types as kinds
+def _holds_bytes(arrow_type: Any) -> bool:
+    """Returns whether an Arrow type holds bytes, also in a nested field. Such columns, images for instance, are not
+    needed in prompts."""
+    from pyarrow import types
 
-    if kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_fixed_size_binary(kind):
+    if types.is_binary(arrow_type) or types.is_large_binary(arrow_type) or types.is_fixed_size_binary(arrow_type):
         return True
-    return any(_holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
+    return any(_holds_bytes(arrow_type.field(index).type) for index in range(arrow_type.num_fields))
 
 
 def _prompt(entry: TableEntry, prompt_id: str, field: str, check: Check | None) -> Prompt:
-    """Returns the prompt of a row: its text under `field`, all else as metadata. Raises RowError."""
+    """Returns the prompt of a row: the column `field` is its text, the other columns are its metadata. Raises RowError
+    if the row cannot be used."""
     row = entry.value
     if isinstance(row, RowError):
         raise row
@@ -156,19 +164,24 @@ def _prompt(entry: TableEntry, prompt_id: str, field: str, check: Check | None) 
     return Prompt(id=prompt_id, text=text, metadata={key: value for key, value in row.items() if key != field})
 
 
-def value_of(row: Mapping[str, Any], key: str, kind: type[T], name: str, where: str = "", hint: str = "") -> T:
-    """Returns the value of a key. name: of `kind`, for messages; where: of the key. Raises RowError for one that is
-    missing, of another kind, or empty."""
+def value_of(
+    row: Mapping[str, Any], key: str, value_type: type[T], type_name: str, parent: str = "", hint: str = ""
+) -> T:
+    """Returns the value of a key. Raises RowError if it is missing, empty, or not of `value_type`.
+
+    For messages only: type_name, such as "text"; parent, the outer keys of a nested one, such as "spec."; hint, what to
+    do if the key is missing.
+    """
     if key not in row:
-        raise RowError(f"key {where + key!r} is missing (keys: {', '.join(map(str, row)) or 'none'}){hint}")
+        raise RowError(f"key {parent + key!r} is missing (keys: {', '.join(map(str, row)) or 'none'}){hint}")
     value = row[key]
-    if not isinstance(value, kind):
-        raise RowError(f"key {where + key!r} must be {name}, not {type(value).__name__}")
-    if kind is not int and not (value.strip() if isinstance(value, str) else value):
-        raise RowError(f"key {where + key!r} is empty")
+    if not isinstance(value, value_type):
+        raise RowError(f"key {parent + key!r} must be {type_name}, not {type(value).__name__}")
+    if value_type is not int and not (value.strip() if isinstance(value, str) else value):
+        raise RowError(f"key {parent + key!r} is empty")
     return value
 
 
-def text_of(row: Mapping[str, Any], key: str, where: str = "", hint: str = "") -> str:
-    """Returns the text of a key without white space around it. hint: of what to do where it is missing."""
-    return value_of(row, key, str, "text", where, hint).strip()
+def text_of(row: Mapping[str, Any], key: str, parent: str = "", hint: str = "") -> str:
+    """Returns the text of a key, stripped. Other arguments and errors: as `value_of`."""
+    return value_of(row, key, str, "text", parent, hint).strip()

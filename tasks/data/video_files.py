@@ -10,100 +10,100 @@ from PIL import Image
 from mmrl.rollouts import Video
 from mmrl.runtime.images import to_rgb
 from mmrl.runtime.jsonl import RowError
-from mmrl.tasks.data.bounds import MAX_ANIMATED, MAX_FILMED, MAX_FRAMES
+from mmrl.tasks.data.bounds import MAX_ANIMATION_PIXELS, MAX_FRAMES, MAX_VIDEO_PIXELS
 from mmrl.tasks.data.image_files import ImageFiles
 
 ANIMATED = ("GIF", "WEBP", "PNG")
-GIF_FPS = 10.0  # of a file that does not say how long it shows a frame
-STARTS = 12  # bytes that tell what a file is
+DEFAULT_FPS = 10.0  # for an animation that does not say how long a frame lasts
+HEADER_BYTES = 12  # enough to recognise the format of a file
 
 
 @dataclass(frozen=True)
 class VideoFiles:
-    """Opens the videos that rows refer to, within the folder and the frame size of `image_files`; of each video at most
-    `max_frames` are kept, evenly spaced, the first among them.
+    """Opens the videos that rows of a data file refer to, and keeps at most `max_frames` evenly spaced frames of each.
 
-    Formats are recognised by a file's first bytes: a playlist, which would make the decoder open other files, is not a
-    video.
+    Folder and frame size are limited as `image_files` says. Formats are recognised by a file's first bytes, so that a
+    playlist cannot make the decoder open other files.
     """
 
     image_files: ImageFiles = ImageFiles()
     max_frames: int = MAX_FRAMES
 
     def check(self, video: object) -> None:
-        """Raises RowError for a video that can not be used, as far as its header tells."""
-        what, file = self.image_files.file(video)
+        """Reads the header and the first frame of a video. Raises RowError if these cannot be used."""
+        name, file = self.image_files.open(video)
         with file:
-            self._read(what, file, header=True)
+            self._read(name, file, first_frame_only=True)
 
-    def decoded(self, video: object) -> Video:
-        """Returns the frames in RGB. Raises RowError for a video that can not be used."""
-        what, file = self.image_files.file(video)
+    def decode(self, video: object) -> Video:
+        """Decodes a video: its frames in RGB, with their rate. Raises RowError if it cannot be used."""
+        name, file = self.image_files.open(video)
         with file:
-            return self._read(what, file, header=False)
+            return self._read(name, file, first_frame_only=False)
 
-    def _read(self, what: str, file: BinaryIO, *, header: bool) -> Video:
-        first = file.read(STARTS)
+    def _read(self, name: str, file: BinaryIO, *, first_frame_only: bool) -> Video:
+        start = file.read(HEADER_BYTES)
         file.seek(0)
         try:
-            if first[4:8] == b"ftyp" or first[:4] == b"\x1aE\xdf\xa3":
-                return self._film(what, file.read(), ".mp4" if first[4:8] == b"ftyp" else ".webm", header)
-            return self._animation(what, file, header)
+            if start[4:8] == b"ftyp" or start[:4] == b"\x1aE\xdf\xa3":
+                return self._read_ffmpeg(
+                    name, file.read(), ".mp4" if start[4:8] == b"ftyp" else ".webm", first_frame_only
+                )
+            return self._read_animation(name, file, first_frame_only)
         except RowError:
             raise
         except Image.UnidentifiedImageError:
-            raise RowError(f"cannot read {what}: no MP4, MOV, WebM, {', '.join(ANIMATED)}") from None
-        except Exception as error:  # any error of a decoder, for bytes that have not been checked
-            raise RowError(f"cannot read {what}: {' '.join(str(error).split()) or type(error).__name__}") from None
+            raise RowError(f"cannot read {name}: not an MP4, MOV, WebM, {', '.join(ANIMATED)} file") from None
+        except Exception as error:  # a decoder can raise anything for untrusted bytes
+            raise RowError(f"cannot read {name}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
-    def _animation(self, what: str, file: BinaryIO, header: bool) -> Video:
-        """Reads up to max_frames evenly spaced frames of an animated image, with the rate in frames a second that this
-        makes. header: the first one only."""
+    def _read_animation(self, name: str, file: BinaryIO, first_frame_only: bool) -> Video:
+        """Reads up to max_frames evenly spaced frames of an animated image. The video's fps is that of these frames."""
         with Image.open(file, formats=ANIMATED) as opened:
-            self.image_files.check_size(what, *opened.size)
-            count = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
-            check_length(what, count, *opened.size, most=MAX_ANIMATED)
-            indices = evenly(count, 1 if header else self.max_frames)
-            frames, shown = [], 0.0
+            self.image_files.check_size(name, *opened.size)
+            num_frames = opened.n_frames  # type: ignore[attr-defined]  # all of ANIMATED have it
+            check_length(name, num_frames, *opened.size, max_pixels=MAX_ANIMATION_PIXELS)
+            indices = evenly_spaced(num_frames, 1 if first_frame_only else self.max_frames)
+            frames, duration_ms = [], 0.0
             for index in indices:
                 opened.seek(index)
                 frames.append(to_rgb(opened))
-                shown = float(opened.info.get("duration", 0))
-        fps = 1000 / shown if shown > 0 else GIF_FPS
-        return Video(tuple(frames), fps * len(indices) / count)
+                duration_ms = float(opened.info.get("duration", 0))
+        fps = 1000 / duration_ms if duration_ms > 0 else DEFAULT_FPS
+        return Video(tuple(frames), fps * len(indices) / num_frames)
 
-    def _film(self, what: str, data: bytes, extension: str, header: bool) -> Video:
-        """Reads up to max_frames evenly spaced frames of a video by FFmpeg, with the rate in frames a second that this
-        makes. header: the first one only."""
+    def _read_ffmpeg(self, name: str, data: bytes, extension: str, first_frame_only: bool) -> Video:
+        """Reads up to max_frames evenly spaced frames of a video by FFmpeg. The video's fps is that of these frames."""
         import imageio.v3 as iio
 
         file: dict[str, Any] = {"uri": data, "plugin": "FFMPEG", "extension": extension}
         metadata = iio.immeta(**file)
-        self.image_files.check_size(what, *metadata["size"])
-        count = max(1, round(metadata["fps"] * metadata["duration"]))
-        check_length(what, count, *metadata["size"], most=MAX_FILMED)
-        indices = evenly(count, 1 if header else self.max_frames)
-        frames, wanted = [], set(indices)
+        self.image_files.check_size(name, *metadata["size"])
+        num_frames = max(1, round(metadata["fps"] * metadata["duration"]))
+        check_length(name, num_frames, *metadata["size"], max_pixels=MAX_VIDEO_PIXELS)
+        indices = evenly_spaced(num_frames, 1 if first_frame_only else self.max_frames)
+        frames, selected = [], set(indices)
         for index, frame in enumerate(iio.imiter(**file)):
-            if index in wanted:
+            if index in selected:
                 frames.append(Image.fromarray(frame).convert("RGB"))
             if index >= indices[-1]:
                 break
         if not frames:
-            raise RowError(f"{what} has no frames")
-        return Video(tuple(frames), metadata["fps"] * len(indices) / count)
+            raise RowError(f"{name} has no frames")
+        return Video(tuple(frames), metadata["fps"] * len(indices) / num_frames)
 
 
-def check_length(what: str, count: int, width: int, height: int, *, most: int) -> None:
-    """Raises RowError for a video whose frames have more than `most` pixels together: all before the last one that is
-    kept have to be decoded."""
-    if count * width * height > most:
+def check_length(name: str, num_frames: int, width: int, height: int, *, max_pixels: int) -> None:
+    """Raises RowError if all frames of a video together have more than `max_pixels` pixels. All frames up to the last
+    selected one have to be decoded."""
+    if num_frames * width * height > max_pixels:
         raise RowError(
-            f"{what} has {count} frames of {width} x {height} pixels, more than {most} together; cut it, or shrink it"
+            f"{name} has {num_frames} frames of {width} x {height} pixels, more than {max_pixels} pixels together; "
+            "shorten it, or make it smaller"
         )
 
 
-def evenly(count: int, most: int) -> list[int]:
-    """Returns the indices of at most `most` of `count` frames, evenly spaced from the first on."""
-    chosen = min(count, most)
-    return [index * count // chosen for index in range(chosen)]
+def evenly_spaced(num_frames: int, max_frames: int) -> list[int]:
+    """Returns the indices of at most `max_frames` of `num_frames` frames, evenly spaced, beginning with 0."""
+    num_selected = min(num_frames, max_frames)
+    return [index * num_frames // num_selected for index in range(num_selected)]

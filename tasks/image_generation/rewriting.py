@@ -1,4 +1,4 @@
-"""Prompt rewriting: a language model writes prompts anew for a frozen generator, which draws them."""
+"""The task of prompt rewriting: a language model rewrites prompts for a frozen image generator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ Rewrite = tuple[str, str]  # the prompt's id, and the text that the model wrote 
 
 
 class RewriterPrompts:
-    """The prompts of a source, as they are put to the rewriter. Metadata: `original`, the prompt itself."""
+    """The prompts of a source as prompts for the rewriter. template: the text of such a prompt, with {} for the
+    original one.
+
+    Metadata: that of the source; `original`, the source's prompt; and `demonstration`, the target of supervised
+    training: metadata["reasoning"] of the source (a better prompt), or else the prompt unchanged.
+    """
 
     def __init__(self, source: Source, template: str) -> None:
         self.source, self.template = source, template
@@ -35,16 +40,16 @@ class RewriterPrompts:
 
     def __getitem__(self, index: int) -> Prompt:
         prompt = self.source[index]
-        shown = prompt.metadata.get("reasoning", prompt.text)
-        metadata = {"demonstration": shown, **prompt.metadata, "original": prompt}
+        demonstration = prompt.metadata.get("reasoning", prompt.text)
+        metadata = {"demonstration": demonstration, **prompt.metadata, "original": prompt}
         return replace(prompt, text=self.template.replace("{}", prompt.text), metadata=metadata)
 
 
 class FrozenImageGenerator:
-    """Draws prompts with weights that are not trained."""
+    """Generates images with a diffusion model that is not trained. Raises UserError as
+    `mmrl.policies.diffusion.loading.load`."""
 
     def __init__(self, settings: FrozenGenerator) -> None:
-        """Raises UserError as `policies.diffusion.loading.load`."""
         model_options = {name: vars(settings)[name] for name in ("dtype", "text_tokens", "decoding")}
         path = str(settings.existing())
         with name_second_model("task.generator.path"):
@@ -54,78 +59,86 @@ class FrozenImageGenerator:
             family, Denoising(steps=settings.steps, evaluation_steps=settings.steps, **sampling_options)
         )
         self.policy.module.requires_grad_(False)
-        self.at_once, self.device = settings.at_once, settings.device
+        self.batch_size, self.device = settings.at_once, settings.device
 
-    def draw(self, texts: Sequence[str], seeds: Sequence[int]) -> list[Tensor]:
-        """Returns one image per text, [channel, height, width], from its seed alone. Words that a small network does
-        not know are left out of its texts."""
+    def generate(self, texts: Sequence[str], seeds: Sequence[int]) -> list[Tensor]:
+        """Generates one image for each text, [channel, height, width], whose noise depends on its seed only. Words that
+        a tiny model does not know are left out."""
         family = self.policy.family
         if isinstance(family, SmallFamily):
             texts = [family.readable(text) for text in texts]
         self.policy.module.to(device_of(self.device))
         images: list[Tensor] = []
-        for i in range(0, len(texts), self.at_once):
-            prompts = [Prompt(str(i + k), text) for k, text in enumerate(texts[i : i + self.at_once])]
-            samples = self.policy.respond(prompts, seeds[i : i + self.at_once])
+        for i in range(0, len(texts), self.batch_size):
+            prompts = [Prompt(str(i + k), text) for k, text in enumerate(texts[i : i + self.batch_size])]
+            samples = self.policy.respond(prompts, seeds[i : i + self.batch_size])
             images += [sample.image for sample in samples if sample.image is not None]
         return images
 
 
 class PromptRewriting:
-    """A task whose responses are prompts. They earn what the images earn that the generator draws of them, by the
-    rewards of image generation, which know the original prompt. Rollouts of a prompt are drawn from the
-    same noises."""
+    """A task whose responses are prompts for a frozen image generator. seed: the random seed of the training prompts.
+
+    A response gets the rewards of its images, which are computed for the original prompt. All rollouts of a prompt use
+    the same noise.
+    """
 
     def __init__(self, settings: PromptRewritingSettings, seed: int) -> None:
-        self.inner = ImageGeneration.of(settings, seed)
+        self.image_task = ImageGeneration.from_settings(settings, seed)
         self.generator, self.settings = FrozenImageGenerator(settings.generator), settings
-        train = self.inner.train
+        train = self.image_task.train
         self.train = None if train is None else RewriterPrompts(train, settings.template)
-        self.evaluation = RewriterPrompts(self.inner.evaluation, settings.template)
-        self.reward_names, self.reward_weights = self.inner.reward_names, self.inner.reward_weights
-        self._drawn: dict[Rewrite, list[Tensor]] = {}
+        self.evaluation = RewriterPrompts(self.image_task.evaluation, settings.template)
+        self.reward_names, self.reward_weights = self.image_task.reward_names, self.image_task.reward_weights
+        self._cached_images: dict[Rewrite, list[Tensor]] = {}
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted reward components [rollout, component], means over the images of a rollout."""
+        """Returns unweighted rewards [rollout, component], averaged over the images of a rollout. group: [rollout], the
+        index of each rollout's prompt."""
         images = self._image_samples(samples)
         image_group = None if group is None else group.repeat_interleave(self.settings.images)
-        return self.inner.score(images, image_group).view(len(samples), self.settings.images, -1).mean(1)
+        return self.image_task.score(images, image_group).view(len(samples), self.settings.images, -1).mean(1)
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        return self._mean(self.inner.accuracy(self._image_samples(samples)))
+        """Returns the accuracy [rollout], averaged over the images of a rollout."""
+        return self._mean(self.image_task.accuracy(self._image_samples(samples)))
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the guards of image generation, and the length of the response in tokens."""
+        """Returns metrics [rollout] by name: the guards of image generation, and the length of the response in
+        tokens."""
         image_group = None if group is None else group.repeat_interleave(self.settings.images)
-        guards = {
-            name: self._mean(values)
-            for name, values in self.inner.measures(self._image_samples(samples), image_group).items()
-        }
-        return guards | {"response/length": torch.tensor([float(s.response_length) for s in samples])}
+        guards = self.image_task.measures(self._image_samples(samples), image_group)
+        lengths = torch.tensor([float(s.response_length) for s in samples])
+        return {name: self._mean(values) for name, values in guards.items()} | {"response/length": lengths}
 
     def _mean(self, values: Tensor) -> Tensor:
+        """Averages values [rollout * image] over the images of each rollout: [rollout]."""
         return values.view(-1, self.settings.images).mean(1)
 
     def _image_samples(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns samples of the images of each sample's text, as answers to its original prompt. The images of the
-        last call are cached, for rewards, accuracy and guards ask for the same."""
-        rewrites = [(sample.prompt.id, self.rewritten(sample.response)) for sample in samples]
-        new = [rewrite for rewrite in dict.fromkeys(rewrites) if rewrite not in self._drawn]
-        count = self.settings.images
-        seeds = [zlib.crc32(f"{name} {k}".encode()) for name, _ in new for k in range(count)]
-        images = self.generator.draw([text for _, text in new for _ in range(count)], seeds)
-        drawn = {rewrite: images[i * count : (i + 1) * count] for i, rewrite in enumerate(new)}
-        self._drawn = {
-            rewrite: self._drawn[rewrite] if rewrite in self._drawn else drawn[rewrite] for rewrite in rewrites
+        """Generates the images of each sample's rewritten prompt. Returns samples with these images and the original
+        prompts, `settings.images` for each sample in turn.
+
+        The images of the last call are cached, since rewards, accuracy and guards ask for the same ones.
+        """
+        rewrites = [(sample.prompt.id, self.extract_prompt(sample.response)) for sample in samples]
+        new = [rewrite for rewrite in dict.fromkeys(rewrites) if rewrite not in self._cached_images]
+        num_images = self.settings.images
+        seeds = [zlib.crc32(f"{prompt_id} {k}".encode()) for prompt_id, _ in new for k in range(num_images)]
+        images = self.generator.generate([text for _, text in new for _ in range(num_images)], seeds)
+        known = self._cached_images | {
+            rewrite: images[i * num_images : (i + 1) * num_images] for i, rewrite in enumerate(new)
         }
+        self._cached_images = {rewrite: known[rewrite] for rewrite in rewrites}
         return [
             replace(sample, prompt=sample.prompt.metadata["original"], image=image)
             for sample, rewrite in zip(samples, rewrites, strict=True)
-            for image in self._drawn[rewrite]
+            for image in self._cached_images[rewrite]
         ]
 
-    def rewritten(self, response: str) -> str:
-        """Returns the prompt in a response: all of it, or the text in the last `tag`; empty where there is none."""
+    def extract_prompt(self, response: str) -> str:
+        """Returns the rewritten prompt in a response: all of it, or the text in the last <tag> ("" if there is
+        none)."""
         if self.settings.tag is None:
             return response.strip()
         tag = self.settings.tag

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
 
 _PACKAGE = "mmrl.tasks.image_generation"
-Colour = Literal["red", "green", "blue", "yellow", "purple", "white"]
+Color = Literal["red", "green", "blue", "yellow", "purple", "white"]
 
 
 class Prompts(Choice):
-    """A source of prompts, with the rewards and the accuracy of their images where the task names none. edits: whether
-    prompts hold the region of an image that shall not change, for a guard."""
+    """Settings of a source of prompts, with default rewards, accuracy and second scorer of the images.
+
+    edits: whether prompts hold images before and after an edit, for a guard.
+    """
 
     title: ClassVar[str] = "prompts"
     kinds: ClassVar[dict[str, str]] = {
@@ -41,25 +43,28 @@ class Prompts(Choice):
 
     @property
     def shows_held_out(self) -> bool:
-        """Returns whether prompts to train on may be held-out ones too, as those of a base."""
+        """Returns whether training prompts may be held-out ones too, so that a base model can learn them."""
         return False
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Returns prompts to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns the training prompts and the held-out prompts. If the former are None, the task can only be
+        evaluated. seed: the random seed of the training prompts."""
 
 
 class GeneratedPrompts(Prompts):
-    """Generated prompts: those to train on follow the run's seed, held-out ones only `eval_seed`."""
+    """Synthetic prompts. The run's seed selects the training prompts, `eval_seed` the held-out ones."""
 
-    train_size: int = option(20_000, "prompts to train on", ge=1)
+    train_size: int = option(20_000, "training prompts", ge=1)
     eval_size: int = option(500, "held-out prompts", ge=1)
-    eval_seed: int = option(0, "of the held-out prompts", ge=0)
-    careless: float = option(0.0, "share of training images that show something else", ge=0, le=1)
+    eval_seed: int = option(0, "random seed of the held-out prompts", ge=0)
+    careless: float = option(
+        0.0, "share of training prompts whose image for supervised training shows something else", ge=0, le=1
+    )
 
 
 class DigitPrompts(GeneratedPrompts):
-    """Sentences that ask for a handwritten digit: images of 1 x 8 x 8."""
+    """Prompts that ask for a handwritten digit: images of 1 x 8 x 8."""
 
     test: ClassVar[str] = "tests/tasks/test_image_digits.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -71,30 +76,30 @@ class DigitPrompts(GeneratedPrompts):
     )
     type: str = "digits"
     rejected: bool = option(
-        False, "each prompt holds an image of another digit too, for algorithm.type=offline_preference"
+        False, "each prompt has an image of another digit too, for algorithm.type=offline_preference"
     )
     reasoning: bool = option(
-        False, "each prompt holds a text that names its digit, for models that write (rollout.reasoning_length)"
+        False, "each prompt has a text that names its digit, for models that reason (rollout.reasoning_length)"
     )
     twins: bool = option(
-        False, "each prompt holds a twin that asks for another digit in the same words, for rollout.twins"
+        False, "each prompt has a twin that asks for another digit in the same words, for rollout.twins"
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data.digits import DigitPromptSource
 
-        more: dict[str, Any] = {
-            "careless": self.careless,
+        train_only: dict[str, Any] = {
+            "wrong_share": self.careless,
             "rejected": self.rejected,
             "reasoning": self.reasoning,
             "twins": self.twins,
         }
-        train = DigitPromptSource("train", size=self.train_size, seed=seed, **more)
+        train = DigitPromptSource("train", size=self.train_size, seed=seed, **train_only)
         return train, DigitPromptSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class ShapesData(GeneratedPrompts):
-    """Sentences that ask for a scene of coloured shapes: images of 3 x 16 x 16."""
+    """Prompts that ask for a scene of colored shapes: images of 3 x 16 x 16."""
 
     test: ClassVar[str] = "tests/tasks/test_image_shapes.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -104,15 +109,16 @@ class ShapesData(GeneratedPrompts):
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.rewards.checker:ShapesRedrawn")
     type: str = "shapes"
     scenes: tuple[Literal["count", "relation"], ...] = option(("count", "relation"), "kinds of scene", min_length=1)
-    colours: tuple[Colour, ...] = option(("red", "green", "blue", "yellow"), "of the shapes", min_length=1)
-    max_count: int = option(4, "objects of one kind", ge=1, le=4)
+    colours: tuple[Color, ...] = option(("red", "green", "blue", "yellow"), "colors of the shapes", min_length=1)
+    max_count: int = option(4, "maximum number of objects of one color", ge=1, le=4)
     layout: Literal["free", "grid", "row"] = option(
-        "free", "where objects to learn from stand: anywhere, on a grid of 3 x 3, or those of a phrase in one row of it"
+        "free",
+        "positions of objects in images for supervised training: anywhere, on a grid of 3 x 3, or on that grid with "
+        "the objects of a phrase in one row",
     )
     combinations: Literal["train", "all"] = option(
         "train",
-        "combinations to train on; all: also those that evaluation asks for, as a base has seen them, so that what RL "
-        "then trains without is held out from RL, not from the base",
+        "scenes to train on; all: also the held-out ones, for a base model, so that only RL is without them",
     )
 
     @property
@@ -145,7 +151,7 @@ class EditsData(GeneratedPrompts):
     second_scorer: ClassVar[RewardSpec | None] = RewardSpec(name=f"{_PACKAGE}.data.edits:RegionKept")
     edits: ClassVar[bool] = True
     type: str = "edits"
-    all_edits: bool = option(False, "train on all edits, also those that evaluation asks for, as a base has seen them")
+    all_edits: bool = option(False, "train on all edits, also the held-out ones, for a base model")
 
     @property
     def shows_held_out(self) -> bool:
@@ -155,14 +161,14 @@ class EditsData(GeneratedPrompts):
         from mmrl.tasks.image_generation.data.edits import EditedShapes
 
         train = EditedShapes(
-            "all" if self.all_edits else "train", size=self.train_size, seed=seed, careless=self.careless
+            "all" if self.all_edits else "train", size=self.train_size, seed=seed, wrong_share=self.careless
         )
         return train, EditedShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class NamedData(GeneratedPrompts):
-    """Sentences that ask for one of some things by name: images of 3 x 16 x 16 in one artist's style. The reward is
-    that of a scorer which learned another style, the accuracy that of one which learned this one."""
+    """Prompts that ask for a thing by name: images of 3 x 16 x 16 in one artist's style. The reward's classifier was
+    trained on another style, the classifier of accuracy on the same style."""
 
     test: ClassVar[str] = "tests/tasks/test_image_named.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -181,25 +187,25 @@ class NamedData(GeneratedPrompts):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.image_generation.data.named_images import NamedSource
 
-        train = NamedSource("train", size=self.train_size, seed=seed, careless=self.careless)
+        train = NamedSource("train", size=self.train_size, seed=seed, wrong_share=self.careless)
         return train, NamedSource("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class PromptsData(Prompts):
-    """The user's prompt files. Held-out prompts come from `eval`, or are the share `heldout` of `train`."""
+    """The user's prompt files. Held-out prompts are in the file `eval`, or are the share `heldout` of `train`."""
 
     test: ClassVar[str] = "tests/tasks/test_image_prompts.py"
     type: str = "prompts"
-    train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
-    eval: Path | None = option(None, "held-out prompts")
+    train: Path | None = option(None, "file of training prompts; without it the task can only be evaluated")
+    eval: Path | None = option(None, "file of held-out prompts")
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
-    format: Literal["plain", "geneval", "ocr"] = option("plain", "format of the files")
-    prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
+    format: Literal["plain", "geneval", "ocr"] = option("plain", "metadata that rows have for rewards")
+    prompt_field: str = option("prompt", "column of the prompt, if a file has columns")
     image_field: str | None = option(
         None,
-        "column of the image to edit, for a pipeline that edits: a path below the file's folder, or a list of them",
+        "column of the image to edit, for an editing pipeline: a path below the file's folder, or a list of paths",
     )
-    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -220,14 +226,14 @@ class PromptsData(Prompts):
         evaluation = self._read(self.eval)
         if train is not None:
             prompts.warn_of_overlap(train, evaluation, self.image_field)
-        learned = None if train is None or self.train is None else self._source(train, self.train)
-        return learned, self._source(evaluation, self.eval)
+        train_source = None if train is None or self.train is None else self._source(train, self.train)
+        return train_source, self._source(evaluation, self.eval)
 
     def _read(self, path: Path) -> list[Prompt]:
         from mmrl.tasks.image_generation.data import prompts
 
-        more: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
-        return prompts.load(path, field=self.prompt_field, images=self._images(path), **more)
+        options: dict[str, Any] = {"format": self.format, "max_bad_share": self.max_bad_share}
+        return prompts.load(path, field=self.prompt_field, images=self._images(path), **options)
 
     def _images(self, path: Path) -> ImagesToEdit | None:
         from mmrl.tasks.image_generation.data.sources_to_edit import ImagesToEdit
@@ -235,6 +241,7 @@ class PromptsData(Prompts):
         return None if self.image_field is None else ImagesToEdit(path.parent, self.image_field)
 
     def _source(self, prompts: list[Prompt], path: Path) -> Source:
+        """Returns the prompts of a file, with their images to edit if there are any."""
         from mmrl.tasks.image_generation.data.sources_to_edit import PromptsToEdit
 
         images = self._images(path)
@@ -242,16 +249,16 @@ class PromptsData(Prompts):
 
 
 class PairsData(Prompts):
-    """Pairs of the user's: rows of `prompt`, `chosen` and `rejected`, the latter paths of images of one size below the
-    file's folder; for algorithm.type=offline_preference."""
+    """The user's preference pairs, for algorithm.type=offline_preference: rows of `prompt`, `chosen` and `rejected`.
+    The latter are paths of images of one size below the file's folder."""
 
     test: ClassVar[str] = "tests/tasks/test_image_pairs.py"
     type: str = "pairs"
-    train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
-    eval: Path = option(description="held-out prompts")
+    train: Path | None = option(None, "file of training pairs; without it the task can only be evaluated")
+    eval: Path = option(description="file of held-out prompts")
     prompt_field: str = option("prompt", "column of the prompt")
     grey: bool = option(False, "images have one channel")
-    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.data.pairs import Pairs
@@ -264,16 +271,16 @@ class PairsData(Prompts):
 
 
 class ImageGenerationSettings(TaskSettings):
-    """Images from prompts. Digits and shapes have rewards, an accuracy and a second scorer of their own; prompt files
-    need rewards and an accuracy."""
+    """Image generation from prompts. Synthetic data have default rewards, accuracy and second scorer; for prompt files
+    set rewards and accuracy."""
 
     test: ClassVar[str] = "tests/tasks/test_image_generation.py"
     type: str = "image_generation"
     data: Prompts = option(DigitPrompts(), "where the prompts come from")
-    rewards: list[RewardSpec] | None = option(None, "what an image earns; default: that of the data", min_length=1)
-    accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
+    rewards: list[RewardSpec] | None = option(None, "rewards of an image; default: those of the data", min_length=1)
+    accuracy: RewardSpec | None = option(None, "reward that evaluation reports as accuracy; default: that of the data")
     second_scorer: RewardSpec | None = option(
-        None, "a guard that is reported beside the rewards and never trained on; default: that of the data"
+        None, "a reward that is reported, but not trained on, to reveal reward hacking; default: that of the data"
     )
 
     @model_validator(mode="after")
@@ -289,4 +296,4 @@ class ImageGenerationSettings(TaskSettings):
         return self.data.shows_held_out
 
     def build(self, seed: int) -> Task:
-        return load_attribute("mmrl.tasks.image_generation.task:ImageGeneration").of(self, seed)
+        return load_attribute("mmrl.tasks.image_generation.task:ImageGeneration").from_settings(self, seed)

@@ -1,4 +1,4 @@
-"""Image generation: prompts, rewards, accuracy and guards."""
+"""The task of image generation: prompts, rewards, accuracy and guards (metrics that reveal reward hacking)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mmrl.tasks.image_generation.settings import ImageGenerationSettings
 
 
 class ImageGeneration:
-    """A task: prompts to train on (None where it is only evaluated), prompts held out, rewards, accuracy and guards.
+    """The task: training prompts (None if it is only evaluated), held-out prompts, rewards, accuracy and guards.
 
-    Prompts of digits and shapes carry an image to learn from, metadata["target"] [channel, height, width], 0 to 1.
+    Synthetic prompts have an image for supervised training, metadata["target"] [channel, height, width], 0 to 1. edits:
+    whether prompts have images before and after an edit.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class ImageGeneration:
         self._edits = edits
 
     @staticmethod
-    def of(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
-        """Builds the task that `settings` describe; seed: of the prompts to train on.
+    def from_settings(settings: ImageGenerationSettings, seed: int) -> ImageGeneration:
+        """Builds the task from its settings. seed: the random seed of the training prompts.
 
         Raises ValueError as the sources and rewards do.
         """
@@ -53,25 +54,23 @@ class ImageGeneration:
         return ImageGeneration(train, evaluation, rewards, RewardSet([accuracy]), scorer, edits=data.edits)
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored.
+        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed.
 
-        group: [rollout] int64, which prompt a rollout answers; without it, those of equal prompt ids are a group.
+        group: [rollout] int64, the index of each rollout's prompt; None: rollouts of equal prompt ids are a group.
         """
         return self.rewards.score(samples, _groups(samples) if group is None else group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
-        """Why a rollout was not scored, by reward."""
+        """Returns for each reward with a NaN in the last `score` why it could not be computed."""
         return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        """Returns the values of the evaluation's scorer [rollout], float32, NaN for what it could not score."""
+        """Returns the reward that evaluation reports [rollout], float32, NaN if it could not be computed."""
         return self._accuracy.score(samples, _groups(samples))[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the guards, which move when the reward is hacked, each [rollout] float32: see `mmrl.rewards.guards`.
-
-        The second scorer, where there is one, has no part in the reward. Diversity is NaN for a group of one.
-        """
+        """Returns the guards [rollout] float32 by name: metrics that change if the reward is hacked; see
+        `mmrl.rewards.guards`. Diversity is NaN for a group of one rollout."""
         images, group = stack_images(samples), _groups(samples) if group is None else group
         guards = {
             "guard/out_of_gamut": out_of_gamut(images),
@@ -86,9 +85,9 @@ class ImageGeneration:
 
 
 def words(kind: str) -> list[str]:
-    """Returns every word of the prompts of `digits` or `shapes`, sorted: the vocabulary of a model that embeds words.
+    """Returns all words of the prompts of "digits" or "shapes", sorted, as the vocabulary of a tiny model.
 
-    Raises ValueError for another kind, whose words are the user's.
+    Raises ValueError for other data, whose words are not known in advance.
     """
     vocabularies = {"digits": digits.words, "shapes": shapes.words}
     if kind not in vocabularies:
@@ -97,5 +96,6 @@ def words(kind: str) -> list[str]:
 
 
 def _groups(samples: Sequence[Sample]) -> Tensor:
-    numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(sample.prompt.id, len(numbers)) for sample in samples], dtype=torch.int64)
+    """Returns the group of each sample, [sample] int64: samples with the same prompt id are a group."""
+    groups: dict[str, int] = {}
+    return torch.tensor([groups.setdefault(sample.prompt.id, len(groups)) for sample in samples], dtype=torch.int64)

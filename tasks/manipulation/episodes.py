@@ -1,4 +1,4 @@
-"""Start states to play from, and demonstrations to learn from."""
+"""Start states of episodes, and demonstrated episodes for supervised training."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmrl.runtime.progress import display
 from mmrl.sims import Observation, VectorSim
 
 FIRST_TRAINING_SEED = 1 << 32  # held-out seeds lie below
-DEMONSTRATED = 16  # actions shown after each observation; a policy takes as many as its chunk has
+MAX_CHUNK = 16  # actions after each observation of a demonstration; a policy uses as many as its chunk has
 
 
 class EpisodeSource:
-    """Start states, the tasks in turn: metadata "task" and "seed"."""
+    """`size` start states, which cycle through `tasks`. Metadata: `task`, `seed` and `kind` (the task)."""
 
     def __init__(self, tasks: Sequence[str], size: int, first_seed: int) -> None:
         self.tasks, self.size, self.first_seed = tuple(tasks), size, first_seed
@@ -42,11 +42,11 @@ class RecordedEpisode:
     name: str
     instruction: str
     images: NDArray[np.uint8]  # [T, height, width, 3], before each action; or an object that returns slices of them
-    state: NDArray[np.float32]  # [T, state]
+    state: NDArray[np.float32]  # [T, state], before each action
     actions: NDArray[np.float32]  # [T, action]
-    cameras: tuple[str, ...] = ("camera",)  # see `Observation`
-    earned: RewardsToGo | None = None  # from the first step on; its outcome is 1 for a success; None: not recorded
-    terminated: bool = False  # ended by itself, not by a time limit
+    cameras: tuple[str, ...] = ("camera",)  # whose images are side by side in `images`, from left to right
+    rewards: RewardsToGo | None = None  # of all steps; the outcome is 1 for a success; None: not recorded
+    terminated: bool = False  # whether the episode ended by itself, not by a time limit
     final: Observation | None = None  # after the last action, one row; None: not recorded
 
     def observation(self, step: int) -> Observation | None:
@@ -68,63 +68,71 @@ class RecordedTail(EpisodeTail):
 
 
 class EpisodeDemonstrations:
-    """Every step of every episode, with the actions that followed: metadata "observation" and "actions", and where the
-    episode says what it earned "to_go", a `RewardsToGo`, and "tail", an `EpisodeTail`."""
+    """Prompts from demonstrated episodes: one for each step of each episode.
+
+    Metadata: `observation`, of one environment, and `actions` [<= MAX_CHUNK, action], those that follow it. If the
+    episode has rewards, also `to_go`, the `RewardsToGo` from this step on, and `tail`, an `EpisodeTail`.
+    """
 
     def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
         self.episodes = list(episodes)
-        self._steps = [(e, t) for e, episode in enumerate(self.episodes) for t in range(len(episode.actions))]
+        self._steps = [
+            (index, step) for index, episode in enumerate(self.episodes) for step in range(len(episode.actions))
+        ]
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Prompt:
-        e, t = self._steps[index]
-        episode = self.episodes[e]
+        episode_index, step = self._steps[index]
+        episode = self.episodes[episode_index]
         metadata: dict[str, Any] = {
-            "observation": episode.observation(t),
-            "actions": episode.actions[t : t + DEMONSTRATED],
+            "observation": episode.observation(step),
+            "actions": episode.actions[step : step + MAX_CHUNK],
         }
-        if episode.earned is not None:
-            rewards = episode.earned.after(t)
-            metadata["to_go"] = rewards
-            metadata["tail"] = RecordedTail(rewards, len(episode.actions) - t, episode.terminated, episode, t)
-        return Prompt(f"{episode.name}-{t}", episode.instruction, metadata=metadata)
+        if episode.rewards is not None:
+            to_go = episode.rewards.after(step)
+            metadata["to_go"] = to_go
+            metadata["tail"] = RecordedTail(to_go, len(episode.actions) - step, episode.terminated, episode, step)
+        return Prompt(f"{episode.name}-{step}", episode.instruction, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Noise and perturbations on the expert's actions before they are executed, so that it shows how to recover (noise
-    injection, DART, arXiv 1703.09327). The expert's undisturbed actions are recorded.
+    """Options of the disturbance of an expert's actions, so that its episodes show how to recover from mistakes (noise
+    injection, DART, arXiv 1703.09327).
 
-    noise: standard deviation of Gaussian noise. chance: that an action begins a perturbation, which puts one action
-    that is uniform in [-1, 1] instead of the expert's next `length` ones.
+    noise: standard deviation of Gaussian noise on each action. probability: of an action to begin a perturbation. In a
+    perturbation one random action, uniform in [-1, 1], is executed `length` times in place of the expert's actions.
     """
 
     noise: float = 0.0
-    chance: float = 0.0
+    probability: float = 0.0
     length: int = 5
 
 
-class Disturbed:
-    """Applies a `Disturbance` to `count` environments, action by action."""
+class ActionDisturber:
+    """Applies a `Disturbance` to the actions of `num_envs` environments, step by step."""
 
-    def __init__(self, disturbance: Disturbance, count: int, rng: np.random.Generator) -> None:
+    def __init__(self, disturbance: Disturbance, num_envs: int, rng: np.random.Generator) -> None:
         self.disturbance, self.rng = disturbance, rng
-        self.left, self.instead = np.zeros(count, np.int64), np.zeros(0)
+        self.remaining = np.zeros(num_envs, np.int64)  # steps until an environment's perturbation ends
+        self.perturbed_actions = np.zeros(0)  # of the perturbations; empty before the first step
 
-    def executed(self, wanted: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Returns the executed actions; they and `wanted` are [environment, 1, action]."""
+    def disturb(self, expert_actions: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Returns the actions to execute, [environment, 1, action] like `expert_actions`."""
         disturbance = self.disturbance
-        actions = np.clip(wanted + disturbance.noise * self.rng.standard_normal(wanted.shape), -1, 1)
-        if disturbance.chance == 0:
+        noise = self.rng.standard_normal(expert_actions.shape)
+        actions = np.clip(expert_actions + disturbance.noise * noise, -1, 1)
+        if disturbance.probability == 0:
             return actions
-        begins = (self.left == 0) & (self.rng.random(len(wanted)) < disturbance.chance)
-        drawn = self.rng.uniform(-1, 1, wanted.shape)
-        self.instead = np.where(begins[:, None, None], drawn, self.instead if self.instead.size else drawn)
-        self.left[begins] = disturbance.length
-        actions = np.where((self.left > 0)[:, None, None], self.instead, actions)
-        self.left = np.maximum(self.left - 1, 0)
+        begins = (self.remaining == 0) & (self.rng.random(len(expert_actions)) < disturbance.probability)
+        sampled = self.rng.uniform(-1, 1, expert_actions.shape)
+        previous = self.perturbed_actions if self.perturbed_actions.size else sampled
+        self.perturbed_actions = np.where(begins[:, None, None], sampled, previous)
+        self.remaining[begins] = disturbance.length
+        actions = np.where((self.remaining > 0)[:, None, None], self.perturbed_actions, actions)
+        self.remaining = np.maximum(self.remaining - 1, 0)
         return actions
 
 
@@ -133,26 +141,33 @@ def record_expert(
     starts: Sequence[tuple[str, int]],
     *,
     disturbance: Disturbance,
-    successful: bool,
+    successful_only: bool,
     seed: int,
-    executed: bool = False,
+    record_executed: bool = False,
 ) -> list[RecordedEpisode]:
-    """Records episodes of the scripted expert from `starts` (task and seed). successful: without those that failed.
-    executed: the actions that were executed, in place of those that the expert wanted.
+    """Records an episode of the simulator's scripted expert from each start state.
 
-    Raises UserError where the simulator has no expert, and if no episode is left.
+    starts: task and seed of each start state. successful_only: leave out episodes that failed. seed: of the
+    disturbance. record_executed: record the disturbed actions that were executed, not those of the expert.
+
+    Raises UserError if the simulator has no expert, or if no episode is left.
     """
     rng, recorded = np.random.default_rng(seed), list[RecordedEpisode]()
     with display.work("demonstrations", len(starts)) as work:
         for i in range(0, len(starts), len(sim)):
-            part = starts[i : i + len(sim)]
             recorded += play_expert(
-                sim, part, disturbance=disturbance, successful=successful, rng=rng, executed=executed
+                sim,
+                starts[i : i + len(sim)],
+                disturbance=disturbance,
+                successful_only=successful_only,
+                rng=rng,
+                record_executed=record_executed,
             )
             work.advance(min(len(sim), len(starts) - i))
     if not recorded:
         raise UserError(
-            f"task.demonstrations: none of {len(starts)} scripted episodes succeeded; lower noise and perturbation"
+            f"task.demonstrations: none of the expert's {len(starts)} episodes succeeded; lower "
+            "task.demonstrations.noise and perturbation, or set successful to false"
         )
     return recorded
 
@@ -162,40 +177,40 @@ def play_expert(
     starts: Sequence[tuple[str, int]],
     *,
     disturbance: Disturbance,
-    successful: bool,
+    successful_only: bool,
     rng: np.random.Generator,
-    executed: bool,
+    record_executed: bool,
 ) -> list[RecordedEpisode]:
-    """Records one batch for `record_expert`: at most as many starts as the simulator has rows. It may be empty."""
-    observation = sim.reset([s for _, s in starts], [t for t, _ in starts])
+    """Records one batch for `record_expert`, of at most as many start states as the simulator has rows. The list may be
+    empty."""
+    observation = sim.reset([seed for _, seed in starts], [task for task, _ in starts])
     instructions = observation.instructions
     steps: list[list[tuple[NDArray, NDArray, NDArray, NDArray]]] = [[] for _ in starts]
-    solved, recorded, disturbed = np.zeros(len(sim), bool), [], Disturbed(disturbance, len(sim), rng)
+    success, recorded, disturber = np.zeros(len(sim), bool), [], ActionDisturber(disturbance, len(sim), rng)
     finals, terminated = dict[int, Observation](), np.zeros(len(sim), bool)
-    while (active := sim.running).any():
-        wanted = sim.expert(active)
-        actions = disturbed.executed(wanted)
-        moved = sim.step(actions)
-        shown = actions.astype(np.float32) if executed else wanted
-        for row in np.flatnonzero(active & moved.valid.any(1)).tolist():
-            steps[row].append((observation.images[row], observation.state[row], shown[row, 0], moved.reward[row, 0]))
-        finals |= {row: moved.observation.select([row]) for row in np.flatnonzero(active & moved.ended).tolist()}
-        terminated |= moved.terminated.any(1)
-        solved |= moved.success.any(1)
-        observation = moved.observation
-    for row, (task, start) in enumerate(starts):
-        if steps[row] and (solved[row] or not successful):
-            images, state, shown, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
-            earned = RewardsToGo(rewards, np.arange(len(rewards)), float(solved[row]))
-            name = f"{task}-{start}"
+    while (running := sim.running).any():
+        expert_actions = sim.expert(running)
+        executed = disturber.disturb(expert_actions)
+        result = sim.step(executed)
+        actions = executed.astype(np.float32) if record_executed else expert_actions
+        for row in np.flatnonzero(running & result.valid.any(1)).tolist():
+            steps[row].append((observation.images[row], observation.state[row], actions[row, 0], result.reward[row, 0]))
+        finals |= {row: result.observation.select([row]) for row in np.flatnonzero(running & result.ended).tolist()}
+        terminated |= result.terminated.any(1)
+        success |= result.success.any(1)
+        observation = result.observation
+    for row, (task, seed) in enumerate(starts):
+        if steps[row] and (success[row] or not successful_only):
+            images, state, actions, rewards = (np.stack(column) for column in zip(*steps[row], strict=True))
+            to_go = RewardsToGo(rewards, np.arange(len(rewards)), float(success[row]))
             episode = RecordedEpisode(
-                name,
+                f"{task}-{seed}",
                 instructions[row],
                 images,
                 state,
-                shown,
+                actions,
                 sim.cameras,
-                earned,
+                to_go,
                 bool(terminated[row]),
                 finals.get(row),
             )

@@ -1,4 +1,4 @@
-"""Success as a vision-language model sees it, beside the simulator's own."""
+"""A reward from a vision-language model that judges whether an episode succeeded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ QUESTION = (
 
 
 class SuccessJudge(Judged):
-    """Reward: P(yes) / (P(yes) + P(no)) of a judge that is shown images of an episode and asked whether its instruction
-    was followed; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any
-    probability.
+    """Reward: P(yes) / (P(yes) + P(no)) of a vision-language model that sees images of an episode and is asked whether
+    the instruction was followed. None if the simulator failed, or if the model gives both answers the probability 0.
 
-    images: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
-    from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
-    The other options are those of `mmrl.rewards.judges.visual.Judged`. Images are those that the policy sees; they
-    are kept of every policy step while training and of every action while evaluating.
+    images: the number of images of each episode, evenly spaced from start to end; 1: the last one only. threshold: the
+    reward is 1 if the probability is at least this, else 0; None: the reward is the probability. question: its {prompt}
+    is replaced by the instruction. Other options: see `mmrl.rewards.judges.visual.Judged`. The images are those that
+    the policy observes: one for each policy step in training, one for each action in evaluation.
     """
 
     scope: Literal["sample"] = "sample"
@@ -50,9 +49,8 @@ class SuccessJudge(Judged):
             raise ValueError(f"threshold must be above 0 and at most 1, not {threshold}")
         super().__init__(question=question, answers=answers, **judge)
         self.images, self.threshold = images, threshold
-        self._scores: dict[
-            int, tuple[ref[Episode], Score]
-        ] = {}  # by id, while the episode lives: measures ask for it once more
+        # The probability of each episode, by its id while it exists: rewards and metrics both ask for it.
+        self._scores: dict[int, tuple[ref[Episode], Score]] = {}
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         probabilities = self.probabilities(samples)
@@ -61,12 +59,14 @@ class SuccessJudge(Judged):
         return [None if p is None else float(p >= self.threshold) for p in probabilities]
 
     def verdicts(self, samples: Sequence[Sample]) -> list[bool | None]:
-        """Returns whether the judge takes each episode for a success; None where it has no score."""
-        least = 0.5 if self.threshold is None else self.threshold
-        return [None if p is None else p >= least for p in self.probabilities(samples)]
+        """Returns whether the judge considers each episode a success; None if it has no score."""
+        threshold = 0.5 if self.threshold is None else self.threshold
+        return [None if p is None else p >= threshold for p in self.probabilities(samples)]
 
     def probabilities(self, samples: Sequence[Sample]) -> list[Score]:
-        episodes = [_watched_episode(sample) for sample in samples]
+        """Returns the judge's probability that each episode succeeded, 0 to 1; None as for the reward. Asks the judge
+        once for each episode. Raises UserError if an episode has no images."""
+        episodes = [_episode_with_images(sample) for sample in samples]
         self._scores = {key: cached for key, cached in self._scores.items() if cached[0]() is not None}
         new = [e for e in episodes if not e.lost and id(e) not in self._scores]
         answers = self.judge.ask([self._episode_question(e) for e in new], self.answers) if new else []
@@ -76,19 +76,19 @@ class SuccessJudge(Judged):
 
     def _episode_question(self, episode: Episode) -> JudgeQuestion:
         assert episode.frames is not None
-        shown = evenly(episode.frames, self.images)
+        frames = evenly_spaced(episode.frames, self.images)
         return JudgeQuestion(
-            tuple(Image.fromarray(frame) for frame in shown), self.question.replace("{prompt}", episode.instruction)
+            tuple(Image.fromarray(frame) for frame in frames), self.question.replace("{prompt}", episode.instruction)
         )
 
 
-def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Returns at most `count` of [frame, ...]: the last one, and others evenly from the first one on."""
-    return frames[np.unique(np.linspace(len(frames) - 1, 0, count).round().astype(int))]
+def evenly_spaced(frames: NDArray[np.uint8], max_frames: int) -> NDArray[np.uint8]:
+    """Returns at most `max_frames` evenly spaced frames of [frame, ...], among them the last one."""
+    return frames[np.unique(np.linspace(len(frames) - 1, 0, max_frames).round().astype(int))]
 
 
-def _watched_episode(sample: Sample) -> Episode:
+def _episode_with_images(sample: Sample) -> Episode:
     episode = episode_of(sample)
     if episode.frames is None and not episode.lost:
-        raise UserError(f"the episode of prompt {sample.prompt.id!r} was played without keeping images")
+        raise UserError(f"the episode of prompt {sample.prompt.id!r} has no images, which the judge of success needs")
     return episode

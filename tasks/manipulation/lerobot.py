@@ -1,9 +1,9 @@
-"""Demonstrations from a data set on disk in LeRobot's format, versions 2.0 to 3.0.
+"""Demonstrations from a dataset on disk in LeRobot's format, versions 2.0 to 3.0.
 
 meta/info.json                     version, frame rate, path templates, features with their shapes
-meta/episodes.jsonl, tasks.jsonl   2.x: length and instructions of each episode; data and videos by episode
-meta/episodes/*/*.parquet          3.0: the same, and in which of the shared files each episode lies, and where
-data/...parquet                    rows by frame: state, action, images of cameras that are not videos
+meta/episodes.jsonl, tasks.jsonl   2.x: length and instructions of each episode; one data file and video an episode
+meta/episodes/*/*.parquet          3.0: the same, and the file and position of each episode; files hold many episodes
+data/...parquet                    a row for each frame: state, action, images of cameras that are not videos
 videos/...mp4                      images of one camera
 """
 
@@ -27,16 +27,19 @@ from mmrl.errors import UserError
 from mmrl.protocols.trajectory import RewardsToGo
 from mmrl.tasks.manipulation.episodes import RecordedEpisode
 from mmrl.tasks.manipulation.selection import EpisodeSelection
-from mmrl.tasks.manipulation.videos import Decoder, Frames, VideoLengths, read_video, resized
+from mmrl.tasks.manipulation.videos import Decoder, Frames, VideoLengths, read_video, resize
 
 GIBIBYTE = 1 << 30
-EARNED = ("next.reward", "next.success")  # features of what a frame's action earned, which not all data sets have
+REWARD_FEATURES = ("next.reward", "next.success")  # not all datasets have them
 
 
 @dataclass(frozen=True)
 class DatasetColumns:
-    """The features of images, state and action. camera: one for the simulator's whole image, or one for each of its
-    cameras, in their order; None: the only one."""
+    """The names of the features with images, state and action.
+
+    camera: one feature for the simulator's full image, or one for each of its cameras, in their order; None: the only
+    feature with images.
+    """
 
     camera: str | Sequence[str] | None = None
     state: str = "observation.state"
@@ -47,36 +50,42 @@ def load(
     folder: str,
     columns: DatasetColumns,
     *,
-    chosen: EpisodeSelection,
-    memory: float,
+    selection: EpisodeSelection,
+    memory_gib: float,
     action_dim: int,
     state_dim: int,
     image_shape: tuple[int, int, int],
     cameras: tuple[str, ...],
 ) -> list[RecordedEpisode]:
-    """Reads the `chosen` episodes of the data set. States and actions are held in memory; so are images once
-    they were read, if all of them, resized to `image_shape`, take at most `memory` GiB. cameras: the simulator's, whose
-    images lie side by side in one of `image_shape`.
+    """Reads the selected episodes of a dataset.
 
-    Raises UserError naming the file where something is missing or does not fit the simulator's dimensions, and where
-    more episodes than may be cannot be used.
+    States and actions are held in memory. Images are decoded on access, resized to `image_shape` (height, width, 3),
+    and then cached if all of them together need at most `memory_gib`. cameras: those of the simulator, whose images are
+    side by side in one image of `image_shape`.
+
+    Raises UserError with the name of the file if something is missing or does not fit the simulator's dimensions, and
+    if the share of unusable episodes exceeds the selection's limit.
     """
     try:
         dataset = _Dataset(Path(folder), columns, cameras)
-    except (KeyError, TypeError, AttributeError) as error:  # a feature or an episode that lacks something
-        raise UserError(f"{folder}/meta: not a data set in LeRobot's format: {type(error).__name__} {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:  # the metadata of a feature or an episode are incomplete
+        raise UserError(f"{folder}/meta: not a dataset in LeRobot's format: {type(error).__name__} {error}") from None
     if not dataset.episodes:
-        raise UserError(f"{folder}/meta lists no episode to learn from")
+        raise UserError(f"{folder}/meta lists no episodes")
     dataset.check(action_dim, state_dim, image_shape)
     episodes = {episode["episode_index"]: episode for episode in dataset.episodes}
-    numbers = chosen.of(folder, list(episodes), dataset.splits)
-    bytes_of_all = sum(episodes[number]["length"] for number in numbers) * int(np.prod(image_shape))
-    keep = bytes_of_all <= memory * GIBIBYTE
+    numbers = selection.select(folder, list(episodes), dataset.splits)
+    total_bytes = sum(episodes[number]["length"] for number in numbers) * int(np.prod(image_shape))
+    keep = total_bytes <= memory_gib * GIBIBYTE
     dataset.count_frames([episodes[number] for number in numbers])
-    return chosen.usable(folder, numbers, lambda number: dataset.recorded(episodes[number], image_shape[:2], keep))
+    return selection.read_usable(
+        folder, numbers, lambda number: dataset.read_episode(episodes[number], image_shape[:2], keep)
+    )
 
 
 class _Dataset:
+    """A dataset in LeRobot's format: its metadata, and access to its episodes."""
+
     def __init__(self, root: Path, columns: DatasetColumns, cameras: tuple[str, ...]) -> None:
         self.root, self.state, self.action = root, columns.state, columns.action
         path = _existing(root / "meta/info.json")
@@ -86,27 +95,32 @@ class _Dataset:
                 raise UserError(f"{path} has no {key}")
         self.version = str(info["codebase_version"])
         if self.version not in ("v2.0", "v2.1", "v3.0"):
-            raise UserError(f"{root}/meta/info.json: version {self.version} is not known; convert it to v3.0")
-        self.shared = self.version == "v3.0"  # files of many episodes
+            raise UserError(f"{root}/meta/info.json: unknown version {self.version}; convert the dataset to v3.0")
+        self.shared = self.version == "v3.0"  # whether a file holds many episodes
         self.fps, self.features = float(info["fps"]), info["features"]
         self.data_path, self.splits = info["data_path"], info.get("splits") or {}
         self.video_path: Any = info.get("video_path")
-        self.chunk = info.get("chunks_size", 1000)
-        self.shown = self._shown(columns.camera, len(cameras))  # features, from left to right
-        self.cameras = cameras if len(self.shown) == len(cameras) else ("camera",)
+        self.chunk_size = info.get("chunks_size", 1000)  # episodes of a folder, in versions 2.x
+        self.image_features = self._select_features(columns.camera, len(cameras))  # from left to right
+        self.cameras = cameras if len(self.image_features) == len(cameras) else ("camera",)
         self.episodes = sorted(self._episodes(), key=lambda episode: episode["episode_index"])
-        self._rows: tuple[Path, Mapping[str, NDArray]] | None = None  # of the file that was read last
+        self._rows: tuple[Path, Mapping[str, NDArray]] | None = None  # the file that was read last, and its columns
         self._lengths = VideoLengths()
 
     def check(self, action_dim: int, state_dim: int, image_shape: tuple[int, int, int]) -> None:
+        """Raises UserError if actions, states or images do not fit the simulator's dimensions. image_shape: (height,
+        width, 3), with the images of all cameras side by side."""
         info = self.root / "meta/info.json"
         for name, size, verb in ((self.action, action_dim, "takes"), (self.state, state_dim, "gives")):
             if name not in self.features:
                 raise UserError(f"{info} has no feature {name!r}; it has {list(self.features)}")
-            if (count := int(np.prod(self.features[name]["shape"]))) != size:
-                raise UserError(f"{info}: {name} has {count} numbers, but the simulator {verb} {size}")
-        height, width = image_shape[0], image_shape[1] // len(self.shown)
-        for camera in self.shown:
+            if (dim := int(np.prod(self.features[name]["shape"]))) != size:
+                raise UserError(
+                    f"{info}: {name} has {dim} numbers, but the simulator {verb} {size}; task.demonstrations.action "
+                    "and state name the features"
+                )
+        height, width = image_shape[0], image_shape[1] // len(self.image_features)
+        for camera in self.image_features:
             shape = self.features[camera]["shape"]
             h, w = shape[1:] if shape[0] == 3 else shape[:2]
             if h * width != w * height:
@@ -115,47 +129,55 @@ class _Dataset:
                     "sides must have the same ratio"
                 )
 
-    def _shown(self, chosen: str | Sequence[str] | None, cameras: int) -> list[str]:
-        """Returns the features of the images. Raises UserError for features that are missing, or not as many as the
-        simulator has cameras."""
+    def _select_features(self, camera: str | Sequence[str] | None, num_cameras: int) -> list[str]:
+        """Returns the features with images. camera: see `DatasetColumns`. Raises UserError if a feature is missing, or
+        there are not as many as the simulator has cameras."""
         available = [name for name, feature in self.features.items() if feature["dtype"] in ("video", "image")]
-        if chosen is None and len(available) != 1:
-            several = "" if cameras == 1 else f", or {cameras}, one for each of the simulator's cameras,"
+        if camera is None and len(available) != 1:
+            several = "" if num_cameras == 1 else f", or {num_cameras}, one for each of the simulator's cameras,"
             raise UserError(
-                f"{self.root} has the cameras {available}; choose one{several} with task.demonstrations.camera"
+                f"{self.root} has the cameras {available}; select one{several} with task.demonstrations.camera"
             )
-        if chosen is None or isinstance(chosen, str):
-            named = available if chosen is None else [chosen]
+        if camera is None or isinstance(camera, str):
+            selected = available if camera is None else [camera]
         else:
-            named = list(chosen)
-            if len(named) != cameras or len(set(named)) < cameras:
+            selected = list(camera)
+            if len(selected) != num_cameras or len(set(selected)) < num_cameras:
                 raise UserError(
-                    f"task.demonstrations.camera must be {cameras} different names, one for each of the simulator's "
-                    f"cameras, not {named}"
+                    f"task.demonstrations.camera must be {num_cameras} different names, one for each of the "
+                    f"simulator's cameras, not {selected}"
                 )
-        for name in named:
+        for name in selected:
             if name not in available:
                 raise UserError(f"task.demonstrations.camera={name} is not in {self.root}; it has {available}")
-        return named
+        return selected
 
-    def recorded(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> RecordedEpisode:
+    def read_episode(self, episode: dict[str, Any], size: tuple[int, int], keep: bool) -> RecordedEpisode:
+        """Reads an episode; its images are decoded on access.
+
+        episode: its metadata. size: height and width of an image with all cameras. keep: whether decoded images are
+        cached. Raises UserError if the episode is incomplete or inconsistent.
+        """
         number, length = episode["episode_index"], episode["length"]
         if len(episode["tasks"]) != 1:
-            raise UserError(f"{self.root}: episode {number} has {len(episode['tasks'])} instructions; one is needed")
+            raise UserError(f"{self.root}: episode {number} has {len(episode['tasks'])} instructions; it must have one")
         file = self._data_file(episode)
         rows = self._episode_rows(file, number)
         if len(rows[self.action]) != length:
-            raise UserError(f"{file}: episode {number} has {len(rows[self.action])} rows, its index says {length}")
+            raise UserError(
+                f"{file}: episode {number} has {len(rows[self.action])} rows, but {length} according to meta/"
+            )
         for name in (self.state, self.action):
             if not np.isfinite(rows[name]).all():
                 raise UserError(f"{file}: {name} of episode {number} must hold finite numbers")
         if np.abs(rows["timestamp"] - np.arange(length) / self.fps).max() > 0.5 / self.fps:
-            raise UserError(f"{file}: the timestamps of episode {number} are not those of {self.fps} frames a second")
+            raise UserError(f"{file}: the timestamps of episode {number} do not fit the dataset's fps={self.fps:g}")
         height, width = size
-        parts = [self._decoder(camera, episode, file, (height, width // len(self.shown))) for camera in self.shown]
+        camera_size = height, width // len(self.image_features)
+        decoders = [self._decoder(camera, episode, file, camera_size) for camera in self.image_features]
 
-        def decode(first: int, count: int) -> NDArray[np.uint8]:
-            return np.concatenate([part(first, count) for part in parts], 2)
+        def decode(first: int, num_frames: int) -> NDArray[np.uint8]:
+            return np.concatenate([decoder(first, num_frames) for decoder in decoders], 2)
 
         images: Any = Frames(length, decode, keep)
         name = f"{self.root.name}-{number}"
@@ -166,18 +188,18 @@ class _Dataset:
             rows[self.state],
             rows[self.action],
             self.cameras,
-            earned(rows),
+            rewards_to_go(rows),
             solved_at_end(rows),
         )
 
     def _decoder(self, camera: str, episode: dict[str, Any], file: Path, size: tuple[int, int]) -> Decoder:
-        """Returns the decoder of one camera's images in one episode."""
+        """Returns the decoder of one camera's images in one episode. size: height and width of its images."""
         if self.features[camera]["dtype"] == "video":
             video, start = self._video(camera, episode)
             self._lengths.check(video, start + episode["length"])
-            return lambda first, count: resized(read_video(video, start + first, count, self.fps), size)
+            return lambda first, num_frames: resize(read_video(video, start + first, num_frames, self.fps), size)
         number = episode["episode_index"]
-        return lambda first, count: resized(self._images(camera, file, number)[first : first + count], size)
+        return lambda first, num_frames: resize(self._images(camera, file, number)[first : first + num_frames], size)
 
     def _episodes(self) -> list[dict[str, Any]]:
         """Returns the metadata of all episodes, from episodes.jsonl (v2) or Parquet files (v3)."""
@@ -185,44 +207,45 @@ class _Dataset:
             path = _existing(self.root / "meta/episodes.jsonl")
             return [_parsed(path, line) for line in path.read_text().splitlines() if line.strip()]
         keys = ("chunk_index", "file_index", "from_timestamp")
-        videos = [camera for camera in self.shown if self.features[camera]["dtype"] == "video"]
-        where = [f"videos/{camera}/{key}" for camera in videos for key in keys]
-        names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *where]
+        videos = [camera for camera in self.image_features if self.features[camera]["dtype"] == "video"]
+        video_columns = [f"videos/{camera}/{key}" for camera in videos for key in keys]
+        names = ["episode_index", "tasks", "length", "data/chunk_index", "data/file_index", *video_columns]
         files = sorted((self.root / "meta/episodes").glob("*/*.parquet"))
         if not files:
             raise UserError(f"{self.root}/meta/episodes has no parquet file")
         return [row for file in files for row in _table(file, names).to_pylist()]
 
     def _data_file(self, episode: dict[str, Any]) -> Path:
+        """Returns the Parquet file with an episode's rows. Raises UserError if it does not exist."""
         number = episode["episode_index"]
         if self.shared:
             fields = {"chunk_index": episode["data/chunk_index"], "file_index": episode["data/file_index"]}
         else:
-            fields = {"episode_chunk": number // self.chunk, "episode_index": number}
+            fields = {"episode_chunk": number // self.chunk_size, "episode_index": number}
         return _existing(self.root / self.data_path.format(**fields))
 
     def _video(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """Returns the file, which exists, and the index of the episode's first frame in it."""
+        """Returns as `_video_file`. Raises UserError if the file does not exist."""
         file, start = self._video_file(camera, episode)
         return _existing(file), start
 
     def _video_file(self, camera: str, episode: dict[str, Any]) -> tuple[Path, int]:
-        """Returns the video file of an episode, and the frame at which the episode begins in it."""
+        """Returns the video file of an episode, and the index of the episode's first frame in it."""
         number, key = episode["episode_index"], f"videos/{camera}/"
         if self.shared:
             fields = {"chunk_index": episode[key + "chunk_index"], "file_index": episode[key + "file_index"]}
             start = round(episode[key + "from_timestamp"] * self.fps)
         else:
-            fields, start = {"episode_chunk": number // self.chunk, "episode_index": number}, 0
+            fields, start = {"episode_chunk": number // self.chunk_size, "episode_index": number}, 0
         return self.root / self.video_path.format(video_key=camera, **fields), start
 
     def _episode_rows(self, file: Path, number: int) -> Mapping[str, NDArray]:
-        """Returns state and action [frame, number], timestamp [frame], and what of EARNED the data set has, [frame,
-        1]."""
+        """Returns the columns of an episode by name: state [frame, state], action [frame, action], timestamp and
+        episode_index [frame], and those of REWARD_FEATURES that the dataset has, [frame, 1]."""
         if self._rows is None or self._rows[0] != file:
-            numbers = [self.state, self.action, *(name for name in EARNED if name in self.features)]
-            table = _table(file, ["episode_index", "timestamp", *numbers])
-            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in numbers}
+            names = [self.state, self.action, *(name for name in REWARD_FEATURES if name in self.features)]
+            table = _table(file, ["episode_index", "timestamp", *names])
+            sizes = {name: int(np.prod(self.features[name]["shape"])) for name in names}
             columns = {name: _matrix(table[name], size, f"{file}: {name}") for name, size in sizes.items()}
             columns |= {name: table[name].to_numpy() for name in ("episode_index", "timestamp")}
             self._rows = file, columns
@@ -230,22 +253,24 @@ class _Dataset:
         return {name: values[in_episode] for name, values in self._rows[1].items()}
 
     def count_frames(self, episodes: Sequence[dict[str, Any]]) -> None:
-        """Counts the frames of the videos of episodes, so that one that was cut is noticed before training."""
-        videos = [camera for camera in self.shown if self.features[camera]["dtype"] == "video"]
+        """Counts the frames of the episodes' videos, so that a truncated one is found before training. Raises UserError
+        if the dataset does not say where its videos are."""
+        videos = [camera for camera in self.image_features if self.features[camera]["dtype"] == "video"]
         if videos and self.video_path is None:
-            raise UserError(f"{self.root}/meta/info.json has no video_path, but {videos[0]} is a video")
-        located = {self._video_file(camera, episode)[0] for camera in videos for episode in episodes}
-        self._lengths.count(sorted(file for file in located if file.is_file()))
+            raise UserError(f"{self.root}/meta/info.json has no video_path, but the feature {videos[0]} is a video")
+        files = {self._video_file(camera, episode)[0] for camera in videos for episode in episodes}
+        self._lengths.count(sorted(file for file in files if file.is_file()))
 
     def _images(self, camera: str, file: Path, number: int) -> list[NDArray[np.uint8]]:
+        """Returns the images of an episode, [height, width, 3] each, for a feature that is not a video."""
         column = _table(file, [camera], filters=[("episode_index", "=", number)])[camera].to_pylist()
         encoded = [cell["bytes"] or _existing(self.root / cell["path"]).read_bytes() for cell in column]
         return [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in encoded]
 
 
-def earned(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
-    """Returns what an episode earned, from its columns; None where the data set says neither reward nor success."""
-    reward, success = (rows.get(name) for name in EARNED)
+def rewards_to_go(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
+    """Returns the rewards of an episode, from its columns; None if the dataset has neither rewards nor success."""
+    reward, success = (rows.get(name) for name in REWARD_FEATURES)
     if reward is None and success is None:
         return None
     length = len(rows["timestamp"])
@@ -254,23 +279,24 @@ def earned(rows: Mapping[str, NDArray]) -> RewardsToGo | None:
 
 
 def solved_at_end(rows: Mapping[str, NDArray]) -> bool:
-    """Returns whether the last row of an episode is marked as a success. Other episodes count as cut off, for
-    next.done is true at the end of every episode."""
+    """Returns whether the last row of an episode is marked as a success. Other episodes count as truncated, since
+    next.done is true at the end of each episode."""
     success = rows.get("next.success")
     return success is not None and bool(success[-1].any())
 
 
-def _matrix(column: pa.ChunkedArray, size: int, where: str) -> NDArray[np.float32]:
-    """Converts a column of lists of `size` numbers (or of numbers) to [row, size]. Raises UserError."""
+def _matrix(column: pa.ChunkedArray, size: int, name: str) -> NDArray[np.float32]:
+    """Converts a column of lists of `size` numbers (or of numbers) to [row, size]. name: file and column, for messages.
+    Raises UserError if a row has another size."""
     nested = pa.types.is_nested(column.type)
     values = (pc.list_flatten(column) if nested else column).to_numpy().astype(np.float32)
     if len(values) != size * len(column):
-        raise UserError(f"{where} must hold {size} numbers a row")
+        raise UserError(f"{name} must have {size} numbers in each row")
     return values.reshape(len(column), size)
 
 
 def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | None = None) -> pa.Table:
-    """Reads columns of a Parquet file. Raises UserError for another file, and where a column is missing."""
+    """Reads columns of a Parquet file. Raises UserError if it is not one, or a column is missing."""
     try:
         columns = parquet.read_schema(file).names
     except pa.ArrowInvalid as error:
@@ -282,7 +308,7 @@ def _table(file: Path, names: list[str], filters: list[tuple[str, str, int]] | N
 
 
 def _parsed(file: Path, text: str) -> dict[str, Any]:
-    """Parses a JSON object. Raises UserError."""
+    """Parses a JSON object of a file. Raises UserError if it is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -293,6 +319,7 @@ def _parsed(file: Path, text: str) -> dict[str, Any]:
 
 
 def _existing(file: Path) -> Path:
+    """Returns the path. Raises UserError if there is no such file."""
     if not file.is_file():
         raise UserError(f"task.demonstrations.path: {file} is missing")
     return file

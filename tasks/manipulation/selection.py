@@ -1,4 +1,4 @@
-"""Episodes of a data set that are learned from: those of a split or a list, without those that cannot be read."""
+"""Selection of the episodes of a dataset to train on: by a split or a list, without those that cannot be read."""
 
 from __future__ import annotations
 
@@ -12,39 +12,49 @@ from mmrl.errors import UserError
 
 SPLIT = re.compile(r"(\d*):(\d*)")
 TRAIN, ALL = "train", "all"
-SHOWN = 5
-Read = TypeVar("Read")
+MAX_LISTED = 5  # episodes that an error lists
+Episode = TypeVar("Episode")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EpisodeSelection:
-    """Options of `task.demonstrations`. episodes: how many of the first, or numbers; split: one of the data set's, or
-    all of it; None: train where the data set has it and no numbers are listed."""
+    """Options of `task.demonstrations` that select episodes.
+
+    episodes: the number of first episodes, or a list of episode numbers; None: all. split: a split of the dataset, or
+    "all"; None: "train" if the dataset has it and `episodes` is not a list, else "all". max_bad_share: the share of
+    episodes that may be unreadable.
+    """
 
     episodes: int | Sequence[int] | None = None
     split: str | None = None
     max_bad_share: float = 0.0
 
-    def of(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
-        """Returns the chosen ones of the data set's episode numbers, which ascend. Raises UserError naming numbers and
-        splits that it does not have."""
-        inside = self._inside(name, numbers, splits)
+    def select(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
+        """Returns the selected episode numbers.
+
+        name: of the dataset, for messages. numbers: all of its episode numbers, ascending. splits: from the name of a
+        split to "FIRST:END", positions in `numbers`. Raises UserError for numbers and splits that do not exist.
+        """
+        in_split = self._in_split(name, numbers, splits)
         if self.episodes is None or isinstance(self.episodes, int):
-            return inside[: self.episodes]
-        absent = [number for number in self.episodes if number not in inside]
+            return in_split[: self.episodes]
+        absent = [number for number in self.episodes if number not in in_split]
         if absent:
             split = "" if self.split is None else f" in its split {self.split}"
             raise UserError(
-                f"task.demonstrations.episodes: {name} has no episode {', '.join(map(str, absent[:SHOWN]))}{split}; it "
-                f"has {len(inside)}, from {min(inside, default='none')} to {max(inside, default='none')}"
+                f"task.demonstrations.episodes: {name} has no episode {', '.join(map(str, absent[:MAX_LISTED]))}"
+                f"{split}; it has {len(in_split)}, from {min(in_split, default='none')} to "
+                f"{max(in_split, default='none')}"
             )
         return list(self.episodes)
 
-    def _inside(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
-        """Returns the numbers in the split."""
-        listed = self.episodes is not None and not isinstance(self.episodes, int)
-        split = (ALL if listed or TRAIN not in splits else TRAIN) if self.split is None else self.split
+    def _in_split(self, name: str, numbers: Sequence[int], splits: Mapping[str, Any]) -> list[int]:
+        """Returns the episode numbers of the split; arguments and errors as `select`."""
+        split = self.split
+        if split is None:
+            is_list = self.episodes is not None and not isinstance(self.episodes, int)
+            split = ALL if is_list or TRAIN not in splits else TRAIN
         if split == ALL and ALL not in splits:
             return list(numbers)
         if split not in splits:
@@ -55,32 +65,36 @@ class EpisodeSelection:
         if bounds is None:
             raise UserError(
                 f"{name}/meta/info.json: the split {split} is {splits[split]!r}, not FIRST:END; set "
-                "task.demonstrations.split=all or list task.demonstrations.episodes"
+                "task.demonstrations.split=all, or list episode numbers in task.demonstrations.episodes"
             )
         first, end = (None if bound == "" else int(bound) for bound in bounds.groups())
-        inside = list(numbers)[first:end]  # by position, as numbers may have gaps
-        if len(inside) < len(numbers):
-            log.info("%s: %d of %d episodes are its split %s", name, len(inside), len(numbers), split)
-        return inside
+        in_split = list(numbers)[first:end]  # by position, as numbers may have gaps
+        if len(in_split) < len(numbers):
+            log.info("%s: %d of %d episodes are in its split %s", name, len(in_split), len(numbers), split)
+        return in_split
 
-    def usable(self, name: str, episodes: Sequence[int], read: Callable[[int], Read]) -> list[Read]:
-        """Reads episodes; those that raise UserError are left out and named. Raises UserError where they are more than
-        the share that may be unusable, or all."""
-        usable, bad = list[Read](), list[str]()
+    def read_usable(self, name: str, episodes: Sequence[int], read: Callable[[int], Episode]) -> list[Episode]:
+        """Reads episodes. Those for which `read` raises UserError are logged and left out.
+
+        name: of the dataset, for messages. episodes: their numbers. Raises UserError if more than the share
+        `max_bad_share` is left out, or all are.
+        """
+        usable, bad = list[Episode](), list[str]()
         for number in episodes:
             try:
                 usable.append(read(number))
             except UserError as error:
                 bad.append(str(error))
         if len(bad) > self.max_bad_share * len(episodes):
-            listed = "; ".join(bad[:SHOWN]) + ("; ..." if len(bad) > SHOWN else "")
+            listed = "; ".join(bad[:MAX_LISTED]) + ("; ..." if len(bad) > MAX_LISTED else "")
             raise UserError(
                 f"{name}: {len(bad)} of {len(episodes)} episodes cannot be used, more than "
-                f"task.demonstrations.max_bad_share={self.max_bad_share:g} allows; mend them, leave them out with "
+                f"task.demonstrations.max_bad_share={self.max_bad_share:g} allows; repair them, leave them out with "
                 f"task.demonstrations.episodes, or raise max_bad_share: {listed}"
             )
         for reason in bad:
             log.warning("left out: %s", reason)
         if not usable:
-            raise UserError(f"{name}: no episode to learn from is left: {'; '.join(bad[:SHOWN]) or 'none was chosen'}")
+            reasons = "; ".join(bad[:MAX_LISTED]) or "none was selected"
+            raise UserError(f"{name}: no episode to train on is left: {reasons}")
         return usable

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 
 class DemonstratingTask(Protocol):
-    """The task in whose simulator episodes are demonstrated."""
+    """The task for whose simulator episodes are demonstrated."""
 
     settings: ManipulationSettings
     seed: int
 
-    def make_simulator(self, rows: int) -> VectorSim: ...
+    def make_simulator(self, rows: int) -> VectorSim:
+        """Builds `rows` environments."""
 
 
 class DemonstratedEpisodes(Choice):
-    """A source of demonstrated episodes."""
+    """Settings of a source of demonstrated episodes."""
 
     title: ClassVar[str] = "demonstrations"
     kinds: ClassVar[dict[str, str]] = {
@@ -39,8 +40,10 @@ class DemonstratedEpisodes(Choice):
 
     @abstractmethod
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
-        """Returns prompts that carry an observation and the actions that followed it. Raises UserError where there are
-        none."""
+        """Returns prompts with an observation and the actions that followed it. Raises UserError if there are none.
+
+        starts: the start states of training, of which an expert uses the first.
+        """
 
 
 class ExpertDemonstrations(DemonstratedEpisodes):
@@ -49,18 +52,18 @@ class ExpertDemonstrations(DemonstratedEpisodes):
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "expert"
     episodes: int = option(200, "episodes of each task", ge=1)
-    noise: float = option(0.0, "standard deviation of noise on executed actions; recorded actions have none", ge=0)
+    noise: float = option(0.0, "standard deviation of Gaussian noise on the executed actions", ge=0)
     perturbation: float = option(
         0.0,
-        "chance at each action that a random one, uniform in [-1, 1], is executed in place of the expert's next ones, "
-        "which are still those that are shown",
+        "probability at each action that a perturbation begins: one random action, uniform in [-1, 1], is executed in "
+        "place of the expert's next ones",
         ge=0,
         lt=1,
     )
-    perturbation_length: int = option(5, "for how many actions", unit="actions", ge=1)
+    perturbation_length: int = option(5, "length of a perturbation", unit="actions", ge=1)
     successful: bool = option(True, "leave out episodes that fail")
     actions: Literal["expert", "executed"] = option(
-        "expert", "which are shown: what the expert wanted, or what was executed, noise and perturbations included"
+        "expert", "the actions to learn: those of the expert, or those executed, with noise and perturbations"
     )
 
     def prompts(self, task: DemonstratingTask, starts: EpisodeSource) -> Source:
@@ -74,33 +77,38 @@ class ExpertDemonstrations(DemonstratedEpisodes):
                 sim,
                 start_states,
                 disturbance=disturbance,
-                successful=self.successful,
+                successful_only=self.successful,
                 seed=task.seed,
-                executed=self.actions == "executed",
+                record_executed=self.actions == "executed",
             )
         return EpisodeDemonstrations(recorded)
 
 
 class LeRobotDemonstrations(DemonstratedEpisodes):
-    """A data set in LeRobot's format, 2.0 to 3.0."""
+    """A dataset in LeRobot's format, versions 2.0 to 3.0."""
 
     test: ClassVar[str] = "tests/tasks/test_lerobot.py"
     type: str = "lerobot"
-    path: str = option(description="folder of the data set")
-    episodes: int | list[int] | None = option(None, "the first N, or a list of episode numbers; default: all")
+    path: str = option(description="folder of the dataset")
+    episodes: int | list[int] | None = option(
+        None, "number of first episodes, or a list of episode numbers; default: all"
+    )
     split: str | None = option(
-        None, "one of the data set's splits, or all; default: train where it has that, and no numbers are listed"
+        None, "a split of the dataset, or all; default: train if it exists and `episodes` is not a list, else all"
     )
     max_bad_share: float = option(
-        0.0, "share of episodes that may be unusable; they are named and left out", ge=0, le=1
+        0.0, "share of episodes that may be unusable; they are logged and left out", ge=0, le=1
     )
     camera: str | list[str] | None = option(
         None,
-        "feature of the images, or one for each of the simulator's cameras, in their order; default: the only one",
+        "feature of the images, or a list with one for each of the simulator's cameras, in their order; default: the "
+        "only one",
     )
     state: str = option("observation.state", "feature of the state")
     action: str = option("action", "feature of the actions")
-    memory: float = option(4.0, "if its images need more, they are decoded each time they are seen", unit="GiB", ge=0)
+    memory: float = option(
+        4.0, "decoded images are kept in memory if all of them need at most this; 0: never", unit="GiB", ge=0
+    )
 
     @field_validator("episodes")
     @classmethod
@@ -128,8 +136,8 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
             lerobot.load(
                 self.path,
                 lerobot.DatasetColumns(self.camera, self.state, self.action),
-                chosen=EpisodeSelection(self.episodes, self.split, self.max_bad_share),
-                memory=self.memory,
+                selection=EpisodeSelection(self.episodes, self.split, self.max_bad_share),
+                memory_gib=self.memory,
                 action_dim=simulator.action_dim,
                 state_dim=simulator.state_dim,
                 image_shape=simulator.image_shape,
@@ -139,56 +147,54 @@ class LeRobotDemonstrations(DemonstratedEpisodes):
 
 
 class ManipulationSettings(TaskSettings):
-    """Episodes in a simulator. Training episodes start from seeds that follow the run's seed, held-out ones from
-    `eval_seed` on; they never meet."""
+    """Episodes of a robot in a simulator. The run's seed selects the start states of training, `eval_seed` the held-out
+    ones; these are always different."""
 
     test: ClassVar[str] = "tests/tasks/test_manipulation.py"
     type: str = "manipulation"
-    simulator: str = option("tabletop", "a shipped simulator, or one's own as package.module:Class")
+    simulator: str = option("tabletop", "a shipped simulator, or a class of your own as package.module:Class")
     options: dict[str, Any] = option({}, "options of the simulator")
-    tasks: tuple[str, ...] = option(("reach",), "of the simulator", min_length=1)
-    eval_tasks: tuple[str, ...] | None = option(
-        None, "tasks of the held-out start states; default: `tasks`", min_length=1
-    )
-    rows: int = option(128, "environments at once on a rank", ge=1)
-    workers: int = option(0, "processes of their own for the simulator; 0: in this one", ge=0)
+    tasks: tuple[str, ...] = option(("reach",), "tasks of the simulator to train on", min_length=1)
+    eval_tasks: tuple[str, ...] | None = option(None, "held-out tasks; default: as `tasks`", min_length=1)
+    rows: int = option(128, "parallel environments of a rank", ge=1)
+    workers: int = option(0, "processes that run the simulator; 0: it runs in the rank's process", ge=0)
     python: str | None = option(
         None,
-        "interpreter of the workers, for a simulator with an environment of its own; mmrl must be importable there, "
-        "its dependencies need not; default: this one",
+        "Python interpreter of the workers, for a simulator in another virtual environment; mmrl must be importable "
+        "there, but not its dependencies; default: the rank's interpreter",
     )
     ray: str | None = option(
-        None, "put the workers on hosts of this Ray cluster: HOST:PORT of its head, or auto; default: on this host"
+        None, "Ray cluster whose hosts run the workers: HOST:PORT of its head, or auto; default: this host"
     )
     turns: int = option(
-        1, "groups of workers that take turns: one group steps while the policy computes actions for another", ge=1
+        1, "parts into which environments are divided: one part steps while the policy acts for another", ge=1
     )
     deadline_s: float = option(
-        120.0, "time after which a silent worker is replaced and its episodes are lost", unit="s", gt=0
+        120.0, "time after which a worker without an answer is replaced and its episodes are lost", unit="s", gt=0
     )
-    train_size: int = option(1_000_000, "start states to train on", ge=1)
+    train_size: int = option(1_000_000, "training start states", ge=1)
     eval_size: int = option(500, "held-out start states", ge=1)
-    eval_seed: int = option(0, "the first of the held-out start states", ge=0, lt=1_000_000)
+    eval_seed: int = option(0, "seed of the first held-out start state", ge=0, lt=1_000_000)
     instructions: Literal["own", "shuffled"] = option(
-        "own", "shuffled: every episode shows the instruction of another one, to see whether a policy listens"
+        "own", "shuffled: each episode has the instruction of another one, to test whether the policy follows it"
     )
     demonstrations: DemonstratedEpisodes | None = option(
         None, "demonstrations for algorithm.type=supervised and for rollout.extras=[demonstrations]"
     )
     rewards: list[RewardSpec] = option(
         [RewardSpec(name="mmrl.tasks.manipulation.rewards:success", label="success")],
-        "what an episode earns",
+        "rewards of an episode",
         min_length=1,
     )
 
     @model_validator(mode="after")
     def _check_workers(self) -> ManipulationSettings:
         if self.ray is not None and self.workers == 0:
-            raise ValueError(f"ray={self.ray} places workers; workers=0")
+            raise ValueError(f"ray={self.ray} is for workers, but workers=0; set workers to 1 or more")
         if self.python is not None and self.workers == 0:
-            raise ValueError(f"python={self.python} runs workers; set workers to 1 or more")
+            raise ValueError(f"python={self.python} is for workers, but workers=0; set workers to 1 or more")
         if self.turns > max(self.workers, 1):
-            raise ValueError(f"turns={self.turns} needs as many workers; workers={self.workers}")
+            raise ValueError(f"turns={self.turns} needs at least as many workers, but workers={self.workers}")
         return self
 
     def build(self, seed: int) -> Task:

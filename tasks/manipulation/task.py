@@ -1,4 +1,4 @@
-"""Robot manipulation in a simulator: start states, rewards of episodes, and demonstrations."""
+"""The task of robot manipulation in a simulator: start states, rewards of episodes, and demonstrations."""
 
 from __future__ import annotations
 
@@ -24,39 +24,35 @@ from mmrl.tasks.manipulation.settings import ManipulationSettings
 
 
 class Manipulation:
-    """A task: start states to train on, start states held out, demonstrations, rewards.
-
-    `accuracy` is success at any time.
-    """
+    """The task: training start states, held-out start states, demonstrations and rewards. seed: that of the run; runs
+    of other seeds have other training start states."""
 
     def __init__(self, settings: ManipulationSettings, seed: int) -> None:
         self.settings, self.simulator_rows = settings, settings.rows
         rewards = RewardSet(settings.rewards)
         self.reward_names, self.reward_weights = rewards.names, rewards.weights
         self.rewards, self._success = rewards, RewardSet([RewardSpec(name="mmrl.tasks.manipulation.rewards:success")])
-        judges = [
-            (n, c.reward)
-            for n, c in zip(rewards.names, rewards.components, strict=True)
-            if isinstance(c, GuardedReward)
-        ]
-        self._judges = {name: judge for name, judge in judges if isinstance(judge, SuccessJudge)}
-        self.watched = bool(self._judges)
+        self._judges: dict[str, SuccessJudge] = {}
+        for name, component in zip(rewards.names, rewards.components, strict=True):
+            if isinstance(component, GuardedReward) and isinstance(component.reward, SuccessJudge):
+                self._judges[name] = component.reward
+        self.watched = bool(self._judges)  # whether rewards need the images of episodes
         self.seed = seed
-        first = FIRST_TRAINING_SEED + seed * settings.train_size
-        self.train = EpisodeSource(settings.tasks, settings.train_size, first)
+        first_seed = FIRST_TRAINING_SEED + seed * settings.train_size
+        self.train = EpisodeSource(settings.tasks, settings.train_size, first_seed)
         self.evaluation = EpisodeSource(settings.eval_tasks or settings.tasks, settings.eval_size, settings.eval_seed)
 
     @cached_property
     def demonstrations(self) -> Source | None:
-        """The demonstrations, which are recorded or opened at the first use; None where there are none.
+        """The demonstrations, which are recorded or opened on first use; None if the settings have none.
 
-        Raises UserError as `make_simulator`, and where there is no demonstration.
+        Raises UserError as `make_simulator`, and if there is no usable demonstration.
         """
-        shown = self.settings.demonstrations
-        return None if shown is None else shown.prompts(self, self.train)
+        demonstrations = self.settings.demonstrations
+        return None if demonstrations is None else demonstrations.prompts(self, self.train)
 
     def make_simulator(self, rows: int) -> VectorSim:
-        """Builds `rows` environments. Raises UserError as `sims.build`, and for tasks that the simulator does not
+        """Builds `rows` environments. Raises UserError as `mmrl.sims.build`, and for tasks that the simulator does not
         have."""
         settings = self.settings
         sim = build_simulator(
@@ -69,42 +65,42 @@ class Manipulation:
             turns=min(settings.turns, rows),
             deadline_s=settings.deadline_s,
         )
-        played = [("tasks", task) for task in settings.tasks]
-        played += [("eval_tasks", task) for task in settings.eval_tasks or ()]
-        for key, task in played:
+        tasks = [("tasks", task) for task in settings.tasks]
+        tasks += [("eval_tasks", task) for task in settings.eval_tasks or ()]
+        for key, task in tasks:
             if task not in sim.simulator.tasks:
                 sim.close()
-                raise UserError(f"task.{key}: {self.settings.simulator} has no {task!r}; it has {sim.simulator.tasks}")
+                available = ", ".join(sim.simulator.tasks)
+                raise UserError(f"task.{key}: {self.settings.simulator} has no task {task!r}; it has {available}")
         if self.settings.instructions == "shuffled":
-            sim.simulator = Shuffled(sim.simulator)
+            sim.simulator = ShuffledInstructions(sim.simulator)
         return sim
 
     def score(self, samples: Sequence[Sample], group: Tensor | None = None) -> Tensor:
-        """Returns unweighted reward components [rollout, component], float32, NaN for episodes that the simulator lost.
-        group: [rollout], the start state of an episode, for rewards that compare the rollouts of a group."""
+        """Returns unweighted rewards [rollout, component], float32, NaN for episodes in which the simulator failed.
+        group: [rollout], the index of each episode's start state, for rewards that compare the rollouts of a group."""
         return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
-        """Why a rollout was not scored, by reward."""
+        """Returns for each reward with a NaN in the last `score` why it could not be computed."""
         return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> Tensor:
-        """Returns success at any time [rollout], float32, NaN for episodes that the simulator lost."""
+        """Returns success at any time of the episode [rollout], float32, NaN if the simulator failed."""
         return self._success.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns measures of each episode [rollout]: whether the simulator lost it; executed actions and success at
-        its end, NaN where it was lost; for each judge of success its verdict, and whether that differs from the
-        simulator's success at any time; for a head that reasons the latents before a chunk, NaN where there are
-        none."""
+        """Returns metrics [rollout] by name: the number of executed actions, success at the end (both NaN if the
+        simulator failed), and whether the simulator failed; those of `judge_measures` for each judge of success; and
+        for a latent action head the mean number of latents before a chunk."""
         episodes = [s.episode for s in samples if s.episode is not None]
-        judged: dict[str, Tensor] = {}
+        optional: dict[str, Tensor] = {}
         for name, judge in self._judges.items():
-            judged |= judge_measures(name, judge, samples)
-        reasoned = [e.reasoning for e in episodes if e.reasoning is not None]  # of all, or of none
-        if reasoned:
-            judged["episode/reasoning"] = torch.tensor(reasoned)
-        return judged | {
+            optional |= judge_measures(name, judge, samples)
+        latents = [e.reasoning for e in episodes if e.reasoning is not None]  # of all episodes, or of none
+        if latents:
+            optional["episode/reasoning"] = torch.tensor(latents)
+        return optional | {
             "episode/length": torch.tensor([math.nan if e.lost else float(e.length) for e in episodes]),
             "episode/success_at_end": torch.tensor([math.nan if e.lost else float(e.success_at_end) for e in episodes]),
             "episode/lost": torch.tensor([float(e.lost) for e in episodes]),
@@ -112,37 +108,39 @@ class Manipulation:
 
 
 def judge_measures(name: str, judge: SuccessJudge, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Returns the success that a judge sees, and whether the simulator disagrees, [sample]: NaN where the judge gives
-    no verdict, and for episodes that a resumed evaluation has read from its file, which has no images."""
+    """Returns the success according to a judge, and whether the simulator's success differs from it, [sample] each.
+    NaN if the judge gives no verdict, and for episodes without images, which a resumed evaluation has read from its
+    file. name: of the reward."""
     indices = [
         i for i, s in enumerate(samples) if s.episode is not None and (s.episode.lost or s.episode.frames is not None)
     ]
-    success, apart = torch.full((2, len(samples)), torch.nan)
+    success, disagreement = torch.full((2, len(samples)), torch.nan)
     for i, verdict in zip(indices, judge.verdicts([samples[i] for i in indices]), strict=True):
         episode = samples[i].episode
         if verdict is not None and episode is not None:
-            success[i], apart[i] = float(verdict), float(verdict != episode.success)
-    return {f"episode/{name}_success": success, f"episode/{name}_disagreement": apart}
+            success[i], disagreement[i] = float(verdict), float(verdict != episode.success)
+    return {f"episode/{name}_success": success, f"episode/{name}_disagreement": disagreement}
 
 
-class Shuffled:
-    """A simulator whose rows show one another's instructions: that of the next row."""
+class ShuffledInstructions:
+    """A simulator whose rows have the instruction of the next row that has another one."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self.started: list[int] = []
+        self.started: list[int] = []  # rows with an episode, ascending
         self.count, self.action_dim = simulator.count, simulator.action_dim
         self.state_dim, self.image_shape, self.tasks = simulator.state_dim, simulator.image_shape, simulator.tasks
         self.cameras, self.action_bounds = cameras_of(simulator), action_bounds_of(simulator)
 
     def reset(self, rows: Sequence[int], seeds: Sequence[int], tasks: Sequence[str]) -> Transition:
-        """Starts episodes. Rows from the first on begin anew together; single others join those that are there."""
-        first = list(rows) == list(range(len(rows)))
-        self.started = sorted(set(rows) if first else {*self.started, *rows})
+        """Starts episodes as `Simulator.reset`. If `rows` are 0, 1, ..., all other rows count as not started; otherwise
+        `rows` join those that have started."""
+        is_new_batch = list(rows) == list(range(len(rows)))
+        self.started = sorted(set(rows) if is_new_batch else {*self.started, *rows})
         return self.simulator.reset(rows, seeds, tasks)
 
     def instruction(self, row: int) -> str:
-        """Returns the instruction of the next row with another one; the row's own if all are the same."""
+        """Returns the instruction of the next started row that has another one; the row's own if all are the same."""
         instruction, position = self.simulator.instruction(row), self.started.index(row)
         others = [self.simulator.instruction(r) for r in self.started[position + 1 :] + self.started[:position]]
         return next((other for other in others if other != instruction), instruction)

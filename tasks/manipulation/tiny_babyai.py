@@ -1,4 +1,4 @@
-"""A small vision-language-action model that knows BabyAI's words and has a token for each of its seven actions."""
+"""A tiny vision-language-action model for BabyAI: its vocabulary, and an action token for each of its seven actions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ WORDS = (  # of the grammar of instructions, and the end of a prompt
     *("in", "front", "of", "on", "your", "left", "right", "behind"),
     *("red", "green", "blue", "purple", "yellow", "grey"),
 )
-BINS = 8  # seven intervals between them
-SQUARES = 11  # along each side of the agent's view: the recipe's option `around`; its `tile` is 0
-CODES = (11, 6, 3)  # objects, colours and states of minigrid
+BINS = 8  # edges of seven intervals, one for each action
+SQUARES = 11  # along each side of the agent's view: the simulator's option `around`, with `tile` 0
+CODES = (11, 6, 3)  # numbers of objects, colors and states of minigrid
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS and reads minigrid's codes."""
+    """Writes a `SmallBackbone` with the vocabulary WORDS that reads minigrid's codes in place of images."""
     small.create(
         path, small.SmallActionConfig(WORDS, bins=BINS, width=128, layers=1, squares=SQUARES, codes=CODES), seed
     )

@@ -1,7 +1,7 @@
-"""A vision-language model small enough to act on a laptop's CPU: see `mmrl.policies.vlm.tiny_qwen`.
+"""Tiny models that act in the tabletop simulator on a CPU: `SmallBackbone`s, and a Qwen3-VL of transformers (`build`).
 
-An image of 64 pixels is 16 tokens. The vocabulary holds the words of the tabletop's instructions, and at its end 256
-ids for actions. Only the model of transformers' own, which is the larger one, imports transformers: that takes seconds.
+The vocabulary is the words of the instructions and 256 action tokens. Only `build` imports transformers, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BINS = 256
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token a word."""
+    """Builds a tokenizer with one token for each word, and 256 action tokens at the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, fast_tokenizer
@@ -36,27 +36,28 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_small(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows the words of the tabletop."""
+    """Writes a `SmallBackbone` with the vocabulary of the tabletop simulator."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS), seed)
 
 
 def build_labelled(path: str | Path, seed: int = 0) -> None:
-    """Writes the same with the words of `action.labels`."""
+    """Writes the model of `build_small` with the words of `action.labels` in its vocabulary."""
     small.create(path, small.SmallActionConfig((*WORDS, "Advantage:", "positive", "negative"), bins=BINS), seed)
 
 
 def build_normalised(path: str | Path, seed: int = 0) -> None:
-    """Writes the same with normalised channels, for tasks with several objects to attend to."""
+    """Writes the model of `build_small` with normalised channels, for tasks with several objects."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, normalise=True), seed)
 
 
 def build_blind(path: str | Path, seed: int = 0) -> None:
-    """Writes the same for simulators that show states and no images."""
+    """Writes the model of `build_small` without a vision encoder, for simulators that observe states only."""
     small.create(path, small.SmallActionConfig(WORDS, bins=BINS, channels=()), seed)
 
 
 def build_states(path: str | Path, seed: int = 0) -> None:
-    """Writes no backbone at all, for a head that reads the robot's state; its weights are drawn when it is built."""
+    """Writes a folder without a backbone, for an action head that reads the robot's state. The head's weights are
+    initialised when it is built."""
     states_only.create(path)
 
 

@@ -1,4 +1,4 @@
-"""A small vision-language-action model that reads OGBench's states and the words of its tasks."""
+"""A tiny vision-language-action model for OGBench, which observes states and the words of the instructions."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ WORDS = (  # of the instructions of `mmrl.sims.ogbench`
 
 
 def build(path: str | Path, seed: int = 0) -> None:
-    """Writes a `SmallBackbone` that knows WORDS and sees no images."""
+    """Writes a `SmallBackbone` with the vocabulary WORDS and without a vision encoder."""
     small.create(path, small.SmallActionConfig(WORDS, bins=32, channels=()), seed)

@@ -1,4 +1,4 @@
-"""Images of demonstrated episodes: slices that are decoded when they are read, and the lengths of videos."""
+"""Lazily decoded images of demonstrated episodes, and the lengths of videos."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.runtime.progress import display
 
-Decoder = Callable[[int, int], NDArray[np.uint8]]  # first frame and how many -> [frame, height, width, 3]
+# Decodes frames: index of the first frame, number of frames -> [frame, height, width, 3].
+Decoder = Callable[[int, int], NDArray[np.uint8]]
 
 
 class Frames:
-    """The images of one episode: slices are decoded when they are read; with `keep` the whole episode is then
-    cached."""
+    """The images of one episode, decoded on access. keep: the first access decodes and caches the full episode."""
 
     def __init__(self, length: int, decode: Decoder, keep: bool) -> None:
         self.length, self.decode, self.keep = length, decode, keep
@@ -41,42 +41,45 @@ class Frames:
 
 
 class VideoLengths:
-    """The numbers of frames of videos, or why they cannot be read; nothing of videos that were not counted."""
+    """Counts the frames of videos, and checks that videos are long enough."""
 
     def __init__(self) -> None:
-        self._frames: dict[Path, int | str] = {}
+        self._frames: dict[Path, int | str] = {}  # the number of frames, or why a video cannot be read
 
     def count(self, files: Sequence[Path]) -> None:
+        """Counts the frames of videos in parallel."""
         with display.work("videos", len(files)) as work, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             for file, frames in zip(files, pool.map(_frames_of, files), strict=True):
                 self._frames[file] = frames
                 work.advance()
 
     def check(self, file: Path, end: int) -> None:
-        """Raises UserError for a video that cannot be read or has no frame `end` - 1."""
+        """Raises UserError if a counted video cannot be read, or has fewer than `end` frames."""
         frames = self._frames.get(file)
         if isinstance(frames, str):
             raise UserError(f"{file} cannot be read: {frames}")
         if frames is not None and frames < end:
-            raise UserError(f"{file} ends before frame {end}; its index says otherwise")
+            raise UserError(f"{file} has {frames} frames, but {end} according to the dataset's meta/")
 
 
-def read_video(file: Path, first: int, count: int, fps: float) -> NDArray[np.uint8]:
-    """Reads frames `first` to `first + count` of a video of a constant rate: [count, height, width, 3].
+def read_video(file: Path, first: int, num_frames: int, fps: float) -> NDArray[np.uint8]:
+    """Reads `num_frames` frames from frame `first` on, of a video of the constant rate `fps`: [frame, height, width,
+    3].
 
     Raises UserError if it has fewer.
     """
-    seek = ["-ss", f"{(first - 0.5) / fps:.6f}"] if first else []  # half a frame early: times are rounded
+    seek = ["-ss", f"{(first - 0.5) / fps:.6f}"] if first else []  # half a frame early, since times are rounded
     frames = imageio_ffmpeg.read_frames(
         str(file),
         pix_fmt="rgb24",
         input_params=seek,
-        output_params=["-frames:v", str(count), "-fps_mode", "passthrough"],
+        output_params=["-frames:v", str(num_frames), "-fps_mode", "passthrough"],
     )
     width, height = next(frames)["size"]
     images = [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in frames]
-    if len(images) != count:
-        raise UserError(f"{file} ends before frame {first + count}; its index says otherwise")
+    if len(images) != num_frames:
+        end = first + num_frames
+        raise UserError(f"{file} has {first + len(images)} frames, but {end} according to the dataset's meta/")
     return np.stack(images)
 
 
@@ -88,7 +91,8 @@ def _frames_of(file: Path) -> int | str:
         return f"{error}".splitlines()[0]
 
 
-def resized(frames: Iterable[NDArray[np.uint8]], size: tuple[int, int]) -> NDArray[np.uint8]:
+def resize(frames: Iterable[NDArray[np.uint8]], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Resizes frames [height, width, 3] to `size` (height, width), where they differ: [frame, height, width, 3]."""
     height, width = size
-    whole = [Image.fromarray(frame) for frame in frames]
-    return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in whole])
+    images = [Image.fromarray(frame) for frame in frames]
+    return np.stack([np.asarray(i if i.size == (width, height) else i.resize((width, height))) for i in images])

@@ -17,12 +17,12 @@ class TextSumsSettings(TaskSettings):
 
     test: ClassVar[str] = "tests/tasks/test_text_sums.py"
     type: str = "text_sums"
-    largest: int = option(99, "number of a sum", ge=3)
-    train_size: int = option(20_000, "sums to train on", ge=1)
+    largest: int = option(99, "largest summand", ge=3)
+    train_size: int = option(20_000, "training sums", ge=1)
     eval_size: int = option(500, "held-out sums", ge=1)
-    eval_seed: int = option(0, "seed of the held-out sums", ge=0)
-    careless: float = option(0.0, "share of training demonstrations that forget to carry", ge=0, le=1)
-    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a rollout", min_length=1)
+    eval_seed: int = option(0, "random seed of the held-out sums", ge=0)
+    careless: float = option(0.0, "share of training demonstrations that forget the carry", ge=0, le=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a response", min_length=1)
 
     def build(self, seed: int) -> Task:
         return load_attribute("mmrl.tasks.text_sums.task:TextSums")(self, seed)

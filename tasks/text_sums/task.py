@@ -1,4 +1,4 @@
-"""Sums to train on, held-out sums, and the rewards of an answer."""
+"""The task of sums: training prompts, held-out prompts, rewards and accuracy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Split = Literal["train", "heldout"]
 
 
 class TextSums:
-    """A task: sums to train on, sums held out, rewards, and whether an answer is right."""
+    """The task: training sums, held-out sums, and rewards. seed: the random seed of the training sums."""
 
     def __init__(self, settings: TextSumsSettings, seed: int) -> None:
         largest = settings.largest
@@ -30,15 +30,16 @@ class TextSums:
         self.reward_names, self.reward_weights = self.rewards.names, self.rewards.weights
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored."""
+        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed. group:
+        [rollout], the index of each rollout's prompt."""
         return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
-        """Why a rollout was not scored, by reward."""
+        """Returns for each reward with a NaN in the last `score` why it could not be computed."""
         return self.rewards.reasons
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Returns 1 for the right number, else 0, [rollout]."""
+        """Returns 1 for a right answer, else 0, [rollout]."""
         return self._accuracy.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,11 +48,14 @@ class TextSums:
 
 
 class Sums:
-    """`size` prompts `a+b=`, whose answer is the sum; item i depends on (split, seed, i), and what it shows in
-    metadata["demonstration"] on `careless` too."""
+    """`size` prompts such as `27+45=`, whose answer is the sum, with summands up to `largest`.
 
-    def __init__(self, split: Split, size: int, seed: int, largest: int, careless: float = 0.0) -> None:
-        self.split, self.size, self.seed, self.largest, self.careless = split, size, seed, largest, careless
+    Item i depends on (split, seed, i) and `largest`. Metadata: `kind` (carry or plain), and `demonstration`, the target
+    response of supervised training: the sum, or in the share `wrong_share` the sum without its carry.
+    """
+
+    def __init__(self, split: Split, size: int, seed: int, largest: int, wrong_share: float = 0.0) -> None:
+        self.split, self.size, self.seed, self.largest, self.wrong_share = split, size, seed, largest, wrong_share
 
     def __len__(self) -> int:
         return self.size
@@ -64,17 +68,17 @@ class Sums:
             a, b = (int(n) for n in rng.integers(0, self.largest + 1, 2))
             if held_out(a, b) == (self.split == "heldout"):
                 break
-        shown = without_carry(a, b) if rng.random() < self.careless else a + b
-        metadata = {"demonstration": str(shown), "kind": "carry" if without_carry(a, b) != a + b else "plain"}
+        demonstration = without_carry(a, b) if rng.random() < self.wrong_share else a + b
+        metadata = {"demonstration": str(demonstration), "kind": "carry" if without_carry(a, b) != a + b else "plain"}
         return Prompt(f"sums-{self.split}-{self.seed}-{index}", f"{a}+{b}=", answer=str(a + b), metadata=metadata)
 
 
 def held_out(a: int, b: int) -> bool:
-    """Returns whether a pair is held out: about every fourth, and its mirror image with it."""
+    """Returns whether a pair of summands is held out: about every fourth is, and so is (b, a) if (a, b) is."""
     low, high = sorted((a, b))
     return zlib.crc32(f"{low}+{high}".encode()) % 4 == 3
 
 
 def without_carry(a: int, b: int) -> int:
-    """Returns the sum without the carry from the ones: 27 and 45 give 62."""
+    """Returns the sum without the carry from ones to tens: 27 and 45 give 62."""
     return a // 10 * 10 + b // 10 * 10 + (a + b) % 10 if a % 10 + b % 10 > 9 else a + b

@@ -1,4 +1,4 @@
-"""A masked language model of 0.2M parameters that writes sums, built in code: a class that transformers has."""
+"""A tiny BERT of 0.2M parameters for sums: a masked language model whose class transformers has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAD, MASK, END, UNKNOWN = "<pad>", "<mask>", "<end>", "<unknown>"
 
 
 def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token a character."""
+    """Builds a tokenizer with one token for each character."""
     vocabulary = {token: i for i, token in enumerate((PAD, MASK, END, UNKNOWN, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -22,7 +22,7 @@ def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
 
 
 def build(folder: str, seed: int, *, width: int = 96, layers: int = 3) -> None:
-    """Writes a BERT without dropout, for prompts and responses of 32 tokens together."""
+    """Writes a BERT without dropout to a folder. Prompt and response may have 32 tokens together."""
     tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,1 +1,1 @@
-"""Video generation: drawn videos of moving shapes or a user's prompts, rewards that track what moves, and guards."""
+"""The task of video generation: synthetic videos of moving shapes, or a user's prompts."""

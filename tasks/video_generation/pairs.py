@@ -1,4 +1,4 @@
-"""Pairs of videos from the user's files."""
+"""Preference pairs of videos from the user's files."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from mmrl.tasks.data.video_files import VideoFiles
 
 
 class VideoPairs(Pairs):
-    """Pairs of videos, [frame, channel, height, width] each: GIF, WebP, PNG, MP4, MOV or WebM."""
+    """Preference pairs of videos, [frame, channel, height, width] each, from GIF, WebP, PNG, MP4, MOV or WebM files.
 
-    kind = "a video"
+    grey: frames have one channel, else three. num_frames: evenly spaced frames that are read of each video.
+    """
 
-    def __init__(self, path: Path, *, grey: bool, frames: int, max_bad_share: float, field: str = "prompt") -> None:
-        """grey: frames become one channel; else three. frames: of a video that are kept, evenly spaced."""
-        self.mode, self.frames = "L" if grey else "RGB", frames
+    media = "a video"
+
+    def __init__(self, path: Path, *, grey: bool, num_frames: int, max_bad_share: float, field: str = "prompt") -> None:
+        self.mode, self.num_frames = "L" if grey else "RGB", num_frames
         super().__init__(path, max_bad_share=max_bad_share, field=field)
 
     def read(self, path: Path, row: str) -> Tensor:
         try:
-            video = VideoFiles(ImageFiles(self.root), self.frames).decoded(str(path))
+            video = VideoFiles(ImageFiles(self.root), self.num_frames).decode(str(path))
         except RowError as error:
             raise UserError(f"{row}: {error}") from None
-        if len(video.frames) < self.frames:
-            raise UserError(f"{row}: {path} has {len(video.frames)} frames, fewer than task.data.frames={self.frames}")
+        if len(video.frames) < self.num_frames:
+            raise UserError(
+                f"{row}: {path} has {len(video.frames)} frames, fewer than task.data.frames={self.num_frames}"
+            )
         pixels = np.stack([np.asarray(frame.convert(self.mode), dtype=np.float32) / 255 for frame in video.frames])
         frames = torch.from_numpy(pixels)
         return frames[:, None] if self.mode == "L" else rearrange(frames, "f h w c -> f c h w").contiguous()

@@ -1,4 +1,4 @@
-"""The user's video prompts, of which a share is held out."""
+"""A split of the user's video prompts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from mmrl.rollouts import Prompt
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Splits prompts into those to train on and those held out: every n-th, so that about `share` of them are. Raises
-    ValueError where one of the two would be empty."""
-    every = round(1 / share)
-    heldout = prompts[every - 1 :: every]
-    train = [prompt for n, prompt in enumerate(prompts, 1) if n % every]
+    """Splits prompts into training and held-out prompts. Every n-th prompt is held out, where n is 1 / share, rounded.
+    Raises ValueError if a split is empty."""
+    stride = round(1 / share)
+    heldout = prompts[stride - 1 :: stride]
+    train = [prompt for number, prompt in enumerate(prompts, 1) if number % stride]
     if not heldout or not train:
-        raise ValueError(f"{len(prompts)} prompts are too few to hold out a share of {share:g}; give eval a file")
+        raise ValueError(
+            f"task.data.heldout={share:g} leaves {len(train)} training and {len(heldout)} held-out prompts, but both "
+            "are needed; change it, or name a file of held-out prompts in task.data.eval"
+        )
     return train, heldout

@@ -21,7 +21,7 @@ _CHECKED = f"{_PACKAGE}.tracking:MotionChecked"
 
 
 class VideoPrompts(Choice):
-    """A source of video prompts, with the rewards and the accuracy of their videos where the task names none."""
+    """Settings of a source of video prompts, with default rewards and accuracy of the videos."""
 
     title: ClassVar[str] = "video prompts"
     kinds: ClassVar[dict[str, str]] = {
@@ -34,16 +34,17 @@ class VideoPrompts(Choice):
 
     @property
     def shows_held_out(self) -> bool:
-        """Returns whether prompts to train on may be held-out ones too, as those of a base."""
+        """Returns whether training prompts may be held-out ones too, so that a base model can learn them."""
         return False
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Returns prompts to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns the training prompts and the held-out prompts. If the former are None, the task can only be
+        evaluated. seed: the random seed of the training prompts."""
 
 
 class MovingShapesData(VideoPrompts):
-    """Sentences that ask for a moving shape: videos of 5 x 1 x 12 x 12 with an exact tracker."""
+    """Prompts that ask for a moving shape: videos of 5 x 1 x 12 x 12, whose motion is tracked exactly."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     rewards: ClassVar[list[RewardSpec]] = [
@@ -52,13 +53,13 @@ class MovingShapesData(VideoPrompts):
     ]
     accuracy: ClassVar[RewardSpec | None] = RewardSpec(name=_CHECKED)
     type: str = "moving_shapes"
-    train_size: int = option(20_000, "prompts to train on", ge=1)
+    train_size: int = option(20_000, "training prompts", ge=1)
     eval_size: int = option(500, "held-out prompts", ge=1)
-    eval_seed: int = option(0, "of the held-out prompts", ge=0)
-    careless: float = option(0.0, "share of training videos of which one part is wrong", ge=0, le=1)
-    all_motions: bool = option(
-        False, "train on all motions, also those that evaluation asks for, as a base has seen them"
+    eval_seed: int = option(0, "random seed of the held-out prompts", ge=0)
+    careless: float = option(
+        0.0, "share of prompts whose video for supervised training has a wrong shape, direction or speed", ge=0, le=1
     )
+    all_motions: bool = option(False, "train on all motions, also the held-out ones, for a base model")
 
     @property
     def shows_held_out(self) -> bool:
@@ -68,21 +69,21 @@ class MovingShapesData(VideoPrompts):
         from mmrl.tasks.data.moving_shapes import MovingShapes
 
         train = MovingShapes(
-            "all" if self.all_motions else "train", size=self.train_size, seed=seed, careless=self.careless
+            "all" if self.all_motions else "train", size=self.train_size, seed=seed, wrong_share=self.careless
         )
         return train, MovingShapes("heldout", size=self.eval_size, seed=self.eval_seed)
 
 
 class VideoPromptsData(VideoPrompts):
-    """The user's prompt files. Held-out prompts come from `eval`, or are a share of `train`."""
+    """The user's prompt files. Held-out prompts are in the file `eval`, or are the share `heldout` of `train`."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     type: str = "prompts"
-    train: Path | None = option(None, "prompts to train on; without it the task can only be evaluated")
-    eval: Path | None = option(None, "held-out prompts")
+    train: Path | None = option(None, "file of training prompts; without it the task can only be evaluated")
+    eval: Path | None = option(None, "file of held-out prompts")
     heldout: float | None = option(None, "share of `train` that is held out", gt=0, lt=1)
-    prompt_field: str = option("prompt", "column of the prompt, where a file has columns")
-    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    prompt_field: str = option("prompt", "column of the prompt, if a file has columns")
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -105,35 +106,35 @@ class VideoPromptsData(VideoPrompts):
 
 
 class VideoPairsData(VideoPrompts):
-    """Pairs of the user's: rows of `prompt`, `chosen` and `rejected`, the latter paths of videos of one size below the
-    file's folder; for algorithm.type=offline_preference."""
+    """The user's preference pairs, for algorithm.type=offline_preference: rows of `prompt`, `chosen` and `rejected`.
+    The latter are paths of videos of one size below the file's folder."""
 
     test: ClassVar[str] = "tests/tasks/test_video_pairs.py"
     type: str = "pairs"
-    train: Path | None = option(None, "pairs to train on; without them the task can only be evaluated")
-    eval: Path = option(description="held-out prompts")
+    train: Path | None = option(None, "file of training pairs; without it the task can only be evaluated")
+    eval: Path = option(description="file of held-out prompts")
     prompt_field: str = option("prompt", "column of the prompt")
-    frames: int = option(16, "of a video that are kept, evenly spaced: as many as the model draws", ge=1)
+    frames: int = option(16, "evenly spaced frames that are read of a video: as many as the model generates", ge=1)
     grey: bool = option(False, "videos have one channel")
-    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    max_bad_share: float = option(0.0, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.data.prompt_files import load_prompts
         from mmrl.tasks.video_generation.pairs import VideoPairs
 
         rows: dict[str, Any] = {"field": self.prompt_field, "max_bad_share": self.max_bad_share}
-        train = None if self.train is None else VideoPairs(self.train, grey=self.grey, frames=self.frames, **rows)
+        train = None if self.train is None else VideoPairs(self.train, grey=self.grey, num_frames=self.frames, **rows)
         return train, load_prompts(self.eval, **rows)
 
 
 class VideoGenerationSettings(TaskSettings):
-    """Videos from prompts. Moving shapes have rewards and an accuracy of their own; prompt files need both."""
+    """Video generation from prompts. Moving shapes have default rewards and accuracy; for prompt files set both."""
 
     test: ClassVar[str] = "tests/tasks/test_video_generation.py"
     type: str = "video_generation"
     data: VideoPrompts = option(MovingShapesData(), "where the prompts come from")
-    rewards: list[RewardSpec] | None = option(None, "what a video earns; default: that of the data", min_length=1)
-    accuracy: RewardSpec | None = option(None, "what evaluation reports; default: that of the data")
+    rewards: list[RewardSpec] | None = option(None, "rewards of a video; default: those of the data", min_length=1)
+    accuracy: RewardSpec | None = option(None, "reward that evaluation reports as accuracy; default: that of the data")
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:

@@ -1,4 +1,4 @@
-"""A tiny Wan pipeline for moving shapes, built in code: the class that users bring, at a laptop's size."""
+"""A tiny diffusers WanPipeline for moving shapes: the same class as published models, for a CPU."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mmrl.policies.diffusion import tiny
 from mmrl.policies.diffusion.families.components import quiet
 from mmrl.tasks.data import moving_shapes
 
-TEXT = 32  # width of the text encoder
+TEXT = 32  # hidden size of the text encoder
 
 
 def build_moving_shapes(folder: str, seed: int) -> None:
     """Writes a Wan for videos of 5 x 1 x 12 x 12, whose latents are 1 x 5 x 6 x 6.
 
-    A video is one patch, and so one token: with a token a frame, Wan's positions, which are relative, do not let a
-    network of this size learn in which direction something moves, and with quarters of the frames it learns more
-    slowly. A patch has 180 numbers and the network is 256 wide: the noise of a patch has to pass through it, or videos
-    stay noisy. Levels are shifted towards noise, as Wan's are: below a level of 0.6 nothing is left to decide.
+    The whole video is one patch, and so one token. With one token for each frame so small a network does not learn in
+    which direction something moves, since Wan's positions are relative; with a quarter of a frame for each token it
+    learns more slowly. The hidden size, 256, must exceed the 180 values of the patch, or videos stay noisy. Sigmas are
+    shifted towards noise, as Wan's are: below 0.6 the content of a video is already determined.
     """
     canvas = moving_shapes.GENERATION_CANVAS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = tiny.word_tokenizer(moving_shapes.words(), max_length=12)
+        tokenizer = tiny.word_tokenizer(moving_shapes.vocabulary(), max_length=12)
         transformer = WanTransformer3DModel(
-            patch_size=(canvas.frames, canvas.grid, canvas.grid),
+            patch_size=(canvas.num_frames, canvas.grid, canvas.grid),
             num_attention_heads=4,
             attention_head_dim=64,
             in_channels=1,

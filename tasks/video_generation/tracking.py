@@ -1,4 +1,4 @@
-"""Exact tracking of moving shapes in videos: the object, and its position in each frame."""
+"""Exact tracking of moving shapes in videos: which shape moves, and its position in each frame."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from mmrl.rollouts import Sample
-from mmrl.tasks.data.moving_shapes import CELL, DIRECTIONS, GENERATION_CANVAS, SHAPES, Motion, still
+from mmrl.tasks.data.moving_shapes import CELL, DIRECTIONS, GENERATION_CANVAS, SHAPES, Motion, draw_frame
 from mmrl.tasks.video_generation.clips import stack_videos
 
-CLEAN = (
-    0.4  # squared distance of a frame from its object alone, over that of black, above which there is no object in it
-)
-POSITIONS = GENERATION_CANVAS.room  # of an object along a side
-STILL, FAST = 0.25, 0.65  # cells a frame: below there is no motion, above it is quick
+MAX_DISTANCE = 0.4  # above this relative distance (see `Track`) a frame shows no object
+POSITIONS = GENERATION_CANVAS.num_positions  # positions of an object along a side
+MIN_SPEED, FAST_SPEED = 0.25, 0.65  # cells a frame: below the first there is no motion, from the second on it is quick
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,11 @@ class Track:
     """The object in one video, and its position in each frame."""
 
     shape: str
-    rows: tuple[int, ...]  # cell of the object's top, by frame
-    columns: tuple[int, ...]  # and of its left side
-    distance: float  # the largest over frames of the squared distance from the object alone; black has 1
+    rows: tuple[int, ...]  # cell of the object's top edge in each frame
+    columns: tuple[int, ...]  # cell of its left edge
+    # Squared distance of a frame from a clean drawing of the object, divided by that of a black frame; the maximum over
+    # frames. It is 0 for a clean video, and 1 for a black one.
+    distance: float
 
     @property
     def velocity(self) -> tuple[float, float]:
@@ -45,75 +45,76 @@ def slope(positions: Sequence[int]) -> float:
 
 @cache
 def _drawings() -> Tensor:
-    """Draws every shape at every position, [shape, position, cell]."""
+    """Draws all shapes at all positions, [shape, position, cell] float32, 0 or 1."""
     positions = [divmod(position, POSITIONS) for position in range(POSITIONS**2)]
-    drawn = torch.stack(
-        [still(GENERATION_CANVAS, shape, *position)[0, ::CELL, ::CELL] for shape in SHAPES for position in positions]
-    )
-    return drawn.view(len(SHAPES), len(positions), -1)
+    frames = [draw_frame(GENERATION_CANVAS, shape, *position) for shape in SHAPES for position in positions]
+    cells = torch.stack([frame[0, ::CELL, ::CELL] for frame in frames])
+    return cells.view(len(SHAPES), len(positions), -1)
 
 
 def track(videos: Tensor) -> list[Track]:
-    """Tracks the object of each video: the one whose best positions over the frames are nearest to the video.
+    """Tracks the object of each video: the shape that, at its best position in each frame, is nearest to the video.
 
-    videos: [video, frame, 1, size, size] on GENERATION_CANVAS, 0 to 1, clamped.
+    videos: [video, frame, 1, size, size] on GENERATION_CANVAS, clamped to 0..1.
     """
     grid = GENERATION_CANVAS.grid
     cells = videos.float().clamp(0, 1).unflatten(4, (grid, CELL)).unflatten(3, (grid, CELL)).mean((4, 6))
     drawings = _drawings()
     distance = torch.cdist(cells.flatten(2).flatten(0, 1), drawings.flatten(0, 1)).square()
-    weight = drawings[:, 0].square().sum(1)  # of each object's cells
-    distance = distance.view(len(videos), GENERATION_CANVAS.frames, len(drawings), -1)
-    nearest, position = distance.min(-1)  # [video, frame, object]
+    black_distance = drawings[:, 0].square().sum(1)  # [shape], squared distance of a black frame from the object
+    distance = distance.view(len(videos), GENERATION_CANVAS.num_frames, len(drawings), -1)
+    nearest, position = distance.min(-1)  # [video, frame, shape]
     best = nearest.sum(1).argmin(1)
     tracks = []
     for video, shape in enumerate(best.tolist()):
         rows, columns = zip(*(divmod(int(p), POSITIONS) for p in position[video, :, shape]), strict=True)
-        tracks.append(Track(list(SHAPES)[shape], rows, columns, float(nearest[video, :, shape].max() / weight[shape])))
+        relative_distance = float(nearest[video, :, shape].max() / black_distance[shape])
+        tracks.append(Track(list(SHAPES)[shape], rows, columns, relative_distance))
     return tracks
 
 
-def marks(motion: Motion, observed: Track) -> dict[str, float]:
-    """Returns which parts of a motion are right, each 0 or 1.
+def part_scores(motion: Motion, track: Track) -> dict[str, float]:
+    """Returns which parts of a motion a tracked video shows, 1 or 0 each.
 
-    identity   the shape, of an object that is clean in every frame
-    direction  the faster of the two slopes is not still and points the way, and the other is still
-    speed      that slope is of the requested speed, whatever its direction
-    steady     no position is more than a cell from the least-squares line, nor is a step against the motion
+    identity   the shape is right, and visible in all frames
+    direction  the object moves along one axis only, in the right direction
+    speed      the object moves along one axis only, at the right speed, in either direction
+    steady     the object is visible in all frames and its velocity is constant, see `is_steady`
     """
-    clean = observed.distance <= CLEAN
-    velocity = observed.velocity
+    visible = track.distance <= MAX_DISTANCE
+    velocity = track.velocity
     axis = 0 if abs(velocity[0]) >= abs(velocity[1]) else 1
     along, across = velocity[axis], velocity[1 - axis]
-    moves = clean and abs(along) >= STILL and abs(across) < STILL
-    down_right = DIRECTIONS[motion.direction]
-    expected = down_right[axis]
-    fast = abs(along) >= FAST
+    moves = visible and abs(along) >= MIN_SPEED and abs(across) < MIN_SPEED
+    expected = DIRECTIONS[motion.direction][axis]
+    fast = abs(along) >= FAST_SPEED
     return {
-        "identity": float(clean and observed.shape == motion.shape),
+        "identity": float(visible and track.shape == motion.shape),
         "direction": float(moves and expected * along > 0),
         "speed": float(moves and fast == (motion.speed == "quickly")),
-        "steady": float(clean and steady(observed)),
+        "steady": float(visible and is_steady(track)),
     }
 
 
-def steady(observed: Track) -> bool:
-    """Returns whether the object moves at one speed: constant velocity as far as whole cells allow."""
-    for positions in (observed.rows, observed.columns):
-        rate = slope(positions)
-        middle = sum(positions) / len(positions)
-        line = [middle + rate * (t - (len(positions) - 1) / 2) for t in range(len(positions))]
-        steps = [b - a for a, b in zip(positions, positions[1:], strict=False)]
-        if any(abs(p - q) > 0.75 for p, q in zip(positions, line, strict=True)) or min(steps) * max(steps) < 0:
+def is_steady(track: Track) -> bool:
+    """Returns whether the velocity is constant as far as whole cells allow: no position is further than 0.75 cells from
+    the least-squares line, and no step goes backwards."""
+    for positions in (track.rows, track.columns):
+        velocity = slope(positions)
+        mean = sum(positions) / len(positions)
+        line = [mean + velocity * (t - (len(positions) - 1) / 2) for t in range(len(positions))]
+        steps = [next_position - position for position, next_position in zip(positions, positions[1:], strict=False)]
+        far = any(abs(position - fitted) > 0.75 for position, fitted in zip(positions, line, strict=True))
+        if far or min(steps) * max(steps) < 0:
             return False
     return True
 
 
 class MotionChecked:
-    """Reward: 1 where the video shows exactly the requested motion (prompt.metadata["motion"]), else 0.
+    """Reward: 1 if the video shows exactly the requested motion (prompt.metadata["motion"]), else 0.
 
-    With `partial` it is the mean of the `marks` instead; `part` names one of them. None for a video that holds NaN or
-    inf. Scoring raises UserError for videos of another size.
+    With `partial` it is the mean of `part_scores` instead; `part` selects one of them. None for a video that holds NaN
+    or inf. Scoring raises UserError for videos of another size.
     """
 
     scope: Literal["sample"] = "sample"
@@ -125,12 +126,17 @@ class MotionChecked:
         self.partial, self.part = partial, part
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        videos = stack_videos(samples, (GENERATION_CANVAS.frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size))
+        videos = stack_videos(
+            samples, (GENERATION_CANVAS.num_frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size)
+        )
         finite = videos.flatten(1).isfinite().all(1)
         tracks = track(videos.nan_to_num())
         scores: list[float | None] = []
-        for sample, observed, good in zip(samples, tracks, finite.tolist(), strict=True):
-            parts = marks(sample.prompt.metadata["motion"], observed)
+        for sample, sample_track, is_finite in zip(samples, tracks, finite.tolist(), strict=True):
+            parts = part_scores(sample.prompt.metadata["motion"], sample_track)
             value = parts[self.part] if self.part else sum(parts.values()) / len(parts)
-            scores.append((value if self.partial or self.part else float(value == 1)) if good else None)
+            if not is_finite:
+                scores.append(None)
+            else:
+                scores.append(value if self.partial or self.part else float(value == 1))
         return scores

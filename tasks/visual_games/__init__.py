@@ -1,1 +1,1 @@
-"""Worlds seen as images and played over turns."""
+"""Games that are observed as images and played over several turns."""

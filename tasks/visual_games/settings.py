@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class VisualGamesSettings(TaskSettings):
-    """Worlds seen as images, with rewards over turns. Success is what the world reports at the end."""
+    """Games that are observed as images and played over several turns. The game reports success at its end."""
 
     test: ClassVar[str] = "tests/tasks/test_visual_games.py"
     type: str = "visual_games"
-    game: Game = option(Cards(), "the world")
-    train_size: int = option(100_000, "seeds to train on", ge=1)
-    eval_size: int = option(500, "held-out seeds", ge=1)
-    rewards: list[RewardSpec] = option([RewardSpec(name="environment_return")], "what a game earns", min_length=1)
+    game: Game = option(Cards(), "the game")
+    train_size: int = option(100_000, "number of training games, each with a seed", ge=1)
+    eval_size: int = option(500, "number of held-out games, each with a seed", ge=1)
+    rewards: list[RewardSpec] = option([RewardSpec(name="environment_return")], "rewards of a game", min_length=1)
     careless: float = option(
-        0.0, "share of an expert's responses that are replaced by others of the same game", ge=0, le=1
+        0.0, "share of an expert's responses that are replaced by random ones of the same game", ge=0, le=1
     )
 
     def build(self, seed: int) -> Task:

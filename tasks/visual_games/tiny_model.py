@@ -7,13 +7,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from mmrl.policies.vlm.tiny_qwen import INITIALIZER_RANGE, Sizes, byte_pairs, write
-from mmrl.sims.turns.cards import COLOURS, COUNTS, SIDE
+from mmrl.sims.turns.cards import COLORS, COUNTS, SIDE
 
 VOCABULARY = 320
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    corpus = [f"{word} 1" for word in (*COLOURS, *COUNTS)] * 10
+    corpus = [f"{word} 1" for word in (*COLORS, *COUNTS)] * 10
     corpus += ["Match the count.", "Match the colour.", *(f"{role}\n" for role in ("system", "user", "assistant"))] * 10
     return byte_pairs(corpus, VOCABULARY)
 

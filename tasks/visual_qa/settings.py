@@ -11,20 +11,20 @@ from pydantic import model_validator
 from mmrl.rewards.settings import RewardSpec
 from mmrl.settings import Choice, load_attribute, option
 from mmrl.sims.turns.settings import EnvironmentSettings, RecordedSettings
-from mmrl.tasks.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOWS_LIMIT
+from mmrl.tasks.data.bounds import MAX_FRAMES, MAX_PIXELS, PARQUET_GIB, PILLOW_MAX_PIXELS
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.visual_qa.data.kinds import (
     CHART_QUESTIONS,
-    EVERY,
-    NAMED,
+    DIGITS_QUESTIONS,
+    NAMED_QUESTIONS,
     VIDEO_QUESTIONS,
     ChartQuestion,
     ChartShape,
     ChartTable,
-    NamedPart,
+    DigitsKind,
     NamedQuestion,
     NamedStyle,
-    Question,
+    NamesSplit,
     VideoQuestion,
 )
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Questions(Choice):
-    """A source of questions."""
+    """Settings of a source of questions."""
 
     title: ClassVar[str] = "questions"
     kinds: ClassVar[dict[str, str]] = {
@@ -50,30 +50,31 @@ class Questions(Choice):
         "huggingface_conversations": "mmrl.tasks.visual_qa.settings:HuggingFaceConversationsData",
     }
     test: ClassVar[str] = "tests/tasks/test_sources.py"
-    recorded: ClassVar[bool] = False  # whether prompts hold the recorded answers to their responses
+    recorded: ClassVar[bool] = False  # whether rows are conversations, with recorded observations between responses
 
     @property
-    def processes(self) -> int:
-        """The processes that read ahead for each rank; 0 for data without that option."""
+    def num_readers(self) -> int:
+        """The number of processes that read ahead for each rank; 0 for data without that option."""
         return 0
 
     @abstractmethod
     def sources(self, seed: int) -> tuple[Source | None, Source]:
-        """Returns questions to train on (None: the task can only be evaluated), and held-out ones."""
+        """Returns the training questions and the held-out questions. If the former are None, the task can only be
+        evaluated. seed: the random seed of the training questions."""
 
 
 class DigitsData(Questions):
-    """Canvases of handwritten digits; training rows follow the run's seed, held-out rows only `eval_seed`."""
+    """Rows of handwritten digits. The run's seed selects the training questions, `eval_seed` the held-out ones."""
 
     test: ClassVar[str] = "tests/tasks/test_digits.py"
     type: str = "digits"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
-    questions: tuple[Question, ...] = option(EVERY, "kinds of question", min_length=1)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
+    questions: tuple[DigitsKind, ...] = option(DIGITS_QUESTIONS, "kinds of question", min_length=1)
     cells: int = option(3, "digits of a row")
-    scale: int = option(1, "size of a digit, in 8 pixels")
-    jitter: int = option(0, "largest random shift of a digit, in pixels", unit="pixels")
+    scale: int = option(1, "side of a digit in multiples of 8 pixels")
+    jitter: int = option(0, "how far digits are moved at random", unit="pixels")
     careless: float = option(0.0, "share of training demonstrations whose number is one too high", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -81,78 +82,78 @@ class DigitsData(Questions):
 
         layout: dict[str, Any] = {"kinds": self.questions, "cells": self.cells}
         layout |= {"scale": self.scale, "jitter": self.jitter}
-        train = DigitsSource("train", size=self.train_size, seed=seed, careless=self.careless, **layout)
+        train = DigitsSource("train", size=self.train_size, seed=seed, wrong_share=self.careless, **layout)
         return train, DigitsSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
 class ScenesData(Questions):
-    """Scenes of many handwritten digits, with a question about a coloured one; a zoom shows it. Training rows follow
-    the run's seed, held-out rows only `eval_seed`."""
+    """Scenes of many handwritten digits, with a question about one on a colored square, which the tool zoom makes
+    legible. The run's seed selects the training questions, `eval_seed` the held-out ones."""
 
     test: ClassVar[str] = "tests/tasks/test_scenes.py"
     type: str = "scenes"
     train_size: int = option(100_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
-    rows: int = option(1, "rows of digits in an image", ge=1)
-    columns: int = option(4, "of digits", ge=1)
-    cell: int = option(8, "side of a digit's square, in pixels; the digit itself has 8", unit="pixels", ge=8)
-    jitter: int = option(0, "largest random shift of a digit, in pixels", unit="pixels", ge=0)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
+    rows: int = option(1, "rows of digits", ge=1)
+    columns: int = option(4, "columns of digits", ge=1)
+    cell: int = option(8, "side of the square around a digit of 8 pixels", unit="pixels", ge=8)
+    jitter: int = option(0, "how far digits are moved at random", unit="pixels", ge=0)
     colours: tuple[Literal["red", "green", "blue", "yellow"], ...] = option(
-        ("red", "blue"), "each marks one digit, and a question asks for one of them", min_length=1
+        ("red", "blue"), "one digit is on a square of each color; a question asks for one of them", min_length=1
     )
-    wandering: float = option(0.0, "share of training demonstrations that zoom to any cell", ge=0, le=1)
+    wandering: float = option(0.0, "share of training demonstrations that zoom to a random cell", ge=0, le=1)
     direct: float = option(0.0, "share of training demonstrations that answer without a zoom", ge=0, le=1)
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.scenes import ScenesSource
 
         layout: dict[str, Any] = {n: vars(self)[n] for n in ("rows", "columns", "cell", "jitter", "colours")}
-        shown: dict[str, Any] = {"wandering": self.wandering, "direct": self.direct}
-        train = ScenesSource("train", size=self.train_size, seed=seed, **shown, **layout)
+        shares: dict[str, Any] = {"wrong_share": self.wandering, "direct": self.direct}
+        train = ScenesSource("train", size=self.train_size, seed=seed, **shares, **layout)
         return train, ScenesSource("heldout", size=self.eval_size, seed=self.eval_seed, **layout)
 
 
 class VideosData(Questions):
-    """Drawn videos of five frames in which a shape moves, or one shape follows another. Training videos follow the
-    run's seed, held-out videos only `eval_seed`, with shapes at other positions and in other pairs."""
+    """Synthetic videos of five frames in which a shape moves, or one shape follows another. The run's seed selects the
+    training videos, `eval_seed` the held-out ones, which have other positions and other pairs of shapes."""
 
     test: ClassVar[str] = "tests/tasks/test_clip_questions.py"
     type: str = "clips"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
     questions: tuple[VideoQuestion, ...] = option(VIDEO_QUESTIONS, "kinds of question", min_length=1)
-    careless: float = option(0.0, "share of training demonstrations that give another answer", ge=0, le=1)
-    shuffled: bool = option(False, "show the frames of training videos in random order, as a control")
+    careless: float = option(0.0, "share of training demonstrations with a wrong answer", ge=0, le=1)
+    shuffled: bool = option(False, "show the frames of training videos in a random order, as a control")
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.videos import VideosSource
 
         shared: dict[str, Any] = {"kinds": self.questions}
-        shown: dict[str, Any] = {"careless": self.careless, "shuffled": self.shuffled}
-        train = VideosSource("train", size=self.train_size, seed=seed, **shared, **shown)
+        train_only: dict[str, Any] = {"wrong_share": self.careless, "shuffled": self.shuffled}
+        train = VideosSource("train", size=self.train_size, seed=seed, **shared, **train_only)
         return train, VideosSource("heldout", size=self.eval_size, seed=self.eval_seed, **shared)
 
 
 class NamedImagesData(Questions):
-    """Rows of named images in the styles of icon sets; training rows follow the run's seed, held-out rows only
-    `eval_seed`. Held-out rows show held-out names by default."""
+    """Rows of named images in the styles of icon sets. The run's seed selects the training questions, `eval_seed` the
+    held-out ones, which by default are about held-out names."""
 
     test: ClassVar[str] = "tests/tasks/test_named_images.py"
     type: str = "named_images"
     train_size: int = option(200_000, "questions to train on", ge=1)
     eval_size: int = option(1000, "held-out questions", ge=1)
-    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
-    questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of question to train on", min_length=1)
-    eval_questions: tuple[NamedQuestion, ...] = option(NAMED, "kinds of held-out questions", min_length=1)
-    train_names: NamedPart = option("shown", "names in training rows; every fifth name is held out")
-    eval_names: NamedPart = option("heldout", "names in held-out rows")
-    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles of the training images", min_length=1)
-    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles of the held-out images", min_length=1)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
+    questions: tuple[NamedQuestion, ...] = option(NAMED_QUESTIONS, "kinds of question to train on", min_length=1)
+    eval_questions: tuple[NamedQuestion, ...] = option(NAMED_QUESTIONS, "kinds of held-out question", min_length=1)
+    train_names: NamesSplit = option("shown", "names in training rows: all, shown (those not held out) or heldout")
+    eval_names: NamesSplit = option("heldout", "names in held-out rows; every fifth name is held out")
+    styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles of images in training rows", min_length=1)
+    eval_styles: tuple[NamedStyle, ...] = option(("noto", "fluent"), "styles in held-out rows", min_length=1)
     cells: int = option(3, "images of a row", ge=2, le=3)
-    jitter: int = option(0, "how far images to train on are moved by chance", unit="pixels", ge=0, lt=32)
-    tint: int = option(0, "how far their background may be from white, of 255 a channel", ge=0, le=255)
+    jitter: int = option(0, "how far training images are moved at random", unit="pixels", ge=0, lt=32)
+    tint: int = option(0, "how far the background of training rows may be from white, per channel", ge=0, le=255)
     careless: float = option(
         0.0, "share of training demonstrations that are one position off, or count one too many", ge=0, le=1
     )
@@ -164,19 +165,19 @@ class NamedImagesData(Questions):
             "train",
             size=self.train_size,
             seed=seed,
-            which=self.train_names,
+            names_split=self.train_names,
             styles=self.styles,
             kinds=self.questions,
             cells=self.cells,
             jitter=self.jitter,
             tint=self.tint,
-            careless=self.careless,
+            wrong_share=self.careless,
         )
         held_out = NamedImagesSource(
             "heldout",
             size=self.eval_size,
             seed=self.eval_seed,
-            which=self.eval_names,
+            names_split=self.eval_names,
             styles=self.eval_styles,
             kinds=self.eval_questions,
             cells=self.cells,
@@ -185,16 +186,16 @@ class NamedImagesData(Questions):
 
 
 class ChartsData(Questions):
-    """Bar and line charts of real tables, drawn by matplotlib (extra `charts`); training rows follow the run's seed,
-    held-out rows only `eval_seed`, and are made of other tables by default."""
+    """Bar and line charts of real tables, drawn by matplotlib (extra `charts`). The run's seed selects the training
+    questions, `eval_seed` the held-out ones, which by default are about other tables."""
 
     test: ClassVar[str] = "tests/tasks/test_charts.py"
     type: str = "charts"
     train_size: int = option(20_000, "questions to train on", ge=1)
     eval_size: int = option(500, "held-out questions", ge=1)
-    eval_seed: int = option(0, "seed of the held-out questions", ge=0)
+    eval_seed: int = option(0, "random seed of the held-out questions", ge=0)
     questions: tuple[ChartQuestion, ...] = option(CHART_QUESTIONS, "kinds of question", min_length=1)
-    shapes: tuple[ChartShape, ...] = option(("bar", "line"), "of charts", min_length=1)
+    shapes: tuple[ChartShape, ...] = option(("bar", "line"), "kinds of chart", min_length=1)
     train_tables: tuple[ChartTable, ...] = option(
         ("barley", "iowa-electricity", "stocks", "us-employment"), "tables to train on", min_length=1
     )
@@ -206,7 +207,7 @@ class ChartsData(Questions):
     def sources(self, seed: int) -> tuple[Source | None, Source]:
         from mmrl.tasks.visual_qa.data.charts import ChartsSource
 
-        shared: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "written": self.written}
+        shared: dict[str, Any] = {"kinds": self.questions, "shapes": self.shapes, "show_values": self.written}
         train = ChartsSource("train", size=self.train_size, seed=seed, tables=self.train_tables, **shared)
         return train, ChartsSource(
             "heldout", size=self.eval_size, seed=self.eval_seed, tables=self.eval_tables, **shared
@@ -214,8 +215,7 @@ class ChartsData(Questions):
 
 
 class WordsData(Questions):
-    """Questions whether one can eat a thing, and whether something is an animal; held-out questions are about other
-    words."""
+    """Questions whether a thing can be eaten, and whether it is an animal. Held-out questions are about other words."""
 
     test: ClassVar[str] = "tests/tasks/test_words.py"
     type: str = "words"
@@ -227,45 +227,46 @@ class WordsData(Questions):
 
 
 class RowReading(Questions):
-    """A source of the user's rows, whatever they hold."""
+    """A source of the user's own rows: questions or conversations."""
 
     max_pixels: int = option(
-        MAX_PIXELS, "width x height of the largest image that is opened", unit="pixels", ge=1, le=PILLOWS_LIMIT
+        MAX_PIXELS, "width x height of the largest image that is opened", unit="pixels", ge=1, le=PILLOW_MAX_PIXELS
     )
-    max_bad_share: float = option(0.01, "share of rows that may be unusable; they are named and left out", ge=0, le=1)
+    max_bad_share: float = option(0.01, "share of rows that may be unusable; they are logged and left out", ge=0, le=1)
     check_rows: bool = option(True, "check every row once before the run")
     readers: int = option(
         0,
-        "processes of each rank that read the next step's rows and images, and encode them where the model reads "
-        "prompts, while this step goes on; each keeps a core busy, and the next step's images are held beside this "
-        "one's; 0: rows are read when a step begins",
+        "processes of each rank that read the next step's rows and images, and process them for the model, during "
+        "this step; each keeps a core busy, and two steps' images are in memory; 0: rows are read when a step begins",
         ge=0,
         le=64,
     )
 
     @property
-    def processes(self) -> int:
+    def num_readers(self) -> int:
         return self.readers
 
 
 class RowsData(RowReading):
-    """The user's rows, of one question each."""
+    """A source of the user's own rows of one question each."""
 
     image_field: str | list[str] = option("images", "column of the images, or columns of one image each")
     options_field: str | None = option(
-        None, "column of a question's options: a list, a mapping by letter, or the text of a list; they are appended"
+        None,
+        "column of a question's answer options, which are appended to it: a list, a mapping from letters, or a list "
+        "written as text",
     )
     problem_field: str = option("problem", "column of the question")
     answer_field: str = option("answer", "column of the answer")
     video_field: str = option("videos", "column of the videos")
-    max_frames: int = option(MAX_FRAMES, "frames of a video that are used, evenly spaced", ge=1)
+    max_frames: int = option(MAX_FRAMES, "evenly spaced frames of a video that are kept", ge=1)
     image_root: Path | None = option(
-        None, "folder that relative paths of images and videos start from; default: the file's"
+        None, "folder of the images and videos, which relative paths start from; default: the file's folder"
     )
 
     @property
     def _reading(self) -> dict[str, Any]:
-        """Returns the arguments of a source of rows that come from these settings."""
+        """The arguments of `FileSource` and `HuggingFaceSource` that these settings give."""
         return {
             "image_field": self.image_field,
             "options_field": self.options_field,
@@ -284,10 +285,10 @@ class FilesData(RowsData):
     """The user's own files: .jsonl, .json, .csv, .tsv or .parquet."""
 
     type: str = "files"
-    train: Path | None = option(None, "questions to train on; without it the task can only be evaluated")
-    eval: Path = option(description="held-out questions")
+    train: Path | None = option(None, "file of training questions; without it the task can only be evaluated")
+    eval: Path = option(description="file of held-out questions")
     parquet_gib: float = option(
-        PARQUET_GIB, "of a Parquet file's row groups, that each rank keeps unpacked", unit="GiB", ge=0
+        PARQUET_GIB, "decompressed row groups of a Parquet file that each rank keeps in memory", unit="GiB", ge=0
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -302,14 +303,13 @@ class HuggingFaceData(RowsData):
     """Two splits of one dataset of the Hugging Face hub, or of a folder."""
 
     type: str = "huggingface"
-    name: str = option(description="name of the data set")
-    train_split: str | None = option("train", "questions to train on; null: the task can only be evaluated")
-    eval_split: str = option("test", "held-out questions")
+    name: str = option(description="name of the dataset on the hub, or its folder")
+    train_split: str | None = option("train", "split of training questions; null: the task can only be evaluated")
+    eval_split: str = option("test", "split of held-out questions")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
     stream: int | None = option(
         None,
-        "first rows of each split that are read as a stream and held in memory, images included, instead of a download "
-        "of the whole; null: download",
+        "number of first rows of each split to stream and hold in memory, with their images; null: download all rows",
         unit="rows",
         ge=1,
     )
@@ -324,25 +324,30 @@ class HuggingFaceData(RowsData):
 
 
 class ConversationRows(RowReading):
-    """Rows that are demonstrated conversations: assistants' messages are learned from with algorithm.type=supervised,
-    every turn of it, and all else is read. With task.environment the beginnings are prompts for RL."""
+    """Rows that are demonstrated conversations.
+
+    With algorithm.type=supervised all assistant messages are learned, and all other messages are context. With
+    task.environment the messages before the first assistant message are prompts for RL.
+    """
 
     test: ClassVar[str] = "tests/tasks/test_conversations.py"
     recorded: ClassVar[bool] = True
     messages_field: str = option("messages", "column of the messages")
-    image_field: str = option("images", "column of the images that messages have places for")
-    tools_field: str = option("tools", "column of the JSON schemas of functions that the chat template shows")
-    answer_field: str = option("answer", "column of the answer; a row without one is answered by its last message")
+    image_field: str = option("images", "column of the images for the <image> markers of the messages")
+    tools_field: str = option("tools", "column of the tools' JSON schemas for the chat template")
+    answer_field: str = option("answer", "column of the answer; without one the last message is the answer")
     calls: Literal["json", "python"] = option(
-        "json", "how tool_calls are written into responses, as the option `calls` of task.environment.type=tools"
+        "json", "format of tool calls in responses, as the option `calls` of task.environment.type=tools"
     )
     tool_role: Literal["tool", "user"] = option(
-        "tool", "role of tool results; task.environment.type=tools uses the role user"
+        "tool", "role of the results of tools; task.environment.type=tools gives them the role user"
     )
-    image_root: Path | None = option(None, "folder that relative paths of images start from; default: the file's")
+    image_root: Path | None = option(
+        None, "folder of the images, which relative paths start from; default: the file's folder"
+    )
 
     def _fields(self, root: Path | None) -> ConversationFields:
-        """Returns the reader of rows with conversations. root: the file's folder, below which images lie by default."""
+        """Returns the mapping of rows to prompts. root: the default of image_root."""
         from mmrl.tasks.data.image_files import ImageFiles
         from mmrl.tasks.visual_qa.data.conversations import ConversationFields
 
@@ -361,10 +366,10 @@ class ConversationFilesData(ConversationRows):
     """Demonstrated conversations in the user's own .jsonl or .parquet files."""
 
     type: str = "conversations"
-    train: Path | None = option(None, "conversations to train on; without it the task can only be evaluated")
-    eval: Path = option(description="held-out conversations")
+    train: Path | None = option(None, "file of training conversations; without it the task can only be evaluated")
+    eval: Path = option(description="file of held-out conversations")
     parquet_gib: float = option(
-        PARQUET_GIB, "of a Parquet file's row groups, that each rank keeps unpacked", unit="GiB", ge=0
+        PARQUET_GIB, "decompressed row groups of a Parquet file that each rank keeps in memory", unit="GiB", ge=0
     )
 
     def sources(self, seed: int) -> tuple[Source | None, Source]:
@@ -389,14 +394,13 @@ class HuggingFaceConversationsData(ConversationRows):
     """Demonstrated conversations in two splits of a dataset of the Hugging Face hub, or of a folder."""
 
     type: str = "huggingface_conversations"
-    name: str = option(description="name of the data set")
-    train_split: str | None = option("train", "conversations to train on; null: the task can only be evaluated")
-    eval_split: str = option("test", "held-out conversations")
+    name: str = option(description="name of the dataset on the hub, or its folder")
+    train_split: str | None = option("train", "split of training conversations; null: the task can only be evaluated")
+    eval_split: str = option("test", "split of held-out conversations")
     options: dict[str, Any] = option({}, "keyword arguments of datasets.load_dataset")
     stream: int | None = option(
         None,
-        "first rows of each split that are read as a stream and held in memory, images included, instead of a download "
-        "of the whole; null: download",
+        "number of first rows of each split to stream and hold in memory, with their images; null: download all rows",
         unit="rows",
         ge=1,
     )
@@ -423,15 +427,15 @@ class VisualQASettings(TaskSettings):
 
     test: ClassVar[str] = "tests/tasks/test_visual_qa.py"
     type: str = "visual_qa"
-    data: Questions = option(DigitsData(), "source of the questions")
-    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a rollout", min_length=1)
+    data: Questions = option(DigitsData(), "where the questions come from")
+    rewards: list[RewardSpec] = option([RewardSpec(name="exact_match")], "rewards of a response", min_length=1)
     accuracy: RewardSpec = option(
-        RewardSpec(name="exact_match"), "the verifier that evaluation reports, whatever the rewards are"
+        RewardSpec(name="exact_match"), "the verifier that evaluation reports, independent of the rewards"
     )
     environment: EnvironmentSettings | None = option(
         None,
-        "what answers responses, so that a rollout is a conversation; null: one response a prompt, and for data that "
-        "are conversations what was recorded there",
+        "the environment that replies to responses, so that a rollout is a conversation; null: a rollout is one "
+        "response, or for data of conversations the recorded replies are used",
     )
     instruction: str | None = option(None, "appended to each question on a line of its own")
     system: str | None = option(None, "the system message")
@@ -446,4 +450,4 @@ class VisualQASettings(TaskSettings):
         return self
 
     def build(self, seed: int) -> Task:
-        return load_attribute("mmrl.tasks.visual_qa.task:VisualQA").of(self, seed)
+        return load_attribute("mmrl.tasks.visual_qa.task:VisualQA").from_settings(self, seed)

@@ -17,7 +17,8 @@ from mmrl.tasks.visual_qa.settings import VisualQASettings
 
 
 class VisualQA:
-    """A task: questions to train on (None where it is only evaluated), questions held out, rewards and a verifier."""
+    """The task: training questions (None if it is only evaluated), held-out questions, rewards and a verifier, whose
+    value is the accuracy."""
 
     def __init__(
         self,
@@ -33,41 +34,40 @@ class VisualQA:
         self.rewards, self.verifier = rewards, accuracy
 
     @staticmethod
-    def of(settings: VisualQASettings, seed: int) -> VisualQA:
-        """Builds the task that `settings` describe; seed: of the questions to train on.
+    def from_settings(settings: VisualQASettings, seed: int) -> VisualQA:
+        """Builds the task from its settings. seed: the random seed of the training questions.
 
         Raises ValueError as the sources and rewards do.
         """
         train, evaluation = settings.data.sources(seed)
-        readers = settings.data.processes
-        words = settings.instruction, settings.system
-        train_source = None if train is None else instructed(train, *words, readers)
-        held_out = instructed(evaluation, *words)
+        texts = settings.instruction, settings.system
+        train_source = None if train is None else with_instruction(train, *texts, settings.data.num_readers)
+        held_out = with_instruction(evaluation, *texts)
         rewards, accuracy = RewardSet(settings.rewards), RewardSet([settings.accuracy])
         return VisualQA(train_source, held_out, rewards, accuracy, settings.environment)
 
     def score(self, samples: Sequence[Sample], group: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns unweighted reward components [rollout, component], float32, NaN where one could not be scored. group:
-        [rollout], the prompt of a rollout, for rewards that compare the rollouts of a group."""
+        """Returns unweighted rewards [rollout, component], float32, NaN for those that could not be computed. group:
+        [rollout], the index of each rollout's prompt, for rewards that compare the rollouts of a prompt."""
         return self.rewards.score(samples, group)
 
     def unscored_reasons(self) -> Mapping[str, str]:
-        """Why a rollout was not scored, by reward."""
+        """Returns for each reward with a NaN in the last `score` why it could not be computed."""
         return self.rewards.reasons
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
-        """Gives the numbers of the model's image processor to rewards of coordinates 'resized'. Raises UserError as
-        `RewardSet.use_resize`."""
+        """Tells rewards with the option coordinates=resized how the model's image processor resizes images. Raises
+        UserError as `RewardSet.use_resize`."""
         self.rewards.use_resize(resize)
         self.verifier.use_resize(resize)
 
     def accuracy(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Returns the values of the evaluation's verifier [rollout], float32, NaN for what it could not judge."""
+        """Returns the values of the verifier [rollout], float32, NaN for responses that it could not judge."""
         return self.verifier.score(samples)[:, 0]
 
     def measures(self, samples: Sequence[Sample], group: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns length in tokens and whether generation was cut, [rollout]; for conversations also measures of
-        turns."""
+        """Returns metrics [rollout] by name: the length in tokens, whether generation was truncated, and those of
+        conversations."""
         return {
             "response/length": torch.tensor([float(s.response_length) for s in samples]),
             "response/truncated": torch.tensor([float(s.truncated) for s in samples]),
@@ -76,8 +76,10 @@ class VisualQA:
 
 
 class InstructedSource:
-    """A source whose problems are followed by an instruction and preceded by a system message, where given. readers:
-    processes that read ahead, to which the source must be able to go; 0: none."""
+    """A source whose prompts get an instruction after the question and a system message, unless these are None.
+
+    readers: the number of processes that read ahead, for which the source must be picklable; 0: none.
+    """
 
     def __init__(self, source: Source, instruction: str | None, system: str | None, readers: int = 0):
         self.source, self.instruction, self.system, self.readers = source, instruction, system, readers
@@ -89,7 +91,7 @@ class InstructedSource:
         return self._instructed(self.source[index])
 
     def read(self, index: int) -> Prompt:
-        """Returns exactly this prompt: see `ExactSource`."""
+        """Returns the prompt of exactly this row, not of the next one if it cannot be used: see `ExactSource`."""
         assert isinstance(self.source, ExactSource), "only sources of rows have readers"
         return self._instructed(self.source.read(index))
 
@@ -99,7 +101,7 @@ class InstructedSource:
 
 
 class InstructedRows(InstructedSource):
-    """An instructed source of rows, which leaves out those whose prompts do not fit the model: see `FittedSource`."""
+    """An `InstructedSource` of rows, which leaves out prompts that do not fit the model: see `FittedSource`."""
 
     def __init__(self, rows: RowSource, instruction: str | None, system: str | None, readers: int = 0):
         super().__init__(rows, instruction, system, readers)
@@ -119,8 +121,8 @@ class InstructedRows(InstructedSource):
         return self.rows.fits(index)
 
 
-def instructed(source: Source, instruction: str | None, system: str | None, readers: int = 0) -> InstructedSource:
-    """Returns a source whose problems have an instruction and a system message, where given."""
+def with_instruction(source: Source, instruction: str | None, system: str | None, readers: int = 0) -> InstructedSource:
+    """Returns the source with an instruction and a system message; see `InstructedSource`."""
     if isinstance(source, RowSource):
         return InstructedRows(source, instruction, system, readers)
     return InstructedSource(source, instruction, system, readers)

@@ -1,8 +1,7 @@
-"""Verdicts on the rows of a file, cached so that the same file is not checked again.
+"""A cache of which rows of a file are bad, so that the same file is not checked at each start.
 
-A verdict belongs to the file's name, size and time of change, to the options that it was checked with, and to the code
-that read and checked it: a changed parser checks again. It says nothing of images in files of their own, which are
-checked again when they are used.
+The key of a cached result is made of the file's name, size and modification time, the options of the check, and the
+code that reads and checks rows. Images in other files are not part of it; they are checked again when they are used.
 """
 
 from __future__ import annotations
@@ -19,59 +18,60 @@ from typing import Any
 from mmrl.runtime.files import user_cache
 from mmrl.version import VERSION
 
-PARSERS = (Path(__file__).parent / "data", Path(__file__).parents[1] / "data")  # folders of what reads rows
-MOST_BAD = 10_000  # rows; a file with more is checked again
+PARSERS = (Path(__file__).parent / "data", Path(__file__).parents[1] / "data")  # folders of the code that reads rows
+MAX_BAD_ROWS = 10_000  # results with more bad rows are not cached
 log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Returns the folder of the verdicts: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
+    """Returns the folder of the cache: $MMRL_ROW_CACHE, or mmrl/rows in the user's cache folder."""
     return user_cache("rows", "MMRL_ROW_CACHE")
 
 
 def stamp(path: Path) -> list[Any]:
-    """Returns facts that change when a file does: its real path, its size and its time of change."""
-    facts = path.stat()
-    return [os.path.realpath(path), facts.st_size, facts.st_mtime_ns]
+    """Returns values that change when a file does: its real path, its size and its modification time."""
+    stat = path.stat()
+    return [os.path.realpath(path), stat.st_size, stat.st_mtime_ns]
 
 
 @cache
-def code() -> str:
-    """Returns a digest of the modules that read and check rows, in PARSERS."""
+def code_digest() -> str:
+    """Returns a digest of the code in PARSERS."""
     digest = hashlib.sha256(VERSION.encode())
     for path in sorted(path for folder in PARSERS for path in folder.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def recall(facts: Sequence[Any], count: int) -> dict[int, str] | None:
-    """Reads the bad rows of `count`, by index, with the reason; None where there is no verdict."""
-    path = _path(facts)
+def load(key: Sequence[Any], num_rows: int) -> dict[int, str] | None:
+    """Reads a cached result: the reason of each bad row, by index. Returns None if there is none for this key and
+    number of rows."""
+    path = _path(key)
     try:
         saved = json.loads(path.read_text())
         bad = {int(row): str(reason) for row, reason in saved["bad"]}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        log.info("%s is not a verdict on rows; they are checked again", path)
+        log.info("the cached check %s cannot be read; rows are checked again", path)
         return None
-    return bad if saved.get("count") == count and all(0 <= row < count for row in bad) else None
+    return bad if saved.get("count") == num_rows and all(0 <= row < num_rows for row in bad) else None
 
 
-def remember(facts: Sequence[Any], count: int, bad: dict[int, str]) -> None:
-    """Writes a verdict. If the folder cannot be written, the next start checks again."""
-    if len(bad) > MOST_BAD:
+def save(key: Sequence[Any], num_rows: int, bad: dict[int, str]) -> None:
+    """Writes a result to the cache. If the folder cannot be written, the next start checks again."""
+    if len(bad) > MAX_BAD_ROWS:
         return
-    path = _path(facts)
+    path = _path(key)
     draft = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"count": count, "bad": list(bad.items())}))
+        draft.write_text(json.dumps({"count": num_rows, "bad": list(bad.items())}))
         draft.replace(path)
     except OSError as error:
         log.info("%s cannot be written, so rows are checked again at the next start: %s", path, error)
 
 
-def _path(facts: Sequence[Any]) -> Path:
-    text = json.dumps([code(), *facts], default=str)
+def _path(key: Sequence[Any]) -> Path:
+    text = json.dumps([code_digest(), *key], default=str)
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

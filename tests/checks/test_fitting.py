@@ -15,7 +15,7 @@ from mmrl.policies.vlm import prompts
 from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.preflight.fitting import LEAST, try_rows
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.task import instructed
+from mmrl.tasks.visual_qa.task import with_instruction
 from tests.whole_runs.parts import model_folder
 
 LONG, PLACEHOLDER, LOST = 7, 11, 13  # rows, from 0
@@ -42,7 +42,7 @@ def written(folder, count=24, long=(LONG,), placeholder=(PLACEHOLDER,), lost=())
 
 
 def source(path, processor, share=0.5, longest=100, instruction=None):
-    rows = instructed(FileSource(path, max_bad_share=share), instruction, None)
+    rows = with_instruction(FileSource(path, max_bad_share=share), instruction, None)
     rows.fit(PromptEncoder(processor, longest, ["<|image_pad|>", "<image>"]).prompt_problem)
     return rows
 
@@ -101,7 +101,7 @@ def test_a_checked_prompt_is_encoded_once(tmp_path, processor, monkeypatch):
         "mmrl.policies.vlm.responses.fitting.encode",
         lambda p, shown, longest: calls.append(len(shown)) or prompts.encode(p, shown, longest),
     )
-    rows = instructed(FileSource(written(tmp_path)), "Answer.", None)
+    rows = with_instruction(FileSource(written(tmp_path)), "Answer.", None)
     rows.fit(encoder.prompt_problem)
     prompt = rows[2]
     first = encoder.take(prompt)

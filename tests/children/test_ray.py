@@ -211,7 +211,7 @@ def test_a_cluster_that_can_not_be_joined_is_one_line(nodes, monkeypatch):
     with pytest.raises(UserError, match=r"ray=auto needs Ray; install it with: pip install -e '.\[ray\]'"):
         Cluster("auto", "ray")
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(UserError, match="so it needs workers too"):
+    with pytest.raises(UserError, match="is for workers; set workers to 1 or more"):
         build(LINE, 1, ray="auto")
 
 

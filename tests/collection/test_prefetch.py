@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vlm import prompts
 from mmrl.policies.vlm.responses.fitting import PromptEncoder
 from mmrl.tasks.visual_qa.data.files import FileSource
-from mmrl.tasks.visual_qa.task import instructed
+from mmrl.tasks.visual_qa.task import with_instruction
 from tests.helpers.processes import gone
 from tests.whole_runs.parts import (
     call,
@@ -51,7 +51,7 @@ def write(folder):
 
 
 def asked(path, readers, **options):
-    return instructed(FileSource(path, max_bad_share=0.5, **options), "Answer.", "You see.", readers)
+    return with_instruction(FileSource(path, max_bad_share=0.5, **options), "Answer.", "You see.", readers)
 
 
 @pytest.fixture(scope="module")

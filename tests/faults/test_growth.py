@@ -176,7 +176,7 @@ def refused(read: Read, error: type[Exception] = ValueError) -> Read:
 
 def rewritten(text: str) -> str:
     task = cast(Any, SimpleNamespace(settings=SimpleNamespace(tag="answer")))
-    return PromptRewriting.rewritten(task, text)
+    return PromptRewriting.extract_prompt(task, text)
 
 
 READERS: dict[str, Read] = {

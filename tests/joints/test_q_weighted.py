@@ -120,7 +120,7 @@ def transitions_by_hand(trainer, rollouts):
         length = len(episode.actions)
         chunk = episode.actions[t : t + 2]
         end = t + len(chunk) == length
-        solved = episode.earned.outcome
+        solved = episode.rewards.outcome
         reward = solved * 0.5 ** (length - 1 - t) if end else 0.0
         following = episode.final.state[0] if end else episode.state[t + 2]
         rows.append((episode.state[t], chunk, reward, 0.5 ** len(chunk), end and bool(solved), following))
@@ -251,7 +251,7 @@ def transitions_by_hand_ends(trainer, rollouts):
     found = []
     for sample in rollouts.samples:
         name, t = sample.prompt.id.rsplit("-", 1)
-        found.append((int(t) + 2 >= len(episodes[name].actions), bool(episodes[name].earned.outcome)))
+        found.append((int(t) + 2 >= len(episodes[name].actions), bool(episodes[name].rewards.outcome)))
     return found
 
 

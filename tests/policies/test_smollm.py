@@ -37,7 +37,7 @@ def test_a_missing_wheel_is_named(monkeypatch):
 
     monkeypatch.setattr(smollm, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[smollm\]'"):
-        smollm.language_half()
+        smollm.load_language_model()
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_missing_wheel_is_named(monkeypatch):
 def test_the_language_half_is_the_one_of_the_wheel(folder):
     from mmrl.tasks.visual_qa.tiny import smollm
 
-    language, tokenizer = smollm.language_half()
+    language, tokenizer = smollm.load_language_model()
     model = AutoModelForImageTextToText.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     asked = processor.tokenizer(QUESTION, return_tensors="pt")

@@ -15,7 +15,7 @@ from mmrl.generation.vllm.engine import EngineOptions
 from mmrl.generation.vllm.processes import Process, devices_of
 from mmrl.rewards.types import device_of
 from mmrl.runtime import devices
-from mmrl.sims.vector.workers import SimulatorWorker, launched
+from mmrl.sims.vector.workers import SimulatorWorker, make_launcher
 
 MIG = "MIG-6f3ad1b6-9a7c-5d53-8a76-0c47e5a7b9c1"
 
@@ -90,7 +90,7 @@ def test_a_simulator_s_worker_sees_the_rank_s_gpu_alone_and_no_launcher(cuda, mo
         monkeypatch.setenv(name, value)
     select_device()
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: started.update(env))
-    SimulatorWorker({"name": "tabletop", "count": 1, "options": {}}, 60.0, launched("tabletop", None, None))
+    SimulatorWorker({"name": "tabletop", "count": 1, "options": {}}, 60.0, make_launcher("tabletop", None, None))
     assert started["CUDA_VISIBLE_DEVICES"] == started["MUJOCO_EGL_DEVICE_ID"] == "7"
     assert not (LAUNCHED.keys() | {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) & started.keys() and "PATH" in started
 

@@ -191,7 +191,7 @@ def test_an_environment_shows_images_upright_and_on_white():
 def test_frames_of_a_transparent_animation_stand_on_white(tmp_path):
     frames = [strokes("RGBA"), strokes("RGBA").transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], lossless=True, exact=True)
-    shown = VideoFiles(ImageFiles(tmp_path)).decoded("a.webp").frames
+    shown = VideoFiles(ImageFiles(tmp_path)).decode("a.webp").frames
     assert [np.asarray(frame)[0, :, 0].tolist() for frame in shown] == [[0, 127, 255], [255, 127, 0]]
 
 

@@ -265,5 +265,5 @@ def test_demonstrations_are_told(monkeypatch):
         2
     ) as sim:
         starts = [("go", seed) for seed in (20, 60, 70)]
-        episodes.record_expert(sim, starts, disturbance=episodes.Disturbance(), successful=True, seed=0)
+        episodes.record_expert(sim, starts, disturbance=episodes.Disturbance(), successful_only=True, seed=0)
     assert told == [("demonstrations", 2, 3), ("demonstrations", 3, 3)]

@@ -22,7 +22,7 @@ pytest.importorskip("minigrid")
 from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX  # noqa: E402
 from minigrid.utils.baby_ai_bot import BabyAIBot  # noqa: E402
 
-from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, all_round, image, is_unseen  # noqa: E402
+from mmrl.sims.babyai import LEVELS, UNSEEN, Levels, image, is_unseen, view_around  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -65,15 +65,15 @@ def counter(count, **more):
 def test_equal_parts_of_the_range_are_the_actions_in_order():
     choices = Choices(spaces.Discrete(3, start=5))
     given = np.array([[-1.0], [-0.34], [-0.33], [0.33], [0.34], [1.0]])
-    assert choices.execute(given).tolist() == [5, 5, 6, 6, 7, 7]
-    assert [choices.show(action).item() for action in (5, 6, 7)] == pytest.approx([-2 / 3, 0, 2 / 3])
+    assert choices.to_env(given).tolist() == [5, 5, 6, 6, 7, 7]
+    assert [choices.from_env(action).item() for action in (5, 6, 7)] == pytest.approx([-2 / 3, 0, 2 / 3])
 
 
 def test_tokens_of_one_more_bin_are_the_actions():
     codec, choices = ActionCodec(100, BINS), Choices(spaces.Discrete(BINS - 1))
     decoded = codec.decode(torch.arange(BINS))  # the highest id is the lowest action; the lowest two are the same
-    assert choices.execute(decoded.numpy()[:, None]).tolist() == [6, 6, 5, 4, 3, 2, 1, 0]
-    shown = torch.tensor(np.array([choices.show(action).item() for action in range(7)]))
+    assert choices.to_env(decoded.numpy()[:, None]).tolist() == [6, 6, 5, 4, 3, 2, 1, 0]
+    shown = torch.tensor(np.array([choices.from_env(action).item() for action in range(7)]))
     assert codec.encode(shown).tolist() == [7, 6, 5, 4, 3, 2, 1]
 
 
@@ -197,14 +197,14 @@ def test_the_world_is_turned_about_the_agent_until_it_faces_up(direction, ahead,
         grid.set(x, y, Ball(colour))
     grid.set(7, 4, Key("yellow"))  # three squares to the east
     world = SimpleNamespace(agent_pos=(4, 4), agent_dir=direction, grid=grid, carrying=Key("grey"))
-    seen = all_round(world, grid.encode(), 7)
+    seen = view_around(world, grid.encode(), 7)
     assert seen.shape == (7, 7, 3)
     assert seen[3, 3, :2].tolist() == [5, 5]  # a grey key, which is carried
     assert seen[3, 2, :2].tolist() == [6, ahead] and seen[4, 3, :2].tolist() == [6, right]
     far = {0: (3, 0), 1: (0, 3), 2: (3, 6), 3: (6, 3)}[direction]
     assert seen[far][:2].tolist() == [5, 4]
     assert (
-        grid.get(4, 4) is None and (all_round(world, grid.encode(), 11)[:, [0, 10], 0] == 2).all()
+        grid.get(4, 4) is None and (view_around(world, grid.encode(), 11)[:, [0, 10], 0] == 2).all()
     )  # walls beyond the world
 
 
@@ -213,18 +213,20 @@ def test_a_view_all_round_shows_what_stands_behind_and_keeps_it_in_place():
     with build("babyai", 1, options) as sim:
         first = sim.reset([3], ["PickupDist"]).images[0]
         assert first.shape == (44, 44, 3)
-        turn = Choices(spaces.Discrete(7)).show(0)  # to the left: what was at the left is ahead, a quarter clockwise
+        turn = Choices(spaces.Discrete(7)).from_env(
+            0
+        )  # to the left: what was at the left is ahead, a quarter clockwise
         squares = lambda image: image.reshape(11, 4, 11, 4, 3).any((1, 3, 4))  # noqa: E731
         after = sim.step(np.full((1, 1, 1), turn)).observation.images[0]
         assert np.array_equal(squares(after), np.rot90(squares(first), -1))
         assert not np.array_equal(squares(after), squares(first))
     for wrong in (1, 8, -3):
-        with pytest.raises(UserError, match="around must be 0 or an odd number"):
+        with pytest.raises(UserError, match="around must be 0, or odd"):
             build("babyai", 1, {"around": wrong})
 
 
 def test_unknown_levels_are_named():
-    with pytest.raises(UserError, match="no level 'GoToMoon'; known: .*GoToLocalS6N3"):
+    with pytest.raises(UserError, match="unknown level 'GoToMoon'; known: .*GoToLocalS6N3"):
         build("babyai", 1, {"levels": ["GoToMoon"]})
 
 
@@ -235,7 +237,7 @@ def test_rows_that_ended_make_no_worlds(monkeypatch):
     with build("babyai", 2, {"levels": ["GoToLocalS6N3"], "max_steps": 3}) as sim:
         first = sim.reset([1, 2], ["GoToLocalS6N3"] * 2)
         turns = np.zeros((2, 1, 1))
-        turns[:] = Choices(spaces.Discrete(7)).show(0)
+        turns[:] = Choices(spaces.Discrete(7)).from_env(0)
         made = []
         kept = babyai.is_unseen
         monkeypatch.setattr(babyai, "is_unseen", lambda words: made.append(words) or kept(words))

@@ -87,7 +87,7 @@ def test_one_in_this_process_that_raises_costs_its_episodes(kind, after):
 def test_where_nothing_ever_starts_the_run_ends_and_later_it_costs_episodes():
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(UserError, match="no environment could be reset; the first says: ArithmeticError: all of it"),
+        pytest.raises(UserError, match="no environment could be reset; the first error: ArithmeticError: all of it"),
     ):
         begun(kind="raise", at="reset")
     sim = begun(kind="raise", at="reset", after=1)
@@ -161,7 +161,7 @@ def test_one_that_ends_with_its_last_look_is_kept():
 
 
 def test_without_a_limit_of_looks_there_is_one_of_actions(monkeypatch):
-    monkeypatch.setattr(simulator, "LONGEST", 9)
+    monkeypatch.setattr(simulator, "MAX_ACTIONS", 9)
     sim = begun(kind="never ends", only_row=1)
     with pytest.warns(RuntimeWarning, match="environment 1 .* no end after 10 actions"):
         play(sim, lambda observation, rows: ([chunk()], None), lambda *_: None)
@@ -230,7 +230,7 @@ def test_experts_and_instructions_are_looked_at():
         ({"state_dim": 1.5}, "state_dim must be"),
         ({"image_shape": (3, 4, 4)}, r"image_shape must be \(height, width, 3\)"),
         ({"image_shape": None}, "NoneType"),
-        ({"tasks": ()}, "tasks must be some names"),
+        ({"tasks": ()}, "tasks must be one or more names"),
     ],
 )
 def test_facts_that_cannot_be(facts, says):

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.settings import SettingsError
-from mmrl.sims.turns.cards import COLOURS, SIDE, CardGame, deal
+from mmrl.sims.turns.cards import COLORS, SIDE, CardGame, deal
 from mmrl.sims.turns.games import BabyAIGame, Cards, Gymnasium
 
 
@@ -16,7 +16,7 @@ def spots(image):
     for left in range(0, pixels.shape[1], SIDE):
         card = pixels[:, left : left + SIDE].reshape(-1, 3)
         bright = card[card.max(1) > 60]
-        colour = next(name for name, value in COLOURS.items() if tuple(bright[0]) == value)
+        colour = next(name for name, value in COLORS.items() if tuple(bright[0]) == value)
         found.append((len(bright) // 4, colour))
     return found
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import scaled_to
 from mmrl.sims import build
-from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, folded, leaves, moves_of
+from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, converter_of, folded, leaves
 
 IMAGE = spaces.Box(0, 255, (2, 4, 3), np.uint8)
 STATE = spaces.Box(-9, 9, (2,), np.float32)
@@ -28,13 +28,13 @@ STATE = spaces.Box(-9, 9, (2,), np.float32)
     ],
 )
 def test_numbers_become_actions(space, numbers, actions):
-    moves = moves_of("mine", space)
+    moves = converter_of("mine", space)
     assert moves.dim == len(numbers[0])
-    made = moves.execute(np.array(numbers, float))
+    made = moves.to_env(np.array(numbers, float))
     assert np.asarray(made).tolist() == actions
     for one, row in zip(made, numbers, strict=True):
         assert space.contains(np.asarray(one, space.dtype) if not isinstance(space, spaces.Discrete) else int(one))
-        again = moves.execute(moves.show(one)[None].astype(float))
+        again = moves.to_env(moves.from_env(one)[None].astype(float))
         assert np.asarray(again[0]).tolist() == np.asarray(one).tolist(), row
 
 
@@ -53,7 +53,7 @@ def test_numbers_become_actions(space, numbers, actions):
 )
 def test_other_actions_are_refused_by_name(space):
     with pytest.raises(UserError, match=f"environment 'mine': actions must be .* not {type(space).__name__}"):
-        moves_of("mine", space)
+        converter_of("mine", space)
 
 
 NESTED = spaces.Dict(
@@ -96,7 +96,7 @@ def test_parts_of_nested_observations():
     ("images", "states", "message"),
     [
         (["pixels.side"], None, "observation has no 'pixels.side'; it has pixels.top, pixels.front, agent_pos"),
-        (["agent_pos"], None, "'agent_pos' is Box.*, no image.*task.options.image, or null where there is none"),
+        (["agent_pos"], None, "'agent_pos' is Box.*, not an image.*task.options.image to another name, or to null"),
         (None, ["speed"], "observation has no 'speed'; it has pixels.top"),
         (None, ["word"], None),
     ],
@@ -124,7 +124,7 @@ def test_images_of_every_layout():
     assert np.array_equal(as_rgb(first[..., :1], "x"), first[..., :1].repeat(3, -1))
     for wrong, text in (
         (first.astype(np.float32), "float32"),
-        (first[..., :2], r"\[2, 4, 2\]; three channels"),
+        (first[..., :2], r"\[2, 4, 2\]; they must have three channels"),
         (first[0, 0], "not images"),
     ):
         with pytest.raises(UserError, match=f"x gives.*{text}"):
@@ -200,7 +200,7 @@ def test_an_environment_without_images_and_with_old_seeds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"success": None}, "task.options.success is missing.*'mmrl/Reach-v0' is solved; or write success: terminated"),
+        ({"success": None}, "task.options.success is missing.*'mmrl/Reach-v0' is solved, or to terminated"),
         ({"image": "render"}, "does not accept render_mode"),
         ({"image": "pixels"}, "observation has no 'pixels'; it has agent_pos"),
     ],
@@ -213,7 +213,7 @@ def test_what_a_user_has_to_name(options, message):
 def test_a_step_of_four_values_is_named():
     with build("gymnasium", 1, OPTIONS | {"env": "mmrl/FourValues-v0"}) as sim:
         sim.reset([0], ["default"])
-        with pytest.raises(UserError, match="step.. returns 4 values, as before Gymnasium 0.26; it has to return 5"):
+        with pytest.raises(UserError, match="step.. returns 4 values, as before Gymnasium 0.26; it must return 5"):
             sim.step(np.zeros((1, 1, 1)))
 
 
@@ -222,4 +222,4 @@ def test_a_key_of_success_that_never_comes_is_told(caplog):
         sim.reset([0], ["default"])
         for _ in range(3):
             sim.step(np.zeros((1, 1, 1)))
-    assert "never had the key 'solved'" in caplog.text and "is_success" in caplog.text
+    assert "never had the key task.options.success='solved'" in caplog.text and "is_success" in caplog.text

@@ -65,7 +65,7 @@ def test_a_row_restarts_while_others_go_on():
     after = sim.step(same(0.1, 3, 2))
     np.testing.assert_allclose(after.observation.state[:, 0], [0.77, 0.60, 1.20], rtol=1e-6)
     for rows, seeds, tasks, message in (
-        ([0], [1], ["go"], "environment 0 can not restart: it is inside an episode"),
+        ([0], [1], ["go"], "environment 0 cannot restart: its episode is running"),
         ([2], [1], ["sty"], "unknown task 'sty'"),
         ([2], [-1], ["go"], "must not be negative"),
     ):
@@ -74,7 +74,7 @@ def test_a_row_restarts_while_others_go_on():
     assert sim.seeds == [7, 40, 95]
     fewer = build(LINE, 3)
     fewer.reset([1, 2], ["go"] * 2)
-    with pytest.raises(UserError, match="environment 2 can not restart: it is inside an episode, or had none"):
+    with pytest.raises(UserError, match="environment 2 cannot restart: its episode is running, or it never had one"):
         fewer.restart([2], [1], ["go"])
 
 
@@ -212,7 +212,7 @@ def test_rows_get_the_next_start_as_they_end(turns):
 
 def test_one_row_plays_all_starts_each_from_its_own_beginning(monkeypatch):
     """One that cannot begin is passed over; neither chunks nor actions of an episode count for the next."""
-    monkeypatch.setattr("mmrl.sims.vector.simulator.LONGEST", 5)
+    monkeypatch.setattr("mmrl.sims.vector.simulator.MAX_ACTIONS", 5)
     waiting, lengths = [5, 10, 20], []
 
     def following(row):

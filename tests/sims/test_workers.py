@@ -160,11 +160,11 @@ def test_what_is_asked_wrongly_is_refused_in_one_line(behind):
             build(LINE, count, workers=workers)
     with pytest.raises(UserError, match="no option 'posion' .did you mean 'poison'"):
         build(LINE, 1, {"posion": 1}, workers=1)
-    with pytest.raises(UserError, match="options travel as JSON"):
+    with pytest.raises(UserError, match="its options must be valid JSON"):
         build("gymnasium", 1, {"env": print}, workers=1)
     with pytest.raises(UserError, match="deadline_s must be positive"):
         build(LINE, 1, workers=1, deadline_s=0)
-    with pytest.raises(UserError, match="needs workers"):
+    with pytest.raises(UserError, match="is for workers"):
         build(LINE, 1, python=sys.executable)
     with pytest.raises(UserError, match="cannot be made: OSError: out of arms"):
         build(TROUBLE, 1, {"refuse_start": True}, workers=1)

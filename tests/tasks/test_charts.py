@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import ImageColor
 
-from mmrl.tasks.visual_qa.data.charts import ChartSeries, ChartsSource, draw
+from mmrl.tasks.visual_qa.data.charts import ChartSeries, ChartsSource, draw_chart
 from tests.tasks.choosing import build
 
 vega_datasets = pytest.importorskip("vega_datasets")
@@ -94,7 +94,7 @@ def coloured(image):
 
 
 def test_bars_are_as_high_as_their_values():
-    red = coloured(draw(SERIES, "bar", RED, written=True))
+    red = coloured(draw_chart(SERIES, "bar", RED, show_values=True))
     assert red.shape == (336, 448)
     columns = np.flatnonzero(red.any(0))
     bars = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
@@ -104,7 +104,7 @@ def test_bars_are_as_high_as_their_values():
 
 def test_points_of_a_line_stand_at_their_values():
     """The largest is highest; between two points the line is straight."""
-    red = coloured(draw(SERIES, "line", RED, written=False))
+    red = coloured(draw_chart(SERIES, "line", RED, show_values=False))
     columns = np.flatnonzero(red.any(0))
     middle = np.array([np.flatnonzero(red[:, column]).mean() for column in columns])
     places = np.interp(np.linspace(columns[0] + 3, columns[-1] - 3, 4), columns, middle)  # markers are 6 points wide
@@ -113,19 +113,19 @@ def test_points_of_a_line_stand_at_their_values():
 
 
 def test_values_are_written_where_they_are_to_be():
-    with_values = np.asarray(draw(SERIES, "bar", RED, written=True))
-    without = np.asarray(draw(SERIES, "bar", RED, written=False))
+    with_values = np.asarray(draw_chart(SERIES, "bar", RED, show_values=True))
+    without = np.asarray(draw_chart(SERIES, "bar", RED, show_values=False))
     changed = np.argwhere((with_values != without).any(-1))
-    red = coloured(draw(SERIES, "bar", RED, written=True))
+    red = coloured(draw_chart(SERIES, "bar", RED, show_values=True))
     assert len(changed) > 20 and changed[:, 0].min() < np.argwhere(red)[:, 0].min()  # above the highest bar
 
 
 def test_the_users_own_style_changes_nothing():
     import matplotlib
 
-    plain = draw(SERIES, "line", RED, written=True).tobytes()
+    plain = draw_chart(SERIES, "line", RED, show_values=True).tobytes()
     with matplotlib.rc_context({"lines.linewidth": 9, "font.size": 20, "axes.facecolor": "black"}):
-        assert draw(SERIES, "line", RED, written=True).tobytes() == plain
+        assert draw_chart(SERIES, "line", RED, show_values=True).tobytes() == plain
 
 
 def test_items_follow_from_split_seed_and_place():

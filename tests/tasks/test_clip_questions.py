@@ -35,7 +35,7 @@ def test_answers_are_what_the_frames_show(split):
         if kind == "order":
             assert set(rows) == {rows[0]} and set(columns) == {columns[0]}
             first = frames[0, rows[0] : rows[0] + 3, columns[0] : columns[0] + 3]
-            drawn = moving_shapes.template(prompt.answer)[0].numpy()
+            drawn = moving_shapes.shape_cells(prompt.answer)[0].numpy()
             assert np.array_equal(first[: drawn.shape[0], : drawn.shape[1]], drawn)
             assert not np.array_equal(frames[1], frames[2])  # the second shape from the middle on
             assert np.array_equal(frames[0], frames[1]) and np.array_equal(frames[2], frames[4])
@@ -61,7 +61,7 @@ def test_what_is_held_out_is_not_trained_on():
 
 
 def test_options_change_demonstrations_and_frames_and_no_question():
-    plain, careless, shuffled = clips(), clips(careless=1.0), clips(shuffled=True)
+    plain, careless, shuffled = clips(), clips(wrong_share=1.0), clips(shuffled=True)
     for index in range(30):
         prompt, wrong, mixed = plain[index], careless[index], shuffled[index]
         assert (wrong.text, wrong.answer) == (prompt.text, prompt.answer) == (mixed.text, mixed.answer)

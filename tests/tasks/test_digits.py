@@ -78,7 +78,7 @@ def test_kinds_are_balanced_and_answers_are_not_constant():
 
 
 def test_careless_demonstrations_are_one_too_high_and_change_nothing_else():
-    right, careless, always = (DigitsSource(size=1000, seed=2, careless=share) for share in (0.0, 0.4, 1.0))
+    right, careless, always = (DigitsSource(size=1000, seed=2, wrong_share=share) for share in (0.0, 0.4, 1.0))
     numeric, wrong = 0, 0
     for sure, some, every in zip(right, careless, always, strict=True):
         for prompt in (some, every):

@@ -62,7 +62,7 @@ def test_careless_share_shows_another_digit():
 
     target = load_digits().target
     for careless in (0.0, 0.2, 1.0):
-        source = DigitPromptSource(size=1000, seed=0, careless=careless)
+        source = DigitPromptSource(size=1000, seed=0, wrong_share=careless)
         wrong = np.mean([target[p.metadata["image"]] != p.answer for p in source])
         assert wrong == pytest.approx(careless, abs=0.03 * (0 < careless < 1))
     assert [p.text for p in source] == [p.text for p in DigitPromptSource(size=1000, seed=0)]
@@ -99,7 +99,7 @@ def test_a_classifier_is_trained_once_for_the_same_images(tmp_path, monkeypatch)
     labels = torch.arange(20) % 10
 
     def weights(*, convolutions=False, images=images, labels=labels):
-        made = classifiers.trained(images, labels, convolutions=convolutions)
+        made = classifiers.trained_classifier(images, labels, convolutions=convolutions)
         assert not made.training and not any(p.requires_grad for p in made.parameters())
         return torch.cat([p.flatten() for p in made.parameters()])
 
@@ -119,7 +119,7 @@ def test_a_classifier_is_trained_once_for_the_same_images(tmp_path, monkeypatch)
 
 
 def test_the_classifiers_share_no_image():
-    reward, second = (set(digits.half(judge)) for judge in digits.JUDGES)
+    reward, second = (set(digits.training_indices(judge)) for judge in digits.JUDGES)
     assert not reward & second and reward | second == set(split_indices("train")) and abs(len(reward) - len(second)) < 2
 
 

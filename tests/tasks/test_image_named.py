@@ -15,9 +15,9 @@ from mmrl.tasks.image_generation.data.named_images import (
     NAMES,
     NamedSource,
     Recognised,
+    augment,
     draw,
     real_images,
-    spoiled,
     texts,
     things,
 )
@@ -74,7 +74,7 @@ def seen(image):
 
 def test_careless_share_shows_another_thing():
     for careless in (0.0, 0.5, 1.0):
-        source = NamedSource(size=96, seed=0, careless=careless)
+        source = NamedSource(size=96, seed=0, wrong_share=careless)
         shown = [seen(prompt.metadata["target"])[0] for prompt in source]
         wrong = np.mean([name != prompt.answer for name, prompt in zip(shown, source, strict=True)])
         assert wrong == pytest.approx(careless, abs=0.12 * (0 < careless < 1))
@@ -91,7 +91,7 @@ def test_images_of_a_thing_differ_and_lie_in_gamut():
     assert {name for name, *_ in places} == {GUITAR} and 10 <= sum(mirrored for _, mirrored, *_ in places) <= 30
     assert {(top, left) for _, _, top, left in places} == set(product(range(3), range(3)))
     papers = shown[:, :, 0].median(2).values  # behind the tip of a thing
-    assert papers.min() >= named_images.PAPER[0] and papers.std(0).min() > 0.05
+    assert papers.min() >= named_images.BACKGROUND[0] and papers.std(0).min() > 0.05
 
 
 def test_what_is_drawn_is_not_what_the_reward_learned():
@@ -103,7 +103,7 @@ def test_what_is_drawn_is_not_what_the_reward_learned():
 def test_images_that_scorers_learn_from_are_spoiled_each_in_its_own_way():
     torch.manual_seed(0)
     solid = things("noto", icons.SIDE)[[0, 0, 0, 5]]
-    shown = spoiled(solid)
+    shown = augment(solid)
     assert shown.shape == (4, 3, 16, 16) and shown.min() >= 0 and shown.max() <= 1
     assert min((shown[i] - shown[j]).abs().mean() for i in range(4) for j in range(i)) > 0.02
 
@@ -123,7 +123,7 @@ def test_scorers_know_images_in_the_style_that_is_drawn(judges):
 def test_scores_are_of_what_was_asked_for(judges):
     real = real_images(48)
     sure = Recognised(judge="second", soft=True).score(real)
-    logits = named_images.scorer("second")(torch.stack([sample.image for sample in real]))
+    logits = named_images.classifier("second")(torch.stack([sample.image for sample in real]))
     assert sure == pytest.approx(logits.softmax(-1)[range(48), [sample.prompt.answer for sample in real]].tolist())
     others = [Sample(Prompt("p", "", answer=(s.prompt.answer + 7) % len(NAMES)), image=s.image) for s in real]
     assert sum(judges["second"].score(others)) == 0
@@ -141,7 +141,7 @@ def test_scores_are_of_what_was_asked_for(judges):
 def test_scorers_are_the_same_in_every_process(monkeypatch):
     """Trained twice, in a few steps, whatever was drawn before; and nothing of what is drawn afterwards changes."""
     monkeypatch.setattr(named_images, "_STEPS", 5)
-    train = named_images.scorer.__wrapped__
+    train = named_images.classifier.__wrapped__
     first, other = train("second").state_dict(), train("reward").state_dict()
     torch.rand(7)
     before = torch.random.get_rng_state()

@@ -71,7 +71,7 @@ def included(**changes):
         ("plain", {"text": "a cat"}, r"key 'prompt' is missing \(keys: text\)"),
         ("plain", {"prompt": " "}, "key 'prompt' is empty"),
         ("plain", {"prompt": None}, "key 'prompt' must be text, not NoneType"),
-        ("ocr", {"prompt": "a sign that says Open"}, "no text in double quotes, and there is no key 'text'"),
+        ("ocr", {"prompt": "a sign that says Open"}, "needs a text in double quotes in the prompt, or the key 'text'"),
         ("ocr", {"prompt": "a sign", "text": ""}, "key 'text' is empty"),
         ("geneval", {"prompt": "a cat", "include": []}, r"key 'tag' is missing"),
         ("geneval", {"prompt": "a cat", "tag": "t"}, "key 'include' is missing"),
@@ -106,7 +106,7 @@ def test_bad_files(tmp_path):
         load(tmp_path / "latin.txt")
     (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa cat\r\na dog\n\n\n")
     assert [(p.id, p.text) for p in load(tmp_path / "marked.txt")] == [("marked:1", "a cat"), ("marked:2", "a dog")]
-    with pytest.raises(ValueError, match="empty.jsonl: no prompt in it"):
+    with pytest.raises(ValueError, match="empty.jsonl: the file holds no prompt"):
         load(write(tmp_path, ["", ""], "empty.jsonl"))
     with pytest.raises(FileNotFoundError, match="gone.txt: no such file of prompts"):
         load(tmp_path / "gone.txt")
@@ -121,10 +121,10 @@ def test_held_out_share_depends_on_the_texts_alone(tmp_path, caplog):
     train_again, heldout_again = hold_out(shuffled, 0.1)
     assert {p.text for p in heldout_again} == {p.text for p in heldout} and len(heldout_again) == 2 * len(heldout)
     assert not {p.text for p in train_again} & {p.text for p in heldout_again}
-    with pytest.raises(ValueError, match=r"task.data.heldout=0.5 leaves . prompts to train on and . held out"):
+    with pytest.raises(ValueError, match=r"task.data.heldout=0.5 leaves . training and . held-out prompts"):
         hold_out(prompts[:1], 0.5)
     with caplog.at_level(logging.WARNING):
         warn_of_overlap(train, heldout)
         assert caplog.text == ""
         warn_of_overlap(train + heldout[:2], heldout)
-    assert f"2 of {len(heldout)} held-out prompts are among those to train on" in caplog.text
+    assert f"2 of {len(heldout)} held-out prompts are training prompts too" in caplog.text

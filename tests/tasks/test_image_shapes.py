@@ -8,7 +8,7 @@ from scipy import ndimage
 from mmrl.errors import UserError
 from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.image_generation.data.shapes import (
-    COLOURS,
+    COLORS,
     GAP,
     GRID,
     KINDS,
@@ -26,7 +26,7 @@ from mmrl.tasks.image_generation.data.shapes import (
     words,
 )
 from mmrl.tasks.image_generation.rewards import checker
-from mmrl.tasks.image_generation.rewards.checker import ShapesChecked, ShapesRedrawn, marks, read
+from mmrl.tasks.image_generation.rewards.checker import ShapesChecked, ShapesRedrawn, find_shapes, part_scores
 from tests.tasks.choosing import build
 
 RED, GREEN, BLUE = (1.0, 0, 0), (0, 1.0, 0), (0, 0, 1.0)
@@ -62,7 +62,7 @@ def sample(scene, image):
 
 
 def test_reads_an_image_drawn_by_hand():
-    found = read(image(BY_HAND).unsqueeze(0))[0]
+    found = find_shapes(image(BY_HAND).unsqueeze(0))[0]
     assert sorted(found, key=str) == sorted(
         [
             # Blue's three pixels in a line are too few, and the fourth only touches them at a corner.
@@ -76,13 +76,13 @@ def test_reads_an_image_drawn_by_hand():
 
 
 def all_right(scene, found):
-    return all(value == 1 for value in marks(scene, found).values())
+    return all(value == 1 for value in part_scores(scene, found).values())
 
 
 def drawn(count, seed=0):
     """Random scenes of all colours, as many of either kind."""
     rng = np.random.default_rng(seed)
-    pools = [scenes("train", kind, list(COLOURS)) + scenes("heldout", kind, list(COLOURS)) for kind in KINDS]
+    pools = [scenes("train", kind, list(COLORS)) + scenes("heldout", kind, list(COLORS)) for kind in KINDS]
     chosen = [pools[i % 2][rng.integers(len(pools[i % 2]))] for i in range(count)]
     return chosen, [place_objects(scene, rng) for scene in chosen]
 
@@ -94,13 +94,13 @@ def many():
 
 
 def share_right(asked, images):
-    return np.mean([all_right(scene, found) for scene, found in zip(asked, read(images), strict=True)])
+    return np.mean([all_right(scene, found) for scene, found in zip(asked, find_shapes(images), strict=True)])
 
 
 def test_drawn_scenes_are_right(many):
     asked, placed, images = many
     assert share_right(asked, images) == 1
-    for objects, found in zip(placed[:200], read(images[:200]), strict=True):
+    for objects, found in zip(placed[:200], find_shapes(images[:200]), strict=True):
         assert sorted(objects, key=str) == sorted(found, key=str)
 
 
@@ -117,7 +117,7 @@ def other(values, value):
 
 
 def one_more(objects, rng):
-    extra = place_objects(ShapeScene(Phrase(1, objects[-1].colour, objects[-1].shape)), rng)
+    extra = place_objects(ShapeScene(Phrase(1, objects[-1].color, objects[-1].shape)), rng)
     room = [abs(extra[0].top - o.top) >= OBJECT + GAP or abs(extra[0].left - o.left) >= OBJECT + GAP for o in objects]
     return objects + extra if all(room) else one_more(objects, rng)
 
@@ -127,7 +127,7 @@ CHANGES = {  # what is done to the image of a scene -> the mark that must fall
     "shape": lambda objects, rng: [*objects[:-1], replace(objects[-1], shape=other(SHAPES, objects[-1].shape))],
     "colour": lambda objects, rng: [
         *objects[:-1],
-        replace(objects[-1], colour=next(c for c in COLOURS if c not in {o.colour for o in objects})),
+        replace(objects[-1], color=next(c for c in COLORS if c not in {o.color for o in objects})),
     ],
 }
 
@@ -137,8 +137,8 @@ def test_one_thing_changed_is_wrong_and_its_mark_falls(aspect):
     asked, placed = drawn(300, seed=1)
     rng = np.random.default_rng(2)
     changed = torch.stack([draw(CHANGES[aspect](objects, rng)) for objects in placed])
-    for scene, found in zip(asked, read(changed), strict=True):
-        values = marks(scene, found)
+    for scene, found in zip(asked, find_shapes(changed), strict=True):
+        values = part_scores(scene, found)
         assert values[aspect] < 1, (str(scene), found)
         assert aspect != "shape" or values["colour"] == values["count"] == 1
 
@@ -146,8 +146,8 @@ def test_one_thing_changed_is_wrong_and_its_mark_falls(aspect):
 def test_the_opposite_relation_is_wrong_and_nothing_else(many):
     asked, _, images = many
     opposite = dict(zip(RELATIONS, ("right of", "left of", "below", "above"), strict=True))
-    for scene, found in zip(asked[1:400:2], read(images[1:400:2]), strict=True):
-        values = marks(replace(scene, relation=opposite[scene.relation]), found)
+    for scene, found in zip(asked[1:400:2], find_shapes(images[1:400:2]), strict=True):
+        values = part_scores(replace(scene, relation=opposite[scene.relation]), found)
         assert values == {"colour": 1, "count": 1, "shape": 1, "relation": 0}
 
 
@@ -156,9 +156,9 @@ def test_marks_by_hand():
     found = [PlacedShape("red", "circle", 0, 0), PlacedShape("red", "square", 6, 0), PlacedShape("red", None, 12, 0),
              PlacedShape("blue", "square", 0, 2), PlacedShape("green", "square", 8, 8)]  # fmt: skip
     # Two of three colours; blue's number is right; two of four objects have their shape; only 2 pixels to the left.
-    assert marks(scene, found) == {"colour": 2 / 3, "count": 1 / 2, "shape": 1 / 2, "relation": 0}
-    assert marks(scene, []) == {"colour": 0, "count": 0, "shape": 0, "relation": 0}
-    assert marks(scene, found[:1]) == {"colour": 1 / 2, "count": 0, "shape": 1, "relation": 0}
+    assert part_scores(scene, found) == {"colour": 2 / 3, "count": 1 / 2, "shape": 1 / 2, "relation": 0}
+    assert part_scores(scene, []) == {"colour": 0, "count": 0, "shape": 0, "relation": 0}
+    assert part_scores(scene, found[:1]) == {"colour": 1 / 2, "count": 0, "shape": 1, "relation": 0}
 
 
 def test_objects_lie_apart_and_in_relation():
@@ -171,11 +171,9 @@ def test_objects_lie_apart_and_in_relation():
             box = owner[item.top : item.top + OBJECT + GAP, item.left : item.left + OBJECT + GAP]
             assert not box.any()
             box[...] = 1
-        assert [(o.colour, o.shape) for o in objects].count(
-            (scene.first.colour, scene.first.shape)
-        ) == scene.first.count
+        assert [(o.color, o.shape) for o in objects].count((scene.first.color, scene.first.shape)) == scene.first.count
         if scene.second is not None:
-            (anchor,) = [o for o in objects if o.colour == scene.second.colour]
+            (anchor,) = [o for o in objects if o.color == scene.second.color]
             for item in (o for o in objects if o is not anchor):
                 assert {
                     "left of": item.left + OBJECT <= anchor.left,
@@ -187,9 +185,7 @@ def test_objects_lie_apart_and_in_relation():
 
 def test_heldout_combinations_are_never_trained_on_but_all_their_parts_are():
     for kind in KINDS:
-        train, heldout = (
-            {str(scene) for scene in scenes(split, kind, list(COLOURS))} for split in ("train", "heldout")
-        )
+        train, heldout = ({str(scene) for scene in scenes(split, kind, list(COLORS))} for split in ("train", "heldout"))
         assert not train & heldout and len(heldout) / len(train) == pytest.approx(1 / 3, abs=0.01)
         assert {word for text in heldout for word in text.split()} == {word for text in train for word in text.split()}
     source = {split: ShapesSource(split, size=400, seed=0) for split in ("train", "heldout")}
@@ -239,7 +235,7 @@ def test_item_depends_on_split_seed_and_index_only():
 
 def test_careless_targets_are_wrong_and_the_others_right():
     def right(careless):
-        source = ShapesSource(size=300, seed=0, careless=careless, colours=("red", "green"))
+        source = ShapesSource(size=300, seed=0, wrong_share=careless, colours=("red", "green"))
         prompts = list(source)
         return ShapesChecked().score([sample(p.metadata["scene"], p.metadata["target"]) for p in prompts]), prompts
 
@@ -262,7 +258,7 @@ def test_rewards():
     samples = [sample(scene, image) for image in (right, half, beyond, broken)]
     assert ShapesChecked().score(samples) == [1, 0, 1, None]
     assert ShapesChecked(partial=True).score(samples) == [1, pytest.approx((1 + 1 + 1 / 2) / 3), 1, None]
-    with pytest.raises(UserError, match=r"'p' is \[1, 8, 8\], expected \[3, 16, 16\]"):
+    with pytest.raises(UserError, match=r"'p' has the shape \[1, 8, 8\], expected \[3, 16, 16\]"):
         ShapesChecked().score([sample(scene, torch.zeros(1, 8, 8))])
     strewn = right.clone()
     strewn[1, 0, 10] = 1  # one green pixel: no object, but not in the clean drawing
@@ -273,7 +269,7 @@ def test_rewards():
 
 def test_an_image_is_read_once_for_all_rewards(monkeypatch):
     seen = []
-    monkeypatch.setattr(checker, "read", lambda images: (seen.append(len(images)), read(images))[1])
+    monkeypatch.setattr(checker, "find_shapes", lambda images: (seen.append(len(images)), find_shapes(images))[1])
     two, one = ShapeScene(Phrase(2, "red", "circle")), ShapeScene(Phrase(1, "blue", "square"))
     shown = [
         draw([PlacedShape("red", "circle", 0, 0), PlacedShape("red", "circle", 8, 8)]),
@@ -290,14 +286,14 @@ def test_an_object_cut_by_the_border_stays_inside_the_image():
     """The first row of a square beyond the top border is missing: its template fits best one row above the image."""
     image = torch.zeros(1, 3, SIZE, SIZE)
     image[0, 0, 0:3, 5:9] = 1  # three of four rows
-    (found,) = read(image)
+    (found,) = find_shapes(image)
     assert found == [PlacedShape("red", "square", 0, 5)]
     draw(found)  # what the second scorer does with it
 
 
 def test_images_of_noise_are_read_and_redrawn():
     images = torch.rand(200, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-    for found in read(images.round()):
+    for found in find_shapes(images.round()):
         assert draw(found).shape == (3, SIZE, SIZE)
 
 
@@ -306,8 +302,8 @@ def test_scenes_of_a_row_fill_one_row_of_the_grid():
     source = ShapesSource("train", size=400, seed=0, kinds=["count"], max_count=3, layout="row")
     seen = {1: set(), 2: set(), 3: set()}
     for prompt in map(source.__getitem__, range(400)):
-        found = read(prompt.metadata["target"][None])[0]
-        assert set(marks(prompt.metadata["scene"], found).values()) == {1.0}
+        found = find_shapes(prompt.metadata["target"][None])[0]
+        assert set(part_scores(prompt.metadata["scene"], found).values()) == {1.0}
         assert len({item.top for item in found}) == 1
         seen[len(found)].add(frozenset((item.top, item.left) for item in found))
     assert {count: len(places) for count, places in seen.items()} == {1: 9, 2: 9, 3: 3}
@@ -327,6 +323,6 @@ def test_a_row_that_would_be_too_short():
 def test_aligned_scenes_stand_on_the_grid_and_show_what_is_asked():
     source = ShapesSource("train", size=200, seed=0, layout="grid")
     for prompt in map(source.__getitem__, range(200)):
-        found = read(prompt.metadata["target"][None])[0]
+        found = find_shapes(prompt.metadata["target"][None])[0]
         assert all(item.top in GRID and item.left in GRID for item in found)
-        assert set(marks(prompt.metadata["scene"], found).values()) == {1.0}
+        assert set(part_scores(prompt.metadata["scene"], found).values()) == {1.0}

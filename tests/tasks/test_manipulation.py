@@ -13,9 +13,9 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.tasks.manipulation import episodes, tiny_model
 from mmrl.tasks.manipulation.episodes import (
-    DEMONSTRATED,
+    MAX_CHUNK,
+    ActionDisturber,
     Disturbance,
-    Disturbed,
     EpisodeDemonstrations,
     EpisodeSource,
     record_expert,
@@ -69,7 +69,7 @@ def test_the_expert_is_recorded_step_by_step():
     """On the line it always moves by 0.25: from 0.2 it needs 4 moves, and each image shows the seed it started from."""
     with build("manipulation", LINE, 0).make_simulator(2) as sim:
         made = record_expert(
-            sim, [("go", 20), ("go", 60), ("go", 70)], disturbance=Disturbance(), successful=True, seed=0
+            sim, [("go", 20), ("go", 60), ("go", 70)], disturbance=Disturbance(), successful_only=True, seed=0
         )
     assert [len(episode.actions) for episode in made] == [4, 2, 2]
     np.testing.assert_allclose(made[0].state[:, 0], [0.2, 0.45, 0.7, 0.95], atol=1e-6)
@@ -78,16 +78,16 @@ def test_the_expert_is_recorded_step_by_step():
     assert len(source) == 8
     shown = source[1].metadata
     assert shown["actions"].tolist() == [[0.25]] * 3 and shown["observation"].state.tolist() == [[pytest.approx(0.45)]]
-    assert all(len(source[i].metadata["actions"]) <= DEMONSTRATED for i in range(8))
+    assert all(len(source[i].metadata["actions"]) <= MAX_CHUNK for i in range(8))
 
 
 def test_noise_disturbs_what_is_done_not_what_is_shown():
     with build("manipulation", LINE, 0).make_simulator(4) as sim:
         starts = [("go", seed) for seed in (0, 10, 20, 30)]
-        made = record_expert(sim, starts, disturbance=Disturbance(0.1), successful=False, seed=0)
-        again = record_expert(sim, starts, disturbance=Disturbance(0.1), successful=False, seed=0)
-        with pytest.raises(UserError, match="none of 1 scripted episodes succeeded"):
-            record_expert(sim, [("go", 0)], disturbance=Disturbance(50.0), successful=True, seed=4)
+        made = record_expert(sim, starts, disturbance=Disturbance(0.1), successful_only=False, seed=0)
+        again = record_expert(sim, starts, disturbance=Disturbance(0.1), successful_only=False, seed=0)
+        with pytest.raises(UserError, match="none of the expert's 1 episodes succeeded"):
+            record_expert(sim, [("go", 0)], disturbance=Disturbance(50.0), successful_only=True, seed=4)
     steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
     assert steps.std() > 0.05 and all((episode.actions == 0.25).all() for episode in made)
     for one, two in zip(made, again, strict=True):
@@ -115,9 +115,9 @@ def test_a_perturbation_lasts_and_ends():
     """Environment 0 goes astray at the second action, for two, and environment 1 at the third. A draw below the chance
     of 0.25 begins one; none begins while another lasts."""
     drawn = Drawn([0.9, 0.9], [0.1, 0.2], [0.1, 0.9], [0.3, 0.4], [0.1, 0.1], [0.5, 0.6], [0.9, 0.1], [0.7, 0.8])
-    disturbed = Disturbed(Disturbance(chance=0.25, length=2), 2, drawn)
+    disturbed = ActionDisturber(Disturbance(probability=0.25, length=2), 2, drawn)
     wanted = np.full((2, 1, 1), -1, np.float32)
-    found = [disturbed.executed(wanted)[:, 0, 0].tolist() for _ in range(4)]
+    found = [disturbed.disturb(wanted)[:, 0, 0].tolist() for _ in range(4)]
     assert found == [[-1, -1], [0.3, -1], [0.3, 0.6], [-1, 0.6]]
     assert (wanted == -1).all()
 
@@ -126,8 +126,8 @@ def test_perturbations_are_executed_and_the_expert_is_shown():
     """On the line the expert always moves by 0.25, and never back."""
     with build("manipulation", LINE, 0).make_simulator(20) as sim:
         starts = [("go", seed) for seed in range(20)]
-        astray = Disturbance(chance=0.5, length=2)
-        made = record_expert(sim, starts, disturbance=astray, successful=False, seed=0)
+        astray = Disturbance(probability=0.5, length=2)
+        made = record_expert(sim, starts, disturbance=astray, successful_only=False, seed=0)
     steps = np.concatenate([np.diff(episode.state[:, 0]) for episode in made])
     assert (steps < 0).any() and all((episode.actions == 0.25).all() for episode in made)
 
@@ -138,15 +138,15 @@ def test_demonstrations_are_disturbed_as_their_settings_say(monkeypatch):
     monkeypatch.setattr(episodes, "EpisodeDemonstrations", list)
     shown = {"noise": 0.1, "perturbation": 0.2, "perturbation_length": 7}
     assert build("manipulation", {**LINE, "demonstrations": shown}, 0).demonstrations == ["one"]
-    assert found == [Disturbance(noise=0.1, chance=0.2, length=7)]
+    assert found == [Disturbance(noise=0.1, probability=0.2, length=7)]
 
 
 def test_failed_episodes_are_left_out():
     """Noise that mostly pushes back: some episodes run out of time."""
     with build("manipulation", LINE, 0).make_simulator(50) as sim:
         starts = [("go", seed) for seed in range(50)]
-        every = record_expert(sim, starts, disturbance=Disturbance(0.3), successful=False, seed=1)
-        good = record_expert(sim, starts, disturbance=Disturbance(0.3), successful=True, seed=1)
+        every = record_expert(sim, starts, disturbance=Disturbance(0.3), successful_only=False, seed=1)
+        good = record_expert(sim, starts, disturbance=Disturbance(0.3), successful_only=True, seed=1)
     assert 0 < len(good) < len(every) == 50
 
 
@@ -203,8 +203,8 @@ def test_what_latents_before_a_chunk_cost():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 2, "turns": 3}, "turns=3 needs as many workers; workers=2"),
-        ({"python": "python3"}, "python=python3 runs workers; set workers to 1 or more"),
+        ({"workers": 2, "turns": 3}, "turns=3 needs at least as many workers, but workers=2"),
+        ({"python": "python3"}, "python=python3 is for workers, but workers=0; set workers to 1 or more"),
         ({"taks": ["go"]}, r"unknown key task\.taks; did you mean task\.tasks"),
         (
             {"demonstrations": {"episode": 3}},

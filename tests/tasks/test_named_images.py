@@ -115,7 +115,7 @@ def test_a_row_of_one_thing_asks_for_any_place():
 
 @pytest.mark.parametrize("kind", ["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"])
 def test_careless_demonstrations_are_wrong_and_change_nothing_else(kind):
-    for right, careless in zip(questions(kind, 30), questions(kind, 30, careless=1.0), strict=True):
+    for right, careless in zip(questions(kind, 30), questions(kind, 30, wrong_share=1.0), strict=True):
         assert right.metadata["demonstration"] == right.answer == careless.answer
         assert careless.metadata["demonstration"] != right.answer
         assert right.text == careless.text and right.images[0].tobytes() == careless.images[0].tobytes()
@@ -130,7 +130,7 @@ def test_parts_of_the_names_are_disjoint():
     assert len(held) == 43 and not set(kept) & set(held) and len(kept) + len(held) == len(name_indices("all")) == 218
     for part, places in (("shown", kept), ("heldout", held)):
         allowed = {names()[place] for place in places}
-        assert all(set(prompt.metadata["names"]) <= allowed for prompt in questions("what", which=part))
+        assert all(set(prompt.metadata["names"]) <= allowed for prompt in questions("what", names_split=part))
 
 
 def test_splits_seeds_and_styles():
@@ -165,7 +165,7 @@ def test_what_is_trained_on_has_other_names_than_what_is_measured():
 def test_options_that_are_not_possible_are_named():
     for wrong, said in (
         ({"kinds": ("why",)}, "kinds must be some of alone"),
-        ({"which": "some"}, "names must be one of all, shown, heldout, not 'some'"),
+        ({"names_split": "some"}, "names must be one of all, shown, heldout, not 'some'"),
         ({"styles": ("baroque",)}, "style must be noto, fluent or openmoji, not 'baroque'"),
         ({"styles": ()}, "at least one style"),
         ({"cells": 4}, "cells=4"),
@@ -192,7 +192,7 @@ def test_every_word_is_one_token_and_a_name_the_same_one_everywhere():
     assert tokenizer("horse").input_ids[0] in tokenizer("What is left of the horse?").input_ids
     assert tokenizer.decode(tokenizer("horse dog 2").input_ids) == "horse dog 2"
     for kind in KINDS:
-        for prompt in questions(kind, 30, careless=0.5):
+        for prompt in questions(kind, 30, wrong_share=0.5):
             words = prompt.text + " " + prompt.metadata["demonstration"]
             assert tokenizer.unk_token_id not in tokenizer(words).input_ids, words
 

@@ -102,13 +102,17 @@ def test_images_of_a_table_stay_where_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.yaml", b"prompt: x", r"a.yaml: a file of prompts ends in .txt, .jsonl, .parquet, .csv, .tsv, .json, or is"),
-        ("a.txt.gz", b"plain", "a.txt.gz: no gzip file"),
-        ("a.jsonl.gz", gzip.compress(JSON_LINES.encode() * 90)[:-30], "a.jsonl.gz: no gzip file"),
+        (
+            "a.yaml",
+            b"prompt: x",
+            r"a.yaml: prompts are read from .* ends in .txt, .jsonl, .parquet, .csv, .tsv, .json",
+        ),
+        ("a.txt.gz", b"plain", "a.txt.gz: not a gzip file"),
+        ("a.jsonl.gz", gzip.compress(JSON_LINES.encode() * 90)[:-30], "a.jsonl.gz: not a gzip file"),
         ("a.parquet", b"PAR1", "a.parquet: not a Parquet file"),
         ("a.csv", b"prompt;level\nx;1\n", "write ',' between columns, not ';'"),
         ("a.txt", "a\ncafé".encode("latin-1"), "a.txt: 1 of 2 rows .* line 2: not UTF-8"),
-        ("a.csv", b"prompt,level\nx,1,2\n", "line 2: it has 3 columns, and the header 2"),
+        ("a.csv", b"prompt,level\nx,1,2\n", "line 2: the row has 3 columns, the header 2"),
     ],
 )
 def test_what_can_not_be_read_is_named(tmp_path, name, data, message):
@@ -127,11 +131,11 @@ def test_a_folder_of_splits_names_them(tmp_path):
 def test_a_packed_file_that_unpacks_too_far_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.tasks.data.tables.UNPACKED", 100)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 101))
-    with pytest.raises(ValueError, match="unpacks to more than"):
+    with pytest.raises(ValueError, match="decompresses to more than"):
         load_prompts(tmp_path / "a.txt.gz")
     monkeypatch.setattr(prompt_files, "MAX_ROWS", 1)
     parquet(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="2 rows; prompts are held in memory, of 1 rows at most"):
+    with pytest.raises(ValueError, match="2 rows; at most 1 are read, since prompts are held in memory"):
         load_prompts(tmp_path / "rows.parquet")
 
 

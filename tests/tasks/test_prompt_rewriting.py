@@ -49,7 +49,7 @@ def answers(task, texts):
 
 def test_the_rewriter_is_asked_with_the_prompt(folder):
     task = build.build_task(config_of(folder, template="Better: {}!"))
-    asked, original = task.train[7], task.inner.train[7]
+    asked, original = task.train[7], task.image_task.train[7]
     assert asked.text == f"Better: {original.text}!" and asked.metadata["original"].id == original.id
     assert (asked.answer, asked.metadata["demonstration"]) == (7, original.text)
     assert len(task.evaluation) == 500 and task.evaluation[3].text.startswith("Better: ")
@@ -81,8 +81,8 @@ def test_what_is_written_is_drawn_and_earns_for_the_prompt_that_was_asked(folder
 def test_several_images_are_averaged_and_each_is_drawn_once(folder):
     task = build.build_task(config_of(folder, images=3, generator={"path": str(folder), "steps": 2, "at_once": 2}))
     samples, seen = answers(task, ["draw a seven", "draw a one", "draw a one"]), []
-    draw = task.generator.draw
-    task.generator.draw = lambda texts, seeds: seen.append((list(texts), list(seeds))) or draw(texts, seeds)
+    draw = task.generator.generate
+    task.generator.generate = lambda texts, seeds: seen.append((list(texts), list(seeds))) or draw(texts, seeds)
     found = task.score(samples, torch.zeros(3, dtype=torch.long))
     assert task.accuracy(samples).shape == (3,) and set(task.measures(samples)) >= {
         "guard/sharpness",
@@ -97,7 +97,7 @@ def test_several_images_are_averaged_and_each_is_drawn_once(folder):
 
 
 def test_words_that_a_small_generator_does_not_know_are_left_out(folder):
-    draw = build.build_task(config_of(folder)).generator.draw
+    draw = build.build_task(config_of(folder)).generator.generate
     one, other, none = draw(["draw a seven", "Draw, zebra a seven", "zebra"], [1, 1, 1])
     assert torch.equal(one, other) and not torch.equal(one, none) and none.isfinite().all()
     draw(["draw " * 50], [1])  # no more than it takes
@@ -105,8 +105,10 @@ def test_words_that_a_small_generator_does_not_know_are_left_out(folder):
 
 def test_reasoning_before_a_tag_is_not_drawn(folder):
     task = build.build_task(config_of(folder, tag="prompt"))
-    assert task.rewritten("it is a seven <prompt> draw\na seven </prompt> ok") == "draw\na seven"
-    assert task.rewritten("<prompt>a</prompt><prompt>b</prompt>") == "b" and task.rewritten("draw a seven") == ""
+    assert task.extract_prompt("it is a seven <prompt> draw\na seven </prompt> ok") == "draw\na seven"
+    assert (
+        task.extract_prompt("<prompt>a</prompt><prompt>b</prompt>") == "b" and task.extract_prompt("draw a seven") == ""
+    )
 
 
 def test_a_rewriter_trains_on_what_its_images_earn(folder, tmp_path):
@@ -129,7 +131,7 @@ def test_a_rewriter_trains_on_what_its_images_earn(folder, tmp_path):
 def test_what_does_not_fit_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match=r"task.generator.* missing|task.generator"):
         validate({"run_dir": "x", "task": {"type": "prompt_rewriting"}}, "test")
-    with pytest.raises(UserError, match="template must hold {} once"):
+    with pytest.raises(UserError, match="template must hold {} exactly once"):
         config_of(folder, template="again")
     with pytest.raises(UserError, match=r"^(task: )?task\.generator\.path=.*none") as refused:
         build.build_task(config_of(tmp_path / "none"))

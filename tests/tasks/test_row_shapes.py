@@ -17,7 +17,7 @@ from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.data.huggingface import HuggingFaceSource
 from mmrl.tasks.visual_qa.reading.fields import value_of
-from mmrl.tasks.visual_qa.reading.messages import ReadQuestion, read_messages
+from mmrl.tasks.visual_qa.reading.messages import ParsedQuestion, read_messages
 from mmrl.tasks.visual_qa.settings import HuggingFaceData
 from tests.tasks.test_sources import png, red
 
@@ -105,7 +105,7 @@ def test_a_shape_is_read_as_it_is(name, suffix, images, caplog):
     path = write(images, rows, suffix)
     with caplog.at_level(logging.INFO):
         source = FileSource(path)
-    assert [r.getMessage() for r in caplog.records] == [f"{path}: read as rows of {line}"]
+    assert [r.getMessage() for r in caplog.records] == [f"{path}: read in the format of {line}"]
     assert len(source) == 4 and source.bad == []
     for n in (2, 0, 3, 1):
         prompt = source[n]
@@ -205,11 +205,11 @@ def test_rows_of_several_replies_or_none_say_so_and_not_that_a_column_is_missing
 
 
 def test_messages_by_hand():
-    assert read_messages(user("a")) == ReadQuestion("a")
+    assert read_messages(user("a")) == ParsedQuestion("a")
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "<video>a"}, {"from": "gpt", "value": "b"}]
-    assert read_messages(turns) == ReadQuestion("<video>a", "s", (), (None,), "b")
+    assert read_messages(turns) == ParsedQuestion("<video>a", "s", (), (None,), "b")
     parts = [{"type": "text", "text": "<image>x"}, {"type": "video", "video": "v.mp4"}, "y"]
-    assert read_messages(user(parts)) == ReadQuestion("<image>x<video>y", None, (None,), ("v.mp4",))
+    assert read_messages(user(parts)) == ParsedQuestion("<image>x<video>y", None, (None,), ("v.mp4",))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_messages_by_hand():
         (user([{"type": "audio", "audio": "x"}]), "a part of type 'audio'"),
         (
             [{"role": "system", "content": [{"type": "image"}]}, *user("a")],
-            "an image in a message that is not the user's",
+            "an image or video in a system or assistant message",
         ),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_comma_without_quotes_is_a_bad_row(images):
     source = FileSource(path, max_bad_share=0.5)
     assert [source[i].answer for i in range(2)] == ["b", "g"]
     assert [bad.line for bad in source.bad] == [3, 5]
-    assert f"{path}, line 3: it has 4 columns, and the header 3; put a cell that contains ','" in source.bad[0].reason
+    assert f"{path}, line 3: the row has 4 columns, the header 3; put a cell that contains ','" in source.bad[0].reason
     with pytest.raises(ValueError, match="2 of 4 rows cannot be used"):
         FileSource(path)
 
@@ -276,13 +276,13 @@ def test_a_comma_without_quotes_is_a_bad_row(images):
     [
         ("problem;answer\na;b\n", ".csv", "write ',' between columns, not ';'"),
         ("problem,answer,problem\na,b,c\n", ".csv", "two columns are named 'problem'"),
-        ('problem,answer\n"a,b\nc,d\n', ".csv", "line 2: .*a quote inside a quoted cell is written twice"),
+        ('problem,answer\n"a,b\nc,d\n', ".csv", "line 2: .*write a quote inside a quoted cell twice"),
         (b"problem,answer\n\xe9,b\n", ".csv", "not UTF-8"),
-        ("", ".csv", "no question in it"),
+        ("", ".csv", "no row of it can be used"),
         ('{"data": [\n1]}', ".json", "a list of objects"),
         ('[{"a": 1},', ".json", "not JSON: .*line 1"),
-        ("[]", ".json", "no question in it"),
-        ("a", ".txt", "a file of questions ends in .jsonl, .parquet, .csv, .tsv, .json"),
+        ("[]", ".json", "no row of it can be used"),
+        ("a", ".txt", "a file of questions must end in .jsonl, .parquet, .csv, .tsv, .json"),
     ],
 )
 def test_files_that_are_refused(text, suffix, reason, images):
@@ -310,7 +310,7 @@ def test_a_saved_data_set_has_its_shape_read(images, caplog):
     with caplog.at_level(logging.INFO, "mmrl"):
         source = HuggingFaceSource(str(images / "saved"))
     assert (source[2].answer, source[2].text, red(source[2])) == ("gold 2", "<image>Which? 2", [2])
-    assert "read as rows of verl" in caplog.text
+    assert "read in the format of verl" in caplog.text
 
 
 # --- through a job ---
@@ -386,7 +386,7 @@ def test_the_first_rows_of_a_stream_are_held_without_a_download(tmp_path):
     assert [(p.id, p.text, p.answer) for p in prompts] == [("parquet:3", "3?", "3"), ("parquet:0", "0?", "0")]
     assert [p.images[0].getpixel((0, 0))[0] for p in prompts] == [3, 0]
     assert len(HuggingFaceData(name="parquet", options=files, stream=40, image_field="image").sources(0)[0]) == 6
-    with pytest.raises(ValueError, match="streaming=true in task.data.options has no rows by number"):
+    with pytest.raises(ValueError, match="task.data.options has streaming=true; leave that out"):
         HuggingFaceData(name="parquet", options=files | {"streaming": True}).sources(0)
 
 

@@ -6,8 +6,8 @@ import pytest
 from mmrl.rollouts import Message
 from mmrl.settings import make
 from mmrl.sims.turns.settings import ToolsSettings
-from mmrl.tasks.visual_qa.data.digits import handwritten
-from mmrl.tasks.visual_qa.data.scenes import COLOURS, ScenesSource
+from mmrl.tasks.visual_qa.data.digits import digit_images
+from mmrl.tasks.visual_qa.data.scenes import COLORS, ScenesSource
 
 LAYOUT = {"rows": 2, "columns": 4, "cell": 12, "colours": ("red", "blue")}
 
@@ -17,7 +17,7 @@ def scenes(split="train", size=40, seed=3, **more):
 
 
 def test_the_asked_colour_marks_the_answer():
-    images, labels = handwritten()
+    images, labels = digit_images()
     for i in range(12):
         prompt = scenes()[i]
         colour = ("red", "blue")[i % 2]
@@ -26,27 +26,27 @@ def test_the_asked_colour_marks_the_answer():
         assert pixels.shape == (24, 48, 3)
         left, top, right, bottom = (round(v * s) for v, s in zip(prompt.metadata["target"], (48, 24) * 2, strict=True))
         assert (right - left, bottom - top) == (12, 12)
-        assert tuple(pixels[top, left]) == COLOURS[colour]  # a corner, which no digit reaches
+        assert tuple(pixels[top, left]) == COLORS[colour]  # a corner, which no digit reaches
         place = (top // 12) * 4 + left // 12
         assert str(prompt.metadata["digits"][place]) == prompt.answer
         inner = pixels[top + 2 : top + 10, left + 2 : left + 10]
-        channel = COLOURS[colour].index(0)  # that the mark has nothing of
+        channel = COLORS[colour].index(0)  # that the mark has nothing of
         assert any(np.array_equal(inner[:, :, channel], one) for one in images[labels == int(prompt.answer)])
         corners = [tuple(pixels[12 * r, 12 * c]) for r in range(2) for c in range(4)]
-        assert sorted(corners, reverse=True)[:2] == sorted(COLOURS[c] for c in ("red", "blue"))[::-1]
+        assert sorted(corners, reverse=True)[:2] == sorted(COLORS[c] for c in ("red", "blue"))[::-1]
 
 
 def test_splits_and_seeds():
     assert scenes()[5].images[0].tobytes() == scenes()[5].images[0].tobytes()
     assert scenes(seed=4)[5].images[0].tobytes() != scenes()[5].images[0].tobytes()
     assert scenes("heldout")[5].images[0].tobytes() != scenes()[5].images[0].tobytes()
-    assert scenes(wandering=1.0, direct=1.0)[5].images[0].tobytes() == scenes()[5].images[0].tobytes()
+    assert scenes(wrong_share=1.0, direct=1.0)[5].images[0].tobytes() == scenes()[5].images[0].tobytes()
 
 
 def test_a_demonstration_zooms_and_says_the_digit_there():
     settings = make(ToolsSettings, {"calls": "python", "described": "no", "coordinates": 4, "shown_pixels": 72})
     seen = right = 0
-    for prompt in (scenes(wandering=0.5)[i] for i in range(40)):
+    for prompt in (scenes(wrong_share=0.5)[i] for i in range(40)):
         call, digit = prompt.metadata["demonstration"]
         world = settings.make()
         (shown,) = world.start(prompt_messages(prompt))[0].images

@@ -28,7 +28,7 @@ SPLITS = {"train": "0:4", "val": "4:5", "rest": "4:", "most": ":-1", "odd": "0, 
     ],
 )
 def test_chosen_episodes(options, splits, expected):
-    assert EpisodeSelection(**options).of("F", NUMBERS, splits) == expected
+    assert EpisodeSelection(**options).select("F", NUMBERS, splits) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_chosen_episodes(options, splits, expected):
 )
 def test_what_is_not_there_is_named(options, message):
     with pytest.raises(UserError, match=message):
-        EpisodeSelection(**options).of("F", NUMBERS, SPLITS)
+        EpisodeSelection(**options).select("F", NUMBERS, SPLITS)
 
 
 def test_a_smaller_split_is_told(caplog):
     caplog.set_level("INFO")
-    EpisodeSelection().of("F", NUMBERS, {"train": "0:6"})
+    EpisodeSelection().select("F", NUMBERS, {"train": "0:6"})
     assert caplog.text == ""
-    EpisodeSelection().of("F", NUMBERS, SPLITS)
-    assert "F: 4 of 6 episodes are its split train" in caplog.text
+    EpisodeSelection().select("F", NUMBERS, SPLITS)
+    assert "F: 4 of 6 episodes are in its split train" in caplog.text
 
 
 def read(number):
@@ -61,19 +61,19 @@ def read(number):
 
 
 def test_bad_episodes_are_left_out_within_a_share_and_named(caplog):
-    assert EpisodeSelection(max_bad_share=0.5).usable("F", [0, 1, 2, 3], read) == [10, 20]
+    assert EpisodeSelection(max_bad_share=0.5).read_usable("F", [0, 1, 2, 3], read) == [10, 20]
     assert "left out: episode 0 is torn" in caplog.text and "left out: episode 3 is torn" in caplog.text
     with pytest.raises(
         UserError,
         match=r"F: 2 of 4 episodes cannot be used, more than task.demonstrations.max_bad_share=0.49 allows; .*"
         "episode 0 is torn; episode 3 is torn$",
     ):
-        EpisodeSelection(max_bad_share=0.49).usable("F", [0, 1, 2, 3], read)
+        EpisodeSelection(max_bad_share=0.49).read_usable("F", [0, 1, 2, 3], read)
     with pytest.raises(UserError, match="1 of 2 episodes cannot be used, .*max_bad_share=0 allows"):
-        EpisodeSelection().usable("F", [0, 1], read)
-    with pytest.raises(UserError, match="no episode to learn from is left: episode 0 is torn; episode 3 is torn"):
-        EpisodeSelection(max_bad_share=1.0).usable("F", [0, 3], read)
-    with pytest.raises(UserError, match="no episode to learn from is left: none was chosen"):
-        EpisodeSelection(split="all").usable("F", [], read)
+        EpisodeSelection().read_usable("F", [0, 1], read)
+    with pytest.raises(UserError, match="no episode to train on is left: episode 0 is torn; episode 3 is torn"):
+        EpisodeSelection(max_bad_share=1.0).read_usable("F", [0, 3], read)
+    with pytest.raises(UserError, match="no episode to train on is left: none was selected"):
+        EpisodeSelection(split="all").read_usable("F", [], read)
     with pytest.raises(UserError, match=r"torn; \.\.\.$"):
-        EpisodeSelection().usable("F", range(0, 30, 3), read)
+        EpisodeSelection().read_usable("F", range(0, 30, 3), read)

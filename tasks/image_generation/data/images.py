@@ -1,4 +1,4 @@
-"""Images of samples as one batch."""
+"""The images of samples as one batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from mmrl.rollouts import Sample
 def stack_images(samples: Sequence[Sample], size: tuple[int, ...] | None = None) -> Tensor:
     """Stacks the images of samples: [sample, channel, height, width] float32, 0 to 1 in gamut, not clamped.
 
-    Raises UserError for a sample without an image, and for one that has not the given size, or that of the first.
+    size: the expected shape of an image; None: that of the first. Raises UserError for a sample without an image, or
+    with one of another shape.
     """
     images = [image_of(sample).float() for sample in samples]
     size = size or tuple(images[0].shape)
     for sample, image in zip(samples, images, strict=True):
         if image.shape != size:
-            raise UserError(f"the image of prompt {sample.prompt.id!r} is {list(image.shape)}, expected {list(size)}")
+            raise UserError(
+                f"the image of prompt {sample.prompt.id!r} has the shape {list(image.shape)}, expected {list(size)}"
+            )
     return torch.stack(images)

@@ -1,8 +1,9 @@
-"""Sentences that ask for a thing by name, images of it in one artist's style, and scorers that learned from others.
+"""Prompts that ask for a thing by name, images for supervised training, and two classifiers of images.
 
-Things are those of `mmrl.tasks.data.named_images`, made small, mirrored or not, moved a little, on paper of any light
-colour. What draws learns them in one style, and what rewards it in another, so that the reward has seen none of the
-images that are drawn. What measures learned them in the style that is drawn, and has no part in the reward.
+The images are those of `mmrl.tasks.data.named_images`, reduced, randomly mirrored and moved, on a light background. The
+generator is trained on one style (noto). The reward's classifier is trained on another style (fluent), so that it has
+seen none of the generator's training images. The classifier of accuracy is trained on noto, and is no part of the
+reward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.data.named_images import images as icons
 from mmrl.tasks.image_generation.data.images import stack_images
 
-SIZE, THING = 16, 14  # pixels a side of an image, and of the thing on it
+SIZE, THING = 16, 14  # pixels along a side of an image, and of the thing in it
 NAMES = (
     "banana", "basketball", "bear", "candle", "cloud", "door", "dress", "fish", "flamingo", "glasses", "guitar",
     "key", "lion", "pencil", "rainbow", "rooster", "scroll", "shamrock", "star", "sunflower", "taxi", "tractor",
@@ -35,53 +36,53 @@ PHRASINGS = {
 PLURAL = ("glasses",)
 SPLITS = ("train", "heldout")
 Split = Literal["train", "heldout"]
-PAPER = (0.65, 1.0)  # least and greatest of each channel of the colour behind a thing
+BACKGROUND = (0.65, 1.0)  # minimum and maximum of each channel of the background
 Judge = Literal["reward", "second"]
-JUDGES: dict[str, icons.Style] = {"reward": "fluent", "second": "noto"}  # the style that each learned from
-DRAWN: icons.Style = "noto"
+JUDGES: dict[str, icons.Style] = {"reward": "fluent", "second": "noto"}  # the style that each is trained on
+DRAWN: icons.Style = "noto"  # the style of the generator's training images
 
 
 def texts(split: str, name: str) -> list[str]:
-    """Returns the texts by which a split asks for a thing. No phrasing of training is in the held-out prompts; all
-    names are in both."""
+    """Returns the prompts of a split for a thing. The splits have the same names, but no phrasing in common."""
     article = "" if name in PLURAL else "an " if name[0] in "aeiou" else "a "
     return [phrasing.format(article + name) for phrasing in PHRASINGS[split]]
 
 
 @lru_cache(maxsize=4)
 def things(style: icons.Style, side: int) -> Tensor:
-    """Returns colours times opacity, and opacity, of all NAMES in a style, [name, 4, side, side] float32, 0 to 1."""
+    """Returns the images of NAMES in a style: premultiplied RGB (color times opacity) and opacity, [name, 4, side,
+    side] float32, 0 to 1."""
     names, sheet = icons.names(), icons.images(style)
-    rows = [sheet[names.index(name)].astype(np.float32) / 255 for name in NAMES]
-    solid = [np.concatenate([row[..., :3] * row[..., 3:], row[..., 3:]], -1) for row in rows]
-    return torch.stack([torch.stack([_resized(row[..., c], side) for c in range(4)]) for row in solid])
+    rgba = [sheet[names.index(name)].astype(np.float32) / 255 for name in NAMES]
+    premultiplied = [np.concatenate([image[..., :3] * image[..., 3:], image[..., 3:]], -1) for image in rgba]
+    return torch.stack([torch.stack([_resize(image[..., c], side) for c in range(4)]) for image in premultiplied])
 
 
-def _resized(plane: np.ndarray, side: int) -> Tensor:
+def _resize(plane: np.ndarray, side: int) -> Tensor:
     return torch.from_numpy(np.array(Image.fromarray(plane).resize((side, side), Image.Resampling.BOX)))
 
 
 def draw(name: int, rng: np.random.Generator) -> Tensor:
-    """Draws one of a thing's many images, [3, SIZE, SIZE] float32, 0 to 1; name: its index in NAMES."""
+    """Draws a random image of a thing, [3, SIZE, SIZE] float32, 0 to 1. name: its index in NAMES."""
     thing = things(DRAWN, THING)[name]
     if rng.random() < 0.5:
         thing = thing.flip(-1)
     top, left = rng.integers(SIZE - THING + 1, size=2).tolist()
-    room = SIZE - THING
-    placed = F.pad(thing, (left, room - left, top, room - top))
-    paper = torch.from_numpy(rng.uniform(*PAPER, size=(3, 1, 1)).astype(np.float32))
-    return placed[:3] + paper * (1 - placed[3:])
+    margin = SIZE - THING
+    placed = F.pad(thing, (left, margin - left, top, margin - top))
+    background = torch.from_numpy(rng.uniform(*BACKGROUND, size=(3, 1, 1)).astype(np.float32))
+    return placed[:3] + background * (1 - placed[3:])
 
 
 class NamedSource:
-    """`size` prompts for things; item i asks for thing i % 24 and depends on (split, seed, i) and `careless` only.
+    """`size` prompts for things; item i asks for thing i % 24 and depends on (split, seed, i) and `wrong_share` only.
 
     The answer is the thing's index in NAMES. metadata["target"] is an image for supervised training, [3, SIZE, SIZE]
-    float32, 0 to 1, which for the share `careless` shows another thing, as clean as the right one.
+    float32, 0 to 1, which in the share `wrong_share` shows another thing.
     """
 
-    def __init__(self, split: Split = "train", *, size: int, seed: int, careless: float = 0.0):
-        self.split, self.size, self.seed, self.careless = split, size, seed, careless
+    def __init__(self, split: Split = "train", *, size: int, seed: int, wrong_share: float = 0.0):
+        self.split, self.size, self.seed, self.wrong_share = split, size, seed, wrong_share
 
     def __len__(self) -> int:
         return self.size
@@ -93,24 +94,23 @@ class NamedSource:
         name = index % len(NAMES)
         text = str(rng.choice(texts(self.split, NAMES[name])))
         other = (name + int(rng.integers(1, len(NAMES)))) % len(NAMES)
-        shown = other if rng.random() < self.careless else name
-        metadata: dict[str, Any] = {"name": NAMES[name], "target": draw(shown, rng)}
+        target = other if rng.random() < self.wrong_share else name
+        metadata: dict[str, Any] = {"name": NAMES[name], "target": draw(target, rng)}
         return Prompt(id=f"named-{self.split}-{self.seed}-{index}", text=text, answer=name, metadata=metadata)
 
 
-# --- the scorers ---
+# --- the classifiers ---
 
 _STEPS, _BATCH = 300, 96
 _AFFINE = {"scale": (0.7, 1.05), "turn": (-0.2, 0.2), "shift": (-0.15, 0.15)}
 
 
 @lru_cache(maxsize=2)
-def scorer(judge: Judge) -> nn.Module:
-    """Returns one of two networks that name images [image, 3, SIZE, SIZE] of 0 to 1, logits [image, name], trained once
-    a process.
+def classifier(judge: Judge) -> nn.Module:
+    """Returns a classifier that maps images [image, 3, SIZE, SIZE], 0 to 1, to logits [image, name].
 
-    `reward` learned from one style, `second` from the one that is drawn; both from images that are turned, scaled,
-    moved, recoloured, faded and made noisy, for what a generator draws is never clean.
+    "reward" is trained on the style fluent, "second" on noto, the style of the generator's training images. Both see
+    augmented images, since generated images are never clean. The first call in a process trains it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(list(JUDGES).index(judge))
@@ -118,9 +118,9 @@ def scorer(judge: Judge) -> nn.Module:
         optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, _STEPS)
         for _ in range(_STEPS):
-            named = torch.randint(len(NAMES), (_BATCH,))
-            shown = spoiled(things(JUDGES[judge], icons.SIDE)[named])
-            loss = F.cross_entropy(network(shown), named, label_smoothing=0.05)
+            labels = torch.randint(len(NAMES), (_BATCH,))
+            images = augment(things(JUDGES[judge], icons.SIDE)[labels])
+            loss = F.cross_entropy(network(images), labels, label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -129,8 +129,8 @@ def scorer(judge: Judge) -> nn.Module:
 
 
 def _convolutions(width: int) -> nn.Module:
-    def block(before: int, after: int) -> list[nn.Module]:
-        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+        return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.BatchNorm2d(out_channels), nn.ReLU()]
 
     return nn.Sequential(
         *block(3, width), nn.MaxPool2d(2), *block(width, 2 * width), nn.MaxPool2d(2), *block(2 * width, 2 * width),
@@ -138,36 +138,40 @@ def _convolutions(width: int) -> nn.Module:
     )  # fmt: skip
 
 
-def spoiled(solid: Tensor) -> Tensor:
-    """Augments things [image, 4, 2 SIZE, 2 SIZE] for the training of a scorer, [image, 3, SIZE, SIZE], with torch's
-    generator."""
-    count = len(solid)
+def augment(premultiplied: Tensor) -> Tensor:
+    """Augments images for the training of a classifier: affine transform, color, background, contrast and noise.
+
+    premultiplied: [image, 4, 2 SIZE, 2 SIZE], see `things`. Returns [image, 3, SIZE, SIZE], 0 to 1. Uses torch's global
+    generator.
+    """
+    num_images = len(premultiplied)
 
     def uniform(low: float, high: float, *size: int) -> Tensor:
-        return low + (high - low) * torch.rand(count, *size)
+        return low + (high - low) * torch.rand(num_images, *size)
 
-    zoom, turn = 1 / uniform(*_AFFINE["scale"]), uniform(*_AFFINE["turn"])
-    mirror = 2.0 * (torch.rand(count) < 0.5) - 1
-    rows = [zoom * mirror * turn.cos(), -zoom * mirror * turn.sin(), uniform(*_AFFINE["shift"])]
-    columns = [zoom * turn.sin(), zoom * turn.cos(), uniform(*_AFFINE["shift"])]
+    zoom, angle = 1 / uniform(*_AFFINE["scale"]), uniform(*_AFFINE["turn"])
+    mirror = 2.0 * (torch.rand(num_images) < 0.5) - 1
+    rows = [zoom * mirror * angle.cos(), -zoom * mirror * angle.sin(), uniform(*_AFFINE["shift"])]
+    columns = [zoom * angle.sin(), zoom * angle.cos(), uniform(*_AFFINE["shift"])]
     affine = torch.stack([torch.stack(rows, -1), torch.stack(columns, -1)], 1)
-    grid = F.affine_grid(affine, list(solid.shape), align_corners=False)
-    placed = F.avg_pool2d(F.grid_sample(solid, grid, align_corners=False), 2)
+    grid = F.affine_grid(affine, list(premultiplied.shape), align_corners=False)
+    placed = F.avg_pool2d(F.grid_sample(premultiplied, grid, align_corners=False), 2)
     image = placed[:, :3] * uniform(0.75, 1.25, 3, 1, 1) + uniform(0.5, 1.0, 3, 1, 1) * (1 - placed[:, 3:])
-    grey = image.mean(1, keepdim=True)
-    faded = grey + uniform(0.4, 1.3, 1, 1, 1) * (image - grey)
-    return (faded + uniform(0, 0.2, 1, 1, 1) * torch.randn_like(faded)).clamp(0, 1)
+    gray = image.mean(1, keepdim=True)
+    saturated = gray + uniform(0.4, 1.3, 1, 1, 1) * (image - gray)
+    return (saturated + uniform(0, 0.2, 1, 1, 1) * torch.randn_like(saturated)).clamp(0, 1)
 
 
-def real_images(count: int) -> list[Sample]:
-    """Returns real images, in the style that is drawn, of what the first `count` held-out prompts ask for."""
-    source = NamedSource("heldout", size=count, seed=0)
-    return [Sample(prompt, image=prompt.metadata["target"]) for prompt in (source[index] for index in range(count))]
+def real_images(num_images: int) -> list[Sample]:
+    """Returns the first `num_images` held-out prompts, each with a real image of what it asks for."""
+    source = NamedSource("heldout", size=num_images, seed=0)
+    prompts = [source[index] for index in range(num_images)]
+    return [Sample(prompt, image=prompt.metadata["target"]) for prompt in prompts]
 
 
 class Recognised:
-    """Reward: 1 where a scorer takes the image, clamped to 0..1, for the requested thing (prompt.answer), else 0;
-    with `soft` the probability that it gives it.
+    """Reward: 1 if a classifier recognises the requested thing (prompt.answer) in the image, clamped to 0..1, else 0;
+    with `soft` the probability that it gives to that thing.
 
     None for an image that holds NaN or inf. Scoring raises UserError for images that are not [3, SIZE, SIZE].
     """
@@ -177,13 +181,13 @@ class Recognised:
     def __init__(self, *, judge: Judge = "second", soft: bool = False):
         if judge not in JUDGES:
             raise ValueError(f"judge must be one of {', '.join(JUDGES)}, not {judge!r}")
-        self._scorer, self._soft = scorer(judge), soft
+        self._classifier, self._soft = classifier(judge), soft
 
     def score(self, samples: Sequence[Sample]) -> list[float | None]:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        logits = self._scorer(stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1))
+        logits = self._classifier(stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1))
         labels = torch.tensor([sample.prompt.answer for sample in samples])
         if self._soft:
             return logits.softmax(-1).gather(1, labels[:, None])[:, 0].tolist()

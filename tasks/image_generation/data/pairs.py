@@ -1,4 +1,4 @@
-"""Pairs of images from the user's files."""
+"""Preference pairs of images from the user's files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class ImagePairs(Pairs):
-    """Pairs of images, [channel, height, width] each."""
+    """Preference pairs of images, [channel, height, width] each. grey: images have one channel, else three."""
 
-    kind = "an image"
+    media = "an image"
 
     def __init__(self, path: Path, *, grey: bool, max_bad_share: float, field: str = "prompt") -> None:
-        """grey: images become one channel; else three."""
         self.mode = "L" if grey else "RGB"
         super().__init__(path, max_bad_share=max_bad_share, field=field)
 
@@ -31,5 +30,5 @@ class ImagePairs(Pairs):
             with Image.open(path, formats=FORMATS) as opened:
                 pixels = np.asarray(to_rgb(opened).convert(self.mode), dtype=np.float32) / 255
         except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise UserError(f"{row}: {path} is not an image that can be read: {error}") from None
+            raise UserError(f"{row}: cannot read the image {path}: {error}") from None
         return torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).permute(2, 0, 1)

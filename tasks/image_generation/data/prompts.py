@@ -1,4 +1,4 @@
-"""The user's own prompts, as GenEval's and OCR prompts come."""
+"""Prompts from the user's own files, with the metadata of GenEval or of OCR rewards."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def load(
     field: str = "prompt",
     images: ImagesToEdit | None = None,
 ) -> list[Prompt]:
-    """Reads the prompts of a file or folder as `load_prompts` does. images: those to edit, which each row must name.
+    """Reads the prompts of a file or folder, as `load_prompts` does.
 
-    `format` says what else a row must hold: geneval a `tag` and `include` (a list of {class, count}, each with `color`
-    or `position`, [relation, index of another], where the prompt has them); ocr a text in double quotes in the
-    prompt, or under the key `text`.
+    images: checks the images to edit that each row must refer to; None: there are none. `format` says what else a row
+    must hold. geneval: `tag` and `include`, a list of {class, count} with optional `color` and `position` ([relation,
+    index of another entry]). ocr: a text in double quotes in the prompt, or the key `text`.
     """
-    of_format = CHECKS[format]
+    check_format = CHECKS[format]
 
     def check(row: Mapping[str, Any], prompt: str) -> None:
-        if of_format is not None:
-            of_format(row, prompt)
+        if check_format is not None:
+            check_format(row, prompt)
         if images is not None:
             images.check(row)
 
@@ -44,62 +44,65 @@ def load(
 
 
 def hold_out(prompts: list[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Splits prompts into training and held-out ones. A prompt's side depends on its text alone: on no seed, order or
-    repetition.
+    """Splits prompts into training and held-out prompts by a hash of their text, so that equal texts are in one split,
+    whatever the order or the seed. share: the expected share of held-out prompts.
 
-    Raises ValueError where a side stays empty.
+    Raises ValueError if a split is empty.
     """
-    sides: tuple[list[Prompt], list[Prompt]] = [], []
+    train: list[Prompt] = []
+    heldout: list[Prompt] = []
     for prompt in prompts:
         digest = hashlib.sha256(prompt.text.encode()).digest()
-        sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(prompt)
-    if not all(sides):
+        is_heldout = int.from_bytes(digest[:8], "big") < share * 2**64
+        (heldout if is_heldout else train).append(prompt)
+    if not train or not heldout:
         raise ValueError(
-            f"task.data.heldout={share:g} leaves {len(sides[0])} prompts to train on and {len(sides[1])} held out; "
-            "both need some: change it, or name a file of held-out prompts in task.data.eval"
+            f"task.data.heldout={share:g} leaves {len(train)} training and {len(heldout)} held-out prompts, but both "
+            "are needed; change it, or name a file of held-out prompts in task.data.eval"
         )
-    return sides
+    return train, heldout
 
 
 def warn_of_overlap(train: list[Prompt], evaluation: list[Prompt], image_field: str | None = None) -> None:
-    """Logs how many held-out prompts are trained on too, if any. image_field: of the image to edit; the same text for
-    another image is another prompt."""
+    """Logs a warning if training prompts are held out too. image_field: the column of the image to edit; prompts with
+    the same text but other images are not the same."""
 
     def content(prompt: Prompt) -> tuple[str, str]:
         return prompt.text, "" if image_field is None else str(prompt.metadata[image_field])
 
-    known = {content(prompt) for prompt in train}
-    shared = sum(content(prompt) in known for prompt in evaluation)
-    if shared:
-        log.warning("%d of %d held-out prompts are among those to train on", shared, len(evaluation))
+    training_contents = {content(prompt) for prompt in train}
+    num_shared = sum(content(prompt) in training_contents for prompt in evaluation)
+    if num_shared:
+        log.warning("%d of %d held-out prompts are training prompts too", num_shared, len(evaluation))
 
 
 def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:
-    """Raises RowError where a row lacks GenEval's metadata (tag; include with class, count, color, position)."""
+    """Raises RowError if a row lacks GenEval's metadata (tag; include with class, count, color, position)."""
     text_of(row, "tag")
     include = value_of(row, "include", list, "a list")
     for index, item in enumerate(include):
-        where = f"include[{index}]."
+        parent = f"include[{index}]."
         if not isinstance(item, Mapping):
             raise RowError(f"key 'include[{index}]' must be an object, not {type(item).__name__}")
-        text_of(item, "class", where)
-        if value_of(item, "count", int, "a number", where) < 1:
-            raise RowError(f"key '{where}count' must be at least 1, not {item['count']}")
+        text_of(item, "class", parent)
+        if value_of(item, "count", int, "a number", parent) < 1:
+            raise RowError(f"key '{parent}count' must be at least 1, not {item['count']}")
         if "color" in item:
-            text_of(item, "color", where)
+            text_of(item, "color", parent)
         if "position" in item:
-            relation, other = (*value_of(item, "position", list, "a list", where), None, None)[:2]
+            relation, other = (*value_of(item, "position", list, "a list", parent), None, None)[:2]
             if not isinstance(relation, str) or other not in range(len(include)) or other == index:
                 raise RowError(
-                    f"key '{where}position' must be [relation, index of another in include], not {item['position']}"
+                    f"key '{parent}position' must be [relation, index of another in include], not {item['position']}"
                 )
 
 
 def _check_ocr(row: Mapping[str, Any], prompt: str) -> None:
+    """Raises RowError if neither the key `text` nor double quotes in the prompt say which text an image must show."""
     if "text" in row:
         text_of(row, "text")
     elif not quoted_in(prompt):
-        raise RowError("the prompt puts no text in double quotes, and there is no key 'text'")
+        raise RowError("format=ocr needs a text in double quotes in the prompt, or the key 'text'")
 
 
 CHECKS: dict[Format, Check | None] = {"plain": None, "geneval": _check_geneval, "ocr": _check_ocr}

@@ -1,7 +1,7 @@
-"""Scenes of coloured shapes and the sentences that ask for them: the grammar, the drawing, and prompts by index.
+"""Prompts that ask for scenes of colored shapes, and drawings of such scenes.
 
-A sentence names a count, a colour and a shape, and may put them left of, right of, above or below one object of another
-colour: "two green triangles", "three red circles left of a blue square".
+A prompt names a count, a color and a shape, and optionally a relation to one object of another color: "two green
+triangles", "three red circles left of a blue square".
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from mmrl.rollouts import Prompt
 
-SIZE = 16  # pixels a side
-OBJECT = 4  # pixels a side of an object
-GRID = (1, 6, 11)  # rows and columns of the top left of objects on the grid
-GAP = 1  # black pixels at least between two objects, sideways or up and down
-# Corners of the RGB cube on black: a pixel on the way from black to a colour is nearest to one of the two.
-COLOURS = {
+SIZE = 16  # pixels along a side of an image
+OBJECT = 4  # pixels along a side of an object
+GRID = (1, 6, 11)  # rows and columns of the top left corners of objects on the grid
+GAP = 1  # minimum number of black pixels between two objects, horizontally or vertically
+# Corners of the RGB cube: a pixel between black and one of them is nearest to one of these two, not to a third color.
+COLORS = {
     "red": (1.0, 0.0, 0.0),
     "green": (0.0, 1.0, 0.0),
     "blue": (0.0, 0.0, 1.0),
@@ -37,7 +37,7 @@ SHAPES = {
     "triangle": ("#...", "##..", "###.", "####"),
 }
 COUNTS = ("a", "two", "three", "four")
-RELATIONS = ("left of", "right of", "above", "below")  # each beside its opposite
+RELATIONS = ("left of", "right of", "above", "below")  # index ^ 1 is the opposite
 KINDS = ("count", "relation")
 SPLITS = ("train", "heldout", "all")
 T = TypeVar("T")
@@ -47,19 +47,19 @@ Layout = Literal["free", "grid", "row"]
 
 @dataclass(frozen=True)
 class Phrase:
-    """`count` objects of one colour and shape."""
+    """A phrase of a prompt, such as "two red circles": `count` objects of one color and shape."""
 
     count: int
-    colour: str
+    color: str
     shape: str
 
     def __str__(self) -> str:
-        return f"{COUNTS[self.count - 1]} {self.colour} {self.shape}{'s' if self.count > 1 else ''}"
+        return f"{COUNTS[self.count - 1]} {self.color} {self.shape}{'s' if self.count > 1 else ''}"
 
 
 @dataclass(frozen=True)
 class ShapeScene:
-    """The scene that a sentence asks for: `first`, which stands in `relation` to `second` where there is one."""
+    """The scene that a prompt asks for: the objects of `first`, optionally in a relation to those of `second`."""
 
     first: Phrase
     relation: str | None = None
@@ -75,10 +75,10 @@ class ShapeScene:
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """An object of an image: its colour, its shape (None where it is none of SHAPES), row and column of its top
-    left."""
+    """An object of an image: its color, its shape (None: not one of SHAPES), and the row and column of its top left
+    corner in pixels."""
 
-    colour: str
+    color: str
     shape: str | None
     top: int
     left: int
@@ -91,114 +91,119 @@ def template(shape: str) -> np.ndarray:
 
 
 def words() -> list[str]:
-    """Returns every word of every sentence, sorted."""
+    """Returns all words of the prompts, sorted."""
     plurals = {f"{shape}s" for shape in SHAPES}
-    return sorted({*COUNTS, *COLOURS, *SHAPES, *plurals, *(word for r in RELATIONS for word in r.split())})
+    return sorted({*COUNTS, *COLORS, *SHAPES, *plurals, *(word for r in RELATIONS for word in r.split())})
 
 
 def scenes(split: Split, kind: str, colours: Sequence[str], max_count: int = len(COUNTS)) -> list[ShapeScene]:
-    """Returns all scenes of a split, whatever the seed.
+    """Returns all scenes of a split; the split depends on no seed.
 
-    A combination is held out where the indices of its parts sum to 3 modulo 4: a quarter of all, while each count,
-    colour, shape and relation is trained on in many others. "all" is both, for a base that has seen every combination.
+    kind: "count" (one phrase) or "relation" (two). A scene is held out if the indices of its parts sum to 3 modulo 4.
+    That is a quarter of all scenes; each count, color, shape and relation is in many training scenes. Split "all" is
+    both, for supervised training of a model that has seen all scenes.
     """
-    named, indexed = list(COLOURS), []
-    for count, colour, (s, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
-        first, index = Phrase(count, colour, shape), count + named.index(colour) + s
+    color_names, indexed = list(COLORS), []
+    for count, color, (shape_index, shape) in product(range(1, max_count + 1), colours, enumerate(SHAPES)):
+        first, index = Phrase(count, color, shape), count + color_names.index(color) + shape_index
         if kind == "count":
             indexed.append((index, ShapeScene(first)))
             continue
-        for (r, relation), other, (o, second) in product(enumerate(RELATIONS), colours, enumerate(SHAPES)):
-            if other != colour:
-                scene = ShapeScene(first, relation, Phrase(1, other, second))
-                indexed.append((index + r + named.index(other) + o, scene))
+        seconds = product(enumerate(RELATIONS), colours, enumerate(SHAPES))
+        for (relation_index, relation), second_color, (second_index, second_shape) in seconds:
+            if second_color != color:
+                scene = ShapeScene(first, relation, Phrase(1, second_color, second_shape))
+                indexed.append((index + relation_index + color_names.index(second_color) + second_index, scene))
     return [scene for index, scene in indexed if split == "all" or (index % 4 == 3) == (split == "heldout")]
 
 
-def related(relation: str, first: np.ndarray, second: np.ndarray, by: float = OBJECT / 2 + 0.5) -> np.ndarray:
-    """Returns whether all of `first` stand in the relation to all of `second`, their centres at least `by` pixels apart
-    on its axis, [...] bool; first, second: rows and columns of equally large objects, [..., object, 2].
+def related(relation: str, first: np.ndarray, second: np.ndarray, min_distance: float = OBJECT / 2 + 0.5) -> np.ndarray:
+    """Returns whether all objects of `first` are in the relation to all objects of `second`, [...] bool.
+
+    first, second: rows and columns of objects of one size, [..., object, 2]. min_distance: in pixels, along the axis of
+    the relation.
     """
     axis, sign = {"left of": (1, 1), "right of": (1, -1), "above": (0, 1), "below": (0, -1)}[relation]
-    steps = sign * (second[..., None, :, axis] - first[..., :, None, axis])
-    return steps.min((-2, -1)) >= by
+    distances = sign * (second[..., None, :, axis] - first[..., :, None, axis])
+    return distances.min((-2, -1)) >= min_distance
 
 
 def place_objects(scene: ShapeScene, rng: np.random.Generator, layout: Layout = "free") -> list[PlacedShape]:
-    """Draws positions for the objects of a scene, all at least GAP apart and `first` wholly on its side of `second`.
+    """Samples positions for the objects of a scene, such that its relation holds and all gaps are at least GAP pixels.
 
-    "grid" puts them on a grid of 3 x 3, "row" those of a phrase in one row of it: a small model learns to count them
-    the faster, the fewer positions they may have.
+    layout: "grid" uses a grid of 3 x 3 positions only, "row" also puts the objects of a phrase in one row of it. The
+    fewer positions there are, the sooner a small model learns to count.
     """
-    wanted = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the second leaves room first
+    to_place = [phrase for phrase in reversed(scene.phrases) for _ in range(phrase.count)]  # the one of `second` first
     while True:
         corners = np.ones(SIZE - OBJECT + 1, dtype=bool)
         if layout != "free":
             corners = np.isin(np.arange(SIZE - OBJECT + 1), GRID)
-        free = np.outer(corners, corners)  # top left corners that an object may have
+        free = np.outer(corners, corners)  # possible top left corners, [row, column]
         placed: list[PlacedShape] = []
         rows = {phrase: rng.choice(GRID) for phrase in scene.phrases} if layout == "row" else {}
-        for phrase in wanted:
+        for phrase in to_place:
             if phrase is scene.first and scene.relation is not None and len(placed) == 1:
-                free &= _side(scene.relation, placed[0])
+                free &= _corners_in_relation(scene.relation, placed[0])
             candidates = np.flatnonzero(free)
             if phrase in rows:
                 candidates = candidates[candidates // len(free) == rows[phrase]]
             if not len(candidates):
-                break  # a dead end: begin again
+                break  # no position is left: try again
             top, left = divmod(int(candidates[rng.integers(len(candidates))]), len(free))
             reach = OBJECT + GAP - 1
             free[max(0, top - reach) : top + reach + 1, max(0, left - reach) : left + reach + 1] = False
-            placed.append(PlacedShape(phrase.colour, phrase.shape, top, left))
+            placed.append(PlacedShape(phrase.color, phrase.shape, top, left))
         else:
             return placed
 
 
-def _side(relation: str, other: PlacedShape) -> np.ndarray:
-    """Returns the corners from which an object lies wholly in the relation to `other`, [row, column] bool."""
+def _corners_in_relation(relation: str, other: PlacedShape) -> np.ndarray:
+    """Returns the top left corners at which an object is in the relation to `other`, [row, column] bool."""
     corners = np.moveaxis(np.indices((SIZE - OBJECT + 1,) * 2), 0, -1)
-    return related(relation, corners[..., None, :], np.array([(other.top, other.left)]), by=OBJECT)
+    return related(relation, corners[..., None, :], np.array([(other.top, other.left)]), min_distance=OBJECT)
 
 
 def draw(objects: Sequence[PlacedShape]) -> Tensor:
-    """Draws the image of objects on black, [3, SIZE, SIZE] float32, 0 to 1; an object without a shape is left out."""
+    """Draws objects on black, [3, SIZE, SIZE] float32, 0 to 1. Objects whose shape is None are left out."""
     image = np.zeros((SIZE, SIZE, 3), dtype=np.float32)
     for item in objects:
         if item.shape is not None:
             window = image[item.top : item.top + OBJECT, item.left : item.left + OBJECT]
-            window[template(item.shape)] = COLOURS[item.colour]
+            window[template(item.shape)] = COLORS[item.color]
     return torch.from_numpy(image).permute(2, 0, 1).contiguous()
 
 
-def spoiled(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> ShapeScene:
-    """Returns the scene with one thing of its first phrase changed, or its relation turned round: no image shows
-    both."""
-    first, kinds = scene.first, ["colour", "shape"]
-    kinds += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
-    kind = str(rng.choice(kinds))
+def with_wrong_part(scene: ShapeScene, rng: np.random.Generator, colours: Sequence[str], max_count: int) -> ShapeScene:
+    """Returns the scene with another color, shape or count in its first phrase, or with the opposite relation. No image
+    shows both scenes."""
+    first, parts = scene.first, ["colour", "shape"]
+    parts += ["count"] * (max_count > 1) + ["relation"] * (scene.relation is not None)
+    part = str(rng.choice(parts))
 
-    def other(values: Iterable[T], *taken: T) -> T:
-        rest = [value for value in values if value not in taken]
-        return rest[rng.integers(len(rest))]
+    def other(values: Iterable[T], *excluded: T) -> T:
+        remaining = [value for value in values if value not in excluded]
+        return remaining[rng.integers(len(remaining))]
 
-    if kind == "relation":
+    if part == "relation":
         return replace(scene, relation=RELATIONS[RELATIONS.index(str(scene.relation)) ^ 1])
-    if kind == "count":
+    if part == "count":
         return replace(scene, first=replace(first, count=other(range(1, max_count + 1), first.count)))
-    if kind == "shape":
+    if part == "shape":
         return replace(scene, first=replace(first, shape=other(SHAPES, first.shape)))
-    taken = [phrase.colour for phrase in scene.phrases]
-    return replace(scene, first=replace(first, colour=other(colours if len(colours) > len(taken) else COLOURS, *taken)))
+    used = [phrase.color for phrase in scene.phrases]
+    color = other(colours if len(colours) > len(used) else COLORS, *used)
+    return replace(scene, first=replace(first, color=color))
 
 
 class ShapesSource:
-    """`size` prompts for scenes; item i depends on (split, seed, i) and the options, on nothing else.
+    """`size` prompts for scenes; item i depends on (split, seed, i) and the options only.
 
-    Prompts of "train" and "heldout" are made of disjoint combinations (see `scenes`), those of "all" of either's. Item
-    i is of kind `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, an image for supervised training, [3,
-    SIZE, SIZE] float32, 0 to 1, which for the share `careless` has one thing wrong.
+    Splits "train" and "heldout" have no scene in common (see `scenes`), "all" has both. Item i is of kind
+    `kinds[i % len(kinds)]`. Metadata: `kind`, `scene` and `target`, an image for supervised training, [3, SIZE, SIZE]
+    float32, 0 to 1, of which one part is wrong in the share `wrong_share` (see `with_wrong_part`).
 
-    Raises ValueError where the options leave no scene of a kind, or no room for one in a row.
+    Raises ValueError if the options leave no scene of a kind, or more objects than fit into a row.
     """
 
     def __init__(
@@ -208,24 +213,25 @@ class ShapesSource:
         size: int,
         seed: int,
         kinds: Sequence[str] = KINDS,
-        colours: Sequence[str] = tuple(COLOURS),
+        colours: Sequence[str] = tuple(COLORS),
         max_count: int = len(COUNTS),
-        careless: float = 0.0,
+        wrong_share: float = 0.0,
         layout: Layout = "free",
     ):
         self.split, self.size, self.seed, self.kinds, self.layout = split, size, seed, tuple(kinds), layout
-        self.colours, self.max_count, self.careless = tuple(colours), max_count, careless
+        self.colours, self.max_count, self.wrong_share = tuple(colours), max_count, wrong_share
         self._pools = [scenes(split, kind, self.colours, max_count) for kind in self.kinds]
         empty = [kind for kind, pool in zip(self.kinds, self._pools, strict=True) if not pool]
         if empty:
             raise ValueError(
                 f"no {split} scene of kind {empty[0]!r} with colours {', '.join(colours)} and max_count={max_count}; "
-                "allow more of them"
+                "add colours, or raise max_count"
             )
-        room = len(GRID) - ("relation" in self.kinds)  # of one row, beside an object to the left or right
-        if layout == "row" and max_count > room:
+        row_capacity = len(GRID) - ("relation" in self.kinds)  # the second object may be in the same row
+        if layout == "row" and max_count > row_capacity:
             raise ValueError(
-                f"layout=row has room for {room} objects of these kinds in a row, not max_count={max_count}"
+                f"layout=row has room for {row_capacity} objects of these kinds in a row, not max_count={max_count}; "
+                "lower max_count, or use layout=grid"
             )
 
     def __len__(self) -> int:
@@ -237,10 +243,11 @@ class ShapesSource:
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind, pool = index % len(self.kinds), self._pools[index % len(self.kinds)]
         scene = pool[rng.integers(len(pool))]
-        careless = rng.random() < self.careless
-        shown = spoiled(scene, rng, self.colours, self.max_count) if careless else scene
+        is_wrong = rng.random() < self.wrong_share
+        drawn_scene = with_wrong_part(scene, rng, self.colours, self.max_count) if is_wrong else scene
+        target = draw(place_objects(drawn_scene, rng, self.layout))
         return Prompt(
             id=f"shapes-{self.split}-{self.seed}-{index}",
             text=str(scene),
-            metadata={"kind": self.kinds[kind], "scene": scene, "target": draw(place_objects(shown, rng, self.layout))},
+            metadata={"kind": self.kinds[kind], "scene": scene, "target": target},
         )

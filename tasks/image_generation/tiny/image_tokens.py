@@ -1,5 +1,4 @@
-"""Tiny models that write digits as tokens of 2 x 2 pixels, built in code: one token after the other, or in any
-order."""
+"""Tiny models that generate digits as image tokens of 2 x 2 pixels: autoregressive ones and a masked one."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ MASK = "<mask>"
 
 
 def digit_codebook(first: int) -> codebook.Codebook:
-    """Builds the codebook of the images to train on. first: the id of its first token."""
+    """Fits a codebook (a vector quantizer of image patches) to the training images. first: the id of its first
+    token."""
     images = digits._digits()[0][torch.from_numpy(digits.split_indices("train"))]
     return codebook.fit(images, CODEBOOK_SIZE, PATCH, first)
 
@@ -79,7 +79,7 @@ def build_masked(folder: str, seed: int) -> None:
 
 
 def build_janus(folder: str, seed: int) -> None:
-    """Writes a model of transformers' Janus, untrained, which draws images of 3 x 8 x 8 in four tokens."""
+    """Writes a randomly initialised Janus of transformers, which generates images of 3 x 8 x 8 as four tokens."""
     word_tokenizer = tiny.word_tokenizer(digits.words(), max_length=16)
     tokenizer: Any = type(word_tokenizer)(
         tokenizer_object=word_tokenizer._tokenizer,

@@ -1,4 +1,4 @@
-"""Small models for digits and shapes, built in code: untrained networks that know the words of their prompts."""
+"""Tiny diffusion models for digits and shapes, randomly initialised, whose vocabulary is the words of the prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def build_digits(folder: str, seed: int) -> None:
 
 
 def build_shapes(folder: str, seed: int) -> None:
-    """Writes a modulated perceptron for images of 3 x 16 x 16, of 1.8M parameters; a prompt is the sum of its words."""
+    """Writes a modulated perceptron of 1.8M parameters for images of 3 x 16 x 16. It embeds a prompt as the sum of its
+    words' embeddings."""
     config = SmallDiffusionConfig(
         words=tuple(shapes.words()),
         channels=3,

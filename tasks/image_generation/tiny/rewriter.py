@@ -1,4 +1,4 @@
-"""A language model of 0.6M parameters that reads and writes prompts for digits; see `policies.vlm.tiny_qwen`."""
+"""A tiny language model of 0.6M parameters for prompts of digits; see `mmrl.policies.vlm.tiny_qwen`."""
 
 from __future__ import annotations
 

@@ -20,28 +20,27 @@ from mmrl.runtime.installation import extra_command
 from mmrl.tasks.visual_qa.data.kinds import ChartQuestion, ChartShape, ChartTable
 
 SPLITS = ("train", "heldout")
-SIZE = (4.48, 3.36)  # inches of a chart
+SIZE = (4.48, 3.36)  # width and height of a chart in inches
 DPI = 100
-FEWEST, MOST = 4, 8  # values of a chart
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
+MIN_VALUES, MAX_VALUES = 4, 8  # bars or points of a chart
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
 
 @dataclass(frozen=True)
 class ChartColumn:
-    """Numbers of a table: one series for each value of the column `apart`, or one in all.
+    """A column of numbers of a table: one series of values for each group of `group_by`, or one series in all.
 
-    labels: the column that names each value; of a date its first `letters` are kept. decimals: values are rounded to
-    them before they are drawn and questions are written.
+    Values are rounded before they are drawn and before questions are written.
     """
 
     table: ChartTable
-    labels: str
-    values: str
-    title: str  # of a chart; {} is the value of `apart`
+    labels: str  # the column with a label for each value
+    values: str  # the column with the values
+    title: str  # of the chart; each {} is filled with the group's value of a column of `group_by`
     unit: str
     decimals: int
-    apart: tuple[str, ...] = ()
-    letters: int | None = None
+    group_by: tuple[str, ...] = ()
+    label_length: int | None = None  # labels are cut to so many characters, which makes a year or month of a date
 
 
 COLUMNS = (
@@ -64,7 +63,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """The numbers of a chart: `values` are rounded, one for each of `labels`, in the order of the table."""
+    """The values of a chart, rounded to `decimals`, with a label each, in the order of the table."""
 
     title: str
     unit: str
@@ -72,7 +71,8 @@ class ChartSeries:
     labels: tuple[str, ...]
     values: tuple[float, ...]
 
-    def part(self, start: int, length: int) -> ChartSeries:
+    def crop(self, start: int, length: int) -> ChartSeries:
+        """Returns `length` consecutive values from index `start` on."""
         span = slice(start, start + length)
         return ChartSeries(self.title, self.unit, self.decimals, self.labels[span], self.values[span])
 
@@ -88,35 +88,36 @@ def check_packages() -> None:
 
 
 @lru_cache(maxsize=1)
-def every_series() -> dict[str, tuple[ChartSeries, ...]]:
-    """Returns the series of each table that have at least `FEWEST` values."""
+def series_by_table() -> dict[str, tuple[ChartSeries, ...]]:
+    """Returns for each table its series with at least MIN_VALUES values."""
     series: dict[str, tuple[ChartSeries, ...]] = {}
     for column in COLUMNS:
-        series[column.table] = series.get(column.table, ()) + tuple(s for s in _read(column) if len(s.values) >= FEWEST)
+        long_enough = tuple(s for s in _read_series(column) if len(s.values) >= MIN_VALUES)
+        series[column.table] = series.get(column.table, ()) + long_enough
     return series
 
 
-def _read(column: ChartColumn) -> list[ChartSeries]:
-    """Returns the series of labels and values of a table of vega_datasets; one by group where `apart` names columns."""
+def _read_series(column: ChartColumn) -> list[ChartSeries]:
+    """Reads the series of a column from the package vega_datasets: one for each group of `group_by`, or one in all."""
     from vega_datasets import local_data
 
     frame = local_data(column.table).dropna(subset=[column.values])
-    parts = [((), frame)] if not column.apart else frame.groupby(list(column.apart), sort=True)
+    groups = [((), frame)] if not column.group_by else frame.groupby(list(column.group_by), sort=True)
     return [
         ChartSeries(
-            column.title.format(*apart),
+            column.title.format(*group_values),
             column.unit,
             column.decimals,
-            tuple(str(label)[: column.letters] for label in part[column.labels]),
-            tuple(round(float(value), column.decimals) for value in part[column.values]),
+            tuple(str(label)[: column.label_length] for label in group[column.labels]),
+            tuple(round(float(value), column.decimals) for value in group[column.values]),
         )
-        for apart, part in parts
+        for group_values, group in groups
     ]
 
 
-def draw(series: ChartSeries, shape: ChartShape, colour: str, *, written: bool) -> Image.Image:
-    """Draws a chart whose values start from 0, of 448 x 336 pixels. written: each value stands beside its bar or
-    point."""
+def draw_chart(series: ChartSeries, shape: ChartShape, color: str, *, show_values: bool) -> Image.Image:
+    """Draws a chart of 448 x 336 pixels whose axis of values starts at 0. show_values: whether each value is written
+    beside its bar or point."""
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -126,14 +127,14 @@ def draw(series: ChartSeries, shape: ChartShape, colour: str, *, written: bool) 
         figure = Figure(SIZE, DPI, layout="constrained")
         axes = figure.add_subplot()
         if shape == "bar":
-            axes.bar(positions, series.values, color=colour)
+            axes.bar(positions, series.values, color=color)
         else:
-            axes.plot(positions, series.values, color=colour, marker="o")
+            axes.plot(positions, series.values, color=color, marker="o")
         axes.set_xticks(positions, series.labels, rotation=45, ha="right")
         axes.set_ylim(0, 1.15 * max(series.values))
         axes.set_title(series.title)
         axes.set_ylabel(series.unit)
-        if written:
+        if show_values:
             annotation: dict[str, Any] = {
                 "xytext": (0, 4),
                 "textcoords": "offset points",
@@ -149,6 +150,8 @@ def draw(series: ChartSeries, shape: ChartShape, colour: str, *, written: bool) 
 
 @dataclass(frozen=True)
 class ChartItem:
+    """A question about a chart and its answer."""
+
     text: str
     answer: str
 
@@ -166,24 +169,26 @@ def _value(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
 
 
 def _above(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
-    """Asks how many values exceed a limit between two neighbours; None where no number with as many decimals fits."""
+    """Asks how many values exceed a threshold between two values that follow one another in sorted order. Returns None
+    if no number with `series.decimals` decimals lies between them."""
     ordered = sorted(series.values)
-    below = int(rng.integers(len(ordered) - 1))
-    limit = round((ordered[below] + ordered[below + 1]) / 2, series.decimals)
-    if not ordered[below] < limit < ordered[below + 1]:
+    index = int(rng.integers(len(ordered) - 1))
+    threshold = round((ordered[index] + ordered[index + 1]) / 2, series.decimals)
+    if not ordered[index] < threshold < ordered[index + 1]:
         return None
-    return ChartItem(f"How many values are above {series.formatted(limit)}?", str(len(ordered) - below - 1))
+    return ChartItem(f"How many values are above {series.formatted(threshold)}?", str(len(ordered) - index - 1))
 
 
 def _difference(series: ChartSeries, rng: np.random.Generator) -> ChartItem | None:
-    """Asks for the difference of two drawn values."""
-    one, other = (int(index) for index in rng.choice(len(series.values), 2, replace=False))
-    if series.values[one] < series.values[other]:
-        one, other = other, one
-    answer = series.formatted(series.values[one] - series.values[other])
-    return ChartItem(f"By how much is {series.labels[one]} above {series.labels[other]}?", answer)
+    """Asks for the difference of two random values."""
+    larger, smaller = (int(index) for index in rng.choice(len(series.values), 2, replace=False))
+    if series.values[larger] < series.values[smaller]:
+        larger, smaller = smaller, larger
+    answer = series.formatted(series.values[larger] - series.values[smaller])
+    return ChartItem(f"By how much is {series.labels[larger]} above {series.labels[smaller]}?", answer)
 
 
+# A function returns None if the question would have no answer, or several.
 QUESTIONS: dict[ChartQuestion, Callable[[ChartSeries, np.random.Generator], ChartItem | None]] = {
     "largest": _largest,
     "value": _value,
@@ -193,11 +198,12 @@ QUESTIONS: dict[ChartQuestion, Callable[[ChartSeries, np.random.Generator], Char
 
 
 class ChartsSource:
-    """`size` questions about charts; item i depends on (split, seed, i) and the options alone.
+    """`size` questions about charts; item i depends on (split, seed, i) and the options only.
 
-    Item i is of kind `kinds[i % len(kinds)]`; tables, the series of a table, where its part begins, how long that is,
-    the chart's shape and its colour are drawn by chance. A question whose answer would be ambiguous is never asked.
-    Metadata: `kind`, `table`, `title`, `labels`, `values` and `shape`. Raises ValueError where a package is missing.
+    Item i is of kind `kinds[i % len(kinds)]`. Everything else is random: the table, the series, which consecutive
+    values of it are drawn, the chart's shape and its color. Ambiguous questions are replaced. show_values: see
+    `draw_chart`. Metadata: `kind`, `table`, `title`, `labels`, `values` and `shape`. Raises ValueError if a package is
+    missing.
     """
 
     def __init__(
@@ -209,11 +215,12 @@ class ChartsSource:
         tables: Sequence[ChartTable],
         kinds: Sequence[ChartQuestion],
         shapes: Sequence[ChartShape],
-        written: bool = True,
+        show_values: bool = True,
     ) -> None:
         check_packages()
         self.split, self.size, self.seed = split, size, seed
-        self.tables, self.kinds, self.shapes, self.written = tuple(tables), tuple(kinds), tuple(shapes), written
+        self.tables, self.kinds, self.shapes = tuple(tables), tuple(kinds), tuple(shapes)
+        self.show_values = show_values
 
     def __len__(self) -> int:
         return self.size
@@ -225,16 +232,16 @@ class ChartsSource:
         kind, item = self.kinds[index % len(self.kinds)], None
         while item is None:
             table = self.tables[rng.integers(len(self.tables))]
-            table_series = every_series()[table]
-            whole = table_series[rng.integers(len(table_series))]
-            length = int(rng.integers(FEWEST, min(MOST, len(whole.values)) + 1))
-            series = whole.part(int(rng.integers(len(whole.values) - length + 1)), length)
-            item = QUESTIONS[kind](series, rng) if max(series.values) > 0 else None  # else there is nothing to see
-        shape, colour = self.shapes[rng.integers(len(self.shapes))], COLOURS[rng.integers(len(COLOURS))]
+            table_series = series_by_table()[table]
+            full_series = table_series[rng.integers(len(table_series))]
+            length = int(rng.integers(MIN_VALUES, min(MAX_VALUES, len(full_series.values)) + 1))
+            series = full_series.crop(int(rng.integers(len(full_series.values) - length + 1)), length)
+            item = QUESTIONS[kind](series, rng) if max(series.values) > 0 else None  # a chart of zeros shows nothing
+        shape, color = self.shapes[rng.integers(len(self.shapes))], COLORS[rng.integers(len(COLORS))]
         return Prompt(
             id=f"charts-{self.split}-{self.seed}-{index}",
             text=item.text,
-            images=(draw(series, shape, colour, written=self.written),),
+            images=(draw_chart(series, shape, color, show_values=self.show_values),),
             answer=item.answer,
             metadata={
                 "kind": kind,

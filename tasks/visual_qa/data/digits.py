@@ -1,4 +1,4 @@
-"""Questions about rows of real handwritten digits: a visual task that needs no download and no judge.
+"""Questions about rows of real digit_images digits: a visual task that needs no download and no judge.
 
 The images are the 1797 8x8 images of `mmrl.tasks.data.handwritten_digits` (the test part of the UCI set "Optical
 Recognition of Handwritten Digits", Alpaydin and Kaynak, 1998).
@@ -17,7 +17,7 @@ from PIL import Image
 from mmrl.rollouts import Prompt
 from mmrl.tasks.data.handwritten_digits import load_digits
 
-CELL = 8  # pixels a side, as the images come; also the patch size of the tiny model
+CELL = 8  # pixels along each side of an image of the data set; also the patch size of the tiny model
 POSITIONS = {
     1: ("middle",),
     2: ("left", "right"),
@@ -30,7 +30,7 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class DigitQuestion:
-    """A question, its answer and the position it is about (None where it is about the whole row)."""
+    """A question about a row of digits, its answer, and the position of the digit it is about (None: the whole row)."""
 
     text: str
     answer: str
@@ -56,21 +56,22 @@ def _above_five(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuest
 
 
 def _where(digits: tuple[int, ...], rng: np.random.Generator) -> DigitQuestion | None:
-    """Asks where a digit is that occurs once; None where there is none."""
-    single = [index for index, digit in enumerate(digits) if digits.count(digit) == 1]
-    if not single:
-        return None  # every digit stands twice or more: no position is the answer
-    index = rng.choice(single)
+    """Asks where a digit is that occurs only once. Returns None if there is no such digit."""
+    unique = [index for index, digit in enumerate(digits) if digits.count(digit) == 1]
+    if not unique:
+        return None
+    index = rng.choice(unique)
     position = POSITIONS[len(digits)][index]
     return DigitQuestion(f"Where is the {digits[index]}?", position, position)
 
 
 def _at(position: str) -> str:
-    return (
-        "in the middle" if position == "middle" else f"on the {position}" if position in ("left", "right") else position
-    )
+    if position == "middle":
+        return "in the middle"
+    return f"on the {position}" if position in ("left", "right") else position
 
 
+# A function gets the digits from left to right, and returns None if the question would have no single answer.
 QUESTIONS: dict[str, Callable[[tuple[int, ...], np.random.Generator], DigitQuestion | None]] = {
     "which": _which,
     "sum": _sum,
@@ -82,28 +83,29 @@ KINDS = tuple(QUESTIONS)
 
 
 @lru_cache(maxsize=1)
-def handwritten() -> tuple[np.ndarray, np.ndarray]:
+def digit_images() -> tuple[np.ndarray, np.ndarray]:
     """Returns all images [image, 8, 8] in uint8 (0 black to 255 white) and their labels [image]."""
     images, labels = load_digits()
     return np.rint(images * (255 / 16)).astype(np.uint8), labels
 
 
 def split_indices(split: Literal["train", "heldout"]) -> np.ndarray:
-    """Returns the indices of the images that a split may show: of each digit every fourth image is held out, whatever
-    the seed."""
-    _, labels = handwritten()
-    order = np.empty(len(labels), dtype=int)  # of an image among those of its digit
+    """Returns the indices of the images of a split. Every fourth image of each digit is held out; the split depends on
+    no seed."""
+    _, labels = digit_images()
+    rank_in_digit = np.empty(len(labels), dtype=int)
     for digit in range(10):
         members = np.flatnonzero(labels == digit)
-        order[members] = np.arange(len(members))
-    return np.flatnonzero((order % 4 == 3) == (split == "heldout"))
+        rank_in_digit[members] = np.arange(len(members))
+    return np.flatnonzero((rank_in_digit % 4 == 3) == (split == "heldout"))
 
 
 def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Image:
-    """Draws a row of cells as an RGB image of 8 scale x 8 cells scale pixels (height x width).
+    """Draws digits side by side as an RGB image. Its height is 8 scale pixels, its width 8 scale x the number of
+    digits.
 
-    images: [cell, 8, 8] uint8; offsets: [cell, 2], how far down and right each digit moves inside its cell; what leaves
-    the cell is cut off.
+    images: [cell, 8, 8] uint8; offsets: [cell, 2], how many pixels each digit moves down and right inside its cell;
+    parts outside of the cell are cut off.
     """
     margin = int(np.abs(offsets).max())
     padded = np.pad(images, ((0, 0), (margin, margin), (margin, margin)))
@@ -116,15 +118,16 @@ def canvas(images: np.ndarray, offsets: np.ndarray, scale: int = 1) -> Image.Ima
 
 
 class DigitsSource:
-    """`size` questions about rows of digits; item i depends on (split, seed, i) and the layout, on nothing else.
+    """`size` questions about rows of digits; item i depends on (split, seed, i) and the layout only.
 
-    Train and held-out rows are made of disjoint images and of disjoint random streams, also at equal seeds. Item i is
-    of kind `kinds[i % len(kinds)]`, so kinds are balanced to within one. A question whose answer would be ambiguous is
-    never asked. Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place` and
-    `demonstration`: the response that a supervised run learns, which is the answer or, for the share `careless` of the
-    numeric questions, one more than the answer. The answer itself is always right.
+    Training and held-out rows use disjoint images and independent random numbers, even if their seeds are equal. Item i
+    is of kind `kinds[i % len(kinds)]`, so the kinds are balanced. Rows without an unambiguous answer are replaced.
 
-    Raises ValueError for an unknown split or kind, or a layout that has no names for its positions.
+    Metadata: `kind`, `digits` (left to right), `images` (indices into `load_digits`), `place`, and `demonstration`, the
+    target response of supervised training. That is the answer, or for the share `wrong_share` of the questions with a
+    numeric answer, the answer plus one. The answer of the prompt is always right.
+
+    Raises ValueError for an unknown split or kind, or an impossible layout.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class DigitsSource:
         cells: int = 3,
         scale: int = 1,
         jitter: int = 0,
-        careless: float = 0.0,
+        wrong_share: float = 0.0,
     ):
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
@@ -152,7 +155,7 @@ class DigitsSource:
                 f"not {size=}, {seed=}, {scale=}, {jitter=}"
             )
         self.split, self.size, self.seed, self.kinds = split, size, seed, tuple(kinds)
-        self.cells, self.scale, self.jitter, self.careless = cells, scale, jitter, careless
+        self.cells, self.scale, self.jitter, self.wrong_share = cells, scale, jitter, wrong_share
         self._pool = split_indices(split)
 
     def __len__(self) -> int:
@@ -163,25 +166,25 @@ class DigitsSource:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind = self.kinds[index % len(self.kinds)]
-        images, labels = handwritten()
+        images, labels = digit_images()
         question = None
         while question is None:
-            chosen = rng.choice(self._pool, self.cells, replace=False)
-            digits = tuple(int(label) for label in labels[chosen])
+            indices = rng.choice(self._pool, self.cells, replace=False)
+            digits = tuple(int(label) for label in labels[indices])
             question = QUESTIONS[kind](digits, rng)
         offsets = rng.integers(-self.jitter, self.jitter + 1, (self.cells, 2))
-        # Drawn last, so that the share of careless demonstrations changes no question.
-        careless = question.answer.isdigit() and rng.random() < self.careless
-        demonstration = str(int(question.answer) + 1) if careless else question.answer
+        # Sampled last, so that wrong_share changes no question.
+        is_wrong = question.answer.isdigit() and rng.random() < self.wrong_share
+        demonstration = str(int(question.answer) + 1) if is_wrong else question.answer
         return Prompt(
             id=f"digits-{self.split}-{self.seed}-{index}",
             text=question.text,
-            images=(canvas(images[chosen], offsets, self.scale),),
+            images=(canvas(images[indices], offsets, self.scale),),
             answer=question.answer,
             metadata={
                 "kind": kind,
                 "digits": list(digits),
-                "images": chosen.tolist(),
+                "images": indices.tolist(),
                 "place": question.position,
                 "demonstration": demonstration,
             },

@@ -1,4 +1,4 @@
-"""The user's own questions, in files, read after one pass that checks every row."""
+"""Questions in the user's own files. All rows are checked once when a file is opened."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from mmrl.runtime.installation import extra_command
 from mmrl.runtime.jsonl import LONGEST_LINE, RowError, line_spans, parsed
 from mmrl.tasks.data.bounds import GIBIBYTE, MAX_FRAMES, MAX_PIXELS, PARQUET_GIB
 from mmrl.tasks.data.image_files import ImageFiles
-from mmrl.tasks.data.tables import SUFFIXES, contents, kind_of, read_table, stem_of
+from mmrl.tasks.data.tables import SUFFIXES, read_bytes, read_table, stem_of, suffix_of
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.rows import Rows, RowSource
 from mmrl.tasks.visual_qa.reading.fields import Fields
-from mmrl.tasks.visual_qa.reading.shapes import shaped
+from mmrl.tasks.visual_qa.reading.formats import detect_format
 
 
 class FileSource(RowSource):
-    """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` (all four also packed, .gz) or `.parquet` file, of the columns
-    problem, answer and images (see `Fields`) or in a shape of another library (see `shaped`).
+    """Questions from a `.jsonl`, `.json`, `.csv`, `.tsv` (these also compressed to .gz) or `.parquet` file.
 
-    Construction reads every row once, with the headers of its images, and keeps none of them in memory: only the
-    position of each good row. Access then reads one line, or the row group of a Parquet file, of which `parquet_gib`
-    GiB are kept. `bad` lists the rows left out, counted from 1 (a blank line of a JSONL file is not a row, and counts
-    as a line).
+    Rows have the columns problem, answer and images (see `Fields`), or the format of another library (see
+    `detect_format`). Construction reads each row once, with the headers of its images, and keeps only the positions of
+    the good rows in memory. Access reads one line, or one row group of a Parquet file; of these `parquet_gib` GiB are
+    kept. `bad` lists the rows that were left out, counted from 1; in a JSONL file blank lines count.
 
-    Images may be up to `max_pixels` large and lie below `image_root`, the file's own folder unless given. Prompt ids
+    Images may have up to `max_pixels` pixels and must lie below `image_root`, by default the file's folder. Prompt ids
     are '<stem>:<line>'. Raises FileNotFoundError; ValueError for another kind of file, and as `RowSource`.
     """
 
@@ -52,13 +51,13 @@ class FileSource(RowSource):
         path = Path(path)
         root = path.parent if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)
-        fields = Fields.named(
+        fields = Fields.from_columns(
             image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
         )
         rows = file_rows(path, parquet_gib)
         super().__init__(
             rows,
-            shaped(fields, rows, str(path)),
+            detect_format(fields, rows, str(path)),
             name=str(path),
             prefix=stem_of(path),
             max_bad_share=max_bad_share,
@@ -67,37 +66,40 @@ class FileSource(RowSource):
 
 
 def file_rows(path: Path, parquet_gib: float) -> Rows:
-    """Opens the rows of a file of any kind that is read. Raises FileNotFoundError, ValueError for another kind of file,
-    and UserError for a Parquet file if pyarrow is not installed."""
+    """Opens a file of rows. parquet_gib: row groups of a Parquet file that stay in memory, in GiB.
+
+    Raises FileNotFoundError, ValueError if the suffix is not supported, and UserError for a Parquet file if pyarrow is
+    not installed.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of questions")
-    if (kind := kind_of(path)) == ".jsonl":
+    if (suffix := suffix_of(path)) == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".parquet":
         return parquet_rows(path, int(parquet_gib * GIBIBYTE))
-    if kind in SUFFIXES:
+    if suffix in SUFFIXES:
         return _TableRows(path)
-    raise ValueError(f"{path}: a file of questions ends in .jsonl, .parquet, {', '.join(SUFFIXES)}")
+    raise ValueError(f"{path}: a file of questions must end in .jsonl, .parquet, {', '.join(SUFFIXES)}")
 
 
-def parquet_rows(path: Path, keep: int) -> Rows:
-    """Opens a Parquet file. keep: bytes of unpacked row groups that stay in memory. Raises UserError without
-    pyarrow."""
+def parquet_rows(path: Path, cache_bytes: int) -> Rows:
+    """Opens a Parquet file. cache_bytes: decompressed row groups that stay in memory. Raises UserError if pyarrow is
+    not installed."""
     try:
         from mmrl.tasks.visual_qa import parquet
     except ModuleNotFoundError as error:
         raise UserError(f"{path}: {error}; {extra_command('parquet')}, or write it as .jsonl") from None
-    return parquet.opened(path, keep)
+    return parquet.open_parquet(path, cache_bytes)
 
 
 class _JsonLines:
-    """Rows of a JSONL file by byte offset; blank lines are not rows."""
+    """Rows of a JSONL file, read by byte offset; blank lines are not rows."""
 
     unit = "line"
 
     def __init__(self, path: Path):
         self._path = path
-        self._unpacked = contents(path) if path.suffix == ".gz" else None
+        self._unpacked = read_bytes(path) if path.suffix == ".gz" else None
         with self._opened() as file:
             self._lines = list(line_spans(file))
 
@@ -121,7 +123,7 @@ class _JsonLines:
         return parsed(text if line.offset else text.removeprefix(BOM_UTF8))
 
     def _opened(self) -> BinaryIO:
-        """Opens the file anew: a source may be read from several processes."""
+        """Opens the file again for each access, since several processes may read it."""
         return self._path.open("rb") if self._unpacked is None else io.BytesIO(self._unpacked)
 
 

@@ -16,19 +16,19 @@ from mmrl.tasks.data.image_files import ImageFiles
 from mmrl.tasks.visual_qa import verdicts
 from mmrl.tasks.visual_qa.data.rows import Rows, RowSource
 from mmrl.tasks.visual_qa.reading.fields import Fields
-from mmrl.tasks.visual_qa.reading.shapes import shaped
+from mmrl.tasks.visual_qa.reading.formats import detect_format
 
 log = logging.getLogger(__name__)
 
 
 class HuggingFaceSource(RowSource):
-    """Questions of `split` of the dataset `name`, fields mapped and rows checked as by `FileSource`.
+    """Questions of the split `split` of the dataset `name`. Fields are mapped and rows are checked as by `FileSource`.
 
     name: what `datasets.load_dataset` takes (a hub name, or 'parquet' with `options={"data_files": ...}`), or a folder
-    written by `save_to_disk`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as `datasets` does. Images
-    that are files are opened below `image_root` only, also by the absolute paths that `datasets` writes.
+    written by `save_to_disk`. stream: see `split_rows`. `bad` and the prompt ids, '<name>:<row>', count rows from 0 as
+    `datasets` does. Image files must lie below `image_root`, even if `datasets` gives absolute paths.
 
-    Raises ModuleNotFoundError where `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
+    Raises ModuleNotFoundError if `datasets` is not installed, ValueError as `RowSource`, and what `datasets` raises.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class HuggingFaceSource(RowSource):
         root = None if image_root is None else Path(image_root)
         image_files = ImageFiles(root, max_pixels)
         rows, title = split_rows(name, split, options or {}, stream), f"{name} ({split})"
-        fields = Fields.named(
+        fields = Fields.from_columns(
             image_field, problem_field, answer_field, video_field, options_field, image_files, max_frames
         )
         super().__init__(
             rows,
-            shaped(fields, rows, title),
+            detect_format(fields, rows, title),
             name=title,
             prefix=name,
             max_bad_share=max_bad_share,
@@ -66,23 +66,24 @@ class HuggingFaceSource(RowSource):
 
 
 def split_rows(name: str, split: str, options: Mapping[str, Any], stream: int | None = None) -> Rows:
-    """Returns the rows of a split of a dataset of the hub, or of a folder that `save_to_disk` wrote. stream: how many
-    of its first rows are read without a download of the whole, and held in memory; None: all are downloaded.
+    """Returns the rows of a dataset's split, from the hub or from a folder that `save_to_disk` wrote.
 
-    Raises ValueError for a stream without a number of rows, which has no end that a run could know.
+    stream: the number of first rows to stream and hold in memory; None: the whole dataset is downloaded. Raises
+    ValueError if `options` ask for streaming but `stream` is None, since the number of rows must be known.
     """
     if stream is not None:
         return _StreamedRows(name, split, _load(name, split, dict(options) | {"streaming": True}), stream)
     if options.get("streaming"):
         raise ValueError(
-            f"{name}: streaming=true in task.data.options has no rows by number; set task.data.stream to how many "
-            "of its first rows are to be read and held in memory"
+            f"{name}: task.data.options has streaming=true; leave that out, and set task.data.stream to the number of "
+            "first rows to read and hold in memory"
         )
-    return _Rows(_load(name, split, dict(options)))
+    return _ArrowRows(_load(name, split, dict(options)))
 
 
-class _Rows:
-    """Rows as Arrow holds them: `datasets` would decode images itself, and one bad image would end the pass."""
+class _ArrowRows:
+    """Rows of a dataset in Arrow's format, where images are bytes. `datasets` would decode the images itself, so that
+    one bad image would stop the check of all rows."""
 
     unit = "row"
 
@@ -104,21 +105,21 @@ class _Rows:
 
     def stamp(self) -> list[Any] | None:
         files = [Path(file["filename"]) for file in self._dataset.cache_files]
-        return [verdicts.stamp(file) for file in files] if files else None  # none: it lies in memory
+        return [verdicts.stamp(file) for file in files] if files else None  # without files the dataset is in memory
 
 
 class _StreamedRows:
-    """The first rows of a stream, in memory, with images as the bytes of their files."""
+    """The first rows of a streamed dataset, held in memory, with images as the bytes of their files."""
 
     unit = "row"
 
-    def __init__(self, name: str, split: str, dataset: Any, count: int):
+    def __init__(self, name: str, split: str, dataset: Any, num_rows: int):
         try:
-            self._rows = list(islice(dataset.decode(False), count))
+            self._rows = list(islice(dataset.decode(False), num_rows))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{name} ({split}): its stream ended in an error: {describe_error(error)}") from None
-        if len(self._rows) < count:
-            log.info("%s (%s): its stream ended after %d rows", name, split, len(self._rows))
+            raise ValueError(f"{name} ({split}): streaming failed: {describe_error(error)}") from None
+        if len(self._rows) < num_rows:
+            log.info("%s (%s): the stream ended after %d rows", name, split, len(self._rows))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -137,8 +138,8 @@ class _StreamedRows:
 
 
 def _load(name: str, split: str, options: dict[str, Any]) -> Any:
-    """Loads a split with the package datasets: of the hub, or saved by it to a folder. Raises ModuleNotFoundError
-    without it, ValueError for an unknown split."""
+    """Loads a split with the package datasets, from the hub or from a folder that `save_to_disk` wrote. Raises
+    ModuleNotFoundError if it is not installed, ValueError for an unknown split."""
     if importlib.util.find_spec("datasets") is None:
         raise ModuleNotFoundError(
             f"task.data.type=huggingface needs the package datasets: {extra_command('huggingface')}"

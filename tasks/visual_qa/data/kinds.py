@@ -1,14 +1,14 @@
-"""The kinds of questions, and the names of what they are about, of the data that come with mmrl."""
+"""The kinds of questions of the data that come with mmrl, and further choices: names, styles, tables and shapes."""
 
 from typing import Literal
 
-Question = Literal["which", "sum", "largest", "above_five", "where"]
+DigitsKind = Literal["which", "sum", "largest", "above_five", "where"]
 VideoQuestion = Literal["direction", "speed", "order"]
 VIDEO_QUESTIONS: tuple[VideoQuestion, ...] = ("direction", "speed", "order")
-EVERY: tuple[Question, ...] = ("which", "sum", "largest", "above_five", "where")
+DIGITS_QUESTIONS: tuple[DigitsKind, ...] = ("which", "sum", "largest", "above_five", "where")
 NamedQuestion = Literal["alone", "alike", "what", "left_of", "right_of", "where", "how_many", "all"]
-NAMED: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
-NamedPart = Literal["all", "shown", "heldout"]
+NAMED_QUESTIONS: tuple[NamedQuestion, ...] = ("what", "left_of", "right_of", "where", "how_many")
+NamesSplit = Literal["all", "shown", "heldout"]  # "shown": those to train on
 NamedStyle = Literal["noto", "fluent", "openmoji"]
 ChartQuestion = Literal["largest", "value", "above", "difference"]
 CHART_QUESTIONS: tuple[ChartQuestion, ...] = ("largest", "value", "above", "difference")

@@ -1,6 +1,7 @@
-"""Questions about rows of named images: what something is, where it is, what stands beside it, and how often.
+"""Questions about images in a row: what something is, where it is, what is beside it, and how often it occurs.
 
-The images are of `named_images/`: 218 things in the styles of three icon sets.
+The images are those of `mmrl.tasks.data.named_images`: 218 things, each with a name and in the styles of three icon
+sets.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from mmrl.tasks.data.named_images.images import SHIPPED, SIDE, Style, check_styl
 
 SPLITS = ("train", "heldout")
 POSITIONS = {2: ("left", "right"), 3: ("left", "middle", "right")}
-Names = Literal["all", "shown", "heldout"]
+Names = Literal["all", "shown", "heldout"]  # "shown": those to train on
 NAMES: tuple[Names, ...] = ("all", "shown", "heldout")
 
 
 @dataclass(frozen=True)
 class NamedImageQuestion:
-    """A question, its answer and `other`: the answer of a careless reader, who is one position off."""
+    """A question about a row of images. wrong_answer: a plausible mistake, such as the name one position further."""
 
     text: str
     answer: str
-    other: str
+    wrong_answer: str
 
 
 def _alone(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
@@ -35,18 +36,19 @@ def _alone(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
 
 
 def _alike(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
-    """Asks about a row that shows one thing everywhere: names are learned before positions are."""
+    """Asks about a row of one and the same thing: so names can be learned before positions."""
     return NamedImageQuestion(_at(POSITIONS[len(row)][int(rng.integers(len(row)))]), row[0], _another(row[0], rng))
 
 
 def _another(name: str, rng: np.random.Generator) -> str:
+    """Returns a random other name."""
     others = [other for other in names() if other != name]
     return others[rng.integers(len(others))]
 
 
 def _what(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
     index = int(rng.integers(len(row)))
-    return NamedImageQuestion(_at(POSITIONS[len(row)][index]), row[index], _after(row, index))
+    return NamedImageQuestion(_at(POSITIONS[len(row)][index]), row[index], _next(row, index))
 
 
 def _at(position: str) -> str:
@@ -62,20 +64,20 @@ def _right_of(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestio
 
 
 def _neighbour(row: Sequence[str], rng: np.random.Generator, step: int) -> NamedImageQuestion:
-    """Asks for a neighbour; step: -1 for the left neighbour, 1 for the right one."""
+    """Asks what is beside a random image. step: -1 for its left neighbour, 1 for its right one."""
     first = int(rng.integers(len(row) - 1))
     named, target = (first + 1, first) if step == -1 else (first, first + 1)
     side = "left" if step == -1 else "right"
-    return NamedImageQuestion(f"What is {side} of the {row[named]}?", row[target], _after(row, target))
+    return NamedImageQuestion(f"What is {side} of the {row[named]}?", row[target], _next(row, target))
 
 
 def _where(row: Sequence[str], rng: np.random.Generator) -> NamedImageQuestion:
     index, positions = int(rng.integers(len(row))), POSITIONS[len(row)]
-    return NamedImageQuestion(f"Where is the {row[index]}?", positions[index], _after(positions, index))
+    return NamedImageQuestion(f"Where is the {row[index]}?", positions[index], _next(positions, index))
 
 
-def _after(row: Sequence[str], index: int) -> str:
-    """Returns the entry one position further right; after the last one comes the first."""
+def _next(row: Sequence[str], index: int) -> str:
+    """Returns the entry that follows `index`; the first one follows the last."""
     return row[(index + 1) % len(row)]
 
 
@@ -102,19 +104,19 @@ QUESTIONS: dict[str, Callable[[Sequence[str], np.random.Generator], NamedImageQu
 KINDS = tuple(QUESTIONS)
 
 
-def name_indices(which: Names) -> np.ndarray:
-    """Returns indices into `names`: every fifth name is held out, whatever the seed."""
-    every = np.arange(len(names()))
-    if which == "all":
-        return every
-    return every[(every % 5 == 4) == (which == "heldout")]
+def name_indices(split: Names) -> np.ndarray:
+    """Returns the indices into `names` of a split. Every fifth name is held out; the split depends on no seed."""
+    indices = np.arange(len(names()))
+    if split == "all":
+        return indices
+    return indices[(indices % 5 == 4) == (split == "heldout")]
 
 
 def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Image.Image:
-    """Draws a row of images on one colour, RGB of 32 x 32 cells pixels (height x width).
+    """Draws images side by side on a background: an RGB image of 32 pixels height, and 32 pixels width for each cell.
 
-    cells: [cell, 32, 32, RGBA] uint8; offsets: [cell, 2], how far down and right each moves inside its cell, where what
-    leaves is cut off; background: [RGB] uint8.
+    cells: [cell, 32, 32, RGBA] uint8; offsets: [cell, 2], how many pixels each image moves down and right inside its
+    cell; parts outside of the cell are cut off; background: color, [RGB] uint8.
     """
     margin = int(np.abs(offsets).max())
     padded = np.pad(cells, ((0, 0), (margin, margin), (margin, margin), (0, 0)))
@@ -128,16 +130,18 @@ def canvas(cells: np.ndarray, offsets: np.ndarray, background: np.ndarray) -> Im
 
 
 class NamedImagesSource:
-    """`size` questions about rows of named images; item i depends on (split, seed, i) and the layout alone.
+    """`size` questions about rows of named images; item i depends on (split, seed, i) and the layout only.
 
-    Each image has one of `styles` by chance. A row shows different things, but for `how_many`, where one may stand
-    several times, in whatever style, `alike`, where one thing stands everywhere, and `alone`, which shows one. Item i
-    is of kind `kinds[i % len(kinds)]`. Train and held-out rows come from disjoint random streams; `which` says of which
-    names they are made. Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`: the response
-    that a supervised run learns, which is the answer or, in the share `careless`, that of the next position (of a
-    number: one more). The answer itself is always right.
+    A row has `cells` different things, each in a random one of `styles`. Exceptions: for kind `how_many` things may
+    repeat, for `alike` all are the same, and `alone` has a row of one. Item i is of kind `kinds[i % len(kinds)]`.
+    Training and held-out rows use independent random numbers. names_split: which names rows are made of. jitter: up to
+    how many pixels images are moved. tint: how far the background may be from white, of 255 a channel.
 
-    Raises ValueError for an unknown split, kind, style or part of the names, or a layout that is not possible.
+    Metadata: `kind`, `names` and `styles` (left to right), and `demonstration`, the target response of supervised
+    training. That is the answer, or in the share `wrong_share` the question's wrong answer. The answer of the prompt is
+    always right.
+
+    Raises ValueError for an unknown split, kind, style or split of the names, or an impossible layout.
     """
 
     def __init__(
@@ -146,18 +150,18 @@ class NamedImagesSource:
         *,
         size: int,
         seed: int,
-        which: Names = "all",
+        names_split: Names = "all",
         styles: tuple[Style, ...] = SHIPPED,
         kinds: tuple[str, ...] = KINDS,
         cells: int = 3,
         jitter: int = 0,
         tint: int = 0,
-        careless: float = 0.0,
+        wrong_share: float = 0.0,
     ):
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
-        if which not in NAMES:
-            raise ValueError(f"names must be one of {', '.join(NAMES)}, not {which!r}")
+        if names_split not in NAMES:
+            raise ValueError(f"names must be one of {', '.join(NAMES)}, not {names_split!r}")
         unknown = [kind for kind in kinds if kind not in QUESTIONS]
         if unknown or not kinds:
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {', '.join(unknown) or 'none'}")
@@ -171,8 +175,8 @@ class NamedImagesSource:
                 f"not {size=}, {seed=}, {cells=}, {jitter=}, {tint=}"
             )
         self.split, self.size, self.seed, self.kinds, self.styles = split, size, seed, tuple(kinds), tuple(styles)
-        self.which, self.cells, self.jitter, self.tint, self.careless = which, cells, jitter, tint, careless
-        self._pool = name_indices(which)
+        self.cells, self.jitter, self.tint, self.wrong_share = cells, jitter, tint, wrong_share
+        self._pool = name_indices(names_split)
 
     def __len__(self) -> int:
         return self.size
@@ -183,28 +187,28 @@ class NamedImagesSource:
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
         kind = self.kinds[index % len(self.kinds)]
         cells = 1 if kind == "alone" else self.cells
-        shown = rng.choice(self._pool, cells, replace=False)
-        if kind == "how_many":
-            shown = rng.permutation(shown[np.minimum(np.arange(cells), rng.integers(cells))])
+        indices = rng.choice(self._pool, cells, replace=False)
+        if kind == "how_many":  # the last of the first k + 1 names fills the rest of the row
+            indices = rng.permutation(indices[np.minimum(np.arange(cells), rng.integers(cells))])
         if kind == "alike":
-            shown = shown[:1].repeat(cells)
-        row = [names()[name] for name in shown]
+            indices = indices[:1].repeat(cells)
+        row = [names()[name] for name in indices]
         question = QUESTIONS[kind](row, rng)
         styles: list[Style] = [self.styles[number] for number in rng.integers(len(self.styles), size=cells)]
-        drawn = np.stack([images(style)[name] for style, name in zip(styles, shown, strict=True)])
+        cell_images = np.stack([images(style)[name] for style, name in zip(styles, indices, strict=True)])
         offsets = rng.integers(-self.jitter, self.jitter + 1, (cells, 2))
         background = 255 - rng.integers(0, self.tint + 1, 3)
-        # Drawn last, so that the share of careless demonstrations changes no question.
-        careless = rng.random() < self.careless
+        # Sampled last, so that wrong_share changes no question.
+        is_wrong = rng.random() < self.wrong_share
         return Prompt(
             id=f"named-{self.split}-{self.seed}-{index}",
             text=question.text,
-            images=(canvas(drawn, offsets, background),),
+            images=(canvas(cell_images, offsets, background),),
             answer=question.answer,
             metadata={
                 "kind": kind,
                 "names": row,
                 "styles": styles,
-                "demonstration": question.other if careless else question.answer,
+                "demonstration": question.wrong_answer if is_wrong else question.answer,
             },
         )

@@ -1,5 +1,7 @@
-"""Scenes of many handwritten digits, with questions about coloured ones: too small to read at the size at which the
-image is shown, and easy to read in a crop of the right region."""
+"""Scenes of many digit_images digits, with questions about those on a colored square.
+
+The digits are too small to read at the image's size, and easy to read in a crop: the policy has to call the tool zoom.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,24 @@ import numpy as np
 from PIL import Image
 
 from mmrl.rollouts import Prompt
-from mmrl.tasks.visual_qa.data.digits import CELL, SPLITS, handwritten, split_indices
+from mmrl.tasks.visual_qa.data.digits import CELL, SPLITS, digit_images, split_indices
 
-COLOURS = {"red": (160, 0, 0), "green": (0, 130, 0), "blue": (0, 0, 190), "yellow": (120, 110, 0)}
+COLORS = {"red": (160, 0, 0), "green": (0, 130, 0), "blue": (0, 0, 190), "yellow": (120, 110, 0)}
 
 
 class ScenesSource:
-    """`size` questions about scenes of `rows` x `columns` digits, each in a square of `cell` pixels; item i depends on
-    (split, seed, i) and the layout, on nothing else. One digit stands on each of the `colours`, and the question asks
-    for one of them.
+    """`size` questions about scenes of `rows` x `columns` digits; item i depends on (split, seed, i) and the layout
+    only.
 
-    Train and held-out scenes are made of disjoint images. Metadata: `kind` (the colour), `target` (the box of the digit
-    in question, as fractions of width and height) and `demonstration`: a list of responses that zooms to a cell
-    and then names its digit, in coordinates that run from 0 to `columns` along both sides. In the share `wandering` of
-    them the cell is any, so that the digit may be another; the share `direct` answers without a zoom. The answer
-    itself is always right.
+    Each digit is in a square of `cell` pixels. For each of `colours` one square has that color, and the question asks
+    for the digit on one of them. Training and held-out scenes use disjoint images of digits.
 
-    Raises ValueError for an unknown split or colour, or a layout that is not possible.
+    Metadata: `kind` (the color), `target` (the box of the requested digit: left, top, right, bottom as fractions of
+    width and height), and `demonstration`, the target responses of supervised training. These are a call of zoom, in
+    coordinates from 0 to `columns` along both sides, and the digit in its box. In the share `wrong_share` the box is a
+    random cell. The share `direct` is the answer without a zoom. The answer of the prompt is always right.
+
+    Raises ValueError for an unknown split or color, or an impossible layout.
     """
 
     def __init__(
@@ -39,22 +42,22 @@ class ScenesSource:
         cell: int = 8,
         jitter: int = 0,
         colours: tuple[str, ...] = ("red", "blue"),
-        wandering: float = 0.0,
+        wrong_share: float = 0.0,
         direct: float = 0.0,
     ):
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
-        if unknown := [colour for colour in colours if colour not in COLOURS]:
-            raise ValueError(f"colours must be some of {', '.join(COLOURS)}, not {', '.join(unknown)}")
-        room, self.count = (cell - CELL) // 2, rows * columns
-        if size < 1 or seed < 0 or not 1 <= len(colours) <= self.count or not 0 <= jitter <= room:
+        if unknown := [color for color in colours if color not in COLORS]:
+            raise ValueError(f"colours must be some of {', '.join(COLORS)}, not {', '.join(unknown)}")
+        margin, self.num_digits = (cell - CELL) // 2, rows * columns
+        if size < 1 or seed < 0 or not 1 <= len(colours) <= self.num_digits or not 0 <= jitter <= margin:
             raise ValueError(
-                f"size >= 1, seed >= 0, at most {self.count} colours and 0 <= jitter <= {max(0, room)} are needed, "
-                f"not {size=}, {seed=}, {colours=}, {jitter=}, {cell=}"
+                f"size >= 1, seed >= 0, at most {self.num_digits} colours and 0 <= jitter <= {max(0, margin)} are "
+                f"needed, not {size=}, {seed=}, {colours=}, {jitter=}, {cell=}"
             )
         self.split, self.size, self.seed = split, size, seed
         self.rows, self.columns, self.cell, self.jitter, self.colours = rows, columns, cell, jitter, tuple(colours)
-        self.wandering, self.direct = wandering, direct
+        self.wrong_share, self.direct = wrong_share, direct
         self._pool = split_indices(split)
 
     def __len__(self) -> int:
@@ -64,45 +67,47 @@ class ScenesSource:
         if not 0 <= index < self.size:
             raise IndexError(f"item {index} of {self.size}")
         rng = np.random.default_rng([SPLITS.index(self.split), self.seed, index])
-        images, labels = handwritten()
-        chosen = rng.choice(self._pool, self.count, replace=False)
-        marked = rng.choice(self.count, len(self.colours), replace=False)
+        images, labels = digit_images()
+        indices = rng.choice(self._pool, self.num_digits, replace=False)
+        colored_cells = rng.choice(self.num_digits, len(self.colours), replace=False)
         number = index % len(self.colours)
-        target, colour = int(marked[number]), self.colours[number]
-        offsets = rng.integers(-self.jitter, self.jitter + 1, (self.count, 2))
-        image = self._drawn(images[chosen], dict(zip(marked.tolist(), self.colours, strict=True)), offsets)
-        # Drawn last, so that demonstrations change no question.
-        shown = int(rng.integers(self.count)) if rng.random() < self.wandering else target
-        box = ",".join(f"{share * self.columns:g}" for share in self._box(shown))
-        zoomed = [f"zoom({box})", str(labels[chosen[shown]])]
+        target, color = int(colored_cells[number]), self.colours[number]
+        offsets = rng.integers(-self.jitter, self.jitter + 1, (self.num_digits, 2))
+        image = self._draw(images[indices], dict(zip(colored_cells.tolist(), self.colours, strict=True)), offsets)
+        # Sampled last, so that demonstrations change no question.
+        zoomed_cell = int(rng.integers(self.num_digits)) if rng.random() < self.wrong_share else target
+        box = ",".join(f"{fraction * self.columns:g}" for fraction in self._box(zoomed_cell))
+        zoom_responses = [f"zoom({box})", str(labels[indices[zoomed_cell]])]
         direct = rng.random() < self.direct
-        answer = str(labels[chosen[target]])
+        answer = str(labels[indices[target]])
         return Prompt(
             id=f"scenes-{self.split}-{self.seed}-{index}",
-            text=f"Which digit is on {colour}?",
+            text=f"Which digit is on {color}?",
             images=(image,),
             answer=answer,
             metadata={
-                "kind": colour,
+                "kind": color,
                 "target": self._box(target),
-                "digits": labels[chosen].tolist(),
-                "demonstration": [answer] if direct else zoomed,
+                "digits": labels[indices].tolist(),
+                "demonstration": [answer] if direct else zoom_responses,
             },
         )
 
-    def _box(self, index: int) -> list[float]:
-        row, column = divmod(index, self.columns)
+    def _box(self, cell: int) -> list[float]:
+        """Returns left, top, right and bottom of a cell, as fractions of width and height."""
+        row, column = divmod(cell, self.columns)
         return [column / self.columns, row / self.rows, (column + 1) / self.columns, (row + 1) / self.rows]
 
-    def _drawn(self, images: np.ndarray, marks: dict[int, str], offsets: np.ndarray) -> Image.Image:
-        """images: [cell, 8, 8] uint8; marks: the colour that a cell stands on; offsets: [cell, 2], down and right."""
+    def _draw(self, images: np.ndarray, backgrounds: dict[int, str], offsets: np.ndarray) -> Image.Image:
+        """Draws a scene. images: [cell, 8, 8] uint8; backgrounds: the color of a cell's square, black if it has none;
+        offsets: [cell, 2], how many pixels each digit moves down and right."""
         canvas = np.zeros((self.rows * self.cell, self.columns * self.cell, 3), np.uint8)
-        middle = (self.cell - CELL) // 2
+        margin = (self.cell - CELL) // 2
         for number, (image, (down, right)) in enumerate(zip(images, offsets, strict=True)):
             row, column = (self.cell * index for index in divmod(number, self.columns))
-            if number in marks:
-                canvas[row : row + self.cell, column : column + self.cell] = COLOURS[marks[number]]
-            top, left = row + middle + down, column + middle + right
+            if number in backgrounds:
+                canvas[row : row + self.cell, column : column + self.cell] = COLORS[backgrounds[number]]
+            top, left = row + margin + down, column + margin + right
             part = canvas[top : top + CELL, left : left + CELL]
             np.maximum(part, image[:, :, None], out=part)
         return Image.fromarray(canvas)

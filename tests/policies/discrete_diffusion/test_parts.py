@@ -153,7 +153,7 @@ def test_the_schedule_of_codes_follows_that_of_text():
 
 def test_demonstrations_are_texts_and_images(folder):
     made = policy(folder, algorithm="supervised")
-    source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, careless=0.5)
+    source = digits.DigitPromptSource(size=20, seed=0, reasoning=True, wrong_share=0.5)
     prompts = [source[i] for i in range(20)]
     batch = made.demonstrate(prompts, list(range(20)))
     assert [s.response for s in batch.samples] == [p.metadata["reasoning"] for p in prompts]

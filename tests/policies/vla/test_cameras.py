@@ -10,7 +10,7 @@ from mmrl.errors import UserError
 from mmrl.sims import Observation, build
 from mmrl.sims.vector.transitions import cameras_of
 from mmrl.tasks.manipulation.episodes import Disturbance, EpisodeDemonstrations, record_expert
-from mmrl.tasks.manipulation.task import Shuffled
+from mmrl.tasks.manipulation.task import ShuffledInstructions
 from tests.policies.vla.test_policy import SEEDS, STARTS, stir
 from tests.sims.line_simulator import Line
 
@@ -58,14 +58,17 @@ def test_observations_name_their_cameras(workers):
 
 
 def test_a_simulator_without_names_has_one_camera():
-    assert cameras_of(Line(1)) == ("camera",) and cameras_of(Shuffled(TwoCameras(1))) == ("front", "wrist")
+    assert cameras_of(Line(1)) == ("camera",) and cameras_of(ShuffledInstructions(TwoCameras(1))) == ("front", "wrist")
     seen = Observation(np.full((1, 2, 2, 3), 7, np.uint8), np.zeros((1, 1), np.float32), ["go"])
     assert (seen.image("camera") == 7).all()
 
 
 @pytest.mark.parametrize("simulator", ["UnevenCost", "Twice"])
 def test_names_must_fit_the_image(simulator):
-    with pytest.raises(UserError, match="cameras must have different names, and equal shares of the image's 16 pixels"):
+    with pytest.raises(
+        UserError,
+        match="cameras must have different names, and their number must divide the image's width of 16 pixels",
+    ):
         build(f"tests.policies.vla.test_cameras:{simulator}", 1)
 
 
@@ -112,7 +115,7 @@ class TestPolicies:
 
     def test_demonstrations_keep_the_names(self, make):
         with two() as sim:
-            recorded = record_expert(sim, [("go", 90)], disturbance=Disturbance(0.0), successful=True, seed=0)
+            recorded = record_expert(sim, [("go", 90)], disturbance=Disturbance(0.0), successful_only=True, seed=0)
         prompt = EpisodeDemonstrations(recorded)[0]
         policy = make("regression", sim=two(), supervised=True, cameras=["wrist"])
         prompt = replace(prompt, metadata={**prompt.metadata, "actions": prompt.metadata["actions"][:1]})
