@@ -213,5 +213,7 @@ def test_what_can_not_be_is_refused_before_anything_is_loaded(folders, options, 
 
 def test_a_generator_without_a_writer_is_refused(folders):
     config = config_of(folders, writer={"path": None})
-    with pytest.raises(UserError, match=r"model.writer.path is missing: .*generator holds a generator and no writer"):
+    with pytest.raises(
+        UserError, match=r"model.writer.path is missing: .*generator holds an image generator, but no language"
+    ):
         build_policy(config, build_task(config))
