@@ -582,7 +582,7 @@ FAULTS = [
           "str(random.choice(others)) if random.random() < self.careless else answer", "answer",
           ("tasks/test_clip_questions.py",)),
     Fault("shuffled_frames: the order stays", "mmrl/prompts/counterfactual_views.py",
-          "for i in shuffled(len(video.frames))", "for i in range(len(video.frames))", ("prompts/test_counterfactual_views.py",)),
+          "for i in random_order(len(video.frames))", "for i in range(len(video.frames))", ("prompts/test_counterfactual_views.py",)),
     # --- turns ---
     Fault("turn_returns: others are all", "mmrl/core/turns.py",
           'if baseline == "leave_one_out":', "if False:", ("joints/test_turn_credit.py",)),

@@ -71,7 +71,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "shown = wanted", RUNS),
     ("expert: every episode succeeded", "tasks/manipulation/episodes.py", "float(solved[row]))", "1.0)", RUNS),
     ("restart: the row goes on with its old start", "mmrl/policies/vla/policy.py", "            playing[row] = number\n", "", ("policies/vla/test_policy.py",)),
-    ("restart: noise by row", "mmrl/policies/vla/policy.py", "mixed(seeds[number], step_counts[number])", "mixed(seeds[numbers.index(number)], step_counts[number])",
+    ("restart: noise by row", "mmrl/policies/vla/policy.py", "derive_seed(seeds[number], step_counts[number])", "derive_seed(seeds[numbers.index(number)], step_counts[number])",
      ("policies/vla/test_policy.py",)),
     ("restart: a group's noise by row", "mmrl/policies/vla/policy.py", "group_seeds = [groups[number] for number in numbers]",
      "group_seeds = [groups[row] for row in rows]", ("policies/vla/test_policy.py",)),

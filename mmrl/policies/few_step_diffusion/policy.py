@@ -129,7 +129,7 @@ class FewStepPolicy:
         start = (point * self.every).tolist()
         stop = [first + self.every for first in start]
         reached = self.policy.denoiser.denoise(x, inputs, none, start=start, stop=stop).final
-        step = self.student.sampler.at(point, point + 1, torch.zeros_like(point, dtype=torch.bool))
+        step = self.student.sampler.coefficients_between(point, point + 1, torch.zeros_like(point, dtype=torch.bool))
         a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
         return (reached - a_x * x) / a_v
 

@@ -52,7 +52,7 @@ from mmrl.rollouts import (
     Steps,
 )
 from mmrl.runtime.files import share
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
@@ -402,7 +402,7 @@ class VisionLanguageActionPolicy:
             shown = observation.select(rows)
             prepared, state = self._prepare(shown), self._state(shown).to(self.device)
             step_seeds = [
-                mixed(seeds[number], step_counts[number])  # each policy step of an episode has noise of its own
+                derive_seed(seeds[number], step_counts[number])  # each policy step of an episode has noise of its own
                 for number in numbers
             ]
             step_counts.update(numbers)

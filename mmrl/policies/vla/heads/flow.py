@@ -26,7 +26,7 @@ from mmrl.policies.vla.settings import (
     TaughtFlow,
 )
 from mmrl.samplers import score
-from mmrl.samplers.chain import INITIAL, Sampler, gaussian, run
+from mmrl.samplers.chain import INITIAL, Sampler, gaussian_noise, run
 from mmrl.samplers.settings import Draws
 from mmrl.samplers.sigmas import Grid, linear
 from mmrl.samplers.transitions import reduce_elements
@@ -96,14 +96,14 @@ class FlowHead(Head):
         likelihood = self.likelihood
         drawn = isinstance(likelihood, ActionChain) and sampling.training  # else the steps have no noise
         windows = self._windows(sampling) if drawn else [[]] * len(sampling.seeds)
-        x = gaussian(list(sampling.seeds), INITIAL, self.latent).to(state.device)
+        x = gaussian_noise(list(sampling.seeds), INITIAL, self.latent).to(state.device)
         sampler = self.sampler if sampling.training else self.evaluation_sampler
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             return self.velocity(reading, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
-            return gaussian([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
+            return gaussian_noise([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
 
         chain = run(predict, x, sampler, windows, noise)
         chosen = {"actions": self._executed(chain.final)}
@@ -159,10 +159,10 @@ class FlowHead(Head):
             self._executed(v),
             self._executed(chosen["x"]),
             self._executed(chosen["x_next"]),
-            self.sampler.drawn(points),
+            self.sampler.stochastic_coefficients(points),
             old=old,
             reference=reference,
-            counted=valid[:, None, :, None],
+            element_mask=valid[:, None, :, None],
             reduction=likelihood.reduction,
             unscaled=likelihood.transition.unscaled,
         )
@@ -187,7 +187,7 @@ class FlowHead(Head):
             self._executed(target),
             old=None if old is None else old[:, 0],
             reference=None if reference is None else reference[:, 0],
-            counted=valid[:, None, :, None],
+            element_mask=valid[:, None, :, None],
             reduction=likelihood.reduction,
         ).columns
         prediction = scores.pop("prediction")[:, None]
@@ -209,7 +209,12 @@ class FlowHead(Head):
         x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
         v = self._executed(self._velocity(reading, state, x, sigma))
         scores = score.matching_likelihood(
-            v, self._executed(target), old=old, reference=reference, counted=counted, reduction=likelihood.reduction
+            v,
+            self._executed(target),
+            old=old,
+            reference=reference,
+            element_mask=counted,
+            reduction=likelihood.reduction,
         ).columns
         matched = {
             "noisy": self._executed(x),
@@ -298,13 +303,13 @@ class ExpertHead(FlowHead):
     def _act_learned(self, likelihood: LearnedNoise, reading: Reading, state: Tensor, seeds: Sequence[int]) -> Chosen:
         """Samples denoising chains with learned noise: actions [n, chunk, action] and chain [n, step + 1, chunk,
         action]."""
-        x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
+        x = gaussian_noise(list(seeds), INITIAL, self.shape).to(state.device)
         rows = torch.arange(len(x), device=x.device)
         chain = [x]
         for k in range(len(self.sampler.grid)):
             point = torch.full((len(x),), k)
             mean, std = self._learned_step(likelihood, reading, state, chain[-1], point, rows)
-            chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
+            chain.append(mean + std * gaussian_noise(list(seeds), k, self.shape).to(x.device))
         return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
 
     def _learned_step(

@@ -14,7 +14,7 @@ from mmrl.policies.vla.heads.head import BASE, EXTRA, ActionSampling, Chosen, He
 from mmrl.policies.vla.heads.mixture_settings import ResidualActions
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 
 CODE = 1 << 20  # counter of the code's noise, beyond those of a base's chain
 
@@ -104,4 +104,4 @@ class ResidualHead(NormalHead):
 
     def _noises(self, seeds: Sequence[int]) -> Tensor:
         """Draws the noise of the code at a temperature of 1, [n, code]."""
-        return self.noise * gaussian(list(seeds), CODE, (self.encode.out_features,))
+        return self.noise * gaussian_noise(list(seeds), CODE, (self.encode.out_features,))
