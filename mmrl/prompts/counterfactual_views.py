@@ -58,7 +58,7 @@ class HiddenRegions(View):
     def check(self, prompt: Prompt) -> None:
         if prompt.before_start is not None:
             raise UserError(
-                "view.type=hidden_regions needs boxes of the prompt's own image and cannot hide regions of images that an "
+                "view.type=hidden_regions needs boxes of the prompt's own image and cannot hide regions of what an "
                 "environment shows; choose another view"
             )
         if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
