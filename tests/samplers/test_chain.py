@@ -223,7 +223,7 @@ def test_predictions_are_kept_of_the_drawn_steps_of_each_row():
         for place, point in enumerate(window):
             x = chain.x[row, place][None]
             assert torch.equal(chain.v[row, place][None], predict(x, torch.tensor([point]), None))
-            step = made.drawn(torch.tensor([point]))
+            step = made.stochastic_coefficients(torch.tensor([point]))
             mean = step.a_x * x + step.a_v * chain.v[row, place]
             noise = (chain.x_next[row, place] - mean) / step.std
             torch.testing.assert_close(noise, gaussian_noise([[7, 8, 9][row]], point, SHAPE), atol=1e-5, rtol=0)
