@@ -95,7 +95,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      TWINS),
     ("twins: the prompt is its own twin", "mmrl/collection/rounds.py", "for one in (prompt, twin_of(prompt))]",
      "for one in (prompt, prompt)]", TWINS),
-    ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else a - b for", "else b - a for", TWINS),
+    ("twins: the margin is turned round", "mmrl/rewards/twins.py", "else score - twin for", "else twin - score for", TWINS),
     ("twins: digits ask for the same digit", "tasks/image_generation/data/digits.py",
      "            other = (digit + int(rng.integers(1, 10))) % 10\n            twin_text",
      "            other = digit\n            twin_text", TWINS),

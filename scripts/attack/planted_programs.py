@@ -16,7 +16,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("programs: scratch folders stay", P + "runner.py", "shutil.rmtree(scratch, ignore_errors=True)", "pass", HOSTILE),
     ("programs: a hang is a pass", P + "unit_tests.py", "            return 0.0\n        same", "            return 1.0\n        same", HOSTILE),
     ("programs: the first block counts", P + "responses.py", "parts[-2] if", "parts[1] if", VALUE),
-    ("programs: thoughts count", P + "responses.py", "text = stated(full_response(sample))\n    tagged", "text = full_response(sample)\n    tagged", VALUE),
+    ("programs: thoughts count", P + "responses.py", "text = without_thoughts(full_response(sample))\n    tagged", "text = full_response(sample)\n    tagged", VALUE),
     ("programs: outputs go along", P + "unit_tests.py", "tests[row][0]: tests[row][1]}", "tests[row][0]: tests[row][1], 'outputs': tests[row][2]}", HOSTILE),
     ("programs: true is one", P + "unit_tests.py", "return value is expected", "return value == expected", VALUE),
     ("programs: whole numbers within a tolerance", P + "unit_tests.py", 'if not {".", "e", "E"} & set(word + expected):', "if False:", VALUE),

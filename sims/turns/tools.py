@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from PIL import Image
 
 from mmrl.errors import describe_error
-from mmrl.rewards.parsing.responses import between
+from mmrl.rewards.parsing.responses import texts_between
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.environment import Environment, Reply
 
@@ -163,7 +163,7 @@ class ToolCall:
 def json_call(response: str) -> ToolCall | None:
     """Returns the last JSON call in a response, None where there is none. Raises ToolError for one that can not be
     read."""
-    calls = between(response, OPEN, CLOSE)
+    calls = texts_between(response, OPEN, CLOSE)
     if not calls:
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mmrl.rewards.parsing.responses import full_response, last_tagged, stated
+from mmrl.rewards.parsing.responses import full_response, last_answer_tag, without_thoughts
 from mmrl.rollouts import Sample
 
 _FENCE = "```"
@@ -16,8 +16,8 @@ _SVG = re.compile(r"<svg(?=[\s/>])[^<>]*+>|</svg\s*+>")
 def program(sample: Sample) -> str:
     """Returns the last fenced block of what a response states after its thoughts, of its <answer> where there is one;
     without a fence all of it. A block that was begun and not closed counts to its end."""
-    text = stated(full_response(sample))
-    tagged = last_tagged(text)
+    text = without_thoughts(full_response(sample))
+    tagged = last_answer_tag(text)
     text = text if tagged is None else tagged
     parts = text.split(_FENCE)
     if len(parts) == 1:
@@ -29,7 +29,7 @@ def program(sample: Sample) -> str:
 
 def drawing(sample: Sample) -> str:
     """Returns the last outermost <svg> element of a response; "" where there is none."""
-    text, depth, begin, last = stated(full_response(sample)), 0, 0, ""
+    text, depth, begin, last = without_thoughts(full_response(sample)), 0, 0, ""
     for tag in _SVG.finditer(text):
         if tag[0].startswith("</"):
             depth = max(0, depth - 1)

@@ -13,8 +13,8 @@ from typing import Any
 
 from mmrl.rewards.matching import best_assignment, soft_assignment
 from mmrl.rewards.overlap import Box, giou, iou
-from mmrl.rewards.parsing.boxes import boxes_in, gold_boxes, labelled_in, objects_in, states_nothing
-from mmrl.rewards.parsing.responses import extract_answer, full_response, stated
+from mmrl.rewards.parsing.boxes import gold_boxes, parse_boxes, parse_labelled_boxes, parse_objects, states_nothing
+from mmrl.rewards.parsing.responses import extract_answer, full_response, without_thoughts
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
@@ -61,7 +61,7 @@ def _box_reward(
         if golds is None:
             return None
         answer = extract_answer(full_response(sample))
-        boxes = boxes_in(answer) or boxes_in(stated(full_response(sample)))
+        boxes = parse_boxes(answer) or parse_boxes(without_thoughts(full_response(sample)))
         if not golds:
             return 1.0 if not boxes and states_nothing(answer) else missing
         box = pair.response_box(boxes[-1], sample) if boxes else None
@@ -99,7 +99,7 @@ def boxes_matched(
         golds, answer = _gold(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None
-        numbers = boxes_in(answer)
+        numbers = parse_boxes(answer)
         if not golds or not numbers:
             return float(not golds and not numbers and states_nothing(answer))
         boxes = [pair.response_box(box, sample) for box in numbers[:MOST]]
@@ -209,11 +209,11 @@ def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | Non
     gold = sample.prompt.answer
     if isinstance(gold, str):
         text = extract_answer(gold)
-        rows, nothing = objects_in(text), states_nothing(text)
+        rows, nothing = parse_objects(text), states_nothing(text)
     else:
         rows = [gold] if isinstance(gold, dict) else list(gold) if isinstance(gold, (list, tuple)) else []
         nothing = isinstance(gold, (list, tuple)) and not gold
-    objects = [labelled_in(row) if isinstance(row, dict) else [] for row in rows]
+    objects = [parse_labelled_boxes(row) if isinstance(row, dict) else [] for row in rows]
     boxes = [(label, pair.gold_box(box, sample)) for row in objects for label, box in row]
     if any(not row for row in objects) or any(box is None for _, box in boxes) or (not boxes and not nothing):
         return None
@@ -222,11 +222,11 @@ def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | Non
 
 def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = False) -> list[Labelled]:
     """Objects of a response with a label and a box that has an area; others are left out."""
-    objects = _by_score(objects_in(text)) if ranked else objects_in(text)
-    boxes = [(label, pair.response_box(box, sample)) for row in objects for label, box in labelled_in(row)]
+    objects = _by_score(parse_objects(text)) if ranked else parse_objects(text)
+    boxes = [(label, pair.response_box(box, sample)) for row in objects for label, box in parse_labelled_boxes(row)]
     return [(label, box) for label, box in boxes if box is not None]
 
 
 def _nothing(text: str) -> float:
     """Returns the reward of a string where there is nothing to find."""
-    return float(not boxes_in(text) and states_nothing(text))
+    return float(not parse_boxes(text) and states_nothing(text))

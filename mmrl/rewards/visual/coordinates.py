@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from mmrl.errors import UserError
-from mmrl.rewards.overlap import Box, proper
+from mmrl.rewards.overlap import Box, to_box
 from mmrl.rollouts import Sample
 
 CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
@@ -97,4 +97,4 @@ class CoordinatePair:
         return self._box(self.gold, numbers, sample)
 
     def _box(self, coordinates: Coordinates, numbers: Sequence[float], sample: Sample) -> Box | None:
-        return proper(numbers if self._same else coordinates.unit(numbers, sample))
+        return to_box(numbers if self._same else coordinates.unit(numbers, sample))

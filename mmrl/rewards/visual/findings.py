@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from mmrl.rewards.parsing.negation import affirmed
+from mmrl.rewards.parsing.negation import is_affirmed
 from mmrl.rewards.parsing.responses import full_response, split_thoughts
-from mmrl.rewards.parsing.typography import spaced
+from mmrl.rewards.parsing.typography import normalize_text
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Sample
 
@@ -32,7 +32,7 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
         wanted = sample.prompt.metadata.get(findings)
         if not wanted:
             return None
-        text = spaced(sample.response if everywhere else split_thoughts(full_response(sample))[0])
+        text = normalize_text(sample.response if everywhere else split_thoughts(full_response(sample))[0])
         named = sum(says(text, phrase) for phrase in wanted)
         unwanted = sample.prompt.metadata.get(absent) or () if absent is not None else ()
         return named / (len(wanted) + sum(says(text, phrase) for phrase in unwanted))
@@ -43,7 +43,7 @@ def findings_named(*, findings: str = "findings", absent: str | None = None, eve
 def says(text: str, phrase: object) -> bool:
     """Returns whether a plain text affirms a phrase, or one of several, as whole words."""
     ways: Sequence[Any] = phrase if isinstance(phrase, list | tuple) else (phrase,)
-    return any(affirmed(text, _whole_words(spaced(str(way)))) for way in ways)
+    return any(is_affirmed(text, _whole_words(normalize_text(str(way)))) for way in ways)
 
 
 @lru_cache(maxsize=4096)

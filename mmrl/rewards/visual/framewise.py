@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import BatchReward, Reward, Score, load_object, numbers, video_of
+from mmrl.rewards.types import BatchReward, Reward, Score, load_object, to_scores, video_of
 from mmrl.rollouts import Sample
 
 Pool = Literal["mean", "least", "last"]
@@ -41,9 +41,9 @@ class Framewise:
             frames = [[video_of(sample)[-1]] for sample in samples]
         flat = [replace(s, image=one, frames=None) for s, of in zip(samples, frames, strict=True) for one in of]
         if isinstance(self.reward, BatchReward):
-            values = numbers(self.reward.score(flat), len(flat))
+            values = to_scores(self.reward.score(flat), len(flat))
         else:
-            values = numbers([self.reward(one) for one in flat], len(flat))
+            values = to_scores([self.reward(one) for one in flat], len(flat))
         if not all(frames):
             raise UserError("a video without frames can not be scored")
         scores, at = [], iter(values)

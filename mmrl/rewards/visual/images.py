@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.rewards.parsing.quotes import quoted_in
-from mmrl.rewards.parsing.typography import folded
+from mmrl.rewards.parsing.quotes import quoted_texts
+from mmrl.rewards.parsing.typography import normalize_case
 from mmrl.rewards.reading import reader
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, image_of, load_object, score_finite
 from mmrl.rollouts import Prompt, Sample
@@ -119,7 +119,7 @@ def ocr(*, threads: int = 1) -> Reward:
 
 def _asked_texts(sample: Sample) -> Sequence[str]:
     if "text" not in sample.prompt.metadata:
-        return quoted_in(sample.prompt.text)
+        return quoted_texts(sample.prompt.text)
     texts = sample.prompt.metadata["text"]
     return [str(text) for text in texts] if isinstance(texts, (list, tuple)) else [str(texts)]
 
@@ -132,7 +132,7 @@ def _distance(letters: str, texts: Sequence[str]) -> int:
 
 
 def _letters(text: str) -> str:
-    return "".join(folded(text).split())
+    return "".join(normalize_case(text).split())
 
 
 def edit_distance(a: str, b: str) -> int:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmrl.rewards.parsing.boxes import gold_boxes, gold_points, objects_in, points_in
+from mmrl.rewards.parsing.boxes import gold_boxes, gold_points, parse_objects, parse_points
 from mmrl.rewards.parsing.responses import extract_answer, full_response
-from mmrl.rewards.parsing.typography import folded
+from mmrl.rewards.parsing.typography import normalize_case
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
@@ -39,7 +39,7 @@ def point_inside(
         boxes = gold_boxes(sample.prompt.answer)
         if boxes is None or len(boxes) != 1:
             return None
-        points = points_in(extract_answer(full_response(sample)))
+        points = parse_points(extract_answer(full_response(sample)))
         if not points:
             return 0.0
         apart = _distance(pair.response.unit(points[-1], sample), pair.gold.unit(boxes[0], sample))
@@ -69,7 +69,7 @@ def interface_action(
         gold = _gold_action(sample.prompt.answer)
         if gold is None:
             return None
-        actions = objects_in(extract_answer(full_response(sample)))
+        actions = parse_objects(extract_answer(full_response(sample)))
         if len(actions) != 1 or actions[0].get("action") != gold["action"]:
             return 0.0
         return kind_weight + (1 - kind_weight) * _argument(actions[0], gold, pair, sample)
@@ -88,7 +88,7 @@ def region_iou(
         gold = gold_points(sample.prompt.answer)
         if gold is None or len(gold) < 3:
             return None
-        points = points_in(extract_answer(full_response(sample)))
+        points = parse_points(extract_answer(full_response(sample)))
         if len(points) < 3:
             return 0.0
         region = _filled([pair.response.unit(point, sample) for point in points])
@@ -101,7 +101,7 @@ def region_iou(
 
 def _gold_action(gold: Any) -> dict[str, Any] | None:
     if isinstance(gold, str):
-        objects = objects_in(extract_answer(gold))
+        objects = parse_objects(extract_answer(gold))
         gold = objects[0] if len(objects) == 1 else None
     return gold if isinstance(gold, dict) and isinstance(gold.get("action"), str) else None
 
@@ -120,7 +120,7 @@ def _argument(action: dict[str, Any], gold: dict[str, Any], pair: CoordinatePair
 
 def word_f1(text: str, gold: str) -> float:
     """Computes the F1 of words without case, each counted as often as it occurs."""
-    words, wanted = folded(text).split(), folded(gold).split()
+    words, wanted = normalize_case(text).split(), normalize_case(gold).split()
     if not words or not wanted:
         return float(words == wanted)
     shared = (Counter(words) & Counter(wanted)).total()

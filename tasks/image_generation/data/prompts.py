@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.rewards.parsing.quotes import quoted_in
+from mmrl.rewards.parsing.quotes import quoted_texts
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.prompt_files import Check, load_prompts, text_of, value_of
@@ -98,7 +98,7 @@ def _check_geneval(row: Mapping[str, Any], prompt: str) -> None:
 def _check_ocr(row: Mapping[str, Any], prompt: str) -> None:
     if "text" in row:
         text_of(row, "text")
-    elif not quoted_in(prompt):
+    elif not quoted_texts(prompt):
         raise RowError("the prompt puts no text in double quotes, and there is no key 'text'")
 
 
