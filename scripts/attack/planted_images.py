@@ -62,8 +62,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "torch.stack(changed).mean() - whole", SETS),
     ("sets: a subset takes its own place", "mmrl/core/distances.py", "features[member != j], subset])",
      "features[member != i], subset])", SETS),
-    ("sets: subsets are prompts", "mmrl/rewards/visual/sets.py", "counts.append(following.get(sample.prompt.id, 0))",
-     "counts.append(len(following))", SETS),
+    ("sets: subsets are prompts", "mmrl/rewards/visual/sets.py", "indices.append(num_seen.get(sample.prompt.id, 0))",
+     "indices.append(len(num_seen))", SETS),
     ("sets: every group is a batch", "mmrl/rewards/compose.py", 'if reward.scope == "batch":',
      'if reward.scope == "bath":', SETS),
     # --- steps ---
@@ -163,7 +163,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      '{"reward": "noto", "second": "noto"}', OF_NAMED),
     ("named: nothing is mirrored", NAMED, "thing = thing.flip(-1)", "pass", OF_NAMED),
     # --- quality and safety ---
-    ("brisque: what is worse earns more", "mmrl/rewards/visual/viewing.py", "1 - float(measured", "float(measured", VIEWING),
+    ("brisque: what is worse earns more", "mmrl/rewards/visual/viewing.py", "1 - float(model", "float(model", VIEWING),
     ("brisque: a flat image is judged", "mmrl/rewards/visual/viewing.py", "if (pixels == pixels[0, 0]).all():", "if False:",
      VIEWING),
     ("safe_for_work: what is not earns more", "mmrl/rewards/visual/viewing.py", "1 - float(classifier", "float(classifier",

@@ -33,7 +33,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("clip gradient: the longer side", G, "short = min(height, width)", "short = max(height, width)", CLIP),
     ("clip gradient: resizing without antialiasing", G, "antialias=True", "antialias=False", CLIP),
     ("source_similarity: inside the mask", E, "return 1 - inside.float()", "return inside.float()", EDITS),
-    ("source_similarity: a mean over all pixels", E, "(values * weight).sum() / weight.sum().clamp(min=1e-9)", "(values * weight).mean()", EDITS),
+    ("source_similarity: a mean over all pixels", E, "(values * weights).sum() / weights.sum().clamp(min=1e-9)", "(values * weights).mean()", EDITS),
     ("ddim: the last level is always the data", D, 'config.get("set_alpha_to_one", True)', "True", DDIM),
     ("ddim: no key is set_alpha_to_one=false", D, 'config.get("set_alpha_to_one", True)', 'config.get("set_alpha_to_one", False)', DDIM),
     ("redraw: every further epoch is the second", M + "policy.py", "derive_seed(record.seed, epoch)", "derive_seed(record.seed, 1)", REDRAWN),

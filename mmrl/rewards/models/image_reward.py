@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmrl.rewards.models.weights import below, linear_chain, read_weights
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
-from mmrl.rewards.visual.preprocessing import of_transformers
+from mmrl.rewards.visual.preprocessing import from_transformers
 from mmrl.rollouts import Prompt, Sample
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's outputs, which it was normalised by
@@ -52,7 +52,7 @@ class ImageReward:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer)
         except OSError as error:
             raise ValueError(f"tokenizer {tokenizer!r}: {' '.join(str(error).split()):.200}") from None
-        self._preprocess = of_transformers(self.processor)
+        self._preprocess = from_transformers(self.processor)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
