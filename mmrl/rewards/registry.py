@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
-from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
+from mmrl.rewards.adapters.signatures import Signature, adapt, check_signature
 from mmrl.rewards.judges import pairs, process, text, visual
 from mmrl.rewards.models import image_reward, vlm_reward
 from mmrl.rewards.programs import charts, solids, unit_tests
@@ -122,7 +122,7 @@ def build(
     if signature != "mmrl":
         if target is None or isolated:
             raise ValueError(f"reward {name!r}: signature: {signature} is for an own function that is not isolated")
-        return _build_checked(name, partial(adapted, name, target, signature, options))
+        return _build_checked(name, partial(adapt, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
         check_signature(name, target)
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)

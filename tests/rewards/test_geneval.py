@@ -83,7 +83,7 @@ def test_colours_are_named_without_what_surrounds_them(paint, name):
         image = Image.new("RGB", (100, 100), ground)
         image.paste(paint, (30, 30, 60, 70))
         assert color_of(image, (25.0, 25.0, 65.0, 75.0)) == name
-    assert geneval.COLOURS.index(name) >= 0
+    assert geneval.COLORS.index(name) >= 0
 
 
 def test_a_colour_counts_for_as_many_objects_as_are_asked_for():
