@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import Judged, JudgeQuestion
+from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Episode, Sample
 from mmrl.tasks.manipulation.rewards import episode_of
@@ -22,14 +22,14 @@ QUESTION = (
 )
 
 
-class SuccessJudge(Judged):
+class SuccessJudge(JudgeReward):
     """Reward: P(yes) / (P(yes) + P(no)) of a judge that is shown images of an episode and asked whether its instruction
     was followed; 0 to 1, None for an episode that the simulator lost and where the judge gives neither word any
     probability.
 
     images: of each episode, evenly spaced from its start to its end; 1: its end alone. threshold: the reward is 1
     from this probability on and 0 below it; None: the probability itself. {prompt} in `question` is the instruction.
-    The other options are those of `mmrl.rewards.judges.visual.Judged`. Images are those that the policy sees; they
+    The other options are those of `mmrl.rewards.judges.visual.JudgeReward`. Images are those that the policy sees; they
     are kept of every policy step while training and of every action while evaluating.
     """
 
