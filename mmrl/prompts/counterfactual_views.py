@@ -62,7 +62,10 @@ class HiddenRegions(View):
                 "environment shows; choose another view"
             )
         if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
-            raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
+            raise UserError(
+                f"prompt {prompt.id!r} has no metadata {self.boxes!r}, or no image; set view.boxes to the metadata's "
+                "key of boxes"
+            )
 
     def change(self, prompt: Prompt) -> Prompt:
         from PIL import ImageDraw
@@ -120,7 +123,9 @@ class ShuffledFrames(RandomView):
 
     def check(self, prompt: Prompt) -> None:
         if not prompt.seen_videos:
-            raise UserError(f"prompt {prompt.id!r} has no video whose frames view.type=shuffled_frames could shuffle")
+            raise UserError(
+                f"prompt {prompt.id!r} has no video, which view.type=shuffled_frames needs; choose another view"
+            )
 
     def change(self, prompt: Prompt) -> Prompt:
         from dataclasses import replace

@@ -62,7 +62,8 @@ class View(Choice):
         changed = self.at(step).change(prompt)
         if not isinstance(changed, Prompt):
             raise UserError(
-                f"the view {self.type} made {type(changed).__name__} of prompt {prompt.id}; expected a Prompt"
+                f"view.type={self.type}: change() returned {type(changed).__name__} for prompt {prompt.id}; expected a "
+                "Prompt"
             )
         if prompt.before_start is None:
             return changed

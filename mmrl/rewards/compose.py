@@ -88,7 +88,7 @@ class RewardSet:
         self.names = tuple(spec.column for spec in self.specs)
         self.weights = tuple(float(spec.weight) for spec in self.specs)
         if not self.specs:
-            raise ValueError("rewards: at least one component is needed")
+            raise ValueError("rewards: the list is empty; give at least one reward")
         duplicate = next((name for name in self.names if self.names.count(name) > 1), None)
         if duplicate is not None:
             raise ValueError(f"rewards: two components are named {duplicate!r}; give one of them a label")
@@ -169,7 +169,10 @@ class RewardSet:
         none now."""
         stateful = dict(self._stateful())
         if missing := next((name for name in states if name not in stateful), None):
-            raise UserError(f"reward {missing!r} had a state when the checkpoint was written, and has no load() now")
+            raise UserError(
+                f"reward {missing!r} had a state in the checkpoint, but has no load() now; define it, or start a new "
+                "run"
+            )
         for name, state in states.items():
             stateful[name].load(state)
 
@@ -254,7 +257,7 @@ def _split_into_calls(
     if reward.scope == "batch":
         return [rows] if rows else []
     if group is None:
-        raise UserError("it compares the rollouts of a group, and score() did not get the groups")
+        raise UserError("it compares the rollouts of a group, and score() did not get the groups; give it `group`")
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(int(group[row]), []).append(row)

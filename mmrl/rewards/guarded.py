@@ -100,7 +100,7 @@ class TimedCalls:
             if len(self._stuck) > MAX_STUCK:
                 raise UserError(
                     f"{len(self._stuck)} of its calls still run after their deadline of {deadline_s:g} s; set "
-                    f"{self._remedy}, which ends what hangs"
+                    f"{self._remedy}, which ends hanging calls"
                 ) from None
             raise
 

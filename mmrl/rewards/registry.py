@@ -121,7 +121,10 @@ def build(
         raise ValueError(f"reward {name!r} is neither a function nor a class, but {type(target).__name__}")
     if signature != "mmrl":
         if target is None or isolated:
-            raise ValueError(f"reward {name!r}: signature: {signature} is for an own function that is not isolated")
+            raise ValueError(
+                f"reward {name!r}: signature: {signature} needs a custom function, package.module:function, without "
+                "isolated: true"
+            )
         return _build_checked(name, partial(adapt, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
         check_signature(name, target)

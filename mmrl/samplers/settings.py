@@ -50,9 +50,10 @@ class DenoisingTransition(Choice):
         step = self.coefficients(sigma, sigma_next, sigma_second)
         for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
+                is_finite = "finite" if bool(values.isfinite().all()) else "not all finite"
                 raise UserError(
-                    f"the transition {self.type} gave {name} of shape {list(values.shape)}, finite: "
-                    f"{bool(values.isfinite().all())}; expected finite numbers of shape {list(sigma.shape)}"
+                    f"the transition {self.type} gave {name} of shape {list(values.shape)}, {is_finite}; "
+                    f"coefficients() must return finite numbers of shape {list(sigma.shape)}"
                 )
         return step
 
@@ -291,4 +292,4 @@ def check_draw_range(bounds: tuple[float, float]) -> None:
     """Raises ValueError unless 0 < low < high < 1 for the bounds of noise levels."""
     low, high = bounds
     if not 0 < low < high < 1:
-        raise ValueError(f"draw_range must lie inside (0, 1) and rise, got {bounds}")
+        raise ValueError(f"draw_range must be two rising numbers inside (0, 1), not {list(bounds)}")

@@ -56,7 +56,8 @@ def coefficients(
         raise ValueError(f"unknown transition {kind!r}; use one of {', '.join(KINDS)}")
     max_noise = 1 if kind in ("cps", "ddim") else math.inf
     if not 0 <= noise <= max_noise:
-        raise ValueError(f"transition {kind} takes noise from 0 to {max_noise}, got {noise}")
+        bounds = "of at least 0" if max_noise == math.inf else f"from 0 to {max_noise}"
+        raise ValueError(f"transition {kind} takes noise {bounds}, got {noise}")
     s, s_next = _double(sigma), _double(sigma_next)
     if not bool((s_next < s).all()):
         raise ValueError("sigmas must fall: sigma_next is not below sigma")

@@ -171,7 +171,7 @@ def kind_of(base: type[Kind], tree: object, path: Path_ = (), kinds: Mapping[str
     if current := current_forms(base, tree):
         raise SettingsError(_renamed_choice_message(key, tree, current))
     if name is None:
-        raise SettingsError(f"{key} is missing; it is {one_of(kinds)}")
+        raise SettingsError(f"{key} is missing; set it to {one_of(kinds)}")
     if name in kinds:
         return locate(kinds[name], key)
     if not isinstance(name, str) or ":" not in name:

@@ -58,7 +58,7 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     chain = (*extended_by, path.resolve())
     extended = recipes.resolve_from(path.parent, base)
     if extended.resolve() in chain:
-        raise TreeError(f"{path}: extends: {base} extends this file in turn")
+        raise TreeError(f"{path}: extends: {base} extends this file, directly or not; remove one of the two")
     return [*read_yaml(extended, chain), (path, tree)]
 
 

@@ -40,7 +40,9 @@ def adapt(name: str, target: Callable[..., Any], signature: Signature, options: 
         instance: Any = target(**options)
         target, options = instance, {}
     if not callable(target) or inspect.iscoroutinefunction(target):
-        raise ValueError(f"reward {name!r}: signature: {signature} is for a function that returns its values")
+        raise ValueError(
+            f"reward {name!r}: signature: {signature} needs a function that returns its values, not one that is async"
+        )
     parameters = inspect.signature(target).parameters
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in options if key not in parameters and not has_kwargs]

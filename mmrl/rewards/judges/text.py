@@ -94,7 +94,8 @@ class TextJudge(JudgeReward):
         gold = sample.prompt.answer
         if "{gold}" in self.question and gold is None:
             raise UserError(
-                f"prompt {sample.prompt.id!r} has no answer, which the judge's question asks for as {{gold}}"
+                f"prompt {sample.prompt.id!r} has no answer, but the judge's question contains {{gold}}; give its row "
+                "an answer"
             )
         parts = {
             "prompt": sample.prompt.text.replace("<image>", "").replace("<video>", "").strip(),
@@ -135,7 +136,7 @@ class RubricJudge(TextJudge):
         self.fixed_criteria, self.criteria_key = None if criteria is None else _with_weights(criteria), criteria_key
         super().__init__(**judge)
         if "{criterion}" not in self.question:
-            raise ValueError("question must hold {criterion}, where each criterion belongs")
+            raise ValueError("question must contain {criterion}, which each criterion replaces")
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
         if self.fixed_criteria is not None:
@@ -185,7 +186,7 @@ def _with_weights(criteria: Sequence[Any]) -> list[tuple[str, float]]:
             raise ValueError(f"a criterion is a string, or a pair of a string and a positive weight, not {criterion!r}")
         weighed.append((text, weight))
     if not weighed:
-        raise ValueError("criteria are empty")
+        raise ValueError("criteria: the list is empty; give at least one criterion")
     return weighed
 
 

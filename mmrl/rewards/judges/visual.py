@@ -76,7 +76,7 @@ class Endpoint:
             raise ValueError(f"think_tokens must not be negative, not {think_tokens}")
         self.think_tokens = think_tokens
         if api_key_env is not None and api_key_env not in os.environ:
-            raise ValueError(f"api_key_env: the environment has no {api_key_env}")
+            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
         self.url, self.model = f"{base_url.rstrip('/')}/chat/completions", model
         self.deadline_s, self.retries, self.api_key_env, self.concurrency = (
             deadline_s,

@@ -108,7 +108,9 @@ def _vision_encoder(state: Mapping[str, Tensor]) -> Any:
     from transformers import BlipVisionConfig, BlipVisionModel
 
     if not {"cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} <= state.keys():
-        raise ValueError("weights hold no image encoder of BLIP (blip.visual_encoder.cls_token and others)")
+        raise ValueError(
+            "weights: no image encoder of BLIP in the file (blip.visual_encoder.*); give the published ImageReward.pt"
+        )
     width, patch = state["cls_token"].shape[-1], state["patch_embed.proj.weight"].shape[-1]
     config = BlipVisionConfig(
         hidden_size=width,
@@ -129,7 +131,9 @@ def _text_encoder(state: Mapping[str, Tensor]) -> nn.Module:
 
     state = with_prefix(state, "blip.text_encoder.")
     if not {"embeddings.word_embeddings.weight", "encoder.layer.0.crossattention.self.key.weight"} <= state.keys():
-        raise ValueError("weights hold no text encoder of BLIP that looks at images (blip.text_encoder...)")
+        raise ValueError(
+            "weights: no text encoder of BLIP in the file (blip.text_encoder.*); give the published ImageReward.pt"
+        )
     words = state["embeddings.word_embeddings.weight"]
     config = BlipTextConfig(
         vocab_size=words.shape[0],

@@ -159,7 +159,7 @@ def _instruction(path: str, tokens: Mapping[str, float]) -> str:
     text = Path(path).read_text()
     missing = [part for part in (PLACEHOLDER, *tokens) if part not in text]
     if missing:
-        raise ValueError(f"instruction {path} lacks {', '.join(missing)}")
+        raise ValueError(f"instruction {path} must contain {', '.join(missing)}")
     return text
 
 

@@ -3,12 +3,12 @@
 boxes
   [x1, y1, x2, y2] with any brackets, in JSON, in <box>, <|det|> or between other tags (InternVL, GLM, DeepSeek);
   (x1, y1), (x2, y2): two points, alone or in <|box_start|> (Qwen);
-  x1, y1, x2, y2 or left, top, right, bottom, or x, y, width, height, each behind its name;
-  four numbers that are the whole text
+  x1, y1, x2, y2 or left, top, right, bottom, or x, y, width, height, each after its name;
+  four numbers that are the full text
 points
-  [x, y] with any brackets, x and y behind their names, two numbers that are the whole text
+  [x, y] with any brackets, x and y after their names, two numbers that are the full text
 objects
-  JSON (or Python) with a label and a box; <ref>label</ref> and its kin with the boxes behind them
+  JSON (or Python) with a label and a box; <ref>label</ref> and the like, with the boxes after them
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class SvgCode(ProgramReward):
 def target_image(prompt: Prompt) -> Tensor:
     """Returns the prompt's first image, [3, height, width] in 0..1. Raises UserError if there is none."""
     if not prompt.images:
-        raise UserError(f"prompt {prompt.id!r} has no image that a drawing could be compared with")
+        raise UserError(f"prompt {prompt.id!r} has no image, with which the drawing is compared")
     return _tensor(prompt.images[0].convert("RGB"))
 
 

@@ -241,7 +241,7 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
     if group is None:
         return samples, None
     if not isinstance(group, list) or len(group) != len(samples) or not all(isinstance(key, int) for key in group):
-        raise ValueError("group must be null or a list of one integer a sample")
+        raise ValueError("group must be null or a list of one integer for each sample")
     return samples, torch.tensor(group, dtype=torch.int64)
 
 
@@ -288,7 +288,7 @@ def _sample(row: object, number: int, image_array: np.ndarray | None, frames_arr
 def _video(video: object, number: int) -> Video:
     """Decodes a video of a prompt. Raises ValueError, which names the sample's number."""
     if not isinstance(video, dict) or not isinstance(video.get("fps"), int | float) or not video.get("frames"):
-        raise ValueError(f"sample {number}: a video has frames and fps")
+        raise ValueError(f"sample {number}: a video must have frames and fps")
     return Video(tuple(_image(text, number) for text in video["frames"]), video["fps"])
 
 

@@ -71,7 +71,7 @@ class TransformersClip:
             self._processor = CLIPProcessor.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"CLIP model {path!r} of transformers (one of open_clip needs weights): {error}"
+                f"CLIP model {path!r} cannot be loaded by transformers (set pretrained for open_clip): {error}"
             ) from error
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())

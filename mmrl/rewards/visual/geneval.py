@@ -53,7 +53,7 @@ class GenEval:
         partial: bool = False,
     ) -> None:
         if not 0 <= threshold <= 1 or not 0 <= count_threshold <= 1:
-            raise ValueError(f"thresholds lie between 0 and 1, not {threshold} and {count_threshold}")
+            raise ValueError(f"threshold and count_threshold must lie in 0 .. 1, not {threshold} and {count_threshold}")
         self.detector: Detector = build_detector(detector)
         self.threshold, self.count_threshold, self.partial = threshold, count_threshold, partial
 
