@@ -2,8 +2,8 @@
 
 `coordinates` and `answers` are the coordinate conventions of the response and of the gold boxes, see
 `mmrl.rewards.visual.coordinates`; `resize` is for those that are "resized". Boxes have the forms of
-`mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer without boxes, [], asks for a response that says so
-("[]", "none", "There is no cat"); a box or an empty answer gets 0.
+`mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer without boxes, [], is met by a response that says so
+("[]", "none", "There is no cat"), not by a box or an empty answer.
 """
 
 from __future__ import annotations

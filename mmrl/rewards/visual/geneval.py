@@ -120,7 +120,7 @@ def relations(box: Box, other: Box) -> set[str]:
     """Returns which of "left of", "right of", "above" and "below" hold for `box` relative to `other`.
 
     The vector between the centres is shortened by MARGIN of both boxes' sides along each axis. A relation holds if its
-    component exceeds MIN_COMPONENT of the length of the vector before.
+    component exceeds MIN_COMPONENT of the length of the vector before it was shortened.
     """
     (left, top, right, bottom), (l2, t2, r2, b2) = box, other
     offset = np.array([(left + right - l2 - r2) / 2, (top + bottom - t2 - b2) / 2])
