@@ -91,7 +91,7 @@ class TestChains:
         mask = (torch.arange(48) % 3 > 0).expand(ROLLOUTS, STEPS, 48)
         seen = []
         for shape in SHAPES.values():
-            options = {"counted": mask.reshape(ROLLOUTS, STEPS, *shape)} if counted else {}
+            options = {"element_mask": mask.reshape(ROLLOUTS, STEPS, *shape)} if counted else {}
             found, v = chain(shape, **options)
             total = found.log_ratio.sum() + found.logp.sum() + found.reference_kl.sum() + found.divergence.sum()
             (gradient,) = torch.autograd.grad(total + found.reference_error.sum(), v)
@@ -156,7 +156,7 @@ class TestMatchings:
     def test_elements_that_do_not_count_add_nothing(self):
         mask = torch.arange(48) % 4 > 0
         v = latents(1).requires_grad_()
-        options = {"old": latents(3), "reference": latents(4), "counted": mask}
+        options = {"old": latents(3), "reference": latents(4), "element_mask": mask}
         found = score.matching_likelihood(v, latents(2), **options)
         again = score.matching_likelihood(v, latents(2).masked_fill(~mask, 50.0), **options)
         assert torch.equal(found.logp, again.logp) and torch.equal(found.log_ratio, again.log_ratio)
