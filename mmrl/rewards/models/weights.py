@@ -41,8 +41,7 @@ def linear_chain(state: Mapping[str, Tensor], activation: type[nn.Module] | None
     fits = all(first.shape[0] == second.shape[1] for first, second in zip(weights, weights[1:], strict=False))
     if not weights or any(weight.dim() != 2 for weight in weights) or not fits:
         raise ValueError(
-            f"{label} has weights of shapes {[tuple(weight.shape) for weight in weights]}, which are no chain of "
-            "linear layers"
+            f"{label} has weights of shapes {[tuple(weight.shape) for weight in weights]}, not a chain of linear layers"
         )
     layers = nn.Sequential()
     for number, (name, weight) in enumerate(zip(names, weights, strict=True)):
