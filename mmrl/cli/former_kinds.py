@@ -16,7 +16,7 @@ from mmrl.algorithms.surrogates.surrogate import Surrogate
 from mmrl.errors import UserError
 from mmrl.moved import present_key
 from mmrl.policies.settings import ModelSettings
-from mmrl.settings import Choice, as_yaml, rewritten
+from mmrl.settings import Choice, as_yaml, current_forms
 from mmrl.tasks.visual_qa.settings import Questions
 from mmrl.terms.term import Shaper, Term
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 def with_present_kinds(text: str) -> str:
     """Returns the text of a configuration with former kinds and keys replaced by present ones. Raises yaml.YAMLError,
-    and UserError for a kind that can not be rewritten where it stands."""
+    and UserError for a kind that cannot be rewritten where it stands."""
     root = yaml.compose(text)
     if root is None:
         return text
@@ -114,7 +114,7 @@ class Rewriting:
 
 
 def _now(value: object, key: str | None) -> list[Tree]:
-    return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else rewritten(CHOICES_BY_KEY[key], value)
+    return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else current_forms(CHOICES_BY_KEY[key], value)
 
 
 def _alone(value: T, key: str | None) -> T:

@@ -48,10 +48,10 @@ class BestOf(Search):
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         import torch
 
-        from mmrl.samplers.chain import mixed
+        from mmrl.samplers.chain import derive_seed
 
         each = [prompt for prompt in prompts for _ in range(self.count)]
-        each_seed = [mixed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
+        each_seed = [derive_seed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
         samples = policy.respond(each, each_seed)
         earned = rewards_of(task, samples, torch.arange(len(prompts)).repeat_interleave(self.count))
         return [samples[i * self.count + int(part.argmax())] for i, part in enumerate(earned.view(-1, self.count))]

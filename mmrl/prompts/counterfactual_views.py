@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.errors import UserError
-from mmrl.prompts.views import DrawnView, View
+from mmrl.prompts.views import RandomView, View
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Blank(View):
-    """The prompt with grey images in place of its images: a response under it can not depend on them."""
+    """The prompt with uniformly grey images: a response under it cannot depend on them."""
 
     equation: ClassVar[str] = "every pixel = level"
     source: ClassVar[str] = "the image that pointwise mutual information leaves out, as for MIRL"
@@ -31,7 +31,7 @@ class Blank(View):
 
 
 class Mirrored(View):
-    """The prompt with its images and frames mirrored, left to right: positions change in a known way."""
+    """The prompt with its images and frames flipped left to right: positions change in a known way."""
 
     equation: ClassVar[str] = "x <- width - 1 - x"
     source: ClassVar[str] = "consistency under flips, as for OT-GRPO"
@@ -45,8 +45,7 @@ class Mirrored(View):
 
 
 class HiddenRegions(View):
-    """The prompt with the image regions that decide its answer blacked out: a counterfactual that keeps everything
-    else."""
+    """The prompt with the image regions that its answer depends on blacked out. Everything else stays."""
 
     equation: ClassVar[str] = "pixels in the boxes of metadata[boxes] = 0"
     source: ClassVar[str] = (
@@ -59,19 +58,24 @@ class HiddenRegions(View):
     def check(self, prompt: Prompt) -> None:
         if prompt.before_start is not None:
             raise UserError(
-                "view.type=hidden_regions knows boxes of a prompt's image, not of what an environment shows"
+                "view.type=hidden_regions needs boxes of the prompt's own image and cannot hide regions of what an "
+                "environment shows; choose another view"
             )
         if prompt.metadata.get(self.boxes) is None or not prompt.seen_images:
-            raise UserError(f"prompt {prompt.id!r} has no metadata {self.boxes!r} or no image; set view.boxes to a key")
+            raise UserError(
+                f"prompt {prompt.id!r} has no metadata {self.boxes!r}, or no image; set view.boxes to the metadata's "
+                "key of boxes"
+            )
 
     def change(self, prompt: Prompt) -> Prompt:
         from PIL import ImageDraw
 
         self.check(prompt)
-        boxes, first = prompt.metadata[self.boxes], [prompt.seen_images[0], *prompt.images[:1]]
+        boxes = prompt.metadata[self.boxes]
+        first_images = [prompt.seen_images[0], *prompt.images[:1]]  # the first image, in both places that hold it
 
         def hidden(image: Image.Image) -> Image.Image:
-            if not any(image is each for each in first):
+            if not any(image is first_image for first_image in first_images):
                 return image
             covered = image.convert("RGB")  # a copy
             draw = ImageDraw.Draw(covered)
@@ -82,9 +86,8 @@ class HiddenRegions(View):
         return prompt.map_images(hidden)
 
 
-class ShuffledPatches(DrawnView):
-    """The patches of every image in another order, drawn by chance anew in every step: the content stays, the layout is
-    lost."""
+class ShuffledPatches(RandomView):
+    """The patches of every image in a random order, new in every step: the content stays, the layout is lost."""
 
     equation: ClassVar[str] = "a permutation of whole patches; what is left at the right and at the bottom stays"
     source: ClassVar[str] = "mmrl's own ablation, beside masked_patches"
@@ -96,23 +99,22 @@ class ShuffledPatches(DrawnView):
         import numpy as np
         from PIL import Image
 
-        random, side = self.generator(prompt), self.patch
+        rng, side = self.generator(prompt), self.patch
 
-        def mixed(image: Image.Image) -> Image.Image:
+        def shuffled(image: Image.Image) -> Image.Image:
             pixels = np.array(image.convert("RGB"))
             rows, columns = image.height // side, image.width // side
-            whole = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
-            moved = whole.reshape(rows * columns, side, side, 3)[random.permutation(rows * columns)]
-            back = moved.reshape(rows, columns, side, side, 3).swapaxes(1, 2).reshape(rows * side, columns * side, 3)
-            pixels[: rows * side, : columns * side] = back
+            grid = pixels[: rows * side, : columns * side].reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+            patches = grid.reshape(rows * columns, side, side, 3)[rng.permutation(rows * columns)]
+            grid = patches.reshape(rows, columns, side, side, 3).swapaxes(1, 2)
+            pixels[: rows * side, : columns * side] = grid.reshape(rows * side, columns * side, 3)
             return Image.fromarray(pixels)
 
-        return prompt.map_images(mixed)
+        return prompt.map_images(shuffled)
 
 
-class ShuffledFrames(DrawnView):
-    """The frames of every video in another order, drawn by chance anew in every step: the content stays, the motion is
-    lost."""
+class ShuffledFrames(RandomView):
+    """The frames of every video in a random order, new in every step: the content stays, the motion is lost."""
 
     equation: ClassVar[str] = "a permutation of the frames, never the order that they have"
     source: ClassVar[str] = "the contrast of T-GRPO, Video-R1, arXiv 2503.21776"
@@ -121,7 +123,9 @@ class ShuffledFrames(DrawnView):
 
     def check(self, prompt: Prompt) -> None:
         if not prompt.seen_videos:
-            raise UserError(f"prompt {prompt.id!r} has no video whose frames view.type=shuffled_frames could shuffle")
+            raise UserError(
+                f"prompt {prompt.id!r} has no video, which view.type=shuffled_frames needs; choose another view"
+            )
 
     def change(self, prompt: Prompt) -> Prompt:
         from dataclasses import replace
@@ -129,19 +133,21 @@ class ShuffledFrames(DrawnView):
         from mmrl.rollouts import Video
 
         self.check(prompt)
-        random = self.generator(prompt)
+        rng = self.generator(prompt)
 
-        def shuffled(count: int) -> list[int]:
-            order = list(range(count))
-            while count > 1 and order == sorted(order):
-                order = random.permutation(count).tolist()
+        def random_order(num_frames: int) -> list[int]:
+            """Returns a permutation other than the identity."""
+            order = list(range(num_frames))
+            while num_frames > 1 and order == sorted(order):
+                order = rng.permutation(num_frames).tolist()
             return order
 
-        def mixed(video: Video) -> Video:
-            return replace(video, frames=tuple(video.frames[i] for i in shuffled(len(video.frames))))
+        def shuffled(video: Video) -> Video:
+            return replace(video, frames=tuple(video.frames[i] for i in random_order(len(video.frames))))
 
-        messages = tuple(
-            replace(each, parts=tuple(mixed(part) if isinstance(part, Video) else part for part in each.parts))
-            for each in prompt.messages
-        )
-        return replace(prompt, messages=messages, videos=tuple(mixed(video) for video in prompt.videos))
+        messages = []
+        for message in prompt.messages:
+            parts = tuple(shuffled(part) if isinstance(part, Video) else part for part in message.parts)
+            messages.append(replace(message, parts=parts))
+        videos = tuple(shuffled(video) for video in prompt.videos)
+        return replace(prompt, messages=tuple(messages), videos=videos)

@@ -1,4 +1,4 @@
-"""Samplers that prefer some prompts by their outcomes so far."""
+"""Prompt samplers that prefer some prompts according to their earlier outcomes."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ if TYPE_CHECKING:
 TEST = "tests/prompts/test_curriculum.py"
 
 
-class Remembering(PromptSampler):
-    """A sampler that keeps a moving average of each prompt's success: accuracy, or the reward where that is unknown."""
+class SuccessTrackingSampler(PromptSampler):
+    """A sampler that keeps a moving average of each prompt's success: the accuracy, or the reward if that is
+    unknown."""
 
     decay: float = option(0.5, "weight of the newest visit in a prompt's average", gt=0, le=1)
     _size: int = PrivateAttr(0)
     _seed: int = PrivateAttr(0)
-    _drawn: int = PrivateAttr(0)
+    _num_drawn: int = PrivateAttr(0)
     _rates: dict[int, float] = PrivateAttr(default_factory=dict)
 
     def start(self, size: int, seed: int) -> None:
-        self._size, self._seed, self._drawn, self._rates = size, seed, 0, {}
+        self._size, self._seed, self._num_drawn, self._rates = size, seed, 0, {}
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            rate = solved(outcome)
+            rate = success_rate(outcome)
             if math.isfinite(rate):
-                before = self._rates.get(outcome.prompt, rate)
-                self._rates[outcome.prompt] = before + self.decay * (rate - before)
+                previous = self._rates.get(outcome.prompt, rate)
+                self._rates[outcome.prompt] = previous + self.decay * (rate - previous)
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self._drawn, "rates": {str(prompt): rate for prompt, rate in self._rates.items()}}
+        return {"drawn": self._num_drawn, "rates": {str(prompt): rate for prompt, rate in self._rates.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._num_drawn = state["drawn"]
         self._rates = {int(prompt): rate for prompt, rate in state["rates"].items()}
 
-    def chance(self, *more: int) -> np.random.Generator:
-        """Returns a generator seeded by the run's seed, the number of prompts drawn so far, and `more`."""
+    def rng(self, *extra_seeds: int) -> np.random.Generator:
+        """Returns a random generator seeded by the run's seed, the number of prompts sampled so far, and
+        `extra_seeds`."""
         import numpy as np
 
-        return np.random.default_rng([self._seed, self._drawn, *more])
+        return np.random.default_rng([self._seed, self._num_drawn, *extra_seeds])
 
 
-def spread_out(values: Mapping[int, float], size: int, otherwise: float) -> np.ndarray:
-    """Returns values by prompt, [prompt] float64: `values` where a prompt has one, else `otherwise`."""
+def values_by_prompt(values: Mapping[int, float], size: int, default: float) -> np.ndarray:
+    """Returns an array [size] float64 with `values[i]` at prompt i, and `default` for prompts without a value."""
     import numpy as np
 
-    column = np.full(size, otherwise, np.float64)
+    column = np.full(size, default, np.float64)
     column[list(values)] = list(values.values())
     return column
 
 
-def solved(outcome: Outcome) -> float:
-    """Returns the mean accuracy of a prompt's rollouts, or their mean reward where it is unknown; NaN where both
-    are."""
+def success_rate(outcome: Outcome) -> float:
+    """Returns the mean accuracy of a prompt's rollouts, or their mean reward if no accuracy is known; NaN without
+    either."""
     for values in (outcome.accuracies, outcome.rewards):
         finite = [value for value in values if math.isfinite(value)]
         if finite:
@@ -70,8 +72,8 @@ def solved(outcome: Outcome) -> float:
     return math.nan
 
 
-class Weighted(Remembering):
-    """Prompts are drawn by weights, each at most once a draw while there are enough."""
+class WeightedSampler(SuccessTrackingSampler):
+    """Samples prompts in proportion to their weights, without replacement as long as there are enough prompts."""
 
     @abstractmethod
     def weights(self) -> np.ndarray:
@@ -80,18 +82,19 @@ class Weighted(Remembering):
     def draw(self, count: int) -> list[int]:
         import numpy as np
 
-        drawn: list[int] = []
+        sampled: list[int] = []
         weights = self.weights()
-        while len(drawn) < count:
-            # The largest of log(u) / w are a draw without putting back (Efraimidis and Spirakis 2006).
-            keys = np.log(self.chance(len(drawn)).random(self._size)) / np.maximum(weights, 1e-12)
-            drawn += [int(prompt) for prompt in np.argsort(-keys, kind="stable")[: count - len(drawn)]]
-        self._drawn += count
-        return drawn
+        while len(sampled) < count:
+            # The prompts with the largest log(u) / w are a weighted sample without replacement (Efraimidis and Spirakis
+            # 2006).
+            keys = np.log(self.rng(len(sampled)).random(self._size)) / np.maximum(weights, 1e-12)
+            sampled += [int(prompt) for prompt in np.argsort(-keys, kind="stable")[: count - len(sampled)]]
+        self._num_drawn += count
+        return sampled
 
 
-class SuccessWeighted(Weighted):
-    """Prompts that are not yet solved come more often."""
+class SuccessWeighted(WeightedSampler):
+    """Samples prompts that are not yet solved more often."""
 
     equation: ClassVar[str] = (
         "p(i) proportional to floor + (1 - s_i) (hard), or floor + 4 s_i (1 - s_i) (uncertain); s the average success, "
@@ -100,18 +103,20 @@ class SuccessWeighted(Weighted):
     source: ClassVar[str] = "prioritised sampling of Kimi k1.5, arXiv 2501.12599; uncertain: the variance of the reward"
     test: ClassVar[str] = TEST
     type: str = "success_weighted"
-    favour: Literal["hard", "uncertain"] = option("hard", "hard: the less solved; uncertain: solved half of the time")
+    favour: Literal["hard", "uncertain"] = option(
+        "hard", "hard: prompts that are solved seldom; uncertain: prompts that are solved half of the time"
+    )
     floor: float = option(0.05, "weight of a prompt that is always solved", gt=0)
     prior: float = option(0.5, "success of a prompt that was never seen", ge=0, le=1)
 
     def weights(self) -> np.ndarray:
-        rates = spread_out(self._rates, self._size, self.prior).clip(0.0, 1.0)
+        rates = values_by_prompt(self._rates, self._size, self.prior).clip(0.0, 1.0)
         return self.floor + (1 - rates if self.favour == "hard" else 4 * rates * (1 - rates))
 
 
-class SuccessWindow(Remembering):
-    """An order of all prompts, in which those that are mastered, or out of reach, are passed over; every so many rounds
-    they get another chance."""
+class SuccessWindow(SuccessTrackingSampler):
+    """Visits all prompts in random order and skips those whose success rate is outside [low, high]. Every `recheck`
+    rounds none is skipped."""
 
     equation: ClassVar[str] = "pass over i where s_i < low or s_i > high, except in every recheck-th round"
     source: ClassVar[str] = (
@@ -129,18 +134,19 @@ class SuccessWindow(Remembering):
         self._order.start(size, seed)
 
     def draw(self, count: int) -> list[int]:
-        """Draws the next prompts. If a whole round is passed over, the next prompt is taken."""
-        drawn: list[int] = []
-        passed = 0
-        while len(drawn) < count:
+        """Samples the next prompts. If a whole round would be skipped, the next prompt is taken."""
+        sampled: list[int] = []
+        num_skipped = 0
+        while len(sampled) < count:
             (prompt,) = self._order.draw(1)
-            passed = 0 if self._accepts(prompt) else passed + 1
-            if passed == 0 or passed > self._size:
-                drawn.append(prompt)
-        self._drawn += count
-        return drawn
+            num_skipped = 0 if self._accepts(prompt) else num_skipped + 1
+            if num_skipped == 0 or num_skipped > self._size:
+                sampled.append(prompt)
+        self._num_drawn += count
+        return sampled
 
     def _accepts(self, prompt: int) -> bool:
+        """Returns whether a prompt is not skipped."""
         round_ = (self._order.state()["drawn"] - 1) // self._size
         rate = self._rates.get(prompt)
         return rate is None or round_ % self.recheck == self.recheck - 1 or self.low <= rate <= self.high
@@ -153,9 +159,11 @@ class SuccessWindow(Remembering):
         self._order.load(state["order"])
 
 
-class SkipFlat(Remembering):
-    """An order of all prompts, in which a prompt whose groups had equal rewards at its last visits is skipped, the more
-    likely the more often that was so: its rollouts would most likely teach nothing, and are not made."""
+class SkipFlat(SuccessTrackingSampler):
+    """Visits all prompts in random order and skips, at random, prompts whose last groups had equal rewards.
+
+    The more such groups in a row, the likelier the skip: rollouts with equal rewards have no advantage to learn from.
+    """
 
     equation: ClassVar[str] = "skip with probability 1 - explore^z, z the visits in a row without two different rewards"
     source: ClassVar[str] = "GRESO, arXiv 2506.02177, with one chance to explore for easy and hard prompts alike"
@@ -163,7 +171,7 @@ class SkipFlat(Remembering):
     type: str = "skip_flat"
     explore: float = option(0.5, "probability of a prompt whose last group had equal rewards", gt=0, lt=1)
     _order: Permutation = PrivateAttr(default_factory=Permutation)
-    _flat: dict[int, int] = PrivateAttr(default_factory=dict)
+    _flat: dict[int, int] = PrivateAttr(default_factory=dict)  # last groups in a row with equal rewards, by prompt
 
     def start(self, size: int, seed: int) -> None:
         super().start(size, seed)
@@ -171,40 +179,40 @@ class SkipFlat(Remembering):
         self._flat = {}
 
     def draw(self, count: int) -> list[int]:
-        """Draws the next prompts. If a whole round was skipped, the next prompt is taken."""
-        drawn: list[int] = []
-        skipped = 0
-        while len(drawn) < count:
+        """Samples the next prompts. If a whole round was skipped, the next prompt is taken."""
+        sampled: list[int] = []
+        num_skipped = 0
+        while len(sampled) < count:
             (prompt,) = self._order.draw(1)
-            chance = self.chance(self._order.state()["drawn"]).random()
-            if chance < self.explore ** self._flat.get(prompt, 0) or skipped >= self._size:
-                drawn.append(prompt)
-                skipped = 0
+            uniform = self.rng(self._order.state()["drawn"]).random()
+            if uniform < self.explore ** self._flat.get(prompt, 0) or num_skipped >= self._size:
+                sampled.append(prompt)
+                num_skipped = 0
             else:
-                skipped += 1
-        self._drawn += count
-        return drawn
+                num_skipped += 1
+        self._num_drawn += count
+        return sampled
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         super().observe(outcomes)
         for outcome in outcomes:
             scored = [reward for reward in outcome.rewards if math.isfinite(reward)]
-            if len(scored) > 1:  # otherwise nothing was compared
+            if len(scored) > 1:  # a single reward says nothing about equality
                 flat = len(set(scored)) == 1
                 self._flat[outcome.prompt] = self._flat.get(outcome.prompt, 0) + 1 if flat else 0
 
     def state(self) -> dict[str, Any]:
-        flat = {str(prompt): count for prompt, count in self._flat.items()}
+        flat = {str(prompt): num_groups for prompt, num_groups in self._flat.items()}
         return super().state() | {"order": self._order.state(), "flat": flat}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         self._order.load(state["order"])
-        self._flat = {int(prompt): count for prompt, count in state["flat"].items()}
+        self._flat = {int(prompt): num_groups for prompt, num_groups in state["flat"].items()}
 
 
-class Volatility(Remembering):
-    """The prompts whose rewards vary most, and those that were seldom seen, come first."""
+class Volatility(SuccessTrackingSampler):
+    """Samples first the prompts whose rewards vary most within a group, and those that were seldom visited."""
 
     equation: ClassVar[str] = (
         "the highest of v_i + c sqrt(log(1 + N) / (1 + n_i)), v the average std of its groups' rewards"
@@ -213,7 +221,7 @@ class Volatility(Remembering):
     test: ClassVar[str] = TEST
     type: str = "volatility"
     c: float = option(0.5, "weight of the bonus for what was seldom seen", ge=0)
-    _spread: dict[int, float] = PrivateAttr(default_factory=dict)
+    _spread: dict[int, float] = PrivateAttr(default_factory=dict)  # average std of the rewards, by prompt
     _visits: dict[int, int] = PrivateAttr(default_factory=dict)
 
     def start(self, size: int, seed: int) -> None:
@@ -223,11 +231,11 @@ class Volatility(Remembering):
     def draw(self, count: int) -> list[int]:
         import numpy as np
 
-        visits = spread_out(self._visits, self._size, 0)
+        visits = values_by_prompt(self._visits, self._size, 0)
         bonus = self.c * np.sqrt(math.log1p(sum(self._visits.values())) / (1 + visits))
-        score = spread_out(self._spread, self._size, 0.0) + bonus
-        ranked = np.lexsort((self.chance().permutation(self._size), -score))  # equal ones in an order of chance
-        self._drawn += count
+        score = values_by_prompt(self._spread, self._size, 0.0) + bonus
+        ranked = np.lexsort((self.rng().permutation(self._size), -score))  # ties in random order
+        self._num_drawn += count
         return [int(ranked[i % self._size]) for i in range(count)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -238,12 +246,13 @@ class Volatility(Remembering):
             if scored:
                 mean = sum(scored) / len(scored)
                 std = math.sqrt(sum((r - mean) ** 2 for r in scored) / len(scored))
-                before = self._spread.get(outcome.prompt, std)
-                self._spread[outcome.prompt] = before + self.decay * (std - before)
+                previous = self._spread.get(outcome.prompt, std)
+                self._spread[outcome.prompt] = previous + self.decay * (std - previous)
 
     def state(self) -> dict[str, Any]:
-        named: dict[str, dict[int, Any]] = {"spread": self._spread, "visits": self._visits}
-        return super().state() | {name: {str(p): v for p, v in values.items()} for name, values in named.items()}
+        spread = {str(prompt): value for prompt, value in self._spread.items()}
+        visits = {str(prompt): value for prompt, value in self._visits.items()}
+        return super().state() | {"spread": spread, "visits": visits}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)

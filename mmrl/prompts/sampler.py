@@ -1,4 +1,4 @@
-"""Samplers of prompts. A sampler may adapt to the outcomes of earlier prompts."""
+"""Samplers of prompts: the order in which a run reads its training prompts. A sampler may adapt to earlier outcomes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one prompt that was drawn, over all rollouts of its fresh group."""
+    """The rewards and accuracies of one sampled prompt, over all rollouts of its new group."""
 
-    prompt: int  # its index in the task's training source
+    prompt: int  # its index in the training set
     rewards: tuple[float, ...]  # the combined reward of each rollout; NaN where it could not be scored
     accuracies: tuple[float, ...]  # NaN where unknown
 
 
 class PromptSampler(Choice):
-    """An order of prompts. All ranks hold the same sampler in the same state: `draw` depends on nothing else.
+    """The order of prompts. All ranks hold the same sampler in the same state, and `draw` depends on nothing else.
 
-    State lives in private attributes (their names begin with an underscore). With rollouts that are made ahead of time
-    or over several steps, prompts are drawn before the outcomes of the last steps are known.
+    State lives in private attributes (their names begin with an underscore). If rollouts are made ahead of time or over
+    several steps, prompts are sampled before the outcomes of the last steps are known.
     """
 
     title: ClassVar[str] = "prompt sampler"
-    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"prompts"})  # what of a training step it changes
     kinds: ClassVar[dict[str, str]] = {
         "permutation": "mmrl.prompts.sampler:Permutation",
         "success_weighted": "mmrl.prompts.curriculum:SuccessWeighted",
@@ -45,32 +45,33 @@ class PromptSampler(Choice):
     test: ClassVar[str] = "tests/prompts/test_sampler.py"
 
     def inspect(self, source: Any) -> None:
-        """Reads the prompts before `start`: `source[index]` of each of `len(source)`; for samplers that sort them by
-        content."""
+        """Reads the prompts before `start`, for samplers that sort them by content. source: a sequence of Prompt."""
 
     @abstractmethod
     def start(self, size: int, seed: int) -> None:
-        """Starts on a source of `size` prompts."""
+        """Resets the sampler for a training set of `size` prompts."""
 
     @abstractmethod
     def draw(self, count: int) -> list[int]:
-        """Returns the indices of the next `count` prompts; one may occur more than once."""
+        """Samples the indices of the next `count` prompts; an index may occur more than once."""
 
     @abstractmethod
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Observes the outcomes of a round's prompts, in the order of their draw, whether or not dynamic sampling keeps
-        their groups."""
+        """Receives the outcomes of the prompts of a rollout round, in the order in which they were sampled, also of
+        groups that dynamic sampling drops."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns numbers, strings, lists and mappings of them that `load` restores; later draws do not change them."""
+        """Returns the state for a checkpoint, which `load` restores: numbers, strings, lists and dicts of them. Later
+        draws do not change what was returned."""
 
     @abstractmethod
-    def load(self, state: dict[str, Any]) -> None: ...
+    def load(self, state: dict[str, Any]) -> None:
+        """Restores what `state` returned."""
 
 
 class Permutation(PromptSampler):
-    """Every prompt once an epoch, in an order that is drawn anew each epoch."""
+    """Every prompt once an epoch, in a new random order each epoch."""
 
     equation: ClassVar[str] = "a permutation of the seed and the epoch"
     source: ClassVar[str] = "random reshuffling"
@@ -78,27 +79,28 @@ class Permutation(PromptSampler):
     type: str = "permutation"
     _size: int = PrivateAttr(0)
     _seed: int = PrivateAttr(0)
-    _drawn: int = PrivateAttr(0)
-    _epoch: tuple[int, Any] = PrivateAttr((-1, None))
+    _num_drawn: int = PrivateAttr(0)
+    _epoch: tuple[int, Any] = PrivateAttr((-1, None))  # the last epoch that was used, and its order
 
     def start(self, size: int, seed: int) -> None:
-        self._size, self._seed, self._drawn, self._epoch = size, seed, 0, (-1, None)
+        self._size, self._seed, self._num_drawn, self._epoch = size, seed, 0, (-1, None)
 
     def draw(self, count: int) -> list[int]:
-        positions = range(self._drawn, self._drawn + count)
-        self._drawn += count
+        positions = range(self._num_drawn, self._num_drawn + count)
+        self._num_drawn += count
         return [int(self._order(p // self._size)[p % self._size]) for p in positions]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
+        return {"drawn": self._num_drawn}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._num_drawn = state["drawn"]
 
     def _order(self, epoch: int) -> np.ndarray:
+        """Returns the order of an epoch, [prompt]."""
         import numpy as np
 
         if self._epoch[0] != epoch:

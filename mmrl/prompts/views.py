@@ -1,4 +1,4 @@
-"""Views of a prompt: changed prompts under which the same response is replayed."""
+"""Views of a prompt: the same prompt with changed images or text, under which the same response is replayed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 
 class View(Choice):
-    """A change of a prompt: images masked, words left out, a counterfactual. It depends on the prompt and the step
-    alone, so that all rollouts of a group see the same."""
+    """A change of a prompt, such as masked images or removed text. A method compares the likelihood of the same
+    response with and without it.
+
+    The change depends on the prompt and the training step alone, so that all rollouts of a group see the same.
+    """
 
     title: ClassVar[str] = "view"
-    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # what of a training step it changes
     kinds: ClassVar[dict[str, str]] = {
         "masked_patches": "mmrl.prompts.views:MaskedPatches",
         "no_text": "mmrl.prompts.views:NoText",
@@ -35,21 +38,23 @@ class View(Choice):
 
     @property
     def name(self) -> str:
-        """Returns the key of the replay under this view; equal for equal settings."""
+        """Returns the name of the replay under this view; equal settings have equal names."""
         return self.model_dump_json()
 
     @abstractmethod
-    def change(self, prompt: Prompt) -> Prompt: ...
+    def change(self, prompt: Prompt) -> Prompt:
+        """Returns the changed prompt."""
 
     def check(self, prompt: Prompt) -> None:  # noqa: B027  (most views change any prompt)
-        """Raises UserError for the first prompt of a job where the view can not change such prompts."""
+        """Raises UserError if the view cannot change prompts like this one, the first of the job."""
 
     def at(self, step: int) -> View:
-        """Returns the view of a step, the number of finished ones; by default itself."""
+        """Returns the view for a training step, counted from 0; by default the view itself."""
         return self
 
     def changed(self, prompt: Prompt, step: int = 0) -> Prompt:
-        """Returns the prompt under this view of a step. Raises UserError where `change` returns something else."""
+        """Returns the prompt under this view at a training step. Raises UserError if `change` does not return a
+        Prompt."""
         from dataclasses import replace
 
         from mmrl.rollouts import Prompt
@@ -57,25 +62,27 @@ class View(Choice):
         changed = self.at(step).change(prompt)
         if not isinstance(changed, Prompt):
             raise UserError(
-                f"the view {self.type} made {type(changed).__name__} of prompt {prompt.id}; expected a Prompt"
+                f"view.type={self.type}: change() returned {type(changed).__name__} for prompt {prompt.id}; expected a "
+                "Prompt"
             )
         if prompt.before_start is None:
             return changed
         return replace(changed, before_start=self.changed(prompt.before_start, step))
 
 
-class DrawnView(View):
-    """A view that is drawn by chance, from the prompt's id and the step: anew in every step, and alike after a resume.
-    Its `change` draws from `generator`."""
+class RandomView(View):
+    """A view with random numbers, seeded by the prompt's id and the training step: new in every step, and the same
+    after a resume. Its `change` takes them from `generator`."""
 
     _step: int = PrivateAttr(0)
 
-    def at(self, step: int) -> DrawnView:
-        drawn = self.model_copy()
-        drawn._step = step
-        return drawn
+    def at(self, step: int) -> RandomView:
+        view = self.model_copy()
+        view._step = step
+        return view
 
     def generator(self, prompt: Prompt) -> Generator:
+        """Returns the random generator for a prompt at this view's training step."""
         import zlib
 
         import numpy as np
@@ -83,8 +90,8 @@ class DrawnView(View):
         return np.random.default_rng([zlib.crc32(prompt.id.encode()), self._step])
 
 
-class MaskedPatches(DrawnView):
-    """Square patches of every image and frame are black, drawn by chance anew in every step."""
+class MaskedPatches(RandomView):
+    """Random square patches of every image and frame are black, new ones in every step."""
 
     equation: ClassVar[str] = "a patch is black with probability `share`"
     source: ClassVar[str] = "PAPO, arXiv 2507.06448"
@@ -96,20 +103,20 @@ class MaskedPatches(DrawnView):
         import numpy as np
         from PIL import Image
 
-        random = self.generator(prompt)
+        rng = self.generator(prompt)
 
         def masked(image: Image.Image) -> Image.Image:
             rows, columns = (-(-size // self.patch) for size in (image.height, image.width))
-            black = (random.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
+            is_black = (rng.random((rows, columns)) < self.share).repeat(self.patch, 0).repeat(self.patch, 1)
             pixels = np.array(image.convert("RGB"))
-            pixels[black[: image.height, : image.width]] = 0
+            pixels[is_black[: image.height, : image.width]] = 0
             return Image.fromarray(pixels)
 
         return prompt.map_images(masked)
 
 
 class NoText(View):
-    """The prompt without its text: only its images and videos are left."""
+    """The prompt without its text: only its images and videos remain."""
 
     equation: ClassVar[str] = "text = its <image> and <video> markers"
     source: ClassVar[str] = "language-prior ablations of visual question answering, arXiv 1612.00837"
@@ -124,7 +131,7 @@ class NoText(View):
 
 
 def _without_text(message: Message) -> Message:
-    """Returns a message of the user without its text, unless that is all; others stay."""
+    """Removes the text of a user's message, unless it holds nothing else. Other messages are returned unchanged."""
     from dataclasses import replace
 
     parts = tuple(part for part in message.parts if not isinstance(part, str))

@@ -1,7 +1,8 @@
-"""Rewards by name, composed without losing their names: functions `(sample) -> float | None`, and batched rewards.
+"""Rewards by name: functions `(sample) -> float | None` and batched rewards, combined without losing their names.
 
-None means "could not be scored": the rollout gets a NaN component, which the advantage leaves out. A sample on which a
-reward raises, ends its process or takes too long gets one too: faults of a reward never end the run.
+None means that the sample could not be scored: the rollout gets NaN in the reward's column, and the advantage leaves it
+out. The same holds for a sample on which a reward raises, ends its process or takes too long. A fault of a reward never
+ends the run.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A set of rewards: each has a name and a column, and the advantage applies the weights."""
+"""A set of rewards. Each has a name and a column; weights are applied later, by the advantage."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from mmrl.rewards.guarded import GuardedReward
 from mmrl.rewards.registry import LOWEST, build, is_custom
 from mmrl.rewards.services.failures import Failures
 from mmrl.rewards.services.isolated import IsolatedReward
-from mmrl.rewards.services.spans import entered
+from mmrl.rewards.services.spans import store_spans
 from mmrl.rewards.settings import RewardSpec
 from mmrl.rewards.turns import is_lost
 from mmrl.rewards.types import BatchReward, Reward, Score, StatefulReward
 from mmrl.rollouts import Prompt, Sample
 
-SHOWN = 120  # letters of an answer in a message
-SAMPLE_S, BATCH_S = 60.0, 600.0  # limits of a custom reward in this process
-MOST_LATE, MOST_LATE_IN_PROCESS = 32, 4  # calls of a batch that may time out: of isolated rewards, and in this process
+MAX_SHOWN = 120  # characters of an answer in a message
+SAMPLE_S, BATCH_S = 60.0, 600.0  # default deadlines of a custom reward in this process, in seconds
+MAX_TIMEOUTS, MAX_TIMEOUTS_IN_PROCESS = 32, 4  # calls of a batch that may time out, isolated or in this process
 
 
 def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
-    """Builds a reward inside a guard against its faults. Raises ValueError as `mmrl.rewards.build`, for a deadline that
-    could not be enforced, and for a batch size of a reward without batches."""
-    late = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
-    failures = Failures(spec.column, late)
+    """Builds a reward inside a guard, so that its faults cost samples and not the run.
+
+    Raises ValueError as `mmrl.rewards.build`, for a deadline that cannot be enforced, and for a batch size of a reward
+    that takes no batches.
+    """
+    timeout_score = LOWEST.get(spec.name, 0.0) if spec.on_timeout == "lowest" else None
+    failures = Failures(spec.column, timeout_score)
     reward = build(
         spec.name,
         spec.options,
@@ -44,24 +47,26 @@ def build_reward(spec: RewardSpec) -> GuardedReward | IsolatedReward:
     _check_deadline(spec, reward)
     _check_batch_size(spec, reward)
     if isinstance(reward, IsolatedReward):
-        failures.most_late = spec.max_timeouts or MOST_LATE
+        failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS
         return reward
-    failures.most_late = spec.max_timeouts or MOST_LATE_IN_PROCESS
-    patience = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
-    return GuardedReward(reward, failures, (spec.deadline_s or patience) if is_custom(spec.name) else None)
+    failures.max_timeouts = spec.max_timeouts or MAX_TIMEOUTS_IN_PROCESS
+    default_s = BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S
+    return GuardedReward(reward, failures, (spec.deadline_s or default_s) if is_custom(spec.name) else None)
 
 
 def _check_deadline(spec: RewardSpec, reward: Reward | BatchReward) -> None:
-    """Raises ValueError for a deadline that is not positive, or of a reward that can not be stopped in time."""
+    """Raises ValueError for a deadline that is not positive, or one of a reward that cannot be stopped in time."""
     if spec.deadline_s is not None and spec.deadline_s <= 0:
         raise ValueError(f"reward {spec.name!r}: deadline_s must be positive, not {spec.deadline_s}")
+    if is_custom(spec.name) or isinstance(reward, IsolatedReward):
+        return
     option = "on_timeout" if spec.on_timeout != "unscored" else "deadline_s" if spec.deadline_s is not None else None
-    if option is not None and not is_custom(spec.name) and not isinstance(reward, IsolatedReward):
+    if option is not None:
         raise ValueError(f"reward {spec.name!r}: {option} needs isolated: true, for only then it is stopped in time")
 
 
 def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
-    """Raises ValueError for a batch_size of a reward that does not score batches of samples, or below 1."""
+    """Raises ValueError for a batch_size below 1, or of a reward that does not score batches of samples."""
     if spec.batch_size is None:
         return
     if not isinstance(reward, BatchReward) or isinstance(reward, IsolatedReward) or reward.scope != "sample":
@@ -73,9 +78,9 @@ def _check_batch_size(spec: RewardSpec, reward: Reward | BatchReward) -> None:
 
 
 class RewardSet:
-    """The rewards of a task: `names`, `weights` (both of length K) and `score`.
+    """The rewards of a task, K components with `names` and `weights`. `score` computes them for samples.
 
-    Raises ValueError for no component at all, two of the same name, and as `build_reward`.
+    Raises ValueError for no component at all, for two of the same name, and as `build_reward`.
     """
 
     def __init__(self, specs: Iterable[RewardSpec]):
@@ -83,47 +88,49 @@ class RewardSet:
         self.names = tuple(spec.column for spec in self.specs)
         self.weights = tuple(float(spec.weight) for spec in self.specs)
         if not self.specs:
-            raise ValueError("rewards: at least one component is needed")
-        twice = next((name for name in self.names if self.names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"rewards: two components are named {twice!r}; give one of them a label")
+            raise ValueError("rewards: the list is empty; give at least one reward")
+        duplicate = next((name for name in self.names if self.names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"rewards: two components are named {duplicate!r}; give one of them a label")
         self.components = tuple(build_reward(spec) for spec in self.specs)
-        self.reasons: dict[str, str] = {}  # by name: why a sample was not scored, the first of the latest such call
-        self._one_at_a_time = threading.Lock()  # models and worker processes serve one caller
+        self.reasons: dict[str, str] = {}  # by name: why the first unscored sample of the latest call was not scored
+        self._lock = threading.Lock()  # models and worker processes serve one caller
 
     def score(
         self, samples: Sequence[Sample], group: Tensor | None = None, *, only: Container[str] | None = None
     ) -> Tensor:
-        """Computes unweighted components [rollout, component], float32; NaN where a component could not be scored, and
-        in those that are not in `only`.
+        """Computes unweighted components [rollout, component], float32; NaN where a component could not be scored.
 
-        group: [rollout] integers, which prompt a rollout answers; only rewards that compare the rollouts of a group
-        need it. A value that is None, NaN or infinite could not be scored and becomes NaN, never 0. Samples on which a
-        reward raises, ends its process or takes too long are NaN, counted and warned of. A conversation that its
-        environment lost is never scored. Raises UserError, which names the reward, for a wrong number of values, a
-        value that is not a number, a group that is missing, a reward server that is down, and a sample of the wrong
-        kind.
+        group: [rollout] integers, the index of the prompt that a rollout answers; needed only by rewards that compare
+        the rollouts of a group. only: names of the components to compute; the others are NaN. A value of None, NaN or
+        infinity is NaN here, never 0. So are samples on which a reward raises, ends its process or takes too long; they
+        are counted, and a warning is logged. A conversation whose environment failed is never scored.
+
+        Raises UserError, which names the reward, for a wrong number of values, a value that is not a number, a missing
+        group, a reward server that is down, and a sample of the wrong kind.
         """
         if group is not None and group.shape != (len(samples),):
             raise ValueError(f"group has the shape {tuple(group.shape)}, for {len(samples)} samples")
         scores = torch.full((len(samples), len(self.components)), math.nan)
         lost = [row for row, sample in enumerate(samples) if is_lost(sample)]
-        with self._one_at_a_time:
+        with self._lock:
             for column, (name, spec, reward) in enumerate(zip(self.names, self.specs, self.components, strict=True)):
                 if only is not None and name not in only:
                     continue
                 rows = [row for row, sample in enumerate(samples) if applies(spec, sample.prompt)]
-                scores[[row for row in range(len(samples)) if row not in set(rows)], column] = spec.elsewhere or 0.0
-                reward.failures.begin()
+                others = [row for row in range(len(samples)) if row not in set(rows)]
+                scores[others, column] = spec.elsewhere or 0.0
+                reward.failures.start_batch()
                 try:
-                    for index in _calls(reward, spec.batch_size, rows, group):
-                        part = [samples[row] for row in index]
-                        scores[index, column] = _column(entered(reward.score(part), part, name, spec.total))
+                    for indices in _split_into_calls(reward, spec.batch_size, rows, group):
+                        part = [samples[row] for row in indices]
+                        values = store_spans(reward.score(part), part, name, spec.total)
+                        scores[indices, column] = _column(values)
                 except UserError as error:
                     raise UserError(f"reward {name!r}: {error}") from error
                 unscored = next((samples[row] for row in rows if scores[row, column].isnan()), None)
                 if unscored is not None:
-                    self.reasons[name] = reward.failures.reason or _reason(unscored)
+                    self.reasons[name] = reward.failures.reason or _unscored_reason(unscored)
         scores[lost] = math.nan
         if lost:
             self.reasons.update(
@@ -132,32 +139,40 @@ class RewardSet:
         return scores
 
     def replace(self, name: str, reward: Reward | BatchReward) -> None:
-        """Puts another reward, any function of a sample or object that scores batches, in the place of a component,
-        from the next call on. Raises UserError where there is no such component, and where the old one is isolated."""
+        """Replaces the component `name` by another reward, from the next call on: any function of a sample, or object
+        that scores batches.
+
+        Raises UserError if there is no such component, or if the old one is isolated.
+        """
         if name not in self.names:
             raise UserError(f"there is no reward {name!r}; there are {', '.join(self.names)}")
         column = self.names.index(name)
-        before = self.components[column]
-        if isinstance(before, IsolatedReward):
-            raise UserError(f"reward {name!r} is isolated: an object of this process can not take its place")
-        deadline_s = before.deadline_s or (BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S)
-        changed = GuardedReward(reward, before.failures, deadline_s)
-        self.components = (*self.components[:column], changed, *self.components[column + 1 :])
+        previous = self.components[column]
+        if isinstance(previous, IsolatedReward):
+            raise UserError(
+                f"reward {name!r} is isolated and cannot be replaced by an object of this process; set isolated: false"
+            )
+        deadline_s = previous.deadline_s or (BATCH_S if isinstance(reward, BatchReward) else SAMPLE_S)
+        replacement = GuardedReward(reward, previous.failures, deadline_s)
+        self.components = (*self.components[:column], replacement, *self.components[column + 1 :])
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of the rewards that have one, by name. Raises UserError for one that a checkpoint can not
-        hold."""
+        """Returns the states of stateful rewards, by name, for a checkpoint. Raises UserError for a state that a
+        checkpoint cannot hold."""
         states = {name: dict(reward.state()) for name, reward in self._stateful()}
         for name, state in states.items():
-            check_plain(f"reward {name!r}: its state", state)
+            check_serializable(f"reward {name!r}: its state", state)
         return states
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Gives rewards the states that `state` returned. Raises UserError for a reward that had one, and has none
-        now."""
+        """Restores the states that `state` returned. Raises UserError if a reward had a state in the checkpoint and has
+        none now."""
         stateful = dict(self._stateful())
-        if lost := next((name for name in states if name not in stateful), None):
-            raise UserError(f"reward {lost!r} had a state when the checkpoint was written, and has no load() now")
+        if missing := next((name for name in states if name not in stateful), None):
+            raise UserError(
+                f"reward {missing!r} had a state in the checkpoint, but has no load() now; define it, or start a new "
+                "run"
+            )
         for name, state in states.items():
             stateful[name].load(state)
 
@@ -169,12 +184,12 @@ class RewardSet:
         return stateful
 
     def use_resize(self, resize: Mapping[str, int] | None) -> None:
-        """Gives rewards of coordinates 'resized' the numbers of the run's own image processor: factor, min_pixels and
-        max_pixels, or None where it resizes images in another way.
+        """Tells rewards with coordinates 'resized' how the model's image processor resizes images.
 
-        Raises UserError where a reward has others, or needs them and there are none.
+        resize: factor, min_pixels and max_pixels; None if it resizes images in another way. Raises UserError if a
+        reward sets other numbers, or needs them and there are none.
         """
-        specs = [_resized(spec, resize) for spec in self.specs]
+        specs = [_with_resize(spec, resize) for spec in self.specs]
         self.components = tuple(
             reward if new is old else build_reward(new)
             for reward, new, old in zip(self.components, specs, self.specs, strict=True)
@@ -182,45 +197,47 @@ class RewardSet:
         self.specs = tuple(specs)
 
 
-def check_plain(what: str, value: object) -> None:
-    """Raises UserError for anything but numbers, strings, None, tensors, and lists, tuples and dicts of them."""
+def check_serializable(name: str, value: object) -> None:
+    """Raises UserError for anything except numbers, strings, None, tensors, and lists, tuples and dicts of them. name:
+    of the value, for the message."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            check_plain(f"{what}[{key!r}]", part)
+            check_serializable(f"{name}[{key!r}]", part)
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):
-            check_plain(f"{what}[{i}]", part)
+            check_serializable(f"{name}[{i}]", part)
     elif not (value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)):
         raise UserError(
-            f"{what} is {type(value).__name__}; a checkpoint holds numbers, strings, tensors, lists and dicts"
+            f"{name} is {type(value).__name__}; a checkpoint holds numbers, strings, tensors, lists and dicts"
         )
 
 
-def _reason(sample: Sample) -> str:
-    """Describes a sample for which a reward gave no number."""
+def _unscored_reason(sample: Sample) -> str:
+    """Returns the reason to show for a sample for which a reward gave no number."""
     answer = repr(sample.prompt.answer)
-    answer = answer if len(answer) <= SHOWN else f"{answer[:SHOWN]}..."
+    answer = answer if len(answer) <= MAX_SHOWN else f"{answer[:MAX_SHOWN]}..."
     return f"it gave no finite number on prompt {sample.prompt.id}, whose answer is {answer}"
 
 
-def _resized(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
-    """The settings of a reward with the numbers of the image processor, where it needs them."""
+def _with_resize(spec: RewardSpec, resize: Mapping[str, int] | None) -> RewardSpec:
+    """Returns the settings of a reward with the image processor's numbers, if it uses coordinates 'resized'. Raises
+    UserError."""
     if is_custom(spec.name) or "resized" not in (spec.options.get("coordinates"), spec.options.get("answers")):
         return spec
-    chosen = spec.options.get("resize")
+    configured = spec.options.get("resize")
     if resize is None:
-        if chosen is None:
+        if configured is None:
             raise UserError(
                 f"reward {spec.column!r}: coordinates 'resized' follow the model's image processor, but this one does "
                 "not resize images as Qwen2-VL's does; set coordinates to pixels, thousandths or unit, or give resize"
             )
         return spec
-    different = [key for key, value in (chosen or {}).items() if key in resize and resize[key] != value]
+    different = [key for key, value in (configured or {}).items() if key in resize and resize[key] != value]
     if different:
-        numbers = ", ".join(f"{key} {(chosen or {})[key]}, not {resize[key]}" for key in different)
+        numbers = ", ".join(f"{key} {(configured or {})[key]}, not {resize[key]}" for key in different)
         raise UserError(
-            f"reward {spec.column!r}: its resize has {numbers} as the model's image processor; leave resize out, or "
-            "set model.processor"
+            f"reward {spec.column!r}: its resize differs from the model's image processor ({numbers}); leave resize "
+            "out, or set model.processor"
         )
     return spec.model_copy(update={"options": {**spec.options, "resize": dict(resize)}})
 
@@ -230,17 +247,17 @@ def applies(spec: RewardSpec, prompt: Prompt) -> bool:
     return all(prompt.metadata.get(key) == value for key, value in spec.where.items())
 
 
-def _calls(
+def _split_into_calls(
     reward: GuardedReward | IsolatedReward, batch_size: int | None, rows: list[int], group: Tensor | None
 ) -> list[list[int]]:
-    """Splits `rows` of the samples into calls of the reward."""
+    """Splits `rows`, indices of samples, into calls of the reward: by batch size, by group, or all at once."""
     if reward.scope == "sample":
         size = batch_size or max(1, len(rows))
         return [rows[first : first + size] for first in range(0, len(rows), size)]
     if reward.scope == "batch":
         return [rows] if rows else []
     if group is None:
-        raise UserError("it compares the rollouts of a group, and score() did not get the groups")
+        raise UserError("it compares the rollouts of a group, and score() did not get the groups; give it `group`")
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(int(group[row]), []).append(row)
@@ -248,5 +265,6 @@ def _calls(
 
 
 def _column(values: Sequence[Score]) -> Tensor:
+    """Converts scores to a column [rollout] float32; NaN for None and for numbers that are not finite."""
     column = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
     return column.where(column.isfinite(), math.nan)  # 1e300 is finite in float64 only

@@ -1,4 +1,4 @@
-"""Rewards for partly right answers, abstention, agreement and form."""
+"""Rewards for partly right answers, abstention, majority votes, tool calls and the form of a response."""
 
 from __future__ import annotations
 
@@ -8,78 +8,91 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from mmrl.rewards.overlap import proper
-from mmrl.rewards.parsing.boxes import boxes_in
-from mmrl.rewards.parsing.choices import Letters
+from mmrl.rewards.overlap import to_box
+from mmrl.rewards.parsing.boxes import parse_boxes
+from mmrl.rewards.parsing.choices import OptionLetterReader
 from mmrl.rewards.parsing.responses import (
-    between,
     extract_answer,
     full_response,
-    gold_text,
-    golds,
+    gold_answer_text,
+    gold_answers,
     split_thoughts,
-    stated,
+    texts_between,
+    without_thoughts,
 )
-from mmrl.rewards.parsing.typography import plain, spaced
-from mmrl.rewards.parsing.wording import wording
+from mmrl.rewards.parsing.typography import normalize_text, normalize_typography
+from mmrl.rewards.parsing.wording import normalize_answer
 from mmrl.rewards.types import Reward, Score
 from mmrl.rewards.verifiers import exact_match
 from mmrl.rollouts import Sample
 
-SILENCE = ("i don't know", "i do not know", "cannot be determined", "can not be determined", "not sure", "unanswerable")
+ABSTENTIONS = (
+    "i don't know",
+    "i do not know",
+    "cannot be determined",
+    "can not be determined",
+    "not sure",
+    "unanswerable",
+)
 
 
 def several_choices(*, letters: str = "ABCDEFGHIJ", credit: str = "subset") -> Reward:
-    """A score for questions with several right letters. credit: subset gives |chosen| / |right| where nothing wrong is
-    chosen, else 0; jaccard |chosen and right| / |chosen or right|; f1 their harmonic mean; exact 1 or 0.
+    """Builds a reward for questions with several right letters.
 
-    The gold answer is a list of letters, or a string such as "A, C"; None where it names none.
+    credit: subset gives |selected| / |right| if nothing wrong is selected, else 0. jaccard gives |selected and right| /
+    |selected or right|, f1 the harmonic mean of precision and recall, exact 1 or 0. The gold answer is a list of
+    letters, or a string such as "A, C"; the reward is None if it names none.
     """
     if credit not in ("subset", "jaccard", "f1", "exact"):
         raise ValueError(f"credit must be subset, jaccard, f1 or exact, not {credit!r}")
-    reader = Letters(letters)
+    reader = OptionLetterReader(letters)
 
     @lru_cache(maxsize=4096)
     def gold_letters(gold: str) -> list[str]:
-        return reader.named(gold_text(gold))
+        return reader.read(gold_answer_text(gold))
 
     def reward(sample: Sample) -> float | None:
-        right = {letter for gold in golds(sample) for letter in gold_letters(str(gold))}
+        right = {letter for gold in gold_answers(sample) for letter in gold_letters(str(gold))}
         if not right:
             return None
-        chosen = set(reader.named(extract_answer(full_response(sample))))
-        shared = len(chosen & right)
+        selected = set(reader.read(extract_answer(full_response(sample))))
+        shared = len(selected & right)
         if credit == "subset":
-            return shared / len(right) if chosen <= right else 0.0
+            return shared / len(right) if selected <= right else 0.0
         if credit == "jaccard":
-            return shared / len(chosen | right)
-        return float(chosen == right) if credit == "exact" else 2 * shared / (len(chosen) + len(right))
+            return shared / len(selected | right)
+        return float(selected == right) if credit == "exact" else 2 * shared / (len(selected) + len(right))
 
     return reward
 
 
 def abstention(
-    *, phrases: Sequence[str] = SILENCE, silent: float = 0.0, wrong: float = -1.0, right: float = 1.0
+    *, phrases: Sequence[str] = ABSTENTIONS, silent: float = 0.0, wrong: float = -1.0, right: float = 1.0
 ) -> Reward:
-    """Three levels: `right` where `exact_match` holds, `silent` where the answer is one of `phrases`, else `wrong`, so
-    that guessing does not pay. Raises ValueError unless wrong <= silent <= right."""
+    """Builds a reward with three levels, so that guessing does not pay.
+
+    It is `right` if `exact_match` holds, `silent` if the answer contains one of `phrases`, else `wrong`. Raises
+    ValueError unless wrong <= silent <= right.
+    """
     if not wrong <= silent <= right:
         raise ValueError(f"wrong <= silent <= right must hold, got {wrong}, {silent}, {right}")
-    same, quiet = exact_match(), [spaced(phrase) for phrase in phrases]
+    is_right, abstentions = exact_match(), [normalize_text(phrase) for phrase in phrases]
 
     def reward(sample: Sample) -> float | None:
-        if same(sample):
+        if is_right(sample):
             return right
-        answer = spaced(extract_answer(full_response(sample)))
-        return silent if any(phrase in answer for phrase in quiet) else wrong
+        answer = normalize_text(extract_answer(full_response(sample)))
+        return silent if any(phrase in answer for phrase in abstentions) else wrong
 
     return reward
 
 
 class Majority:
-    """A majority vote without labels: 1 where an answer is the most frequent one of its group, else 0; with graded=true
-    its share of the group. Answers are equal as in `exact_match`. An empty answer has no vote. A tie has several
-    majorities."""
+    """A reward by majority vote, without labels: 1 if an answer is the most frequent one of its group, else 0.
+
+    graded: the answer's share of the group instead. Answers are compared as by `exact_match`. An empty answer has no
+    vote; in a tie all the most frequent answers get 1.
+    """
 
     def __init__(self, *, graded: bool = False) -> None:
         self.graded = graded
@@ -89,82 +102,92 @@ class Majority:
         return "group"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        answers = [wording(extract_answer(full_response(sample))) for sample in samples]
+        answers = [normalize_answer(extract_answer(full_response(sample))) for sample in samples]
         votes = Counter(answer for answer in answers if answer)
-        most = max(votes.values(), default=0)
+        max_votes = max(votes.values(), default=0)
         if self.graded:
             return [votes[answer] / len(samples) if answer else 0.0 for answer in answers]
-        return [float(bool(answer) and votes[answer] == most) for answer in answers]
+        return [float(bool(answer) and votes[answer] == max_votes) for answer in answers]
 
 
 def tool_calls() -> Reward:
-    """The agreement, 0 to 1, of the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> with the gold list.
+    """Builds a reward, 0 to 1, for tool calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> that agree with
+    the gold list.
 
-    Each gold call is matched with the first unused call of its name, and counts the mean of 1 for the name, the share
-    of argument names that both have, and that of the gold arguments with the right value; the sum is divided by the
-    number of the larger side. 0 where a call is not JSON; None where the gold answer is no such list.
+    Each gold call is matched with the first unused call of its name. A pair scores the mean of three: 1 for the name,
+    the share of argument names that both have, and the share of gold arguments with the right value. The sum is divided
+    by the number of calls or gold calls, whichever is larger. The reward is 0 if a call is not JSON, and None if the
+    gold answer is no such list.
     """
 
     def reward(sample: Sample) -> float | None:
-        wanted = _gold_calls(sample.prompt.answer)
-        if not wanted:
+        gold_calls = _gold_calls(sample.prompt.answer)
+        if not gold_calls:
             return None
-        calls = [_parsed(text) for text in between(stated(full_response(sample)), "<tool_call>", "</tool_call>")]
+        calls = [
+            _parse_call(text)
+            for text in texts_between(without_thoughts(full_response(sample)), "<tool_call>", "</tool_call>")
+        ]
         if any(call is None for call in calls):
             return 0.0
-        left, total = [call for call in calls if call is not None], 0.0
-        for gold in wanted:
-            same = next((call for call in left if call["name"] == gold["name"]), None)
-            if same is not None:
-                left.remove(same)
-                total += _call_score(same.get("arguments") or {}, gold.get("arguments") or {})
-        return total / max(len(calls), len(wanted))
+        unused, total = [call for call in calls if call is not None], 0.0
+        for gold in gold_calls:
+            match = next((call for call in unused if call["name"] == gold["name"]), None)
+            if match is not None:
+                unused.remove(match)
+                total += _call_score(match.get("arguments") or {}, gold.get("arguments") or {})
+        return total / max(len(calls), len(gold_calls))
 
     return reward
 
 
 def boxes_in_reasoning(*, at_least: int = 1, at_most: int = 20) -> Reward:
-    """1 where the reasoning, up to </think>, holds at_least to at_most boxes that all have an area, so that the
-    reasoning refers to image regions; else 0. For the forms of boxes see `mmrl.rewards.parsing.boxes`."""
+    """Builds a reward: 1 if the reasoning, up to </think>, has `at_least` to `at_most` boxes, all with an area; else 0.
+
+    So the reasoning refers to image regions. Forms of boxes: see `mmrl.rewards.parsing.boxes`.
+    """
     if not 0 < at_least <= at_most:
         raise ValueError(f"0 < at_least <= at_most must hold, got {at_least} and {at_most}")
 
     def reward(sample: Sample) -> float:
-        boxes = boxes_in(split_thoughts(full_response(sample))[0])
-        return float(at_least <= len(boxes) <= at_most and all(proper(box) for box in boxes))
+        boxes = parse_boxes(split_thoughts(full_response(sample))[0])
+        return float(at_least <= len(boxes) <= at_most and all(to_box(box) for box in boxes))
 
     return reward
 
 
 def sections(*, tags: Sequence[str]) -> Reward:
-    """1 where the whole response is the sections of `tags` in their order, such as <info>...</info><think>...</think>
-    <answer>...</answer>, each tag once, none empty and nothing between them; else 0. The opening tag of a first section
-    `think` may stand in the prompt, where the chat template puts it."""
+    """Builds a reward: 1 if the full response consists of the sections of `tags` in their order, else 0.
+
+    For example <info>...</info><think>...</think><answer>...</answer>: each tag once, none empty and nothing between
+    them. The opening tag of a first section `think` may be in the prompt, where the chat template puts it.
+    """
     if not tags or len(set(tags)) != len(tags):
         raise ValueError(f"tags must be different names, at least one, got {list(tags)}")
 
     def reward(sample: Sample) -> float:
-        left = full_response(sample).strip()
-        if tags[0] == "think" and "<think>" not in left and sample.prompt_opens_think is None:
-            left = f"<think>{left}"
+        remaining = full_response(sample).strip()
+        if tags[0] == "think" and "<think>" not in remaining and sample.prompt_opens_think is None:
+            remaining = f"<think>{remaining}"
         for tag in tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
-            if not left.startswith(opening) or left.count(opening) != 1 or left.count(closing) != 1:
+            if not remaining.startswith(opening) or remaining.count(opening) != 1 or remaining.count(closing) != 1:
                 return 0.0
-            inside, _, left = left.removeprefix(opening).partition(closing)
-            if not inside.strip() or any(f"<{other}>" in inside for other in tags):
+            content, _, remaining = remaining.removeprefix(opening).partition(closing)
+            if not content.strip() or any(f"<{tag_inside}>" in content for tag_inside in tags):
                 return 0.0
-            left = left.lstrip()
-        return float(not left)
+            remaining = remaining.lstrip()
+        return float(not remaining)
 
     return reward
 
 
 def _gold_calls(gold: Any) -> list[dict[str, Any]]:
-    """Gold calls of a list, of its JSON, or of a string with calls in tags as in a response; [] where it is none."""
+    """Reads gold calls from a list, from its JSON, or from a string with calls in tags as in a response; [] if there
+    are none."""
     if isinstance(gold, str):
-        calls = between(gold, "<tool_call>", "</tool_call>")
-        gold = [_parsed(text) for text in calls] if calls else _json(gold)
+        calls = texts_between(gold, "<tool_call>", "</tool_call>")
+        gold = [_parse_call(text) for text in calls] if calls else _json(gold)
     if isinstance(gold, dict):
         gold = [gold]
     is_list = isinstance(gold, list) and all(isinstance(call, dict) and "name" in call for call in gold)
@@ -172,34 +195,39 @@ def _gold_calls(gold: Any) -> list[dict[str, Any]]:
 
 
 def _json(text: str) -> Any:
+    """Parses JSON; None if it is not valid."""
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parse_call(text: str) -> dict[str, Any] | None:
+    """Parses a tool call; None if it is not a JSON object with a name."""
     call = _json(text)
     return call if isinstance(call, dict) and isinstance(call.get("name"), str) else None
 
 
 def _call_score(arguments: object, gold: dict[str, Any]) -> float:
-    """Scores a tool call against the gold one in 0..1: the mean of 1 for the name, the overlap of parameter names, and
-    the share of right values."""
+    """Scores the arguments of a tool call whose name is right, 0 to 1: the mean of 1 for the name, the overlap of
+    argument names, and the share of right values."""
     arguments = arguments if isinstance(arguments, dict) else {}
     names = set(arguments) | set(gold)
     shared = len(set(arguments) & set(gold)) / len(names) if names else 1.0
-    same = [name in arguments and _typographic(arguments[name]) == _typographic(value) for name, value in gold.items()]
-    values = sum(same) / len(same) if same else 1.0
+    is_right = [
+        name in arguments and _normalize_strings(arguments[name]) == _normalize_strings(value)
+        for name, value in gold.items()
+    ]
+    values = sum(is_right) / len(is_right) if is_right else 1.0
     return (1 + shared + values) / 3
 
 
-def _typographic(value: Any) -> Any:
-    """A value whose texts have one typography."""
+def _normalize_strings(value: Any) -> Any:
+    """Returns a JSON value whose strings have one typography."""
     if isinstance(value, str):
-        return plain(value)
+        return normalize_typography(value)
     if isinstance(value, list):
-        return [_typographic(part) for part in value]
+        return [_normalize_strings(part) for part in value]
     if isinstance(value, dict):
-        return {name: _typographic(part) for name, part in value.items()}
+        return {name: _normalize_strings(part) for name, part in value.items()}
     return value

@@ -1,7 +1,8 @@
-"""Guards: measures of images and videos beside a reward, which change where a policy hacks the reward.
+"""Guards: measures of images and videos that are logged beside a reward and change when a policy hacks it.
 
-Each takes a batch of images [rollout, channel, height, width] in 0..1, some of videos, and returns [rollout], float32.
-Pixels are clamped to 0..1, except in `out_of_gamut`. A held-out second scorer is a reward of weight 0.
+Each takes images [rollout, channel, height, width] in 0..1, or videos [rollout, frame, channel, height, width], and
+returns [rollout] float32. Pixels are clamped to 0..1, except in `out_of_gamut`. A second, held-out reward model is
+configured as a reward of weight 0 instead.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
 
 
 def out_of_gamut(images: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Share of an image's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
+    """Returns the share of each image's values outside [-tolerance, 1 + tolerance]; NaN counts as outside."""
     inside = (images >= -tolerance) & (images <= 1 + tolerance)
     return 1 - inside.flatten(1).float().mean(1)
 
 
 def sharpness(images: Tensor) -> Tensor:
-    """Population variance over the inner pixels of L = up + down + left + right - 4 centre, of the luma.
+    """Returns the population variance of L = up + down + left + right - 4 centre of the luma, over the inner pixels.
 
-    A reward that is gained by blur lowers it, one gained by noise raises it. Raises ValueError under 3 x 3 pixels.
+    A reward that is hacked by blur lowers it, one hacked by noise raises it. Raises ValueError below 3 x 3 pixels.
     """
     if min(images.shape[2:]) < 3:
         raise ValueError(f"sharpness needs images of at least 3 x 3 pixels, not {tuple(images.shape[2:])}")
@@ -38,25 +39,25 @@ def sharpness(images: Tensor) -> Tensor:
 
 
 def diversity(images: Tensor, group: Tensor) -> Tensor:
-    """d_i = mean over the others j of i's group of sqrt(mean over values of (x_i - x_j)^2): 0 where all are equal.
+    """Returns the mean distance of each image to the others of its group: d_i = mean over j of sqrt(mean over values of
+    (x_i - x_j)^2). It is 0 if all are equal.
 
     group: [rollout] integers. NaN for a rollout that is alone in its group.
     """
     pixels = images.float().clamp(0, 1).flatten(1)
     result = pixels.new_full((len(pixels),), torch.nan)
     for key in group.unique():
-        (index,) = (group == key).nonzero(as_tuple=True)
-        if len(index) > 1:
-            members = pixels[index]
+        (rows,) = (group == key).nonzero(as_tuple=True)
+        if len(rows) > 1:
+            members = pixels[rows]
             # Differences, not the matrix product: that leaves equal images at a distance of 1e-4.
             distance = torch.cdist(members, members, compute_mode="donot_use_mm_for_euclid_dist")
-            result[index] = distance.sum(1) / (len(index) - 1) / pixels.shape[1] ** 0.5
+            result[rows] = distance.sum(1) / (len(rows) - 1) / pixels.shape[1] ** 0.5
     return result
 
 
 def motion(videos: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring frames, [rollout]; 0 for one frame. videos: [rollout, frame, channel,
-    height, width]."""
+    """Returns the mean absolute difference of neighbouring frames; 0 for one frame."""
     pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 2:
         return pixels.new_zeros(len(pixels))
@@ -64,13 +65,14 @@ def motion(videos: Tensor) -> Tensor:
 
 
 def static(videos: Tensor, least: float = 0.01) -> Tensor:
-    """1 where a video stands still: its `motion` is below `least`. A reward of single frames may favour such videos."""
+    """Returns 1 if a video stands still, that is, if its `motion` is below `least`, else 0. Rewards of single frames
+    may favour such videos."""
     return (motion(videos) < least).float()
 
 
 def flicker(videos: Tensor) -> Tensor:
-    """Mean absolute second difference in time of the frames' brightness, [rollout]: light that comes and goes. 0 where
-    a video has fewer than three frames, and under motion alone."""
+    """Returns the mean absolute second difference in time of the frames' brightness: light that comes and goes. It is 0
+    for fewer than three frames."""
     pixels = videos.float().clamp(0, 1)
     if pixels.shape[1] < 3:
         return pixels.new_zeros(len(pixels))
@@ -79,18 +81,20 @@ def flicker(videos: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor) -> Tensor:
-    """Mean luma, 0.299 R + 0.587 G + 0.114 B; an image of one channel is its own luma."""
+    """Returns the mean luma, 0.299 R + 0.587 G + 0.114 B; an image of one channel is its own luma."""
     return _luma(images).flatten(1).mean(1)
 
 
 def saturation(images: Tensor) -> Tensor:
-    """Mean of HSV's saturation (max - min) / max over the channels, 0 where max is 0; 0 for one channel."""
+    """Returns the mean of HSV's saturation, (max - min) / max over the channels, 0 where max is 0; 0 for one
+    channel."""
     pixels = images.float().clamp(0, 1)
     high, low = pixels.amax(1), pixels.amin(1)
     return ((high - low) / high.where(high > 0, torch.ones_like(high))).flatten(1).mean(1)
 
 
 def _luma(images: Tensor) -> Tensor:
+    """Returns the luma [rollout, height, width] of images."""
     pixels = images.float().clamp(0, 1)
     if images.shape[1] == 1:
         return pixels[:, 0]
@@ -107,8 +111,10 @@ VIDEO_MEASURES: dict[str, Callable[[Tensor], Tensor]] = {"motion": motion, "stat
 
 
 class GuardReward:
-    """A guard as a reward: with weight 0 it is reported as reward/<label> and may be the fact of a mask of type=band.
-    For videos the guards of images are means over the frames. None for NaN or inf."""
+    """A guard as a reward. With weight 0 it is only logged, as reward/<label>; a mask of type=band may use it.
+
+    of: name of the guard. For videos, guards of images are averaged over frames. The score is None for NaN or inf.
+    """
 
     scope: Literal["sample"] = "sample"
 
@@ -120,11 +126,10 @@ class GuardReward:
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         scores: list[Score] = []
         for sample in samples:  # one by one: sizes may differ
-            shown = image_of(sample)[None] if sample.frames is None else video_of(sample)
-            value = (
-                VIDEO_MEASURES[self.of](video_of(sample)[None])
-                if self.of in VIDEO_MEASURES
-                else MEASURES[self.of](shown)
-            )
-            scores.append(float(value.mean()) if bool(shown.isfinite().all()) else None)
+            images = image_of(sample)[None] if sample.frames is None else video_of(sample)  # [image, ...]
+            if self.of in VIDEO_MEASURES:
+                values = VIDEO_MEASURES[self.of](video_of(sample)[None])
+            else:
+                values = MEASURES[self.of](images)
+            scores.append(float(values.mean()) if bool(images.isfinite().all()) else None)
         return scores

@@ -1,4 +1,4 @@
-"""Assignments between rows and columns of a table."""
+"""Matchings between two sets, such as predicted and gold boxes, by a table of gains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ Table = Sequence[Sequence[float]]  # [row][column], any number of either
 
 
 def best_assignment(gains: Table) -> list[tuple[int, int]]:
-    """Returns pairs (row, column), ordered by row, of the maximal assignment with the largest sum of gains."""
+    """Returns the pairs (row, column), ordered by row, of the one-to-one matching with the largest sum of gains
+    (Hungarian)."""
     from scipy.optimize import linear_sum_assignment  # half a second, for every job that lists the rewards
 
     if not gains:
@@ -18,9 +19,11 @@ def best_assignment(gains: Table) -> list[tuple[int, int]]:
 
 
 def soft_assignment(gains: Table, epsilon: float, rounds: int = 200) -> list[list[float]]:
-    """Returns weights [row][column] of Sinkhorn's algorithm: rows and columns of exp(gains / epsilon) are scaled in
-    turn until each sums to 1, after the smaller side was padded with gains of 0. As epsilon falls to 0 this is
-    `best_assignment`. gains: at most 1."""
+    """Returns matching weights [row][column] by Sinkhorn's algorithm (entropic optimal transport).
+
+    gains: at most 1. The smaller side is padded with gains of 0; then rows and columns of exp(gains / epsilon) are
+    scaled in turn until each sums to 1. As epsilon falls to 0 this becomes `best_assignment`.
+    """
     import numpy as np
 
     table = np.asarray(gains, dtype=float)

@@ -15,19 +15,20 @@ MISSING = f"reading text needs the extra `ocr`: {extra_command('ocr')}"
 
 
 def check_engine() -> None:
-    """Raises ValueError where the engine is not installed; does not load it."""
+    """Raises ValueError if RapidOCR is not installed. Does not load it."""
     if importlib.util.find_spec("rapidocr_onnxruntime") is None:
         raise ValueError(MISSING)
 
 
 @lru_cache
 def reader(threads: int) -> Callable[[Image.Image], list[str]]:
-    """A function from an image to the texts in it, from top to bottom. Raises ValueError without the engine."""
+    """Returns a function from an image to the lines of text in it, from top to bottom. threads: of the CPU. Raises
+    ValueError if RapidOCR is not installed."""
     try:
         from rapidocr_onnxruntime import RapidOCR
     except ImportError as error:
         raise ValueError(f"{MISSING} ({error})") from error
-    # As Flow-GRPO's reader: no enlarging of small images (fifty times the time) and no turned text.
+    # As in Flow-GRPO: small images are not enlarged (that takes fifty times as long), and rotated text is not read.
     engine = RapidOCR(intra_op_num_threads=threads, det_limit_type="max", use_cls=False)
 
     def read(image: Image.Image) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rewards by name: those of mmrl, and custom ones as 'package.module:function' or 'package.module:Class'."""
+"""Builds rewards by name: those of mmrl, and custom ones as 'package.module:function' or 'package.module:Class'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mmrl.children.limits import Limits
 from mmrl.errors import describe_error
 from mmrl.rewards import credit, guards, intervals, mathematics, turns, twins, verifiers
-from mmrl.rewards.adapters.signatures import Signature, adapted, check_signature
+from mmrl.rewards.adapters.signatures import Signature, adapt, check_signature
 from mmrl.rewards.judges import pairs, process, text, visual
 from mmrl.rewards.models import image_reward, vlm_reward
 from mmrl.rewards.programs import charts, solids, unit_tests
@@ -82,9 +82,9 @@ REWARDS: dict[str, Callable[..., Reward | BatchReward]] = {
     "svg_code": charts.SvgCode,
     "solid_code": solids.SolidCode,
 }
-ISOLATED = frozenset({"math"})  # may hang, so they never run in this process
-DEADLINE_S = 5.0  # of a sample in an isolated reward
-LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # scores; of all others 0
+ISOLATED = frozenset({"math"})  # may hang, so they run in processes of their own
+DEADLINE_S = 5.0  # seconds for one sample, default for isolated rewards
+LOWEST = {"box_giou": -1.0, "overlong_penalty": -1.0, "abstention": -1.0}  # lowest score by reward; others: 0
 
 
 def build(
@@ -98,14 +98,16 @@ def build(
     failures: Failures | None = None,
     signature: Signature = "mmrl",
 ) -> Reward | BatchReward:
-    """Builds the reward `name` with `options`; an isolated one runs in `workers` processes within `limits`, each killed
-    where a sample takes more than `deadline_s` seconds, and counts failed samples in `failures`.
+    """Builds the reward `name` with `options`.
 
-    name: a key of REWARDS, or a custom reward: 'package.module:function' for `function(sample, **options)`,
-    'package.module:Class' for a `BatchReward` made by `Class(**options)`. `isolated` None isolates those that are known
-    to hang. signature: of a function of another library. Raises ValueError for an unknown name, an unknown or missing
-    option, an option's value that the reward refuses, a batched reward with isolated=True, and workers or limits of a
-    reward that is not isolated.
+    name: a key of REWARDS, or a custom reward: 'package.module:function' for `function(sample, **options)`, or
+    'package.module:Class' for a `BatchReward` made by `Class(**options)`. isolated: run it in separate processes; None:
+    only those that are known to hang. The other arguments are for an isolated reward. deadline_s: seconds for one
+    sample, after which its process is killed. workers, limits: the number of processes, and what each may use.
+    failures: counts the samples that failed. signature: the library whose signature a custom function has.
+
+    Raises ValueError for an unknown name, an unknown or missing option, an option's value that the reward refuses, a
+    batched reward with isolated=True, and workers or limits of a reward that is not isolated.
     """
     options = dict(options or {})
     isolated = name in ISOLATED if isolated is None else isolated
@@ -119,8 +121,11 @@ def build(
         raise ValueError(f"reward {name!r} is neither a function nor a class, but {type(target).__name__}")
     if signature != "mmrl":
         if target is None or isolated:
-            raise ValueError(f"reward {name!r}: signature: {signature} is for an own function that is not isolated")
-        return _made(name, partial(adapted, name, target, signature, options))
+            raise ValueError(
+                f"reward {name!r}: signature: {signature} needs a custom function, package.module:function, without "
+                "isolated: true"
+            )
+        return _build_checked(name, partial(adapt, name, target, signature, options))
     if target is not None and not inspect.isclass(target):
         check_signature(name, target)
         _check_options(name, list(inspect.signature(target).parameters.values())[1:], options)
@@ -129,8 +134,8 @@ def build(
         if target is None:
             _check_name(name)
         factory: Callable[..., Any] = target or REWARDS[name]
-        _check_options(name, _parameters(factory), options)
-        reward = _made(name, partial(factory, **options))
+        _check_options(name, _option_parameters(factory), options)
+        reward = _build_checked(name, partial(factory, **options))
     if isinstance(reward, BatchReward) and isolated:
         raise ValueError(f"reward {name!r} scores batches; isolated: true is for rewards that score one sample")
     if not isolated:
@@ -140,17 +145,18 @@ def build(
     )
 
 
-def _made(name: str, make: Callable[[], Any]) -> Any:
-    """Returns the reward that `make` makes. Raises ValueError, which names it, for a fault of a custom one."""
+def _build_checked(name: str, factory: Callable[[], Any]) -> Any:
+    """Calls `factory` and returns the reward. Raises ValueError, which names the reward, for any fault of a custom
+    one."""
     try:
-        return make()
+        return factory()
     except ValueError as error:
         text = " ".join(str(error).split())
         raise ValueError(text if text.startswith(f"reward {name!r}") else f"reward {name!r}: {text}") from error
     except Exception as error:  # any fault of a custom class
         if not is_custom(name):
             raise
-        raise ValueError(f"reward {name!r} can not be made: {describe_error(error)}") from error
+        raise ValueError(f"reward {name!r} cannot be built: {describe_error(error)}") from error
 
 
 def is_custom(name: str) -> bool:
@@ -159,22 +165,24 @@ def is_custom(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
+    """Raises ValueError for a name that is not in REWARDS."""
     if name not in REWARDS:
         valid = f"{', '.join(REWARDS)}, or 'package.module:function'"
         raise ValueError(f"unknown reward {name!r}{nearest(name, REWARDS)}; known: {valid}")
 
 
-def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Returns the parameters of a factory; of a class with **options also those of its base."""
+def _option_parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters of a factory. For a class with **options, those of its base class are included."""
     parameters = list(inspect.signature(factory).parameters.values())
     if isinstance(factory, type) and parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         names = {parameter.name for parameter in parameters}
-        parameters = parameters[:-1] + [p for p in _parameters(factory.__bases__[0]) if p.name not in names]
+        inherited = _option_parameters(factory.__bases__[0])
+        parameters = parameters[:-1] + [p for p in inherited if p.name not in names]
     return parameters
 
 
 def _check_options(name: str, parameters: Iterable[inspect.Parameter], options: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that the reward does not have, and for a required one that is missing."""
+    """Raises ValueError for an option that the reward does not have, and for a required option that is missing."""
     parameters = list(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -1,4 +1,4 @@
-"""Rewards and measures of conversations."""
+"""Rewards and metrics of multi-turn conversations with an environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.rewards.overlap import iou
 from mmrl.rewards.types import Reward
 from mmrl.rollouts import Conversation, Sample, Spans
 
-RIGHT = 0.5  # least intersection over union of a zoom with the target box
+MIN_IOU = 0.5  # of a zoom with the target box, to count as right
 
 
 def is_lost(sample: Sample) -> bool:
@@ -20,28 +20,31 @@ def is_lost(sample: Sample) -> bool:
 
 
 def environment_return(*, gamma: float = 1.0) -> Reward:
-    """The sum of the environment's rewards, that of turn t times gamma^t. None for what is not a conversation."""
+    """Builds a reward: the discounted return of the environment, sum over turns t of gamma^t reward_t. None if the
+    sample is not a conversation."""
 
     def score(sample: Sample) -> float | None:
-        conversation = sample.conversation
-        return (
-            None if conversation is None else sum(gamma**t * turn.reward for t, turn in enumerate(conversation.turns))
-        )
+        if sample.conversation is None:
+            return None
+        return sum(gamma**t * turn.reward for t, turn in enumerate(sample.conversation.turns))
 
     return score
 
 
 def tool_bonus(*, success: Reward | None = None) -> Reward:
-    """1 where a tool was used and the answer is right, else 0 (DeepEyes' conditional tool reward, arXiv 2505.14362).
-    Right is what `success` gives 1; default: exact_match."""
+    """Builds a reward: 1 if a tool was used and the answer is right, else 0 (DeepEyes' conditional tool reward, arXiv
+    2505.14362).
+
+    success: the reward that gives 1 to a right answer; default: exact_match. None if the sample is not a conversation.
+    """
     from mmrl.rewards.verifiers import exact_match
 
-    right = exact_match() if success is None else success
+    success = exact_match() if success is None else success
 
     def score(sample: Sample) -> float | None:
         if sample.conversation is None:
             return None
-        value = right(sample)
+        value = success(sample)
         if value is None or isinstance(value, Spans):
             return None
         return float(used_tool(sample.conversation) and value >= 1)
@@ -55,21 +58,20 @@ def used_tool(conversation: Conversation) -> bool:
 
 
 def zoomed_right(sample: Sample) -> float:
-    """Returns 1.0 where a tool zoomed into the box `target` of the prompt's metadata, else 0.0; NaN without a
-    target."""
+    """Returns 1.0 if a tool zoomed into the box metadata["target"] of the prompt, else 0.0; NaN without a target."""
     target = sample.prompt.metadata.get("target")
     if target is None or sample.conversation is None:
         return math.nan
     boxes = [turn.facts["box"] for turn in sample.conversation.turns if turn.facts.get("image") == 0]
-    return float(any(iou(box, target) >= RIGHT for box in boxes))
+    return float(any(iou(box, target) >= MIN_IOU for box in boxes))
 
 
 def conversation_measures(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Computes measures by name, [rollout] each, where all samples are conversations; else none."""
+    """Computes metrics by name, [rollout] each; {} unless all samples are conversations."""
     conversations = [sample.conversation for sample in samples if sample.conversation is not None]
     if len(conversations) < len(samples) or not samples:
         return {}
-    measured: dict[str, Callable[[Conversation], float]] = {
+    metrics: dict[str, Callable[[Conversation], float]] = {
         "turns/count": lambda conversation: len(conversation.turns),
         "turns/tool_share": used_tool,
         "turns/error_share": lambda conversation: any(turn.error is not None for turn in conversation.turns),
@@ -78,8 +80,8 @@ def conversation_measures(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         "turns/reward": lambda conversation: sum(turn.reward for turn in conversation.turns),
     }
     measures = {
-        name: torch.tensor([float(measure(conversation)) for conversation in conversations])
-        for name, measure in measured.items()
+        name: torch.tensor([float(metric(conversation)) for conversation in conversations])
+        for name, metric in metrics.items()
     }
-    right = torch.tensor([zoomed_right(sample) for sample in samples])
-    return measures if right.isnan().all() else {**measures, "turns/zoomed_right": right}
+    zoomed = torch.tensor([zoomed_right(sample) for sample in samples])
+    return measures if zoomed.isnan().all() else {**measures, "turns/zoomed_right": zoomed}

@@ -1,4 +1,4 @@
-"""Types of rewards, and the images and videos of samples as rewards get them."""
+"""The types of rewards, and access to a sample's image and video."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Reward = Callable[[Sample], Score | Spans]
 
 @runtime_checkable
 class BatchReward(Protocol):
-    """A reward that scores many samples in one call, one value a sample, in order.
+    """A reward that scores many samples in one call, one value for each, in order.
 
-    With scope "sample" no value depends on the other samples; with scope "group" one call gets exactly the samples that
-    answer one prompt; with scope "batch" one call gets all samples that are scored together.
+    scope: "sample": no value depends on the other samples. "group": one call gets exactly the samples that answer one
+    prompt. "batch": one call gets all samples that are scored together.
     """
 
     @property
@@ -37,40 +37,42 @@ class BatchReward(Protocol):
 
 @runtime_checkable
 class StatefulReward(Protocol):
-    """A reward that learns or counts. Checkpoints keep its state on each rank, so that a run that resumes goes on as if
-    it had not stopped."""
+    """A reward that learns or counts. Checkpoints keep its state on each rank, so that a resumed run continues
+    exactly."""
 
     def state(self) -> Mapping[str, Any]:
-        """Returns numbers, strings, lists, dicts and tensors."""
+        """Returns its state: numbers, strings, lists, dicts and tensors."""
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state` returned."""
 
 
 @runtime_checkable
 class DifferentiableReward(Protocol):
-    """A reward of images that has a gradient."""
+    """A reward of images that is differentiable with respect to pixels."""
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes rewards [rollout] of images [rollout, channel, height, width], as decoded, with their gradient."""
+        """Returns rewards [rollout] of decoded images [rollout, channel, height, width], with gradients to the
+        images."""
 
 
 def device_of(device: str | None) -> torch.device:
-    """Returns the device of a reward's model: its option `device`, else the current GPU if there is one, else the CPU.
+    """Returns the device of a reward's model: its option `device`, else the current GPU, else the CPU.
 
-    To be called when scoring, not when building: a reward may be built before the GPU of its process is set.
+    Call it when scoring, not when building: a reward may be built before the GPU of its process is set.
     """
     return torch.device(device or (device_name("cuda") if torch.cuda.is_available() else "cpu"))
 
 
 def image_of(sample: Sample) -> Tensor:
-    """Returns the generated image, [channel, height, width]. Raises UserError where the rollout has none."""
+    """Returns the generated image, [channel, height, width]. Raises UserError if the rollout has none."""
     if sample.image is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no image to score")
     return sample.image
 
 
 def video_of(sample: Sample) -> Tensor:
-    """Returns the generated video, [frame, channel, height, width]. Raises UserError where the rollout has none."""
+    """Returns the generated video, [frame, channel, height, width]. Raises UserError if the rollout has none."""
     if sample.frames is None:
         raise UserError(f"the rollout of prompt {sample.prompt.id!r} has no video to score")
     return sample.frames
@@ -83,29 +85,34 @@ def as_pil(image: Tensor) -> Image.Image:
 
 
 def score_finite(samples: Sequence[Sample], score: Callable[[list[Sample]], Sequence[Score]]) -> list[Score]:
-    """Scores the samples whose image is finite, in their order; None for images with NaN or inf."""
+    """Scores the samples whose images are finite, with `score`; None for images with NaN or inf. The order is kept."""
     finite = [bool(image_of(sample).isfinite().all()) for sample in samples]
-    scored = [sample for sample, good in zip(samples, finite, strict=True) if good]
+    scored = [sample for sample, is_finite in zip(samples, finite, strict=True) if is_finite]
     values = iter(score(scored) if scored else [])
-    return [next(values) if good else None for good in finite]
+    return [next(values) if is_finite else None for is_finite in finite]
 
 
-def numbers(values: Any, count: int) -> list[Score]:
-    """Converts `values` to floats, None where one is None, NaN or infinite. True is 1, False 0, and an array or tensor
-    with one number is that number. Raises UserError where they are not `count` numbers; a string is not a number, also
-    "0.5"."""
+def to_scores(values: Any, num_samples: int) -> list[Score]:
+    """Converts what a reward returned to one score for each sample: a float, or None for None, NaN and infinity.
+
+    True is 1, False 0, and an array or tensor with one number is that number. Raises UserError unless these are
+    `num_samples` numbers; a string is not a number, not even "0.5".
+    """
     try:
         scores = [None if value is None else _finite(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-        raise UserError(f"expected one number a sample: {' '.join(str(error).split())}") from None
-    if len(scores) != count:
-        raise UserError(f"gave {len(scores)} values for {count} samples")
+        raise UserError(f"expected one number for each sample: {' '.join(str(error).split())}") from None
+    if len(scores) != num_samples:
+        raise UserError(f"gave {len(scores)} values for {num_samples} samples")
     return scores
 
 
 def _finite(value: Any) -> Score:
-    """Converts a number, or an array or tensor of one, to a float; None for NaN and infinity. Raises ValueError for
-    strings and for values of spans, and TypeError, ValueError or RuntimeError for what `float` does not convert."""
+    """Converts a number, or an array or tensor with one number, to a float; None for NaN and infinity.
+
+    Raises ValueError for strings and for values of spans, and TypeError, ValueError or RuntimeError for what `float`
+    does not convert.
+    """
     if isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{value!r:.40} is a string, not a number")
     if isinstance(value, Spans):
@@ -120,19 +127,20 @@ def _finite(value: Any) -> Score:
 
 
 def load_object(path: str) -> Any:
-    """Imports the object 'package.module:name'. Raises ValueError where there is none."""
+    """Imports the object at 'package.module:name'. Raises ValueError if there is none."""
     module_name, _, attribute = path.partition(":")
     try:
         members = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ValueError(f"no function {path!r}: {error}; is its folder on PYTHONPATH?") from error
     except Exception as error:  # any fault of a module of the user's own
-        raise ValueError(f"no function {path!r}: {module_name} can not be imported: {describe_error(error)}") from error
+        raise ValueError(f"no function {path!r}: {module_name} cannot be imported: {describe_error(error)}") from error
     if attribute not in members:
         raise ValueError(f"no function {path!r}: {module_name} has no {attribute!r}{nearest(attribute, members)}")
     return members[attribute]
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
+    """Returns " (did you mean '...'?)" with the most similar of `names`; "" if none is similar."""
     close = difflib.get_close_matches(word, list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 1.0)) -> Tensor:
-    """Returns the guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is not guidance (arXiv
+    """Returns the guidance scale [row]: `scale` where low <= sigma <= high, else 1, which is no guidance (arXiv
     2404.07724)."""
     low, high = interval
     return torch.where((sigma >= low) & (sigma <= high), scale, 1.0).float()
@@ -18,10 +18,12 @@ def scale_at(sigma: Tensor, scale: float, interval: tuple[float, float] = (0.0, 
 def guided(
     conditional: Tensor, unconditional: Callable[[], Tensor], scale: Tensor, norm_patch: int | None = None
 ) -> Tensor:
-    """Returns u + scale (c - u) [row, ...] for scale [row] (arXiv 2207.12598), with norm_patch `with_norm` of c.
+    """Returns the guided prediction u + scale (c - u), [row, ...], with c the conditional and u the unconditional one
+    (arXiv 2207.12598).
 
-    `unconditional` is only called where some scale is not 1, and never differentiated: its half of the backward pass
-    would cost as much as the conditional one and move only what the prompt does not name.
+    scale: [row]. norm_patch: if given, the result is rescaled by `with_norm`. `unconditional` is called only if some
+    scale is not 1. Its output gets no gradient: that would double the backward pass and train only what does not depend
+    on the prompt.
     """
     if bool((scale == 1).all()):
         return conditional
@@ -36,8 +38,8 @@ def guided(
 
 
 def with_norm(combined: Tensor, conditional: Tensor, patch: int) -> Tensor:
-    """Returns `combined` [row, channel, height, width] with the norm of `conditional` in each square of `patch`
-    pixels, as the pipelines of Qwen-Image have it."""
+    """Rescales `combined` [row, channel, height, width] so that each square of `patch` x `patch` latents has the norm
+    of `conditional`, as diffusers' pipelines of Qwen-Image do."""
 
     def squares(v: Tensor) -> Tensor:
         return v.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))  # [row, channel, high, patch, wide, patch]
@@ -51,7 +53,7 @@ def with_norm(combined: Tensor, conditional: Tensor, patch: int) -> Tensor:
 
 
 def with_grad(value: Tensor, conditional: Tensor, scale: Tensor) -> Tensor:
-    """Returns `value` [row, ...], which `guided` gave for the same weights, with the gradient of `guided`: scale [row]
-    times that of the conditional half. The other half need not be computed."""
+    """Returns `value` [row, ...], a saved result of `guided` for the same weights, with the gradient of `guided`
+    attached: scale [row] times that of `conditional`. The unconditional prediction is not needed."""
     rows = scale.to(value.device).view(-1, *[1] * (value.dim() - 1))
     return value + rows * (conditional - conditional.detach())

@@ -1,6 +1,6 @@
-"""Log-likelihoods of denoised samples: of steps of chains and of final samples, for all policies that denoise.
+"""Log-likelihoods of denoised samples, for all policies that denoise: of the steps of a chain, or of the final sample.
 
-Samples are images, videos or chunks of actions: latents are [rollout, decision, ...] here, of any shape.
+Samples are images, videos or chunks of actions. Latents are [rollout, decision, ...], of any shape.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmrl.samplers.chain import DRAWS, Sampler, gaussian, mixed
+from mmrl.samplers.chain import DRAWS, Sampler, derive_seed, gaussian_noise
 from mmrl.samplers.settings import Space, StepWeight, Window
 from mmrl.samplers.transitions import Coefficients, compare_steps, gaussian_step, reduce_elements, step_kl
 from mmrl.samplers.windows import usable_steps
@@ -21,15 +21,15 @@ HALF = 0.5  # a Gaussian of this variance has the log-density -|x - mean|^2 - lo
 
 
 class Score(NamedTuple):
-    """Columns of decisions, [rollout, decision] each, under their names in `mmrl.rollouts.Replay`."""
+    """Log-likelihoods and divergences of decisions, [rollout, decision] each, named as in `mmrl.rollouts.Replay`."""
 
     logp: Tensor
-    log_ratio: Tensor  # to the old policy, in the form that is exactly 0 on-policy
-    prediction: Tensor  # [rollout, decision, ...] detached
+    log_ratio: Tensor  # log-ratio to the old policy, exactly 0 on-policy
+    prediction: Tensor  # the network's, [rollout, decision, ...], detached
     std: Tensor | None = None  # of a Gaussian step
     divergence: Tensor | None = None  # exact KL to the old policy, with its gradient
     reference_kl: Tensor | None = None  # exact KL to the reference policy
-    reference_log_ratio: Tensor | None = None  # to the reference policy, exactly 0 where it is the present one
+    reference_log_ratio: Tensor | None = None  # exactly 0 if the reference has the current weights
     reference_error: Tensor | None = None  # squared distance to the reference policy's prediction
 
     @property
@@ -46,41 +46,41 @@ def chain_likelihood(
     *,
     old: Tensor | None = None,
     reference: Tensor | None = None,
-    counted: Tensor | None = None,
+    element_mask: Tensor | None = None,
     reduction: str = "mean",
     unscaled: bool = False,
 ) -> Score:
-    """Scores the stochastic steps from x to x_next by the network's predictions v; each [rollout, decision, ...] fp32.
+    """Scores the stochastic steps of chains, from x to x_next, under the network's predictions v.
 
-    step: each [rollout, decision]. old, reference: predictions of the policy that made the rollouts (None: v itself)
-    and of the reference policy. counted: bool, what broadcasts to x; the other elements are taken as equal under all
-    policies and where the old one expects them, and they have no gradient. unscaled: logp and log-ratios are those of
+    v, x, x_next: [rollout, decision, ...] fp32. step: coefficients [rollout, decision]. old, reference: the predictions
+    of the policy that sampled the rollouts (None: v itself) and of the reference policy. element_mask: bool, broadcasts
+    to x; False elements add no divergence and no gradient, as if all policies agreed on them. unscaled: score a step by
     -|x_next - mean|^2, without the factor 1 / (2 std^2) and the constants of the density; divergences stay exact.
     Gradients flow to `v`.
     """
     size, shape = v.shape[:2], v.shape
-    before = v.detach() if old is None else old.to(v)
-    if counted is not None:
-        v = v.where(counted, before)
-    x, x_next, flat_v, before = (part.flatten(0, 1) for part in (x, x_next, v, before))
+    old_v = v.detach() if old is None else old.to(v)
+    if element_mask is not None:
+        v = v.where(element_mask, old_v)
+    x, x_next, flat_v, old_v = (part.flatten(0, 1) for part in (x, x_next, v, old_v))
     step = Coefficients(*(part.flatten() for part in step))
-    if counted is not None:
-        expected, _, _ = gaussian_step(x, before, step, noise=torch.zeros_like(x), keep_mean=False)
-        x_next = x_next.where(counted.expand(shape).flatten(0, 1), expected)
+    if element_mask is not None:
+        expected, _, _ = gaussian_step(x, old_v, step, noise=torch.zeros_like(x), keep_mean=False)
+        x_next = x_next.where(element_mask.expand(shape).flatten(0, 1), expected)
     scored = step._replace(std=torch.full_like(step.std, HALF**0.5)) if unscaled else step
-    compared = compare_steps(x, flat_v, before, scored, x_next, reduction=reduction)
+    compared = compare_steps(x, flat_v, old_v, scored, x_next, reduction=reduction)
     constant = math.log(math.pi) / 2 * (1 if reduction == "mean" else x[0].numel()) if unscaled else 0.0
-    apart = step_kl(flat_v, before, step, reduction=reduction) if unscaled else compared.kl
+    divergence = step_kl(flat_v, old_v, step, reduction=reduction) if unscaled else compared.kl
     score = Score(
         logp=(compared.logp + constant).view(size),
         log_ratio=compared.log_ratio.view(size),
         prediction=v.detach(),
         std=step.std.to(v.device).view(size),
-        divergence=apart.view(size),
+        divergence=divergence.view(size),
     )
     if reference is None:
         return score
-    reference = _equal_elsewhere(reference, v, counted)
+    reference = _masked_reference(reference, v, element_mask)
     kl = step_kl(flat_v, reference.flatten(0, 1), step, reduction=reduction)
     ratio = compare_steps(x, flat_v, reference.flatten(0, 1), scored, x_next, reduction=reduction).log_ratio
     return score._replace(
@@ -97,64 +97,70 @@ def matching_likelihood(
     *,
     old: Tensor | None = None,
     reference: Tensor | None = None,
-    counted: Tensor | None = None,
+    element_mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Score:
-    """Scores predictions v of noisy samples by -w |v - target|^2; v and target are [rollout, decision, ...], the weight
-    w is [rollout, decision] (None: 1). The rest is as in `chain_likelihood`; elements that are not counted add
-    nothing."""
-    before = v.detach() if old is None else old.to(v)
+    """Scores predictions v of noisy samples by -w |v - target|^2.
+
+    v, target: [rollout, decision, ...]. weight: w, [rollout, decision] (None: 1). The other arguments are those of
+    `chain_likelihood`; elements with a False `element_mask` add nothing.
+    """
+    old_v = v.detach() if old is None else old.to(v)
     w = 1.0 if weight is None else weight
 
     def error(values: Tensor) -> Tensor:
-        return _reduced(values if counted is None else values.where(counted, 0), reduction)
+        return _reduced(values if element_mask is None else values.where(element_mask, 0), reduction)
 
     def ratio_to(other: Tensor) -> Tensor:
         """Returns the log-ratio as a product, (v - other) (v + other - 2 target), which is exactly 0 on-policy."""
         return -w * error((v - other) * (v + other - 2 * target))
 
-    score = Score(logp=-w * error((v - target).square()), log_ratio=ratio_to(before), prediction=v.detach())
+    score = Score(logp=-w * error((v - target).square()), log_ratio=ratio_to(old_v), prediction=v.detach())
     if reference is None:
         return score
-    reference = _equal_elsewhere(reference, v, counted)
+    reference = _masked_reference(reference, v, element_mask)
     return score._replace(reference_log_ratio=ratio_to(reference), reference_error=_squared(v - reference, reduction))
 
 
 def noisy_samples(data: Tensor, noise: Tensor, sigma: Tensor, space: Space) -> tuple[Tensor, Tensor]:
-    """Returns samples at noise levels sigma [rollout, decision], and the network's targets at them: the velocity or the
-    noise. data broadcasts to noise [rollout, decision, ...], fp32."""
+    """Returns samples noised to the levels sigma [rollout, decision], and the network's targets for them: the velocity
+    or the noise, according to `space`.
+
+    data: broadcasts to noise [rollout, decision, ...], fp32.
+    """
     s, signal = (per_element(part.float().to(noise.device), noise) for part in (sigma, signal_at(sigma, space)))
     return signal * data + s * noise, noise if space == "noise" else noise - data
 
 
 def signal_at(sigma: Tensor, space: Space) -> Tensor:
-    """Returns the factor of the data at noise level sigma, like sigma."""
+    """Returns the factor of the data in a sample of noise level sigma, of sigma's shape."""
     return (1 - sigma.double().square()).sqrt() if space == "noise" else 1 - sigma
 
 
 def per_element(value: Tensor, like: Tensor) -> Tensor:
-    """Reshapes [rollout, decision] to as many dimensions as `like` [rollout, decision, ...]."""
+    """Appends dimensions of size 1 to value [rollout, decision], as many as `like` [rollout, decision, ...] has
+    more."""
     return value.reshape(*value.shape, *[1] * (like.dim() - value.dim()))
 
 
 def draw_noises(seeds: Sequence[int], draws: int, shape: tuple[int, ...]) -> Tensor:
-    """Draws standard normal noise [rollout, draw, *shape] fp32, from the seeds alone."""
-    return torch.stack([torch.cat([gaussian([seed], DRAWS - j, shape) for j in range(draws)]) for seed in seeds])
+    """Samples standard normal noise [rollout, draw, *shape] fp32, from the seeds alone."""
+    return torch.stack([torch.cat([gaussian_noise([seed], DRAWS - j, shape) for j in range(draws)]) for seed in seeds])
 
 
 def stratified(seed: int, count: int, number: int = 0) -> Tensor:
-    """Draws uniform numbers [count] in [0, 1), one in each of `count` equal parts, from `seed` and `number`."""
-    generator = torch.Generator().manual_seed(mixed(seed, 1000 + number))
+    """Samples uniform numbers [count], one in each of `count` equal parts of [0, 1), from `seed` and `number`."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, 1000 + number))
     return (torch.arange(count) + torch.rand(count, generator=generator)) / count
 
 
 def step_weights(kind: StepWeight, sampler: Sampler, window: Window) -> Tensor | None:
-    """Returns the loss weights of a chain's steps [steps], of mean 1 over the usable steps; None: all 1."""
+    """Returns the weight [steps] of each step of a chain in the loss, of mean 1 over the usable steps; None: all 1."""
     if kind == "none":
         return None
     usable = list(usable_steps(window, sampler.std))
-    table = sampler.std if kind == "std" else (-1 / sampler.grid.sigmas.diff()).float()
-    return table / table[usable].mean()
+    weights = sampler.std if kind == "std" else (-1 / sampler.grid.sigmas.diff()).float()
+    return weights / weights[usable].mean()
 
 
 def _squared(difference: Tensor, reduction: str) -> Tensor:
@@ -162,11 +168,11 @@ def _squared(difference: Tensor, reduction: str) -> Tensor:
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
-    """Reduces [rollout, decision, ...] to [rollout, decision]."""
+    """Averages or sums [rollout, decision, ...] over elements; returns [rollout, decision]."""
     return reduce_elements(values.flatten(0, 1), reduction).view(values.shape[:2])
 
 
-def _equal_elsewhere(reference: Tensor, v: Tensor, counted: Tensor | None) -> Tensor:
-    """Returns the reference policy's prediction, with v's own values where elements do not count."""
+def _masked_reference(reference: Tensor, v: Tensor, element_mask: Tensor | None) -> Tensor:
+    """Returns the reference policy's prediction, replaced by v where element_mask is False."""
     reference = reference.to(v)
-    return reference if counted is None else reference.where(counted, v.detach())
+    return reference if element_mask is None else reference.where(element_mask, v.detach())

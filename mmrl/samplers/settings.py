@@ -1,4 +1,4 @@
-"""Settings of denoising and its likelihoods: kinds of transition, window, solver and likelihood.
+"""Settings of denoising: transitions, windows, solvers and likelihoods.
 
 These sections hold no tensors; `transitions`, `chain` and `score` compute with them.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from mmrl.samplers.transitions import Coefficients
 
-Space = Literal["velocity", "noise"]  # what a network predicts
+Space = Literal["velocity", "noise"]  # what the network predicts
 StepWeight = Literal["none", "std", "inverse_dt"]
 
 
 class DenoisingTransition(Choice):
-    """The Gaussian step of a chain from one noise level to the next."""
+    """The Gaussian step of a denoising chain from one noise level to the next."""
 
     title: ClassVar[str] = "transition"
     kinds: ClassVar[dict[str, str]] = {
@@ -36,28 +36,30 @@ class DenoisingTransition(Choice):
 
     @property
     def unscaled(self) -> bool:
-        """Returns whether steps are scored by their squared error, without the factor and constants of a density."""
+        """Returns whether steps are scored by their squared error, without the scale and constants of the Gaussian
+        density."""
         return False
 
     @abstractmethod
     def coefficients(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """Returns the step from noise levels `sigma` to `sigma_next`, both [row]; sigma_second: the grid's second
-        level."""
+        """Returns the coefficients of the steps from `sigma` to `sigma_next`, both [row]. sigma_second: the second
+        noise level of the grid."""
 
     def step(self, sigma: Tensor, sigma_next: Tensor, sigma_second: Tensor) -> Coefficients:
-        """Returns `coefficients`. Raises UserError unless each is finite and 0-d or [row]."""
+        """Returns `coefficients`, checked. Raises UserError unless each is finite and 0-d or [row]."""
         step = self.coefficients(sigma, sigma_next, sigma_second)
         for name, values in step._asdict().items():
             if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):
+                is_finite = "finite" if bool(values.isfinite().all()) else "not all finite"
                 raise UserError(
-                    f"the transition {self.type} gave {name} of shape {list(values.shape)}, finite: "
-                    f"{bool(values.isfinite().all())}; expected finite numbers of shape {list(sigma.shape)}"
+                    f"the transition {self.type} gave {name} of shape {list(values.shape)}, {is_finite}; "
+                    f"coefficients() must return finite numbers of shape {list(sigma.shape)}"
                 )
         return step
 
 
 class FlowSDE(DenoisingTransition):
-    """Flow-GRPO's stochastic step: noise that grows with the noise level."""
+    """Flow-GRPO's stochastic step. Its noise grows with the noise level."""
 
     equation: ClassVar[str] = "g = noise sqrt(s / (1 - s)); mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
     source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470"
@@ -72,7 +74,7 @@ class FlowSDE(DenoisingTransition):
 
 
 class DanceSDE(DenoisingTransition):
-    """DanceGRPO's stochastic step: the same noise at every level."""
+    """DanceGRPO's stochastic step. Its noise is the same at every level."""
 
     equation: ClassVar[str] = "g = noise; mean = x + (v + g^2 (x + (1 - s) v) / (2 s)) dt"
     source: ClassVar[str] = "DanceGRPO, arXiv 2505.07818"
@@ -86,7 +88,7 @@ class DanceSDE(DenoisingTransition):
 
 
 class CPS(DenoisingTransition):
-    """Coefficient-preserving sampling: the noise level of the next latent is exactly what the grid says."""
+    """Coefficient-preserving sampling: after a step, the latent has exactly the noise level of the grid."""
 
     equation: ClassVar[str] = (
         "std = s' sin(noise pi / 2); mean = (1 - s') (x - s v) + sqrt(s'^2 - std^2) (x + (1 - s) v); "
@@ -128,10 +130,11 @@ class DDIM(DenoisingTransition):
 
 
 class Window(Choice):
-    """The steps of a chain that are stochastic and trained, chosen once per group and training step, never per rollout.
+    """The steps of a chain that are stochastic and trained. They are selected once per group and training step, so that
+    all rollouts of a group share them.
 
-    `first` and `last` bound the usable steps [first, last); by default all that have noise but the last one, whose
-    noise would stay in the sample.
+    `first` and `last` bound the usable steps [first, last). The default is all steps with noise except the last one,
+    whose noise would stay in the sample.
     """
 
     title: ClassVar[str] = "window"
@@ -147,12 +150,14 @@ class Window(Choice):
 
     @abstractmethod
     def width(self, usable: int) -> int:
-        """Returns the number of steps of a window, where `usable` ones may be in it."""
+        """Returns the number of steps in a window, given the number of usable steps."""
 
     @abstractmethod
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
-        """Returns the first step of the window among the `usable` ones, at training step `iteration` for the group
-        whose seed is `seed`; steps: of the whole chain."""
+        """Returns the index of the window's first step among the `usable` steps.
+
+        steps: of the whole chain. iteration: the training step. seed: of the group.
+        """
 
 
 class AllSteps(Window):
@@ -169,7 +174,7 @@ class AllSteps(Window):
 
 
 class RandomStart(Window):
-    """`size` steps that begin anywhere."""
+    """`size` steps with a random start."""
 
     source: ClassVar[str] = "Flow-GRPO-Fast"
     type: str = "random"
@@ -181,14 +186,15 @@ class RandomStart(Window):
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
         return self._draw(usable - self.size + 1, seed)
 
-    def _draw(self, starts: int, seed: int) -> int:
+    def _draw(self, num_starts: int, seed: int) -> int:
+        """Returns a random number below `num_starts`."""
         import torch
 
-        return int(torch.randint(starts, (), generator=torch.Generator().manual_seed(seed)))
+        return int(torch.randint(num_starts, (), generator=torch.Generator().manual_seed(seed)))
 
 
 class FirstHalf(RandomStart):
-    """`size` steps that begin at random in the first half of the chain."""
+    """`size` steps with a random start in the first half of the chain."""
 
     source: ClassVar[str] = "Flow-GRPO-Fast"
     type: str = "first_half"
@@ -198,7 +204,7 @@ class FirstHalf(RandomStart):
 
 
 class Sliding(Window):
-    """`size` steps that move on by `stride` after `every` training steps and begin again after the end."""
+    """`size` steps that move by `stride` after `every` training steps and wrap around at the end of the chain."""
 
     equation: ClassVar[str] = "the stay at start t is every exp(-decay max(0, t - threshold)) training steps"
     source: ClassVar[str] = "MixGRPO, arXiv 2507.21802"
@@ -214,13 +220,13 @@ class Sliding(Window):
 
     def start(self, usable: int, steps: int, iteration: int, seed: int) -> int:
         starts = range(0, usable - self.size + 1, self.stride)
-        stays = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in starts]
-        remaining = iteration % sum(stays)
-        for start, stay in zip(starts, stays, strict=True):
-            if remaining < stay:
+        durations = [max(1, round(self.every * math.exp(-self.decay * max(0, t - self.threshold)))) for t in starts]
+        remaining = iteration % sum(durations)
+        for start, duration in zip(starts, durations, strict=True):
+            if remaining < duration:
                 return start
-            remaining -= stay
-        raise AssertionError("unreachable: remaining is below the sum of the stays")
+            remaining -= duration
+        raise AssertionError("unreachable: remaining is below the sum of the durations")
 
 
 class Tail(Choice):
@@ -246,14 +252,14 @@ class DPM(Tail):
 
 
 class Likelihood(Choice):
-    """The decisions of a denoised sample, and their likelihood."""
+    """What counts as a decision of a denoised sample, and how its likelihood is computed."""
 
     title: ClassVar[str] = "likelihood"
-    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a latent")
+    reduction: Literal["mean", "sum"] = option("mean", "how log-likelihoods of the elements of a latent are combined")
 
 
 class ChainLikelihood(Likelihood):
-    """The steps of the chain inside the window, each a Gaussian."""
+    """Each step of the chain inside the window is a decision with a Gaussian likelihood."""
 
     equation: ClassVar[str] = "log Normal(x'; a_x x + a_v v, std)"
     source: ClassVar[str] = "Flow-GRPO, arXiv 2505.05470; DDPO, arXiv 2305.13301"
@@ -267,10 +273,10 @@ class ChainLikelihood(Likelihood):
 
 
 class Draws(Likelihood):
-    """A final sample, compared with the network's prediction at noise levels and noises that are the same for every
-    policy that is compared."""
+    """The final sample is noised to several levels and compared with the network's predictions. All policies get the
+    same noise levels and noises."""
 
-    draws: int = option(4, "noise levels and noises a sample", ge=1)
+    draws: int = option(4, "noisy copies of each sample, each with a noise level and noise of its own", ge=1)
 
 
 class MatchingLikelihood(Draws):
@@ -283,7 +289,7 @@ class MatchingLikelihood(Draws):
 
 
 def check_draw_range(bounds: tuple[float, float]) -> None:
-    """Raises ValueError for bounds of noise levels that are not inside (0, 1)."""
+    """Raises ValueError unless 0 < low < high < 1 for the bounds of noise levels."""
     low, high = bounds
     if not 0 < low < high < 1:
-        raise ValueError(f"draw_range must lie inside (0, 1) and rise, got {bounds}")
+        raise ValueError(f"draw_range must be two rising numbers inside (0, 1), not {list(bounds)}")

@@ -1,4 +1,5 @@
-"""Chooses the stochastic, trained steps of a chain: once per group and training step, never per rollout."""
+"""Selects the stochastic, trained steps of a chain: once per group and training step, so that all rollouts of a group
+share them."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from mmrl.samplers.settings import Window
 
 
 def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list[int]:
-    """Returns the window's steps, rising, at training step `iteration` for the group whose seed is `seed`; std [steps]:
-    of the chosen transition. Raises ValueError where `usable_steps` does, and where the window does not fit at its
-    start."""
+    """Returns the steps of a window, in rising order.
+
+    std: [steps], standard deviations of the transition. iteration: the training step. seed: of the group. Raises
+    ValueError if the window does not fit at its start, and as `usable_steps` does.
+    """
     usable = usable_steps(window, std)
     width = window.width(len(usable))
     start = window.start(len(usable), len(std), iteration, seed)
@@ -23,24 +26,24 @@ def window_steps(window: Window, std: Tensor, iteration: int, seed: int) -> list
 
 
 def usable_steps(window: Window, std: Tensor) -> range:
-    """Returns the steps that a window may hold, for the stds [steps] of the chosen transition.
+    """Returns the steps that a window may contain. std: [steps], standard deviations of the transition.
 
-    By default these are all but the last one, whose noise would stay in the sample. Raises ValueError where `first` and
-    `last` ask for a step without noise, or leave fewer steps than the window is wide.
+    By default these are all steps with noise except the last one, whose noise would stay in the sample. Raises
+    ValueError if `first` and `last` include a step without noise, or leave fewer steps than the window has.
     """
-    random = [int(i) for i in (std > 0).nonzero()]
-    last = min(random[-1] + 1, len(std) - 1) if window.last is None and random else window.last
-    if last is None or not random:
+    stochastic = [int(i) for i in (std > 0).nonzero()]
+    last = min(stochastic[-1] + 1, len(std) - 1) if window.last is None and stochastic else window.last
+    if last is None or not stochastic:
         raise ValueError("no step of this chain has noise: raise transition.noise or choose another transition")
     if last > len(std):
         raise ValueError(f"window.last={last}, but the chain has only {len(std)} steps")
-    deterministic = [i for i in range(window.first, last) if i not in random]
+    deterministic = [i for i in range(window.first, last) if i not in stochastic]
     if deterministic:
         raise ValueError(
             f"the window reaches step {deterministic[0]}, which has std 0; set window.first and window.last inside "
-            f"{random[0]} to {random[-1] + 1}"
+            f"{stochastic[0]} to {stochastic[-1] + 1}"
         )
-    need = window.width(last - window.first)
-    if last - window.first < need:
-        raise ValueError(f"a window of {need} steps does not fit into steps {window.first} to {last}")
+    width = window.width(last - window.first)
+    if last - window.first < width:
+        raise ValueError(f"a window of {width} steps does not fit into steps {window.first} to {last}")
     return range(window.first, last)

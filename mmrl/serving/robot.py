@@ -20,7 +20,7 @@ from websockets.sync.server import ServerConnection
 from websockets.sync.server import serve as listen
 
 from mmrl.errors import UserError
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 from mmrl.serving.arrays import packed, unpacked
 from mmrl.serving.observations import ActingPolicy, BadObservation, RobotReader
 
@@ -68,7 +68,7 @@ class RobotServer:
         began = time.monotonic()
         with self._one_at_a_time:
             try:
-                actions = self.policy.act(observation, [mixed(0, number)], self.policy.evaluation_temperature)[0]
+                actions = self.policy.act(observation, [derive_seed(0, number)], self.policy.evaluation_temperature)[0]
             except UserError as error:
                 raise BadObservation(str(error)) from None
         if not np.isfinite(actions).all():

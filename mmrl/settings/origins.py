@@ -1,4 +1,4 @@
-"""Weights of a second model, such as a teacher: in a folder, on a hub, or what a recipe ends with."""
+"""Weights of a second model, such as a teacher: a folder, a model on a hub, or the final weights of a recipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from mmrl.settings.section import Section, option
 
 
 class RecipeNotRun(UserError):
-    """Raised where weights are those that a recipe ends with, and it has not been run."""
+    """Raised if weights are the final ones of a recipe that has not been run."""
 
 
 class WeightsOrigin(Section):
-    """Origin of the weights of a second model. A job runs the recipe first, as it does a warm start."""
+    """The weights of a second model: the key `path` or the key `recipe`. A job runs the recipe first, as it does for a
+    warm start."""
 
     required: ClassVar[bool] = True  # one of path and recipe has to be set
     path: str | None = option(None, "a folder or a hub name")
@@ -41,7 +42,7 @@ class WeightsOrigin(Section):
         return str(Path(recipes.run_dir(recipes.resolve(Path(self.recipe)))) / "final")
 
     def existing(self) -> str | None:
-        """Returns `folder`. Raises RecipeNotRun where the recipe has not left it."""
+        """Returns `folder`. Raises RecipeNotRun if the recipe has not written it yet."""
         if self.recipe is not None and not Path(str(self.folder)).is_dir():
             raise RecipeNotRun(f"recipe={self.recipe} has not been run; run it first: mmrl train {self.recipe}")
         return self.folder

@@ -14,19 +14,23 @@ from mmrl.settings import recipes
 
 
 class TreeError(Exception):
-    """An error in one line about a file or an override that can not be read."""
+    """An error in one line about a file or an override that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A value of an override that replaces the previous one, even where both are mappings."""
+    """The value of an override that replaces the previous value, even if both are mappings (which are merged
+    otherwise)."""
 
     value: Any
 
 
 def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns the files that `path` extends, base first, and then `path`, each with its tree. `path` may be the name of
-    a shipped recipe. Raises TreeError."""
+    """Reads a configuration file and the files that it extends, each with its tree: the base first, `path` last.
+
+    path: a file, or the name of a shipped recipe. extended_by: files that led here by `extends`, to detect a cycle.
+    Raises TreeError.
+    """
     try:
         path = recipes.resolve(path)
     except FileNotFoundError as error:
@@ -37,7 +41,7 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
         raise TreeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise TreeError(f"{path}: too many levels of lists and mappings") from None
-    except OSError:  # by omegaconf for a document that is a number
+    except OSError:  # omegaconf raises it for a document that is a number
         loaded = None  # type: ignore[assignment]
     if not isinstance(loaded, DictConfig) or not loaded:
         raise TreeError(f"{path}: expected a mapping at the top level")
@@ -54,19 +58,19 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     chain = (*extended_by, path.resolve())
     extended = recipes.resolve_from(path.parent, base)
     if extended.resolve() in chain:
-        raise TreeError(f"{path}: extends: {base} extends this file in turn")
+        raise TreeError(f"{path}: extends: {base} extends this file, directly or not; remove one of the two")
     return [*read_yaml(extended, chain), (path, tree)]
 
 
 def read_override(text: str) -> dict[str, Any]:
-    """Returns the tree of `key.subkey=value`. A mapping in braces replaces the previous value. Raises TreeError."""
-    key, equals, written = text.partition("=")
+    """Parses `key.subkey=value` into a tree. A mapping in braces replaces the previous value. Raises TreeError."""
+    key, equals, value_text = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise TreeError(f"override {text!r} is not of the form key.subkey=value")
-    if not written.strip():
+    if not value_text.strip():
         raise TreeError(f"override {text!r} gives no value; {key}=null unsets the key")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={written}"]))["value"]  # type: ignore[index,call-overload]
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value_text}"]))["value"]  # type: ignore[index,call-overload]
     except YAMLError as error:
         raise TreeError(f"override {text!r}: not valid YAML: {' '.join(str(error).split())}") from None
     tree: Any = Whole(value) if isinstance(value, Mapping) else value
@@ -75,38 +79,42 @@ def read_override(text: str) -> dict[str, Any]:
     return tree
 
 
-def merged(base: Any, extra: Any, path: tuple[str, ...] = ()) -> Any:
-    """Merges `extra` over `base`: mappings key by key, anything else is replaced. A mapping of another `type` is
-    replaced too, since its options differ. A number as a key selects an item of a list.
+def merged(base: Any, override: Any, path: tuple[str, ...] = ()) -> Any:
+    """Merges `override` into `base` and returns the result: mappings key by key, anything else is replaced.
 
-    Raises TreeError naming a key below something that has no keys.
+    A mapping with another `type` is replaced too, since its options differ. A number as a key selects an item of a
+    list. path: keys that lead to `base`, for messages. Raises TreeError, which names the key, for an item that a list
+    does not have.
     """
-    if isinstance(extra, Whole):
-        return extra.value
-    if not isinstance(extra, Mapping):
-        return extra
+    if isinstance(override, Whole):
+        return override.value
+    if not isinstance(override, Mapping):
+        return override
     if isinstance(base, list):
-        return _with_items(base, extra, path)
-    if isinstance(base, str) and path and "type" not in extra:
+        return _merge_items(base, override, path)
+    if isinstance(base, str) and path and "type" not in override:
         base = {"type": base}  # the short form of a choice
-    if not isinstance(base, Mapping) or _of_another_type(base, extra):
+    if not isinstance(base, Mapping) or _types_differ(base, override):
         base = {}
     result = dict(base)
-    for key, value in extra.items():
+    for key, value in override.items():
         result[key] = merged(result.get(key), value, (*path, str(key)))
     return result
 
 
-def _of_another_type(base: Mapping[str, Any], extra: Mapping[str, Any]) -> bool:
-    return "type" in base and "type" in extra and base["type"] != extra["type"]
+def _types_differ(base: Mapping[str, Any], override: Mapping[str, Any]) -> bool:
+    return "type" in base and "type" in override and base["type"] != override["type"]
 
 
-def _with_items(base: list[Any], extra: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
-    """Merges overrides of list items by number ("0", "1") into a list. Raises TreeError for a number beyond it."""
+def _merge_items(base: list[Any], override: Mapping[str, Any], path: tuple[str, ...]) -> list[Any]:
+    """Merges overrides of list items, keyed by number ("0", "1"), into the list `base`. Raises TreeError for an item
+    that the list does not have."""
     items = list(base)
-    for key, value in extra.items():
-        where = ".".join((*path, str(key)))
+    for key, value in override.items():
+        key_path = ".".join((*path, str(key)))
         if not str(key).isdigit() or int(key) >= len(base):
-            raise TreeError(f"{where}: {'.'.join(path)} is a list of {len(base)}; its items are 0 to {len(base) - 1}")
+            raise TreeError(
+                f"{key_path}: {'.'.join(path)} is a list of {len(base)}; its items are 0 to {len(base) - 1}"
+            )
         items[int(key)] = merged(base[int(key)], value, (*path, str(key)))
     return items

@@ -158,8 +158,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("centre: steps of a chain may be infinite", "mmrl/samplers/settings.py",
      "if values.shape not in (sigma.shape, ()) or not bool(values.isfinite().all()):", "if values.shape not in (sigma.shape, ()):",
      CHECKS + ("samplers/test_transitions.py",)),
-    ("centre: what belongs to neither box is a share of both", "mmrl/rewards/overlap.py", "(hull - union) / hull",
-     "(hull - union) / union", ("rewards/test_overlap.py",)),
+    ("centre: what belongs to neither box is a share of both", "mmrl/rewards/overlap.py", "(enclosing - union) / enclosing",
+     "(enclosing - union) / union", ("rewards/test_overlap.py",)),
     ("centre: a gap in a curve is drawn over", "mmrl/report/html/templates/chart.js", "line.y[i] !== null && line.x[i] >= from",
      "line.x[i] >= from", BROWSER),
 ]

@@ -25,7 +25,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("pairs: colours are rows", PAIRS, '"f h w c -> f c h w"', '"f h w c -> f c w h"', PAIR_TESTS),
     ("streams: all is read", STREAMS, "islice(dataset.decode(False), num_rows)", "dataset.decode(False)", STREAM_TESTS),
     ("streams: of the dataset's keys without streaming", STREAMS, '| {"streaming": True}', '| {"streaming": False}', STREAM_TESTS),
-    ("signatures: messages are texts", SIGNATURES, 'takes_all, signature == "trl")', 'takes_all, signature != "trl")', SIGNATURE_TESTS),
+    ("signatures: messages are texts", SIGNATURES, 'has_kwargs, signature == "trl")', 'has_kwargs, signature != "trl")', SIGNATURE_TESTS),
     ("signatures: the gold has one name", SIGNATURES, "{**dict.fromkeys(GOLDS, prompt.answer), **prompt.metadata}", '{"answer": prompt.answer, **prompt.metadata}', SIGNATURE_TESTS),
     ("signatures: the gold hides a column", SIGNATURES, "{**dict.fromkeys(GOLDS, prompt.answer), **prompt.metadata}", "{**prompt.metadata, **dict.fromkeys(GOLDS, prompt.answer)}", SIGNATURE_TESTS),
     ("signatures: EasyR1's accuracy is its score", SIGNATURES, '_number(value, "overall")', '_number(value, "accuracy")', SIGNATURE_TESTS),

@@ -64,7 +64,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "for f in []]", DOCTOR),
     # --- prompts of many ---
     ("success_weighted: what is known is not spread out", "mmrl/prompts/curriculum.py",
-     "rates = spread_out(self._rates, self._size, self.prior)", "rates = spread_out({}, self._size, self.prior)",
+     "rates = values_by_prompt(self._rates, self._size, self.prior)", "rates = values_by_prompt({}, self._size, self.prior)",
      ("prompts/test_curriculum.py",)),
     ("volatility: the least come first", "mmrl/prompts/curriculum.py", "self._size), -score)", "self._size), score)",
      ("prompts/test_curriculum.py",)),

@@ -25,7 +25,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("residual: the code's noise is forgotten in replay", R, 'code + sampled["code_noise"], prefix', "code, prefix",
      RESIDUAL),
     ("residual: the code's noise has no temperature", R, "sampling.temperature * self._sample_code_noise", "self._sample_code_noise", RESIDUAL),
-    ("residual: the code's noise is another's", R, "gaussian(list(seeds), CODE,", "gaussian(list(seeds), 0,", RESIDUAL),
+    ("residual: the code's noise is another's", R, "gaussian_noise(list(seeds), CODE,", "gaussian_noise(list(seeds), 0,", RESIDUAL),
     ("residual: the code has no bound", R, "features.to(self.encode.weight)).float().tanh()",
      "features.to(self.encode.weight)).float()", RESIDUAL),
     ("residual: information without the noise's size", R, "- math.log(self.noise)", "", RESIDUAL),

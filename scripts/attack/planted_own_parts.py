@@ -14,7 +14,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("own: booleans are numbers", "mmrl/checkpoints/training.py", "isinstance(before, str | bool) or", "isinstance(before, str) or", OWN),
     ("own: shapes may change", "mmrl/checkpoints/training.py", "_under(key, SHAPES) or not", "not", OWN),
     ("own: what is not named may change", "mmrl/checkpoints/store.py", "if fixed is None and key in named:", "if fixed is None:", OWN),
-    ("own: another component is replaced", "mmrl/rewards/compose.py", "(*self.components[:column], changed, *self.components[column + 1 :])", "(changed, *self.components[1:])", OWN),
+    ("own: another component is replaced", "mmrl/rewards/compose.py", "(*self.components[:column], replacement, *self.components[column + 1 :])", "(replacement, *self.components[1:])", OWN),
     ("own: a stop is the end of the run", "mmrl/trainer.py", "if self.stop_signal or self.stop_requested or save_due:", "if self.stop_signal or save_due:", OWN),
     ("own: a stop is not told", "mmrl/job.py", "    elif training.stop_requested and", "    elif False and", OWN),
     ("own: any function has a name", "mmrl/rewards/settings.py", "vars(sys.modules[target.__module__]).get(name) is not target", "False", OWN),

@@ -71,7 +71,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "actions = expert_actions", RUNS),
     ("expert: every episode succeeded", "tasks/manipulation/episodes.py", "float(success[row]))", "1.0)", RUNS),
     ("restart: the row goes on with its old start", "mmrl/policies/vla/policy.py", "            episode_of_row[row] = episode\n", "", ("policies/vla/test_policy.py",)),
-    ("restart: noise by row", "mmrl/policies/vla/policy.py", "mixed(seeds[episode], step_counts[episode])", "mixed(seeds[episodes.index(episode)], step_counts[episode])",
+    ("restart: noise by row", "mmrl/policies/vla/policy.py", "derive_seed(seeds[episode], step_counts[episode])", "derive_seed(seeds[episodes.index(episode)], step_counts[episode])",
      ("policies/vla/test_policy.py",)),
     ("restart: a group's noise by row", "mmrl/policies/vla/policy.py", "row_group_seeds = [group_seeds[episode] for episode in episodes]",
      "row_group_seeds = [group_seeds[row] for row in rows]", ("policies/vla/test_policy.py",)),

@@ -15,7 +15,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("robots: any size of image", READ, "if image.shape != (*self.size, 3):", "if False:", TEST),
     ("robots: hidden numbers are needed", READ, "sim.simulator.state_dim - self.hidden", "sim.simulator.state_dim", TEST),
     ("robots: states that are not finite", READ, "if not np.isfinite(state).all():", "if False:", TEST),
-    ("robots: every chunk has the noise of the first", ROBOT, "mixed(0, number)", "mixed(0, 0)", TEST),
+    ("robots: every chunk has the noise of the first", ROBOT, "derive_seed(0, number)", "derive_seed(0, 0)", TEST),
     ("robots: at temperature 0", ROBOT, "self.policy.evaluation_temperature)[0]", "0.0)[0]", TEST),
     ("robots: actions that are not finite are sent", ROBOT, "if not np.isfinite(actions).all():", "if False:", TEST),
     ("robots: any key", ROBOT, "if self.key is not None and", "if self.key is None and", TEST),

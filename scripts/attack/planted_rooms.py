@@ -8,7 +8,7 @@ RECIPES, MOVED, CONTROLS = ("settings/test_recipes.py",), ("test_moved.py",), ("
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("recipes: the first folder called configs counts", R, "kinds[-1] + 1", "kinds[0] + 2", RECIPES),
+    ("recipes: the first folder called configs counts", R, "positions[-1] + 1", "kinds[0] + 2", RECIPES),
     ("recipes: a name comes before a file", R, "if path.is_file():\n        return path\n    if", "if", RECIPES),
     ("recipes: a path may end with a name", R, "path.name == str(path) and", "", RECIPES),
     ("recipes: a former control is not told", R, "if name.endswith(FORMER_CONTROL):", "if False:", RECIPES),

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from PIL import Image
 
 from mmrl.errors import describe_error
-from mmrl.rewards.parsing.responses import between
+from mmrl.rewards.parsing.responses import texts_between
 from mmrl.rollouts import Message, Prompt, Video
 from mmrl.sims.turns.environment import Environment, Reply
 
@@ -169,7 +169,7 @@ class ToolCall:
 def json_call(response: str) -> ToolCall | None:
     """Parses the last <tool_call> with JSON in a response; None if there is none. Raises ToolError if it is
     malformed."""
-    calls = between(response, OPEN, CLOSE)
+    calls = texts_between(response, OPEN, CLOSE)
     if not calls:
         return None
     try:

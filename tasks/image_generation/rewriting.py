@@ -15,7 +15,7 @@ from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.settings import Denoising, DiffusionModel
 from mmrl.policies.diffusion.small import SmallFamily
 from mmrl.protocols.parts import Source
-from mmrl.rewards.parsing.responses import between
+from mmrl.rewards.parsing.responses import texts_between
 from mmrl.rewards.types import device_of
 from mmrl.rollouts import Prompt, Sample
 from mmrl.tasks.image_generation.rewriting_settings import FrozenGenerator, PromptRewritingSettings
@@ -142,5 +142,5 @@ class PromptRewriting:
         if self.settings.tag is None:
             return response.strip()
         tag = self.settings.tag
-        inside = between(response, f"<{tag}>", f"</{tag}>")
+        inside = texts_between(response, f"<{tag}>", f"</{tag}>")
         return inside[-1].strip() if inside else ""

@@ -83,7 +83,17 @@ JOBS = {
             f"algorithm.terms=[{{type: kl, coefficient: {ADAPTIVE}}}]",
             "task.rewards=[{name: 'tests.checkpoints.test_every_state:Falling'}]",
         ],
-        {"Volatility", "Remembering", "Linear", "Stages", "Follower", "Schedules", "Guards", "EMA", "RewardSet"},
+        {
+            "Volatility",
+            "SuccessTrackingSampler",
+            "Linear",
+            "Stages",
+            "Follower",
+            "Schedules",
+            "Guards",
+            "EMA",
+            "RewardSet",
+        },
     ),
     "replays": (
         TINY,
@@ -106,7 +116,7 @@ JOBS = {
             f"algorithm.terms=[{{type: likelihood, coefficient: 0.1}}, {{type: kl, coefficient: {MULTIPLIER}}}]",
             "rollout.temperature={type: staircase, values: [1.0, 0.8, 0.6], metric: response/length, bound: 1.0}",
         ],
-        {"Categorised", "TaskQuotas", "ExtraRolloutSources", "DemonstrationSource", "Multiplier", "Staircase"},
+        {"CategorySampler", "TaskQuotas", "ExtraRolloutSources", "DemonstrationSource", "Multiplier", "Staircase"},
     ),
     "passed over": (
         TINY,
@@ -135,7 +145,7 @@ JOBS = {
             "rollout.extras=[{type: stored_steps, steps: 4}]",
             "algorithm.terms=[{type: likelihood, of: replayed}]",
         ],
-        {"Categorised", "EMA", "ExtraRolloutSources", "StepRing"},
+        {"CategorySampler", "EMA", "ExtraRolloutSources", "StepRing"},
     ),
     "actions with a critic": (
         ROBOTS,

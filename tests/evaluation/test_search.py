@@ -14,7 +14,7 @@ from mmrl.evaluation.search import BestOf, Particles
 from mmrl.policies.diffusion.family import Remarks, Shape
 from mmrl.policies.diffusion.steering import Steering, particles, resampled, steered
 from mmrl.rollouts import Prompt
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 from mmrl.samplers.settings import DDIM, FlowSDE
 from mmrl.tasks.image_generation.tiny import model as tiny_model
 from tests.joints.parts import Table, job
@@ -48,7 +48,7 @@ def test_the_best_of_several_seeds_is_kept(folder):
     prompts, seeds = [task.evaluation[i] for i in range(3)], [11, 12, 13]
     found = BestOf(count=4).respond(policy, task, prompts, seeds)
     for prompt, seed, kept in zip(prompts, seeds, found, strict=True):
-        each = policy.respond([prompt] * 4, [mixed(seed, n) % 2**32 for n in range(4)])
+        each = policy.respond([prompt] * 4, [derive_seed(seed, n) % 2**32 for n in range(4)])
         marks = task.score(each, torch.zeros(4, dtype=torch.long))[:, 0]
         torch.testing.assert_close(kept.image, each[int(marks.argmax())].image, rtol=0, atol=1e-5)
         assert marks.max() > marks.min()

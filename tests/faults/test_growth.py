@@ -185,12 +185,12 @@ READERS: dict[str, Read] = {
     "arithmetic": refused(value),
     "rewritten prompts": rewritten,
     "answers": responses.extract_answer,
-    "options of a question": choices.options_of,
-    "boxes": boxes.boxes_in,
-    "points": boxes.points_in,
-    "objects": boxes.objects_in,
-    "quotes": quotes.quoted_in,
-    "times": times.times_in,
+    "options of a question": choices.parse_options,
+    "boxes": boxes.parse_boxes,
+    "points": boxes.parse_points,
+    "objects": boxes.parse_objects,
+    "quotes": quotes.quoted_texts,
+    "times": times.parse_times,
 }
 OPTIONS: dict[str, dict[str, Any]] = {"sections": {"tags": ["think", "answer"]}}
 GOLDS: dict[str, Any] = {

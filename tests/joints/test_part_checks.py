@@ -139,7 +139,7 @@ class Vanishing(FlowSDE):
     ("transition", "message"),
     [
         (Short(type="own"), r"the transition own gave a_x of shape \[1\].*of shape \[3\]"),
-        (Vanishing(type="own"), r"the transition own gave std of shape \[3\], finite: False"),
+        (Vanishing(type="own"), r"the transition own gave std of shape \[3\], not all finite"),
     ],
 )
 def test_a_transition_that_gives_something_else_is_named(transition, message):

@@ -163,7 +163,7 @@ def test_aesthetic_head(clip_folder, tmp_path):
 @pytest.mark.parametrize(
     "state, words",
     [
-        ({"weight": torch.zeros(1, 9), "bias": torch.zeros(1)}, "takes 9 features, and .* embeds in 8"),
+        ({"weight": torch.zeros(1, 9), "bias": torch.zeros(1)}, "takes 9 features, but .* has embeddings of 8"),
         ({"weight": torch.zeros(2, 8), "bias": torch.zeros(2)}, "has 2 outputs, not one"),
         ({"other": torch.zeros(2)}, "not a chain"),
         ({"weight": torch.zeros(1, 8)}, "has no bias for weight"),

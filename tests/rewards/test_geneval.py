@@ -11,8 +11,8 @@ from PIL import Image
 from mmrl.errors import UserError
 from mmrl.rewards.registry import build
 from mmrl.rewards.visual import geneval
-from mmrl.rewards.visual.detectors import COCO, DetectedObject, OnnxDetector, TransformersDetector, detector, listed
-from mmrl.rewards.visual.geneval import GenEval, checks, colour, relations
+from mmrl.rewards.visual.detectors import COCO, DetectedObject, OnnxDetector, TransformersDetector, detector, to_objects
+from mmrl.rewards.visual.geneval import GenEval, checks, color_of, relations
 from mmrl.rollouts import Prompt, Sample
 
 WHITE = Image.new("RGB", (100, 100), "white")
@@ -82,8 +82,8 @@ def test_colours_are_named_without_what_surrounds_them(paint, name):
     for ground in ((60, 90, 120), (200, 190, 150)):
         image = Image.new("RGB", (100, 100), ground)
         image.paste(paint, (30, 30, 60, 70))
-        assert colour(image, (25.0, 25.0, 65.0, 75.0)) == name
-    assert geneval.COLOURS.index(name) >= 0
+        assert color_of(image, (25.0, 25.0, 65.0, 75.0)) == name
+    assert geneval.COLORS.index(name) >= 0
 
 
 def test_a_colour_counts_for_as_many_objects_as_are_asked_for():
@@ -101,7 +101,7 @@ def test_a_colour_counts_for_as_many_objects_as_are_asked_for():
 def test_weaker_boxes_of_one_label_are_left_out():
     boxes = torch.tensor([[0, 0, 10, 10], [1, 0, 11, 10], [20, 0, 30, 10], [0, 0, 10, 10.0]])
     scores = torch.tensor([[0.6, 0], [0.9, 0], [0.5, 0.3], [0, 0.8]])
-    made = listed(boxes, scores, ("cat", "dog"), 0.4)
+    made = to_objects(boxes, scores, ("cat", "dog"), 0.4)
     assert [(one.label, round(one.score, 2), one.box[0]) for one in made] == [
         ("cat", 0.9, 1.0), ("dog", 0.8, 0.0), ("cat", 0.5, 20.0),
     ]  # fmt: skip

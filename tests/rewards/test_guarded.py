@@ -14,7 +14,7 @@ import torch
 from mmrl.errors import UserError, describe_error
 from mmrl.rewards import RewardSet, RewardSpec, guarded
 from mmrl.rewards.services.failures import Failure, Failures
-from mmrl.rewards.types import numbers
+from mmrl.rewards.types import to_scores
 from mmrl.rollouts import Prompt, Sample
 
 HERE = "tests.rewards.hostile"
@@ -44,7 +44,7 @@ def test_ten_and_a_hundred_failures_are_told_again(caplog):
     failures = Failures("own")
     with caplog.at_level(logging.WARNING, "mmrl"):
         for one in samples(*["x"] * 120):
-            failures.lost(one, Failure("error", "no"))
+            failures.record(one, Failure("error", "no"))
     assert [message.split("number ")[1].split(",")[0] for message in caplog.messages] == ["1", "10", "100"]
 
 
@@ -58,7 +58,7 @@ def test_what_takes_too_long_costs_its_sample(word):
 
 
 def test_a_thread_that_spins_ends_and_one_that_cannot_be_ended_is_left(monkeypatch):
-    monkeypatch.setattr(guarded, "MOST_STUCK", 1)
+    monkeypatch.setattr(guarded, "MAX_STUCK", 1)
     _, own = scores("spin", "spin", "spin")
     assert not own._calls._stuck and own.failures.causes == {"deadline": 3}
     with pytest.raises(UserError, match="reward 'own': 2 of its calls still run .* set isolated: true"):
@@ -141,14 +141,14 @@ def test_an_error_without_a_text_is_told_in_one_line():
     [(True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.array([0.5]), 0.5), (torch.tensor([[0.5]]), 0.5), (2, 2.0)],
 )
 def test_what_counts_as_a_number(value, expected):
-    assert numbers([value, None], 2) == [expected, None]
+    assert to_scores([value, None], 2) == [expected, None]
 
 
 @pytest.mark.parametrize("value", ["0.5", b"1", np.array([1, 2]), torch.ones(2), [0.5], {}, 1j])
 def test_what_counts_as_none(value):
     """A text that reads as a number is a mistake of the reward, such as an answer in place of its score."""
     with pytest.raises(UserError, match="expected one number a sample"):
-        numbers([value], 1)
+        to_scores([value], 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

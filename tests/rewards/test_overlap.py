@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.ops import box_iou, generalized_box_iou
 
-from mmrl.rewards.overlap import giou, iou, proper
+from mmrl.rewards.overlap import giou, iou, to_box
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_as_torchvision_computes_it():
 
 @pytest.mark.parametrize("numbers", [(1, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1), (0, 1, 1, 0)])
 def test_a_box_without_an_area_is_none(numbers):
-    assert proper(numbers) is None
+    assert to_box(numbers) is None
 
 
 def test_a_box_is_read_from_words():
-    assert proper(("0", "1e0", "2", "3.5")) == (0.0, 1.0, 2.0, 3.5)
+    assert to_box(("0", "1e0", "2", "3.5")) == (0.0, 1.0, 2.0, 3.5)

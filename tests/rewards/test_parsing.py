@@ -7,14 +7,14 @@ import pytest
 from PIL import Image
 
 from mmrl.rewards import build, extract_answer
-from mmrl.rewards.parsing.boxes import boxes_in, gold_boxes, objects_in, points_in, states_nothing
-from mmrl.rewards.parsing.choices import Letters, options_of
+from mmrl.rewards.parsing.boxes import gold_boxes, parse_boxes, parse_objects, parse_points, states_nothing
+from mmrl.rewards.parsing.choices import OptionLetterReader, parse_options
 from mmrl.rewards.parsing.quantities import last_quantity
-from mmrl.rewards.parsing.quotes import quoted_in
-from mmrl.rewards.parsing.responses import split_thoughts, stated
-from mmrl.rewards.parsing.times import times_in
-from mmrl.rewards.parsing.typography import plain
-from mmrl.rewards.parsing.wording import wording
+from mmrl.rewards.parsing.quotes import quoted_texts
+from mmrl.rewards.parsing.responses import split_thoughts, without_thoughts
+from mmrl.rewards.parsing.times import parse_times
+from mmrl.rewards.parsing.typography import normalize_typography
+from mmrl.rewards.parsing.wording import normalize_answer
 from mmrl.rollouts import Prompt, Sample
 
 
@@ -33,7 +33,7 @@ from mmrl.rollouts import Prompt, Sample
     ],
 )
 def test_thoughts_end_with_the_last_closing_tag(response, thoughts, rest):
-    assert split_thoughts(response) == (thoughts, rest) and stated(response) == rest
+    assert split_thoughts(response) == (thoughts, rest) and without_thoughts(response) == rest
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_answer_is_unwrapped(response, answer):
     ],
 )
 def test_typography(text, expected):
-    assert plain(text) == expected
+    assert normalize_typography(text) == expected
 
 
 SAME = [
@@ -118,19 +118,19 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_wordings_that_are_the_same(one, other):
-    assert wording(one) == wording(other) != ""
+    assert normalize_answer(one) == normalize_answer(other) != ""
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_wordings_that_differ(one, other):
-    assert wording(one) != wording(other)
+    assert normalize_answer(one) != normalize_answer(other)
 
 
 def test_no_mark_is_worded_as_nothing_or_as_another():
     marks = [chr(code) for code in range(33, 127)] + list("\xb1\xb0\u20ac\xa3\xd7\u221a\u03c0\u221e")
-    words = {wording(mark) for mark in marks}
+    words = {normalize_answer(mark) for mark in marks}
     assert "" not in words
-    pairs = {frozenset((a, b)) for a in marks for b in marks if a < b and wording(a) == wording(b)}
+    pairs = {frozenset((a, b)) for a in marks for b in marks if a < b and normalize_answer(a) == normalize_answer(b)}
     letters = {frozenset((chr(code), chr(code + 32))) for code in range(65, 91)}
     assert pairs - letters == {frozenset("*\xd7")}
 
@@ -225,17 +225,17 @@ def test_units_and_closeness(gold, response, value):
     ],
 )
 def test_letters(text, letters):
-    assert sorted(Letters("ABCDEFGHIJ").named(text)) == sorted(letters)
+    assert sorted(OptionLetterReader("ABCDEFGHIJ").read(text)) == sorted(letters)
 
 
 def test_options_of_a_question():
-    assert options_of("Which?\nA. a cat\nB) Dog\n(C) 1/2\nAnswer with a letter.") == {
+    assert parse_options("Which?\nA. a cat\nB) Dog\n(C) 1/2\nAnswer with a letter.") == {
         "A": "cat",
         "B": "dog",
         "C": "1/2",
     }
-    assert options_of("Which? (A) cat (B) dog") == {"A": "cat", "B": "dog"}
-    assert options_of("Which?\nB. dog\nC. cat") == {} == options_of("A. Einstein was born when?")
+    assert parse_options("Which? (A) cat (B) dog") == {"A": "cat", "B": "dog"}
+    assert parse_options("Which?\nB. dog\nC. cat") == {} == parse_options("A. Einstein was born when?")
 
 
 @pytest.mark.parametrize(
@@ -256,20 +256,20 @@ def test_options_of_a_question():
     ],
 )
 def test_forms_of_a_box(text):
-    assert boxes_in(text) == [(1, 2, 3, 4)] == gold_boxes(text)
+    assert parse_boxes(text) == [(1, 2, 3, 4)] == gold_boxes(text)
 
 
 def test_several_boxes_and_none():
-    assert boxes_in("[[1,2,3,4;5,6,7,8]]") == [(1, 2, 3, 4), (5, 6, 7, 8)]
-    assert boxes_in("(1,2) (3,4) (5,6) (7,8)") == [(1, 2, 3, 4), (5, 6, 7, 8)]
-    assert boxes_in("[1,2,3]") == [] == boxes_in("there are 3 cats, 4 dogs")
+    assert parse_boxes("[[1,2,3,4;5,6,7,8]]") == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert parse_boxes("(1,2) (3,4) (5,6) (7,8)") == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert parse_boxes("[1,2,3]") == [] == parse_boxes("there are 3 cats, 4 dogs")
 
 
 def test_forms_of_a_point():
     for text in ('<point x="20" y="100" alt="cat">cat</point>', "click(20,100)", "x=20 y=100", "20 , 100"):
-        assert points_in(text) == [(20, 100)]
-    assert points_in('{"x":20.5,"y":-1}') == [(20.5, -1)]
-    assert points_in("[1, 2, 3, 4]") == []
+        assert parse_points(text) == [(20, 100)]
+    assert parse_points('{"x":20.5,"y":-1}') == [(20.5, -1)]
+    assert parse_points("[1, 2, 3, 4]") == []
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ def test_nothing_is_not_stated(text):
 
 
 def test_objects_are_json_python_or_tags():
-    assert objects_in("[{'label': 'cat', 'bbox_2d': [1, 2, 3, 4]}] {broken}") == [
+    assert parse_objects("[{'label': 'cat', 'bbox_2d': [1, 2, 3, 4]}] {broken}") == [
         {"label": "cat", "bbox_2d": [1, 2, 3, 4]}
     ]
     tagged = "<ref>cat</ref><box>[[1,2,3,4]]</box> <ref>dog</ref><box>(5,6),(7,8)</box>"
-    assert objects_in(tagged) == [
+    assert parse_objects(tagged) == [
         {"label": "cat", "bbox_2d": [1, 2, 3, 4]},
         {"label": "dog", "bbox_2d": [5, 6, 7, 8]},
     ]
@@ -327,12 +327,12 @@ def test_objects_are_json_python_or_tags():
     ],
 )
 def test_times(text, times):
-    assert times_in(text) == pytest.approx(times)
+    assert parse_times(text) == pytest.approx(times)
 
 
 def test_quotes():
     text = "A 'big' sign \u2018x\u2019 \"y z\" \u201ez\u201c \xab w \xbb \u300cv\u300d, the dogs' 'don't'"
-    assert quoted_in(text) == ["big", "x", "y z", "z", "w", "v", "don't"]
+    assert quoted_texts(text) == ["big", "x", "y z", "z", "w", "v", "don't"]
 
 
 ATOMS = (

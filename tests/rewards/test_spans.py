@@ -147,7 +147,7 @@ def test_a_worker_answers_with_plain_spans(monkeypatch):
     score = isolated.scorer("process", {"scorer": f"{HERE}:line_lengths"})
     answer = score(sample("é\nbc"))
     assert answer == {"spans": [[0, 2, 2.0], [2, 4, 2.0]], "total": None, "of": "characters"}
-    assert isolated._read(answer) == Spans([[0, 2, 2.0], [2, 4, 2.0]])
+    assert isolated._parse_answer(answer) == Spans([[0, 2, 2.0], [2, 4, 2.0]])
     infinite = isolated.scorer(f"{HERE}:planted", {"total": math.inf})(sample())
     assert infinite["raised"].startswith("ValueError: the total of its spans is inf")
 

@@ -190,7 +190,7 @@ def test_the_verdict_comes_after_the_thinking():
 
 WRONG = [
     ("rubric_judge", {}, "give criteria, or criteria_key"),
-    ("rubric_judge", {"criteria": []}, "criteria are empty"),
+    ("rubric_judge", {"criteria": []}, "criteria: the list is empty"),
     ("rubric_judge", {"criteria": [["x", -1]]}, "a positive weight"),
     ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must hold {criterion}"),
     ("answer_judge", {"question": "Is it?"}, "must hold {prompt}"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 
-from mmrl.samplers.chain import Sampler, gaussian, run
+from mmrl.samplers.chain import Sampler, gaussian_noise, run
 from mmrl.samplers.settings import DDIM, DPM, DenoisingTransition, Tail
 from mmrl.samplers.sigmas import Grid, ddim_grid, shifted
 from mmrl.samplers.transitions import Coefficients
@@ -33,11 +33,11 @@ def exact(sampler, mean=0.5, std=0.3):
 
 
 def start(rows):
-    return gaussian(list(range(rows)), -1, SHAPE)
+    return gaussian_noise(list(range(rows)), -1, SHAPE)
 
 
 def noise_of(seeds):
-    return lambda step, rows: gaussian([seeds[i] for i in rows.tolist()], step, SHAPE)
+    return lambda step, rows: gaussian_noise([seeds[i] for i in rows.tolist()], step, SHAPE)
 
 
 def no_noise(step, rows):
@@ -181,9 +181,11 @@ class TestSecondOrder:
 
 
 def test_noise_depends_on_seed_and_counter_alone():
-    draws = gaussian([3, 4], 0, (1000,))
-    assert torch.equal(draws[1], gaussian([4], 0, (1000,))[0])
-    others = torch.cat([draws, gaussian([3, 4], 1, (1000,)), gaussian([3], -1, (1000,)), gaussian([3], -2, (1000,))])
+    draws = gaussian_noise([3, 4], 0, (1000,))
+    assert torch.equal(draws[1], gaussian_noise([4], 0, (1000,))[0])
+    others = torch.cat(
+        [draws, gaussian_noise([3, 4], 1, (1000,)), gaussian_noise([3], -1, (1000,)), gaussian_noise([3], -2, (1000,))]
+    )
     assert (torch.corrcoef(others) - torch.eye(6)).abs().max() < 0.15
     assert abs(float(others.mean())) < 0.05 and float(others.std()) == pytest.approx(1, abs=0.05)
 
@@ -208,7 +210,7 @@ def test_a_transition_of_ones_own_by_hand():
     chain = run(lambda x, point, rows: x * (1 + point.view(-1, 1, 1, 1)), start(1), made, [[1]], noise_of([5]))
     x = start(1) * (1 - 0.25)
     torch.testing.assert_close(chain.x[:, 0], x)
-    x = x - 0.25 * 2 * x + 0.4 * 0.75 * 0.5 * gaussian([5], 1, SHAPE)
+    x = x - 0.25 * 2 * x + 0.4 * 0.75 * 0.5 * gaussian_noise([5], 1, SHAPE)
     torch.testing.assert_close(chain.x_next[:, 0], x)
     torch.testing.assert_close(chain.final, x * (1 - 0.25 * 3) * (1 - 0.25 * 4))
 
@@ -221,9 +223,9 @@ def test_predictions_are_kept_of_the_drawn_steps_of_each_row():
         for place, point in enumerate(window):
             x = chain.x[row, place][None]
             assert torch.equal(chain.v[row, place][None], predict(x, torch.tensor([point]), None))
-            step = made.drawn(torch.tensor([point]))
+            step = made.stochastic_coefficients(torch.tensor([point]))
             mean = step.a_x * x + step.a_v * chain.v[row, place]
             noise = (chain.x_next[row, place] - mean) / step.std
-            torch.testing.assert_close(noise, gaussian([[7, 8, 9][row]], point, SHAPE), atol=1e-5, rtol=0)
+            torch.testing.assert_close(noise, gaussian_noise([[7, 8, 9][row]], point, SHAPE), atol=1e-5, rtol=0)
     without = run(predict, start(3), made, windows, noise_of([7, 8, 9]))
     assert without.v is None and torch.equal(without.x, chain.x) and torch.equal(without.final, chain.final)

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from mmrl.samplers import score
-from mmrl.samplers.chain import Sampler, gaussian
+from mmrl.samplers.chain import Sampler, gaussian_noise
 from mmrl.samplers.settings import CPS, DDIM, AllSteps, DanceSDE, FlowSDE
 from mmrl.samplers.sigmas import Grid, ddim_grid, shifted
 
@@ -24,7 +24,7 @@ def latents(seed, shape=(48,), decisions=STEPS):
 
 
 def steps(sampler):
-    return sampler.drawn(torch.tensor([[0, 1, 2], [1, 2, 3]]))
+    return sampler.stochastic_coefficients(torch.tensor([[0, 1, 2], [1, 2, 3]]))
 
 
 def chain(shape, *, old=True, reference=True, **options):
@@ -91,7 +91,7 @@ class TestChains:
         mask = (torch.arange(48) % 3 > 0).expand(ROLLOUTS, STEPS, 48)
         seen = []
         for shape in SHAPES.values():
-            options = {"counted": mask.reshape(ROLLOUTS, STEPS, *shape)} if counted else {}
+            options = {"element_mask": mask.reshape(ROLLOUTS, STEPS, *shape)} if counted else {}
             found, v = chain(shape, **options)
             total = found.log_ratio.sum() + found.logp.sum() + found.reference_kl.sum() + found.divergence.sum()
             (gradient,) = torch.autograd.grad(total + found.reference_error.sum(), v)
@@ -103,11 +103,11 @@ class TestChains:
     def test_what_does_not_count_changes_nothing_but_the_constant(self):
         """A third of the elements: the ratio and the divergences are sums over the rest, over all 48."""
         shape, mask = (48,), torch.arange(48) % 3 > 0
-        found, v = chain(shape, counted=mask)
+        found, v = chain(shape, element_mask=mask)
         spoilt = latents(2, shape).masked_fill(~mask, 99.0)
         moved = latents(3, shape).masked_fill(~mask, -7.0)
         again = score.chain_likelihood(
-            moved, latents(1, shape), spoilt, steps(flow()), old=latents(4, shape), counted=mask
+            moved, latents(1, shape), spoilt, steps(flow()), old=latents(4, shape), element_mask=mask
         )
         assert torch.equal(found.log_ratio, again.log_ratio) and torch.equal(found.logp, again.logp)
         part, _ = chain(shape, reduction="sum")
@@ -156,7 +156,7 @@ class TestMatchings:
     def test_elements_that_do_not_count_add_nothing(self):
         mask = torch.arange(48) % 4 > 0
         v = latents(1).requires_grad_()
-        options = {"old": latents(3), "reference": latents(4), "counted": mask}
+        options = {"old": latents(3), "reference": latents(4), "element_mask": mask}
         found = score.matching_likelihood(v, latents(2), **options)
         again = score.matching_likelihood(v, latents(2).masked_fill(~mask, 50.0), **options)
         assert torch.equal(found.logp, again.logp) and torch.equal(found.log_ratio, again.log_ratio)
@@ -188,9 +188,9 @@ class TestNoise:
     def test_draws_are_each_seeds_own_and_none_of_a_chain(self):
         found = score.draw_noises([7, 8], 3, (5,))
         assert torch.equal(found[1], score.draw_noises([8], 3, (5,))[0])
-        assert torch.equal(found[1, 2], gaussian([8], -4, (5,))[0])
+        assert torch.equal(found[1, 2], gaussian_noise([8], -4, (5,))[0])
         assert len({float(value) for value in found.flatten()}) == 30
-        assert not torch.equal(found[0, 0], gaussian([7], -1, (5,))[0])
+        assert not torch.equal(found[0, 0], gaussian_noise([7], -1, (5,))[0])
 
     def test_levels_are_stratified(self):
         for number in (0, 1):

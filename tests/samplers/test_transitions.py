@@ -154,10 +154,10 @@ def test_under_the_old_policy_the_log_ratio_has_mean_minus_kl(kind):
 def test_the_sampled_residual_is_standard_normal(kind):
     """Kolmogorov-Smirnov: D sqrt(n) stays below 1.95 with probability 0.999."""
     n = 20_000
-    from mmrl.samplers.chain import gaussian
+    from mmrl.samplers.chain import gaussian_noise
 
     x, v = normal(0, (n // 20, 20)), normal(1, (n // 20, 20))
-    x_next, _, mean = gaussian_step(x, v, step(kind), noise=gaussian(list(range(n // 20)), 3, (20,)))
+    x_next, _, mean = gaussian_step(x, v, step(kind), noise=gaussian_noise(list(range(n // 20)), 3, (20,)))
     residual = ((x_next - mean) / step(kind).std).flatten().double().sort().values
     ranks = torch.arange(1, n + 1, dtype=torch.float64) / n
     distance = (Normal(0.0, 1.0).cdf(residual) - ranks).abs().max()
@@ -251,7 +251,7 @@ def test_a_deterministic_step_is_no_decision():
     [
         ({"kind": "euler"}, "unknown transition 'euler'; use one of ode, flow_sde"),
         ({"kind": "cps", "noise": 1.5}, "cps takes noise from 0 to 1, got 1.5"),
-        ({"kind": "flow_sde", "noise": -0.1}, "takes noise from 0"),
+        ({"kind": "flow_sde", "noise": -0.1}, "takes noise of at least 0"),
         ({"kind": "ode", "sigma_next": 0.5}, "sigmas must fall"),
     ],
 )

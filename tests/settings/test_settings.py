@@ -119,7 +119,7 @@ def test_a_name_alone_is_a_kind_with_its_defaults():
 def test_options_without_a_type_are_those_of_the_default_kind():
     assert image(shape={"radius": 2}).shape == Circle(radius=2)
     assert image(corner={"side": 4}).corner == Square(side=4)
-    assert refusal(shapes=[{"radius": 2}]).startswith("shapes.0.type is missing; it is one of circle, square")
+    assert refusal(shapes=[{"radius": 2}]).startswith("shapes.0.type is missing; set it to one of circle, square")
 
 
 def test_lists_and_mappings_of_choices():
@@ -208,7 +208,7 @@ def test_a_key_may_allow_other_kinds_than_its_class():
 
 def test_kinds_without_a_default_have_to_be_named():
     assert kind_of(Shape, "circle") is Circle and kind_of(Shape, {"type": "square"}) is Square
-    with pytest.raises(SettingsError, match=r"^a\.type is missing; it is one of circle, square, nothing, gone"):
+    with pytest.raises(SettingsError, match=r"^a\.type is missing; set it to one of circle, square, nothing, gone"):
         choose(Shape, {}, ("a",))
     with pytest.raises(SettingsError, match="^k=os.path:nowhere: no such object"):
         locate("os.path:nowhere", "k")

@@ -33,7 +33,7 @@ def weighted(trainer, micro, estimator, squares):
     """What the estimator makes of the mean squared distance of velocities, by decision."""
     if estimator == "velocity":
         return squares
-    steps = trainer.policy.sampler.drawn(torch.stack([record.points for record in micro.inputs]))
+    steps = trainer.policy.sampler.stochastic_coefficients(torch.stack([record.points for record in micro.inputs]))
     return steps.a_v.square() * squares / (2 * steps.std.square())
 
 

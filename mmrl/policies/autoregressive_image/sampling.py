@@ -12,7 +12,7 @@ from mmrl.generation.sampling import draw
 from mmrl.policies.autoregressive_image.prompts import NO_TEXT, ImageTokenPrompts, ImageTokenRecord
 from mmrl.policies.vlm.scorer import recompute
 from mmrl.rollouts import Prompt
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 
 TEXTS = 9001  # mixed into the seeds that text is drawn with
 
@@ -57,7 +57,7 @@ class ImageTokenSampler:
     def _write(self, prompt_ids: list[Tensor], seeds: Sequence[int], temperature: float) -> list[Tensor]:
         """Samples the text before each image, [text token]: up to its end token, or as long as it may be."""
         generators = [
-            torch.Generator(self.prompts.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds
+            torch.Generator(self.prompts.device).manual_seed(derive_seed(int(seed), TEXTS) % 2**63) for seed in seeds
         ]
         ids, mask = self.prompts.collate(prompt_ids)
         cache, end = DynamicCache(), torch.tensor(self.prompts.tokenizer.eos_token_id)

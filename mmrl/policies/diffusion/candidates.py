@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.samplers.chain import Chain, mixed
+from mmrl.samplers.chain import Chain, derive_seed
 
 CHOSEN = 8000  # offset of the random numbers that choose the candidate to continue from
 Segment = Callable[[Tensor, list[int], list[int], list[list[int]], list[int], list[int]], Chain]
@@ -47,7 +47,7 @@ def grow(
         if trunk == "ode":
             x = segment(x, prompts, roots, none, at, [p + 1 for p in at]).final
         else:
-            chosen = [g * size + mixed(roots[g], CHOSEN + at[g]) % size for g in prompts]
+            chosen = [g * size + derive_seed(roots[g], CHOSEN + at[g]) % size for g in prompts]
             x = drawn.final[torch.tensor(chosen, device=drawn.final.device)]
     ends = [windows[g][-1] + 1 for g in rows]
     nobody: list[list[int]] = [[]] * len(rows)

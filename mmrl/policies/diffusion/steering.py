@@ -13,7 +13,7 @@ from mmrl.policies.diffusion.decisions.records import decoded_samples, noise_of
 from mmrl.policies.diffusion.family import ConditionInputs
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.rollouts import Prompt, Sample
-from mmrl.samplers.chain import INITIAL, Sampler, data_of, gaussian, mixed, run
+from mmrl.samplers.chain import INITIAL, Sampler, derive_seed, gaussian_noise, predicted_data, run
 from mmrl.samplers.settings import AllSteps, DenoisingTransition, Euler
 from mmrl.samplers.windows import usable_steps
 
@@ -55,10 +55,10 @@ def particles(
     count, last = steering.count, len(sampler.grid)
     particle_prompts = [prompt for prompt in prompts for _ in range(count)]
     group = torch.arange(len(prompts)).repeat_interleave(count)
-    particle_seeds = [mixed(int(seed), n) for seed in seeds for n in range(count)]
+    particle_seeds = [derive_seed(int(seed), n) for seed in seeds for n in range(count)]
     predict = policy.network.predictor(sampler, [ConditionInputs.of(prompt) for prompt in particle_prompts], guidance)
     drawn = set(usable_steps(AllSteps(), sampler.std))
-    x = gaussian(particle_seeds, INITIAL, shape).to(policy.device)
+    x = gaussian_noise(particle_seeds, INITIAL, shape).to(policy.device)
     earned = torch.zeros(len(particle_prompts))
     points = [*range(0, last, steering.every), last]
     for start, stop in zip(points, points[1:], strict=False):
@@ -77,12 +77,14 @@ def particles(
             break
         at = torch.full((len(particle_prompts),), stop)
         v = predict(x, at, torch.arange(len(particle_prompts))).float()
-        expected = data_of(x, v, sampler.grid.sigmas[at], sampler.deterministic)
+        expected = predicted_data(x, v, sampler.grid.sigmas[at], sampler.deterministic)
         now = score(decoded_samples(particle_prompts, family.decode(expected).float().cpu()), group)
         survivors = torch.cat(
             [
                 i * count
-                + resampled(steering.strength * (now - earned)[i * count :][:count], mixed(int(seed), 7000 + stop))
+                + resampled(
+                    steering.strength * (now - earned)[i * count :][:count], derive_seed(int(seed), 7000 + stop)
+                )
                 for i, seed in enumerate(seeds)
             ]
         )

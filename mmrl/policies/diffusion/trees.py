@@ -9,7 +9,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from mmrl.samplers.chain import Chain, mixed
+from mmrl.samplers.chain import Chain, derive_seed
 
 # (latents [row, ...]; each row's group, seed, step that it draws or None, first and last grid point) -> its chain
 Segment = Callable[[Tensor, list[int], list[int], list[int] | None, list[int], list[int]], Chain]
@@ -49,7 +49,7 @@ def grow(
     for j, k in enumerate(children):
         alive = math.prod(children[: j + 1])
         owner = [g for g in groups for _ in range(alive)]
-        child = [mixed(seeds[g], n) for g in groups for n in range(alive)]
+        child = [derive_seed(seeds[g], n) for g in groups for n in range(alive)]
         at = [windows[g][j] for g in owner]
         until = [windows[g][j + 1] if j + 1 < width else last for g in owner]
         chain = segment(repeat(chain.final, "b ... -> (b k) ...", k=k), owner, child, at, at, until)

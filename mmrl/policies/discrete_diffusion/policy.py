@@ -25,7 +25,7 @@ from mmrl.policies.models import Scorer, TrainingEngine, write_model
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.rollouts import MOMENTS, OLD_CROSS_ENTROPY, SEGMENTS, Prompt, Replay, Rollouts, Sample, text_image_parts
 from mmrl.runtime.files import use_default_mode
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 
 
@@ -280,7 +280,7 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         if not (isinstance(self.likelihood, RandomStates) and self.likelihood.redraw):
             return None
         inputs = [
-            record if stays else replace(record, seed=mixed(record.seed, epoch))
+            record if stays else replace(record, seed=derive_seed(record.seed, epoch))
             for record, stays in zip(rollouts.inputs, keep.tolist(), strict=True)
         ]
         return replace(rollouts, inputs=inputs)

@@ -18,7 +18,7 @@ from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.uniform_settings import Noising, NoisingRollouts
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Rollouts
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 
 REPLAY_SEED_OFFSET = 1 << 40  # added to a rollout's seed: it is replayed under other noise than it was sampled from
 
@@ -81,7 +81,7 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         if not (isinstance(self.noising, NoisingRollouts) and self.noising.redraw):
             return None
         inputs = [
-            record if stays else replace(record, seed=mixed(record.seed, epoch))
+            record if stays else replace(record, seed=derive_seed(record.seed, epoch))
             for record, stays in zip(rollouts.inputs, keep.tolist(), strict=True)
         ]
         return replace(rollouts, inputs=inputs)

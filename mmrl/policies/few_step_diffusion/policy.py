@@ -134,7 +134,7 @@ class FewStepPolicy:
         start = (point * self.stride).tolist()
         stop = [first + self.stride for first in start]
         next_x = self.policy.denoiser.denoise(x, inputs, no_windows, start=start, stop=stop).final
-        step = self.student.sampler.at(point, point + 1, torch.zeros_like(point, dtype=torch.bool))
+        step = self.student.sampler.coefficients_between(point, point + 1, torch.zeros_like(point, dtype=torch.bool))
         a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
         return (next_x - a_x * x) / a_v
 

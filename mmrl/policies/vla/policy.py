@@ -53,7 +53,7 @@ from mmrl.rollouts import (
     Steps,
 )
 from mmrl.runtime.files import use_default_mode
-from mmrl.samplers.chain import mixed
+from mmrl.samplers.chain import derive_seed
 from mmrl.schedules.schedule import Schedule
 from mmrl.settings import plain
 from mmrl.sims import Observation, Step, VectorSim, play
@@ -454,7 +454,7 @@ class VisionLanguageActionPolicy:
             selected = observation.select(rows)
             prepared, state = self._prepare(selected), self._state(selected).to(self.device)
             # each policy step of an episode has noise of its own
-            step_seeds = [mixed(seeds[episode], step_counts[episode]) for episode in episodes]
+            step_seeds = [derive_seed(seeds[episode], step_counts[episode]) for episode in episodes]
             step_counts.update(episodes)
             if options.with_expert:
                 expert_actions = sim.expert(np.isin(np.arange(len(sim)), rows), length=self.action.chunk)

@@ -1,4 +1,4 @@
-"""Rewards with the signatures of TRL, verl and EasyR1."""
+"""Adapters for reward functions with the signatures of TRL, verl and EasyR1."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmrl.rewards.types import BatchReward, Reward, Score
 from mmrl.rollouts import Prompt, Sample
 
 Signature = Literal["mmrl", "trl", "trl_text", "verl", "easyr1"]
-GOLDS = ("answer", "solution", "ground_truth")  # names under which rewards of TRL look for the gold
-GIVEN_BY_TRL = ("prompts", "completions")
-GIVEN_BY_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-INPUTS, INPUT = "reward_inputs", "reward_input"  # of EasyR1: all of a batch, or one
+GOLDS = ("answer", "solution", "ground_truth")  # columns in which TRL's rewards expect the gold answer
+TRL_ARGUMENTS = ("prompts", "completions")
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+INPUTS, INPUT = "reward_inputs", "reward_input"  # parameters of EasyR1: all inputs of a batch, or one
 
 
-def resembling(function: Callable[..., Any]) -> Signature | None:
-    """Returns the signature of another library that a function's parameters have, None where they have none."""
+def detect_signature(function: Callable[..., Any]) -> Signature | None:
+    """Returns the library whose signature a function's parameters have; None if it is none of these."""
     names = list(inspect.signature(function).parameters)
     if names[:1] == ["sample"]:
         return None
@@ -30,56 +30,60 @@ def resembling(function: Callable[..., Any]) -> Signature | None:
     return "easyr1" if names[:1] in ([INPUTS], [INPUT]) else None
 
 
-def adapted(name: str, target: Callable[..., Any], signature: Signature, options: dict[str, Any]) -> Any:
-    """Returns the reward around a function of another library, or around what a class of such functions makes.
+def adapt(name: str, target: Callable[..., Any], signature: Signature, options: dict[str, Any]) -> Any:
+    """Wraps a function of another library as a reward. target: the function, or a class that is called with `options`
+    and makes one.
 
-    Raises ValueError for options that it does not take, and for what is not a function of that signature.
+    Raises ValueError for options that it does not take, and if it does not have this signature.
     """
     if inspect.isclass(target):
         instance: Any = target(**options)
         target, options = instance, {}
     if not callable(target) or inspect.iscoroutinefunction(target):
-        raise ValueError(f"reward {name!r}: signature: {signature} is for a function that returns its values")
+        raise ValueError(
+            f"reward {name!r}: signature: {signature} needs a function that returns its values, not one that is async"
+        )
     parameters = inspect.signature(target).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    unknown = [key for key in options if key not in parameters and not takes_all]
+    has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [key for key in options if key not in parameters and not has_kwargs]
     if unknown:
         raise ValueError(f"reward {name!r} has no option {unknown[0]!r}; known: {', '.join(parameters)}")
     _check_parameters(name, list(parameters), signature)
     function = partial(target, **options)
     if signature == "verl":
-        needed = [key for key, one in parameters.items() if one.default is one.empty and one.kind in _NAMED]
-        missing = [key for key in needed if key not in (*GIVEN_BY_VERL, *options)]
+        needed = [key for key, p in parameters.items() if p.default is p.empty and p.kind in _NAMED]
+        missing = [key for key in needed if key not in (*VERL_ARGUMENTS, *options)]
         if missing:
             raise ValueError(f"reward {name!r} needs option {', '.join(missing)}")
-        arguments = GIVEN_BY_VERL if takes_all else tuple(key for key in GIVEN_BY_VERL if key in parameters)
+        arguments = VERL_ARGUMENTS if has_kwargs else tuple(key for key in VERL_ARGUMENTS if key in parameters)
         return VerlReward(function, arguments)
     if signature == "easyr1":
         return EasyR1Reward(function, at_once=INPUT not in parameters)
-    further = {key: one for key, one in parameters.items() if one.kind in _NAMED}
-    columns = {key: one.default is one.empty for key, one in further.items() if key not in (*GIVEN_BY_TRL, *options)}
-    return TrlReward(function, columns, takes_all, "prompts" in parameters or takes_all, signature == "trl")
+    named = {key: parameter for key, parameter in parameters.items() if parameter.kind in _NAMED}
+    columns = {key: p.default is p.empty for key, p in named.items() if key not in (*TRL_ARGUMENTS, *options)}
+    return TrlReward(function, columns, has_kwargs, "prompts" in parameters or has_kwargs, signature == "trl")
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _check_parameters(name: str, parameters: Sequence[str], signature: Signature) -> None:
-    """Raises ValueError for a function without the parameter that its signature needs."""
-    wanted = {"verl": "solution_str", "trl": "completions", "trl_text": "completions"}.get(signature)
-    if wanted is not None and wanted not in parameters:
+    """Raises ValueError for a function without the parameter that its signature requires."""
+    required = {"verl": "solution_str", "trl": "completions", "trl_text": "completions"}.get(signature)
+    if required is not None and required not in parameters:
         raise ValueError(
-            f"reward {name!r}: signature: {signature} is for a function with the parameter {wanted}; it has "
+            f"reward {name!r}: signature: {signature} is for a function with the parameter {required}; it has "
             f"{', '.join(parameters) or 'none'}"
         )
 
 
 class TrlReward(BatchReward):
-    """A function of TRL, which gets `completions`, `prompts` and the rows' columns as lists, and returns a list.
+    """A reward function of TRL: it gets `completions`, `prompts` and the rows' columns as lists, and returns a list.
 
-    columns: its further parameters, and whether each must be given. messages: completions are lists of one message, as
-    TRL gives them for prompts that are messages; otherwise texts. The gold is in `answer`, `solution` and
-    `ground_truth`, where the row has no other column of that name.
+    columns: its other parameters, and whether each is required. takes_all: it has **kwargs and gets every column.
+    prompts: it takes `prompts`. messages: completions are lists of one message, as TRL gives them for conversational
+    prompts; otherwise strings. The gold answer is in `answer`, `solution` and `ground_truth`, unless the row has a
+    column of that name.
     """
 
     scope: Literal["sample"] = "sample"
@@ -91,47 +95,48 @@ class TrlReward(BatchReward):
         self._prompts, self._messages = prompts, messages
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """Raises UserError for a parameter that no row has a column for."""
+        """Scores a batch. Raises UserError for a required parameter that is not a column of any row."""
         rows = [_columns(sample.prompt) for sample in samples]
         available = list(dict.fromkeys(key for row in rows for key in row))
-        for name, must in self._columns.items():
-            if must and name not in available:
+        for name, required in self._columns.items():
+            if required and name not in available:
                 raise UserError(
                     f"its parameter {name!r} is not a column of prompt {samples[0].prompt.id} "
                     f"(columns: {', '.join(available)}); give it a default, or set it in options"
                 )
         names = available if self._takes_all else [name for name in self._columns if name in available]
-        arguments = {name: [row.get(name) for row in rows] for name in names if name not in GIVEN_BY_TRL}
+        arguments = {name: [row.get(name) for row in rows] for name in names if name not in TRL_ARGUMENTS}
         if self._prompts:
             arguments["prompts"] = [
-                _asked(sample.prompt) if self._messages else sample.prompt.text for sample in samples
+                _prompt_messages(sample.prompt) if self._messages else sample.prompt.text for sample in samples
             ]
-        completions = [_reply(sample.response) if self._messages else sample.response for sample in samples]
+        texts = [sample.response for sample in samples]
+        completions = [_completion_messages(text) for text in texts] if self._messages else texts
         values: Sequence[Score] = self._function(completions=completions, **arguments)
         return values
 
 
 class VerlReward:
-    """A function of verl of one sample, which returns a number or a mapping with `score`. arguments: the
-    parameters that it takes. `data_source` and `extra_info` are the row's columns, None where it has none."""
+    """A reward function of verl for one sample: it returns a number, or a dict with `score`. arguments: the parameters
+    that it takes. `data_source` and `extra_info` are the row's columns, None if it has none."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[str]):
         self._function, self._arguments = function, arguments
 
     def __call__(self, sample: Sample) -> Score:
         columns = sample.prompt.metadata
-        facts = {
+        values = {
             "data_source": columns.get("data_source"),
             "solution_str": sample.response,
             "ground_truth": sample.prompt.answer,
             "extra_info": columns.get("extra_info"),
         }
-        return _number(self._function(**{name: facts[name] for name in self._arguments}), "score")
+        return _number(self._function(**{name: values[name] for name in self._arguments}), "score")
 
 
 class EasyR1Reward(BatchReward):
-    """A function of EasyR1, which gets mappings of `response`, `response_length` and `ground_truth`, and returns one
-    with `overall` for each. at_once: it gets all of a batch in a list."""
+    """A reward function of EasyR1: it gets dicts of `response`, `response_length` and `ground_truth`, and returns a
+    dict with `overall` for each. at_once: it gets all of a batch in a list."""
 
     scope: Literal["sample"] = "sample"
 
@@ -140,17 +145,21 @@ class EasyR1Reward(BatchReward):
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         inputs = [
-            {"response": one.response, "response_length": one.response_length, "ground_truth": one.prompt.answer}
-            for one in samples
+            {
+                "response": sample.response,
+                "response_length": sample.response_length,
+                "ground_truth": sample.prompt.answer,
+            }
+            for sample in samples
         ]
-        values = self._function(inputs) if self._at_once else [self._function(one) for one in inputs]
+        values = self._function(inputs) if self._at_once else [self._function(item) for item in inputs]
         if not isinstance(values, list | tuple):
             raise UserError(f"it must return a list of mappings with 'overall', not {type(values).__name__}")
         return [_number(value, "overall") for value in values]
 
 
 def _number(value: Any, key: str) -> Score:
-    """Returns the score, or that under `key` of a mapping. Raises UserError where the key is missing."""
+    """Returns the score, or the value at `key` if it is a dict. Raises UserError if the key is missing."""
     if isinstance(value, Mapping):
         if key not in value:
             raise UserError(f"it returned a mapping without {key!r} (keys: {', '.join(map(str, value)) or 'none'})")
@@ -160,22 +169,26 @@ def _number(value: Any, key: str) -> Score:
 
 
 def _columns(prompt: Prompt) -> dict[str, Any]:
+    """Returns the columns of a prompt's row, with its gold answer under the usual names."""
     return {**dict.fromkeys(GOLDS, prompt.answer), **prompt.metadata}
 
 
-def _reply(text: str) -> list[dict[str, str]]:
+def _completion_messages(text: str) -> list[dict[str, str]]:
+    """Returns a completion as TRL's list of one message."""
     return [{"role": "assistant", "content": text}]
 
 
-def _asked(prompt: Prompt) -> list[dict[str, str]]:
+def _prompt_messages(prompt: Prompt) -> list[dict[str, str]]:
+    """Returns a prompt as a list of messages."""
     conversation = [{"role": message.role, "content": message.text} for message in prompt.messages]
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return conversation or [*system, {"role": "user", "content": prompt.text}]
 
 
 def check_signature(name: str, function: Reward) -> None:
-    """Raises ValueError for a function of another library, with the line to write."""
-    signature = resembling(function)
+    """Raises ValueError for a function with the signature of another library; the message says what to write in the
+    configuration."""
+    signature = detect_signature(function)
     if signature is not None:
         library = {"trl": "TRL", "verl": "verl", "easyr1": "EasyR1"}[signature]
         texts = "; signature: trl_text gives it completions as strings, not as messages" if signature == "trl" else ""

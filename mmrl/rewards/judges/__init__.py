@@ -1,1 +1,1 @@
-"""Models as judges of images and texts."""
+"""Models that judge images and texts."""

@@ -1,4 +1,4 @@
-"""Judges of a generated image beside an image of its prompt: a reference, or the source that was edited."""
+"""Judges of a generated image together with an image of its prompt: a reference, or the source of an edit."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ IS_IT_EDITED = (
 
 
 class ReferenceJudge(VlmJudge):
-    """P(yes) of a judge that is asked whether the generated image is better than the prompt's first one, its reference
-    (RewardDance, Wu et al. 2025, arXiv:2509.08826); the options are those of `vlm_judge`."""
+    """The probability that a judge says yes, the generated image is better than the prompt's first image, its reference
+    (RewardDance, Wu et al. 2025, arXiv:2509.08826). The other options are those of `vlm_judge`."""
 
     def __init__(self, *, question: str = IS_IT_BETTER, normalise: bool = False, **judge: Any) -> None:
         super().__init__(question=question, normalise=normalise, **judge)
 
-    def _question_of(self, sample: Sample) -> JudgeQuestion:
-        return self._question(sample, as_pil(image_of(sample)), image_of_prompt(sample, "as a reference"))
+    def _build_question(self, sample: Sample) -> JudgeQuestion:
+        return self._question(sample, as_pil(image_of(sample)), prompt_image(sample, "as a reference"))
 
 
 class EditJudge(VlmJudge):
-    """P(yes) / (P(yes) + P(no)) of a judge that sees the prompt's first image, the source, and then the edited one,
-    and is asked whether the instruction was followed and all else is as it was; 0 to 1.
+    """P(yes) / (P(yes) + P(no)), 0 to 1, of a judge that sees the prompt's first image, the source, and then the edited
+    image. It is asked whether the instruction was followed and the rest left unchanged.
 
-    Two of them, each with a `question`, score the edit and what stays apart. The other options are those of
-    `vlm_judge`.
+    To score the edit and the rest apart, use two of these, each with a `question` of its own. The other options are
+    those of `vlm_judge`.
     """
 
     def __init__(self, *, question: str = IS_IT_EDITED, **judge: Any) -> None:
         super().__init__(question=question, **judge)
 
-    def _question_of(self, sample: Sample) -> JudgeQuestion:
-        return self._question(sample, image_of_prompt(sample, "that was edited"), as_pil(image_of(sample)))
+    def _build_question(self, sample: Sample) -> JudgeQuestion:
+        return self._question(sample, prompt_image(sample, "that was edited"), as_pil(image_of(sample)))
 
 
-def image_of_prompt(sample: Sample, role: str) -> Image.Image:
-    """Returns the prompt's first image. role: what it is for, in the UserError where there is none."""
+def prompt_image(sample: Sample, role: str) -> Image.Image:
+    """Returns the prompt's first image. role: what it is used for, for the message. Raises UserError if there is
+    none."""
     if not sample.prompt.images:
         raise UserError(f"prompt {sample.prompt.id!r} has no image {role}")
     return sample.prompt.images[0]

@@ -1,4 +1,4 @@
-"""Judges of responses: by a reference answer, by criteria, by the consistency of reasoning, caption, answer and
+"""Judges of responses: by a reference answer, by criteria, or by the consistency of reasoning, caption, answer and
 image."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.rewards.judges.visual import Judged, JudgeQuestion
+from mmrl.rewards.judges.visual import JudgeQuestion, JudgeReward
 from mmrl.rewards.parsing.responses import extract_answer, full_response, split_thoughts
 from mmrl.rewards.types import Score
 from mmrl.rollouts import Prompt, Sample
@@ -31,19 +31,18 @@ IS_IT_SEEN = (
 )
 
 
-class TextJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge's answer to a question about a response; 0 to 1.
+class TextJudge(JudgeReward):
+    """P(yes) / (P(yes) + P(no)), 0 to 1, of a judge's answer to a question about a response.
 
-    question: with {prompt}, and any of {response}, {answer} (extracted), {thinking} (up to </think>), {caption} (inside
-    <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees the images of the prompt, and
-    after them its videos, as `frames` images each: the first, the last and evenly between, or all where there are no
-    more. A response without the {thinking} or {caption} of the question gets 0. None where the judge gives neither word
-    any probability.
+    question: contains {prompt} and any of {response}, {answer} (extracted), {thinking} (up to </think>), {caption}
+    (inside <info>), {gold} (the prompt's answer) and {criterion}. images: whether the judge sees the prompt's images,
+    and after them its videos, as `frames` images each, evenly spaced from the first to the last. A response that lacks
+    the {thinking} or {caption} of the question gets 0. None if the judge gives neither word any probability.
     """
 
     scope: Literal["sample"] = "sample"
     default_question: str = IS_IT_RIGHT
-    shown: bool = False
+    sees_images: bool = False  # default of the option `images`
 
     def __init__(
         self,
@@ -57,55 +56,59 @@ class TextJudge(Judged):
         super().__init__(question=self.default_question if question is None else question, answers=answers, **judge)
         if frames < 2:
             raise ValueError(f"frames must be at least 2, the first and the last of a video, not {frames}")
-        self.images, self.frames = self.shown if images is None else images, frames
+        self.images, self.frames = self.sees_images if images is None else images, frames
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         questions: list[JudgeQuestion] = []
-        question_rows: list[list[tuple[int, float]]] = []  # of each sample: indices and weights of its questions
+        sample_questions: list[list[tuple[int, float]]] = []  # for each sample: indices and weights of its questions
         for sample in samples:
-            rows = []
+            indices = []
             for criterion, weight in self.criteria(sample):
-                if (text := self._filled(sample, criterion)) is not None:
-                    rows.append((len(questions), weight))
-                    questions.append(JudgeQuestion(self._shown(sample.prompt) if self.images else (), text))
-            question_rows.append(rows)
-        verdicts = [y / (y + n) if y + n > 0 else None for y, n in self.judge.ask(questions, self.answers)]
-        return [self._mean([(verdicts[index], weight) for index, weight in rows]) for rows in question_rows]
+                if (text := self._fill_question(sample, criterion)) is not None:
+                    indices.append((len(questions), weight))
+                    questions.append(JudgeQuestion(self._visible_images(sample.prompt) if self.images else (), text))
+            sample_questions.append(indices)
+        verdicts = [yes / (yes + no) if yes + no > 0 else None for yes, no in self.judge.ask(questions, self.answers)]
+        return [self._mean([(verdicts[index], weight) for index, weight in indices]) for indices in sample_questions]
 
-    def _shown(self, prompt: Prompt) -> tuple[Image.Image, ...]:
-        videos = (spaced(video.frames, self.frames) for video in prompt.videos)
+    def _visible_images(self, prompt: Prompt) -> tuple[Image.Image, ...]:
+        """Returns the prompt's images, and evenly spaced frames of its videos."""
+        videos = (evenly_spaced(video.frames, self.frames) for video in prompt.videos)
         return (*prompt.images, *(frame for video in videos for frame in video))
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
-        """Returns the criteria of a sample with their weights; by default one without text."""
+        """Returns the criteria of a sample with their weights; by default one empty criterion."""
         return [("", 1.0)]
 
     def _mean(self, verdicts: list[tuple[Score, float]]) -> Score:
+        """Returns the weighted mean of (verdict, weight): 0 without any, None if a verdict is missing."""
         if not verdicts:
             return 0.0
         judged = [(value, weight) for value, weight in verdicts if value is not None]
         total = sum(weight for _, weight in judged)
         return sum(value * weight for value, weight in judged) / total if len(judged) == len(verdicts) else None
 
-    def _filled(self, sample: Sample, criterion: str) -> str | None:
-        """Fills in the question; None where {thinking} or {caption} is in it and empty."""
+    def _fill_question(self, sample: Sample, criterion: str) -> str | None:
+        """Returns the question with its fields filled in; None if {thinking} or {caption} is in it and the response
+        lacks that. Raises UserError if it contains {gold} and the prompt has no answer."""
         gold = sample.prompt.answer
         if "{gold}" in self.question and gold is None:
             raise UserError(
-                f"prompt {sample.prompt.id!r} has no answer, which the judge's question asks for as {{gold}}"
+                f"prompt {sample.prompt.id!r} has no answer, but the judge's question contains {{gold}}; give its row "
+                "an answer"
             )
         parts = {
             "prompt": sample.prompt.text.replace("<image>", "").replace("<video>", "").strip(),
             "response": sample.response,
             "answer": extract_answer(full_response(sample)),
             "thinking": split_thoughts(full_response(sample))[0].strip(),
-            "caption": _inside(sample.response, "info"),
+            "caption": _tag_content(sample.response, "info"),
             "gold": ", ".join(map(str, gold)) if isinstance(gold, list | tuple) else str(gold),
             "criterion": criterion,
         }
         if any("{" + name + "}" in self.question and not parts[name] for name in ("thinking", "caption")):
             return None
-        pieces = self.question.split("{")  # responses may contain braces
+        pieces = self.question.split("{")  # not str.format: responses may contain braces
         text = pieces[0]
         for piece in pieces[1:]:
             name, closed, tail = piece.partition("}")
@@ -114,14 +117,15 @@ class TextJudge(Judged):
 
 
 class AnswerJudge(TextJudge):
-    """The probability that the answer is right given the reference answer, by a judge; see `TextJudge`."""
+    """The probability, given by a judge, that the answer is right, given the reference answer; see `TextJudge`."""
 
 
 class RubricJudge(TextJudge):
-    """The weighted share of criteria that a response meets, by one question to the judge for each.
+    """The weighted share of criteria that a response meets, with one question to the judge for each.
 
-    criteria: a list of strings, or of [text, weight]; or the key of the prompts' metadata that holds such a list, as
-    `criteria_key`. Rubrics as Rewards (arXiv:2507.17746), explicit aggregation. The others as `TextJudge`.
+    criteria: a list of strings, or of [text, weight]. criteria_key: instead, the key of the prompts' metadata that
+    holds such a list. Rubrics as Rewards (arXiv:2507.17746), explicit aggregation. The other options are those of
+    `TextJudge`.
     """
 
     default_question = IS_IT_MET
@@ -129,51 +133,51 @@ class RubricJudge(TextJudge):
     def __init__(self, *, criteria: Sequence[Any] | None = None, criteria_key: str | None = None, **judge: Any) -> None:
         if (criteria is None) == (criteria_key is None):
             raise ValueError("give criteria, or criteria_key for those in the prompts' metadata")
-        self.listed, self.criteria_key = None if criteria is None else _weighed(criteria), criteria_key
+        self.fixed_criteria, self.criteria_key = None if criteria is None else _with_weights(criteria), criteria_key
         super().__init__(**judge)
         if "{criterion}" not in self.question:
-            raise ValueError("question must hold {criterion}, where each criterion belongs")
+            raise ValueError("question must contain {criterion}, which each criterion replaces")
 
     def criteria(self, sample: Sample) -> list[tuple[str, float]]:
-        if self.listed is not None:
-            return self.listed
+        if self.fixed_criteria is not None:
+            return self.fixed_criteria
         criteria = sample.prompt.metadata.get(self.criteria_key or "")
         if not criteria:
             raise UserError(f"prompt {sample.prompt.id!r} has no criteria in its metadata as {self.criteria_key!r}")
-        return _weighed(criteria)
+        return _with_weights(criteria)
 
 
 class ConsistencyJudge(TextJudge):
-    """The probability that the answer follows from the reasoning, right or not, by a judge (the think-answer
+    """The probability, given by a judge, that the answer follows from the reasoning, right or not (the think-answer
     consistency of TACO); see `TextJudge`."""
 
     default_question = DOES_IT_FOLLOW
 
 
 class CaptionJudge(TextJudge):
-    """The probability that the caption in <info> leads to the right answer, by a judge without the image (the caption
-    reward of Visionary-R1, by a verdict instead of the judge's answer); see `TextJudge`."""
+    """The probability, given by a judge without the image, that the caption in <info> leads to the right answer; see
+    `TextJudge`. It is the caption reward of Visionary-R1, with a verdict in place of the judge's own answer."""
 
     default_question = IS_IT_ENOUGH
 
 
 class EvidenceJudge(TextJudge):
-    """The probability that the reasoning's statements about the image are true, by a judge that sees it (the semantic
-    consistency of VideoRFT, by a verdict instead of an embedding); see `TextJudge`."""
+    """The probability, given by a judge that sees the image, that the reasoning's statements about it are true; see
+    `TextJudge`. It is the semantic consistency of VideoRFT, with a verdict in place of an embedding."""
 
     default_question = IS_IT_SEEN
-    shown = True
+    sees_images = True
 
 
-def spaced(frames: Sequence[Image.Image], count: int) -> list[Image.Image]:
-    """Returns `count` frames, 2 or more, evenly spaced from the first to the last; all where there are no more."""
-    if len(frames) <= count:
+def evenly_spaced(frames: Sequence[Image.Image], num_frames: int) -> list[Image.Image]:
+    """Returns `num_frames` frames, 2 or more, evenly spaced from the first to the last; all if there are no more."""
+    if len(frames) <= num_frames:
         return list(frames)
-    return [frames[round(index * (len(frames) - 1) / (count - 1))] for index in range(count)]
+    return [frames[round(index * (len(frames) - 1) / (num_frames - 1))] for index in range(num_frames)]
 
 
-def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:
-    """Returns criteria with their weights. Raises ValueError for what is neither a string nor a pair of a string and a
+def _with_weights(criteria: Sequence[Any]) -> list[tuple[str, float]]:
+    """Returns criteria with their weights. Raises ValueError for anything but a string, or a pair of a string and a
     positive weight."""
     weighed = []
     for criterion in criteria:
@@ -182,12 +186,12 @@ def _weighed(criteria: Sequence[Any]) -> list[tuple[str, float]]:
             raise ValueError(f"a criterion is a string, or a pair of a string and a positive weight, not {criterion!r}")
         weighed.append((text, weight))
     if not weighed:
-        raise ValueError("criteria are empty")
+        raise ValueError("criteria: the list is empty; give at least one criterion")
     return weighed
 
 
-def _inside(response: str, tag: str) -> str:
-    """Returns the text in the first pair of tags, stripped; empty where there is none."""
+def _tag_content(response: str, tag: str) -> str:
+    """Returns the text in the first pair of `tag`, stripped; "" if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     begin = response.find(opening)
     end = response.find(closing, begin)

@@ -1,7 +1,7 @@
-"""A vision-language model as judge: of one image (RewardDance), or of two against each other (Pref-GRPO).
+"""A vision-language model as judge of one image (RewardDance), or of two images against each other (Pref-GRPO).
 
-A judge gets a question that is answered by one word, and the probabilities of the two possible answers are read: from
-an endpoint with OpenAI's protocol (vLLM, SGLang, a hosted model), or from a model in this process.
+A judge gets a question that one word answers, and the probabilities of the two possible answers are read. It is an
+endpoint with OpenAI's protocol (vLLM, SGLang, a hosted model), or a model in this process.
 """
 
 from __future__ import annotations
@@ -30,30 +30,33 @@ WHICH_IS_BETTER = (
     'Which of these two images shows "{prompt}" more correctly and in better quality? '
     "Answer with one digit, 1 for the first or 2 for the second."
 )
-TOP = 20  # the most alternatives that OpenAI's protocol gives
+MAX_TOP_LOGPROBS = 20  # that OpenAI's protocol returns
 
 
 @dataclass(frozen=True)
 class JudgeQuestion:
+    """A question to a judge, with the images that it is about."""
+
     images: tuple[Image.Image, ...]
     text: str
 
 
 class Judge(Protocol):
+    """A model that answers questions with one of two words."""
+
     def ask(self, questions: Sequence[JudgeQuestion], answers: tuple[str, str]) -> list[tuple[float, float]]:
-        """Returns for each question the probabilities that the response begins with each of the two answers: sums over
-        tokens that equal the answer but for case and white space."""
+        """Returns for each question the probabilities that the response begins with each of the two answers. Tokens are
+        compared without case and white space."""
         ...
 
 
 class Endpoint:
-    """A model behind POST {base_url}/chat/completions. An answer that is not among the TOP first tokens has probability
-    0.
+    """A judge behind POST {base_url}/chat/completions. An answer that is not among the most probable first tokens has
+    probability 0.
 
-    `api_key_env` names the environment variable that holds the key. At most `concurrency` requests are under way; each
-    has `deadline_s` and `retries` as `mmrl.rewards.services.http.post`, and raises UserError as it does. With
-    `think_tokens` the judge may generate so many tokens first: its verdict is the last token that is one of the
-    answers, if any.
+    deadline_s, retries: as for `mmrl.rewards.services.http.post`, which also raises UserError. api_key_env: name of the
+    environment variable that holds the key. concurrency: requests at once, at most. think_tokens: tokens that the judge
+    may generate first; its verdict is then the last token that is one of the answers.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Endpoint:
             raise ValueError(f"think_tokens must not be negative, not {think_tokens}")
         self.think_tokens = think_tokens
         if api_key_env is not None and api_key_env not in os.environ:
-            raise ValueError(f"api_key_env: the environment has no {api_key_env}")
+            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
         self.url, self.model = f"{base_url.rstrip('/')}/chat/completions", model
         self.deadline_s, self.retries, self.api_key_env, self.concurrency = (
             deadline_s,
@@ -88,10 +91,11 @@ class Endpoint:
             try:
                 return [future.result() for future in futures]
             except UserError:
-                pool.shutdown(wait=False, cancel_futures=True)  # the others would only wait for the same outage
+                pool.shutdown(wait=False, cancel_futures=True)  # the other requests would only wait for the same outage
                 raise
 
     def _ask(self, question: JudgeQuestion, answers: tuple[str, str]) -> tuple[float, float]:
+        """Sends one question and returns the probabilities of the two answers."""
         headers = {"Content-Type": "application/json"}
         if self.api_key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
@@ -103,7 +107,7 @@ class Endpoint:
             "max_tokens": self.think_tokens + 1,
             "temperature": 0,
             "logprobs": True,
-            "top_logprobs": TOP,
+            "top_logprobs": MAX_TOP_LOGPROBS,
         }
         body = json.dumps(request).encode()
         answer = post(self.url, body, headers, deadline_s=self.deadline_s, retries=self.retries)
@@ -117,23 +121,22 @@ class Endpoint:
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
                 f"judge {self.url} answered without choices[0].logprobs.content[0].top_logprobs ({error!r}); "
-                f"does {self.model} give log-probabilities?"
+                f"choose a server and a model ({self.model}) that return log-probabilities"
             ) from None
         first, second = (sum(p for token, p in alternatives if _is_word(token, word)) for word in answers)
         return first, second
 
 
 def _verdict(tokens: Sequence[Any], answers: tuple[str, str]) -> int | None:
-    """Returns the position of the last token that is one of the answers; None where there is none."""
+    """Returns the position of the last token that is one of the answers; None if there is none."""
     positions = [i for i, token in enumerate(tokens) if any(_is_word(str(token["token"]), word) for word in answers)]
     return positions[-1] if positions else None
 
 
-class LocalModel:
-    """An image-text model of transformers from a folder or a hub name, `batch_size` questions in one forward.
-
-    Raises ValueError where it can not be loaded, and where it has no token for an answer.
-    """
+class LocalJudge:
+    """A judge in this process: an image-text model of transformers, from a folder or a hub name. It answers
+    `batch_size` questions in one forward pass. Raises ValueError if it cannot be loaded, and if it has no token for an
+    answer."""
 
     def __init__(self, path: str, answers: tuple[str, str], batch_size: int, dtype: str, device: str | None):
         from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -144,12 +147,12 @@ class LocalModel:
             self.processor = AutoProcessor.from_pretrained(path, padding_side="left", trust_remote_code=False)
             model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise ValueError(f"judge {path!r} can not be loaded: {error}") from error
+            raise ValueError(f"judge {path!r} cannot be loaded: {error}") from error
         self.model: Any = model.eval().requires_grad_(False)
         self.batch_size, self.device = batch_size, device
         tokenizer = self.processor.tokenizer
         tokens = tokenizer.batch_decode([[number] for number in range(len(tokenizer))])
-        self._ids = {word: [number for number, t in enumerate(tokens) if _is_word(t, word)] for word in answers}
+        self._ids = {word: [i for i, token in enumerate(tokens) if _is_word(token, word)] for word in answers}
         for word, ids in self._ids.items():
             if not ids:
                 raise ValueError(f"judge {path!r} has no token {word!r}; choose other answers")
@@ -167,26 +170,29 @@ class LocalModel:
                 return_tensors="pt",
             ).to(device)
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
-            p = logits.softmax(-1).cpu()
-            result += zip(*(p[:, self._ids[word]].sum(1).tolist() for word in answers), strict=True)
+            probabilities = logits.softmax(-1).cpu()
+            columns = (probabilities[:, self._ids[word]].sum(1).tolist() for word in answers)
+            result += zip(*columns, strict=True)
         return result
 
     def _chat(self, question: JudgeQuestion) -> str:
+        """Returns the question in the model's chat template."""
         content = [*({"type": "image"} for _ in question.images), {"type": "text", "text": question.text}]
         name = str(self.processor.tokenizer.name_or_path)
         return render_template(name, self.processor.apply_chat_template, [{"role": "user", "content": content}])
 
 
 def _is_word(token: str, word: str) -> bool:
+    """Returns whether a token is a word, without case and white space."""
     return token.strip().lower() == word.lower()
 
 
-class Judged:
-    """A base class of judges with their common options.
+class JudgeReward:
+    """The base class of rewards by a judge, with their common options.
 
-    Exactly one of `base_url` with `model` (an endpoint, see `Endpoint`) and `path` (a model in this process, see
-    `LocalModel`) says who judges; `deadline_s`, `retries`, `concurrency`, `api_key_env` and `think_tokens` are for the
-    first, `batch_size`, `dtype` and `device` for the second.
+    The judge is an endpoint, given by `base_url` and `model` (see `Endpoint`), or a model in this process, given by
+    `path` (see `LocalJudge`). `deadline_s`, `retries`, `concurrency`, `api_key_env` and `think_tokens` are for an
+    endpoint; `batch_size`, `dtype` and `device` for a model in this process.
     """
 
     def __init__(
@@ -207,30 +213,30 @@ class Judged:
         think_tokens: int = 0,
     ):
         if think_tokens and path is not None:
-            raise ValueError("think_tokens is for an endpoint: a model in this process says one word")
+            raise ValueError("think_tokens is for an endpoint: a model in this process answers with one word")
         if (base_url is None) == (path is None) or (base_url is None) != (model is None):
             raise ValueError("give base_url and model for an endpoint, or path for a model in this process")
         if len(answers) != 2 or len({answer.lower() for answer in answers}) != 2:
             raise ValueError(f"answers must be two different words, not {list(answers)}")
         if "{prompt}" not in question:
-            raise ValueError("question must hold {prompt}, where the prompt's text belongs")
+            raise ValueError("question must contain {prompt}, which the prompt's text replaces")
         self.question, self.answers = question, (answers[0], answers[1])
         self.judge: Judge
         if base_url is not None and model is not None:
             self.judge = Endpoint(base_url, model, deadline_s, retries, api_key_env, concurrency, think_tokens)
         elif path is not None:
-            self.judge = LocalModel(path, self.answers, batch_size, dtype, device)
+            self.judge = LocalJudge(path, self.answers, batch_size, dtype, device)
 
     def _question(self, sample: Sample, *images: Image.Image) -> JudgeQuestion:
         return JudgeQuestion(images, self.question.replace("{prompt}", sample.prompt.text))
 
 
-class VlmJudge(Judged):
-    """P(yes) / (P(yes) + P(no)) of a judge that is asked whether the image is good; 0 to 1.
+class VlmJudge(JudgeReward):
+    """P(yes) / (P(yes) + P(no)), 0 to 1, of a judge that is asked whether the image is good.
 
-    With normalise=False it is P(yes), the reward of RewardDance (Wu et al. 2025, arXiv:2509.08826). `answers` are the
-    words for yes and no. None where the judge gives neither word any probability, and for an image that holds NaN or
-    inf. The other options are those of `Judged`.
+    normalise: False gives P(yes), the reward of RewardDance (Wu et al. 2025, arXiv:2509.08826). answers: the words for
+    yes and no. None if the judge gives neither word any probability, and for an image with NaN or inf. The other
+    options are those of `JudgeReward`.
     """
 
     scope: Literal["sample"] = "sample"
@@ -249,27 +255,30 @@ class VlmJudge(Judged):
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
-    def _question_of(self, sample: Sample) -> JudgeQuestion:
+    def _build_question(self, sample: Sample) -> JudgeQuestion:
+        """Returns the question about a sample; subclasses add images."""
         return self._question(sample, as_pil(image_of(sample)))
 
     def _score(self, samples: list[Sample]) -> list[Score]:
-        questions = [self._question_of(sample) for sample in samples]
+        questions = [self._build_question(sample) for sample in samples]
         result: list[Score] = []
         for yes, no in self.judge.ask(questions, self.answers):
-            certain = yes + no if self.normalise else 1.0
-            result.append(yes / certain if yes + no > 0 else None)
+            total = yes + no if self.normalise else 1.0
+            result.append(yes / total if yes + no > 0 else None)
         return result
 
 
-class VlmPreference(Judged):
-    """The share of its group that an image beats (Pref-GRPO, Wang et al. 2025, arXiv:2508.20751); 0 to 1.
+class VlmPreference(JudgeReward):
+    """The share of pairwise comparisons that an image wins in its group, 0 to 1 (Pref-GRPO, Wang et al. 2025,
+    arXiv:2508.20751).
 
-    Each of the n (n - 1) / 2 pairs of a group is shown to a judge, which has to name the better one: that answer of
-    the two `answers` (for the first and for the second image) that is the more probable. A win counts 1, a tie 0.5.
-    With orders "both" each pair is asked in both orders and the two outcomes are averaged, so that a judge that always
-    prefers one place makes ties; "random" asks once, in an order drawn from `seed`, the prompt's id and the pair. A
-    pair for which the judge gives neither answer any probability is left out; None for an image with no pair left, one
-    alone in its group, and one that holds NaN or inf. The other options are those of `Judged`.
+    The judge sees each of the n (n - 1) / 2 pairs of a group and names the better image, by the more probable of the
+    two `answers` (for the first and the second image). A win counts 1, a tie 0.5. orders: "both" asks each pair in both
+    orders and averages, so that a judge that always prefers one place produces ties. "random" asks once, in an order
+    that depends on `seed`, the prompt's id and the pair.
+
+    A pair is left out if the judge gives neither answer any probability. None for an image without pairs, for one that
+    is alone in its group, and for one with NaN or inf. The other options are those of `JudgeReward`.
     """
 
     scope: Literal["group"] = "group"
@@ -298,15 +307,15 @@ class VlmPreference(Judged):
         wins: list[list[float]] = [[] for _ in samples]
         for (i, j), (first, second) in zip(pairs, self.judge.ask(questions, self.answers), strict=True):
             if first + second > 0:
-                won = 0.5 if first == second else float(first > second)
-                wins[i].append(won)
-                wins[j].append(1 - won)
+                win = 0.5 if first == second else float(first > second)
+                wins[i].append(win)
+                wins[j].append(1 - win)
         return [sum(row) / len(row) if row else None for row in wins]
 
     def _orders(self, sample: Sample, pair: tuple[int, int]) -> list[tuple[int, int]]:
-        """Returns in which order(s) a pair is shown to the judge: both, or one drawn from seed, prompt and pair."""
+        """Returns the order or orders in which a pair of rows is shown to the judge: both, or a random one."""
         i, j = pair
         if self.orders == "both":
             return [(i, j), (j, i)]
-        turned = random.Random(f"{self.seed} {sample.prompt.id} {i} {j}").random() < 0.5
-        return [(j, i) if turned else (i, j)]
+        swap = random.Random(f"{self.seed} {sample.prompt.id} {i} {j}").random() < 0.5
+        return [(j, i) if swap else (i, j)]

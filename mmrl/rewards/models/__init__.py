@@ -1,5 +1,6 @@
-"""Published reward models of images and videos, built from classes of transformers and the weights that you have.
+"""Published reward models of images and videos, built from classes of transformers and weights that the user has.
 
-Each reads the names that its publisher's file has, so a tiny file in that layout tests the whole path; their own
-weights were not to be had here ("format tested"). A new one is a class beside these, and a line in the registry.
+Each reads the parameter names of its publisher's file, so that a tiny file in that layout tests it fully. The published
+weights themselves were not available for tests ("format tested"). To add one, write a class beside these and add a line
+to the registry.
 """

@@ -12,37 +12,36 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.rewards.models.weights import below, linear_chain, read_weights
+from mmrl.rewards.models.weights import linear_chain, read_weights, with_prefix
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, video_of
 from mmrl.rollouts import Sample
 from mmrl.runtime.template_limits import render_template
 
-PLACEHOLDER = "{text_prompt}"  # of the prompt in an instruction
-MOST = 8  # samples that are scored at once
-Normal = tuple[float, float]
+PLACEHOLDER = "{text_prompt}"  # replaced by the prompt in an instruction
+BATCH_SIZE = 8  # samples that are scored at once
+Normal = tuple[float, float]  # mean and std
 
 
 class VlmReward:
-    """The sum over `tokens` of weight x (head(hidden state of the token) - mean) / std, of an image or a video under an
-    instruction that holds the prompt and the tokens. Models of this kind:
+    """The sum over `tokens` of weight x (head(hidden state of the token) - mean) / std, for an image or a video and an
+    instruction that contains the prompt and the tokens. Models of this type:
 
     HPSv3 (arXiv:2508.03789)        Qwen2-VL, one token <|Reward|>, whose head gives a mean and a spread
     VideoAlign (arXiv:2501.13918)   Qwen2-VL, tokens <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|>, each with `normal`
     EditReward (arXiv:2509.26346)   Qwen2.5-VL, source and result, one head an instruction
 
-    model        the folder of the model that it was made from: configuration, processor, and weights
-    weights      the published file: the head, `rm_head.*` or `rm_heads.NAME.*`, and the trained model; without model
-                 weights in it those of `model` are used
-    instruction  the file of its text, with {text_prompt} and the tokens; of several heads a file a head, by name: the
-                 score is their mean
-    tokens       weights by token, in the published order, in which they are added to the vocabulary where it lacks
-                 them. Where the head gives as many numbers as there are tokens, the i-th belongs to token i; else the
-                 first one counts
+    model        folder of the base model: configuration, processor and weights
+    weights      the published file: the head, `rm_head.*` or `rm_heads.NAME.*`, and the trained model; if it has no
+                 model weights, those of `model` are used
+    instruction  file of the text, with {text_prompt} and the tokens; for several heads, a file for each, by name. The
+                 score is the mean over heads
+    tokens       weights by token, in the published order, in which missing ones are added to the vocabulary. If the
+                 head has as many outputs as there are tokens, output i belongs to token i; else the first is used
     normal       mean and std by token
-    source       the prompt's first image comes before the result
+    source       whether the prompt's first image comes before the result
     min_pixels, max_pixels   bounds of an image's size for the processor
 
-    None for an image or a video that holds NaN or inf. Raises ValueError where model and weights do not fit.
+    None for an image or a video with NaN or inf. Raises ValueError if model and weights do not fit.
     """
 
     scope: Literal["sample"] = "sample"
@@ -61,7 +60,7 @@ class VlmReward:
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | None = None,
     ) -> None:
-        self.tokens, self.normal = _checked_tokens(tokens, normal or {}), dict(normal or {})
+        self.tokens, self.normal = _check_tokens(tokens, normal or {}), dict(normal or {})
         self.source, self.device = source, device
         state = read_weights(weights)
         named = {"": instruction} if isinstance(instruction, str) else dict(instruction)
@@ -72,58 +71,57 @@ class VlmReward:
         self.model = _model(model, state, len(self.processor.tokenizer), dtype)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores samples; raises UserError for one without an image or a video, or without the source."""
+        """Scores samples. Raises UserError for one without an image or a video, or without the source."""
         scores: list[Score] = [None] * len(samples)
-        finite = [row for row, sample in enumerate(samples) if bool(_shown(sample).isfinite().all())]
-        for first in range(0, len(finite), MOST):
-            rows = finite[first : first + MOST]
+        finite = [row for row, sample in enumerate(samples) if bool(_generated(sample).isfinite().all())]
+        for first in range(0, len(finite), BATCH_SIZE):
+            rows = finite[first : first + BATCH_SIZE]
             for row, value in zip(rows, self._score([samples[row] for row in rows]), strict=True):
                 scores[row] = value
         return scores
 
     def _score(self, samples: list[Sample]) -> list[float]:
-        values = [self._by(name, samples) for name in self.instructions]
+        values = [self._head_scores(name, samples) for name in self.instructions]
         mean: list[float] = torch.stack(values).mean(0).tolist()
         return mean
 
     @torch.no_grad()
-    def _by(self, name: str, samples: list[Sample]) -> Tensor:
-        """Computes scores [rollout] fp32 of one instruction and its head."""
+    def _head_scores(self, name: str, samples: list[Sample]) -> Tensor:
+        """Returns the scores [rollout] fp32 of one head, with its instruction."""
         device = device_of(self.device)
         inputs = self._inputs(self.instructions[name], samples).to(device)
         hidden = self.model.to(device).model(**inputs).last_hidden_state
         scores = torch.zeros(len(samples))
-        for number, (token, weight) in enumerate(self.tokens.items()):
-            at = inputs["input_ids"] == self.token_ids[number]
-            if not bool((at.sum(1) == 1).all()):
+        for i, (token, weight) in enumerate(self.tokens.items()):
+            is_token = inputs["input_ids"] == self.token_ids[i]
+            if not bool((is_token.sum(1) == 1).all()):
                 raise UserError(f"the instruction must have the token {token} exactly once, and no prompt may have it")
-            outputs = self.heads[name].to(device)(hidden[at].float())
-            value = outputs[:, number if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
+            outputs = self.heads[name].to(device)(hidden[is_token].float())
+            value = outputs[:, i if outputs.shape[1] == len(self.tokens) > 1 else 0].cpu()
             mean, std = self.normal.get(token, (0.0, 1.0))
             scores += weight * (value - mean) / std
         return scores
 
     def _inputs(self, instruction: str, samples: list[Sample]) -> Any:
+        """Returns the model's inputs: the samples' chats with their images and videos. Raises UserError."""
         images: list[Image.Image] = []
         videos: list[list[Image.Image]] = []
         texts = []
         for sample in samples:
-            kinds = []
+            media = []
             if self.source:
                 if not sample.prompt.images:
-                    raise UserError(
-                        f"prompt {sample.prompt.id!r} has no image that was edited, which source: true needs"
-                    )
+                    raise UserError(f"prompt {sample.prompt.id!r} has no image, which source: true needs")
                 images.append(sample.prompt.images[0].convert("RGB"))
-                kinds.append("image")
+                media.append("image")
             if sample.frames is None:
                 images.append(as_pil(image_of(sample)))
-                kinds.append("image")
+                media.append("image")
             else:
                 videos.append([as_pil(frame) for frame in video_of(sample)])
-                kinds.append("video")
+                media.append("video")
             text = {"type": "text", "text": instruction.replace(PLACEHOLDER, sample.prompt.text)}
-            turn = {"role": "user", "content": [*({"type": kind} for kind in kinds), text]}
+            turn = {"role": "user", "content": [*({"type": medium} for medium in media), text]}
             name = str(self.processor.tokenizer.name_or_path)
             texts.append(render_template(name, self.processor.apply_chat_template, [turn]))
         return self.processor(
@@ -136,42 +134,44 @@ class VlmReward:
         )
 
 
-def _shown(sample: Sample) -> Tensor:
+def _generated(sample: Sample) -> Tensor:
+    """Returns the generated image or video."""
     return image_of(sample) if sample.frames is None else video_of(sample)
 
 
-def _checked_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -> dict[str, float]:
-    """Returns the weights of reward tokens. Raises ValueError for bad weights, and for a bad mean or standard deviation
-    in `normal`."""
+def _check_tokens(tokens: Mapping[str, float], normal: Mapping[str, Normal]) -> dict[str, float]:
+    """Returns the weights of reward tokens as floats. Raises ValueError for bad weights, and for a bad mean or std in
+    `normal`."""
     if not tokens or not all(isinstance(weight, int | float) for weight in tokens.values()):
-        raise ValueError(f"tokens are weights by special token, not {dict(tokens)!r}")
+        raise ValueError(f"tokens must be a mapping of special tokens to weights, not {dict(tokens)!r}")
     unknown = next((token for token in normal if token not in tokens), None)
     if unknown is not None:
         raise ValueError(f"normal: {unknown!r} is not a token of {', '.join(tokens)}")
     if any(len(pair) != 2 or not pair[1] > 0 for pair in normal.values()):
-        raise ValueError("normal is a mean and a positive std by token")
+        raise ValueError("normal must map tokens to a mean and a positive std")
     return {token: float(weight) for token, weight in tokens.items()}
 
 
 def _instruction(path: str, tokens: Mapping[str, float]) -> str:
-    """Reads the instruction. Raises ValueError where the file, its placeholder or a token is missing."""
+    """Reads an instruction. Raises ValueError if the file, the placeholder or a token is missing."""
     if not Path(path).is_file():
         raise ValueError(f"instruction: there is no file {path}")
     text = Path(path).read_text()
     missing = [part for part in (PLACEHOLDER, *tokens) if part not in text]
     if missing:
-        raise ValueError(f"instruction {path} lacks {', '.join(missing)}")
+        raise ValueError(f"instruction {path} must contain {', '.join(missing)}")
     return text
 
 
 def _head(state: Mapping[str, Tensor], name: str, path: str) -> nn.Sequential:
-    """Returns a head: one linear layer, or several with a ReLU between two."""
+    """Builds a head: one linear layer, or several with a ReLU between them."""
     prefix = f"rm_heads.{name}." if name else "rm_head."
-    return linear_chain(below(state, prefix), nn.ReLU, f"{path}: {prefix}*")
+    return linear_chain(with_prefix(state, prefix), nn.ReLU, f"{path}: {prefix}*")
 
 
 def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, max_pixels: int | None) -> Any:
-    """Loads a reward model's processor, with its reward tokens added and pixels bounded. Raises ValueError."""
+    """Loads the model's processor, adds the reward tokens and bounds the pixels. Raises ValueError if it cannot be
+    loaded."""
     from transformers import AutoProcessor
 
     bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
@@ -186,29 +186,29 @@ def _processor(path: str, tokens: Mapping[str, float], min_pixels: int | None, m
 
 
 def _model(path: str, state: Mapping[str, Tensor], vocabulary: int, dtype: str) -> Any:
-    """Returns the image-text model of a folder, with the trained weights of `state` where it holds any. Raises
-    ValueError where they are not all of its weights."""
+    """Loads the image-text model of a folder, with the trained weights in `state`, if there are any. vocabulary: its
+    number of tokens. Raises ValueError if they are not all of its weights."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    chosen: torch.dtype = vars(torch)[dtype]
+    torch_dtype: torch.dtype = vars(torch)[dtype]
     trained = {name: value for name, value in state.items() if not name.startswith(("rm_head.", "rm_heads."))}
     try:
         if not trained:
-            model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=chosen)
+            model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch_dtype)
             if model.get_input_embeddings().num_embeddings < vocabulary:
-                raise ValueError("weights hold the head alone, and the model has no row for its tokens")
+                raise ValueError("weights contain only the head, and the model has no embeddings for its tokens")
             return model.eval().requires_grad_(False)
         config = AutoConfig.from_pretrained(path)
         rows = next(value.shape[0] for name, value in trained.items() if name.endswith("embed_tokens.weight"))
         config.get_text_config().vocab_size = rows
-        kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
-        model, report = kind.from_pretrained(
-            None, config=config, state_dict=trained, dtype=chosen, output_loading_info=True
+        model_class: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+        model, report = model_class.from_pretrained(
+            None, config=config, state_dict=trained, dtype=torch_dtype, output_loading_info=True
         )
     except (KeyError, OSError, RuntimeError, StopIteration) as error:
         raise ValueError(f"model {path!r}: {' '.join(str(error).split()):.200}") from None
     missing = sorted(set(report["missing_keys"]) - {"lm_head.weight"})
-    wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(one) for one in report["mismatched_keys"])]
+    wrong = [*missing, *sorted(report["unexpected_keys"]), *(str(key) for key in report["mismatched_keys"])]
     if wrong:
         raise ValueError(f"weights do not fit the model of {path}: {len(wrong)} names differ, first {wrong[0]}")
     return model.eval().requires_grad_(False)

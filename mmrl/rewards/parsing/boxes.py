@@ -3,12 +3,12 @@
 boxes
   [x1, y1, x2, y2] with any brackets, in JSON, in <box>, <|det|> or between other tags (InternVL, GLM, DeepSeek);
   (x1, y1), (x2, y2): two points, alone or in <|box_start|> (Qwen);
-  x1, y1, x2, y2 or left, top, right, bottom, or x, y, width, height, each behind its name;
-  four numbers that are the whole text
+  x1, y1, x2, y2 or left, top, right, bottom, or x, y, width, height, each after its name;
+  four numbers that are the full text
 points
-  [x, y] with any brackets, x and y behind their names, two numbers that are the whole text
+  [x, y] with any brackets, x and y after their names, two numbers that are the full text
 objects
-  JSON (or Python) with a label and a box; <ref>label</ref> and its kin with the boxes behind them
+  JSON (or Python) with a label and a box; <ref>label</ref> and the like, with the boxes after them
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmrl.rewards.parsing.responses import extract_answer
-from mmrl.rewards.parsing.typography import folded, plain, spaced
+from mmrl.rewards.parsing.typography import normalize_case, normalize_text, normalize_typography
 
 Numbers = tuple[float, ...]
 BOX_KEYS = ("bbox_2d", "bbox", "box", "bounding_box", "boundingbox", "position", "coordinates", "boxes", "bboxes")
@@ -31,7 +31,7 @@ _OR_SPACE = r"(?:,|(?<=\s))"
 _FOUR = rf"{_SIDE}{_OR_SPACE}{_SIDE}{_OR_SPACE}{_SIDE}{_OR_SPACE}{_SIDE}"
 _TWO = rf"{_SIDE},{_SIDE}"
 _SHAPE = re.compile(rf"(?<=[\[({{<>;|])(?:{_FOUR}(?=[\])}}<>;|])|{_TWO}(?=[\])}}<]))")
-_WHOLE = re.compile(rf"{_FOUR}|{_TWO}")
+_FULL_TEXT = re.compile(rf"{_FOUR}|{_TWO}")
 _NAMES = {
     **dict.fromkeys(("x1", "xmin", "x_min", "x_1", "left", "x0"), "x1"),
     **dict.fromkeys(("y1", "ymin", "y_min", "y_1", "top", "y0"), "y1"),
@@ -62,32 +62,36 @@ _NOTHING_SAID = re.compile(
 )
 
 
-def boxes_in(text: str) -> list[Numbers]:
-    """Every box of a string, four numbers each, in order."""
+def parse_boxes(text: str) -> list[Numbers]:
+    """Returns every box of a string, four numbers each, in order."""
     return _shapes(text)[0]
 
 
-def points_in(text: str) -> list[Numbers]:
-    """Every point of a string, two numbers each, in order; the numbers of a box of four are not points."""
+def parse_points(text: str) -> list[Numbers]:
+    """Returns every point of a string, two numbers each, in order. The four numbers of a box are not two points."""
     return _shapes(text)[1]
 
 
 def states_nothing(text: str) -> bool:
-    """Returns whether a string without boxes says that there is nothing: [], "none", "There is no cat in the image"."""
-    text = folded(_FENCE.sub(" ", text)).strip()
+    """Returns whether a string without boxes says that nothing was found: [], "none", "There is no cat in the
+    image"."""
+    text = normalize_case(_FENCE.sub(" ", text)).strip()
     return _NOTHING.fullmatch(text) is not None or _NOTHING_SAID.search(text) is not None
 
 
 def gold_boxes(gold: Any) -> list[Numbers] | None:
-    """Boxes of a gold answer: a box, a list of boxes, objects with boxes, or a string as a response has it. [] where it
-    says that there is nothing; None where it can not be read."""
+    """Reads the boxes of a gold answer: a box, a list of boxes, objects with boxes, or a string in the form of a
+    response.
+
+    Returns [] if it says that there is nothing, and None if it cannot be read.
+    """
     if isinstance(gold, str):
         text = extract_answer(gold)
-        written = boxes_in(text)
-        return written if written or states_nothing(text) else None
+        found = parse_boxes(text)
+        return found if found or states_nothing(text) else None
     if isinstance(gold, dict):
         text = json.dumps(gold, default=str)
-        return boxes_in(text) or ([] if _NOTHING_SAID.search(text) else None)
+        return parse_boxes(text) or ([] if _NOTHING_SAID.search(text) else None)
     if not isinstance(gold, (list, tuple)):
         return None
     if gold and all(_is_number(part) for part in gold):
@@ -96,100 +100,103 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
         return [tuple(float(number) for pair in gold for number in pair)]
     boxes: list[Numbers] = []
     for part in gold:
-        inside = gold_boxes(part)
-        if not inside:
+        part_boxes = gold_boxes(part)
+        if not part_boxes:
             return None
-        boxes += inside
+        boxes += part_boxes
     return boxes
 
 
 def gold_points(gold: Any) -> list[Numbers] | None:
-    """Points of a gold answer: a list of [x, y], or a string as a response has it; None where there are none."""
+    """Reads the points of a gold answer: a list of [x, y], or a string in the form of a response. Returns None if there
+    are none."""
     if isinstance(gold, str):
-        return points_in(extract_answer(gold)) or None
+        return parse_points(extract_answer(gold)) or None
     if not isinstance(gold, (list, tuple)) or not all(_is_pair(part) for part in gold):
         return None
     return [tuple(map(float, part)) for part in gold] or None
 
 
-def objects_in(text: str) -> list[dict[str, Any]]:
-    """Every innermost JSON object of a string, in order, and every labelled box in tags as such an object; what does
-    not parse is left out."""
+def parse_objects(text: str) -> list[dict[str, Any]]:
+    """Returns every innermost JSON object of a string, in order, then every labelled box in tags as {"label",
+    "bbox_2d"}. Text that does not parse is skipped."""
     objects = [value for match in _OBJECT.findall(text) if (value := _parsed(match)) is not None]
     references = list(_REFERENCE.finditer(text)) if "<" in text else []
     ends = [*(reference.start() for reference in references[1:]), len(text)]
     for reference, end in zip(references, ends, strict=False):
-        objects += [{"label": reference[1], "bbox_2d": list(box)} for box in boxes_in(text[reference.end() : end])]
+        objects += [{"label": reference[1], "bbox_2d": list(box)} for box in parse_boxes(text[reference.end() : end])]
     return objects
 
 
-def labelled_in(value: dict[str, Any]) -> list[tuple[str, Numbers]]:
-    """Label and box of an object, several where it has several boxes, [] where it lacks either."""
+def parse_labelled_boxes(value: dict[str, Any]) -> list[tuple[str, Numbers]]:
+    """Returns (label, box) pairs of a parsed object: one for each of its boxes, [] if it has no label or no box."""
     lower = {str(key).lower(): part for key, part in value.items()}
     label = next((lower[key] for key in LABEL_KEYS if isinstance(lower.get(key), str)), None)
     box = next((lower[key] for key in BOX_KEYS if key in lower), None)
-    boxes = gold_boxes(box if box is not None else {k: v for k, v in lower.items() if k in _NAMES})
-    return [(spaced(label), numbers) for numbers in boxes or []] if label is not None else []
+    boxes = gold_boxes(box if box is not None else {key: part for key, part in lower.items() if key in _NAMES})
+    return [(normalize_text(label), numbers) for numbers in boxes or []] if label is not None else []
 
 
 def _shapes(text: str) -> tuple[list[Numbers], list[Numbers]]:
-    """Boxes and points."""
-    text = plain(text)
-    whole = _WHOLE.fullmatch(text.strip(" \n\t`\"'*."))
-    marks = [(whole.start(), _numbers(whole))] if whole else []
-    if not marks:
-        marks = [(match.start(), _numbers(match)) for match in _SHAPE.finditer(text)]
-        marks = sorted([*marks, *_named(text)], key=lambda mark: mark[0]) if "=" in text or ":" in text else marks
+    """Returns the boxes and the points of a string. Two points in a row are a box as well."""
+    text = normalize_typography(text)
+    full_match = _FULL_TEXT.fullmatch(text.strip(" \n\t`\"'*."))
+    found = [(full_match.start(), _numbers(full_match))] if full_match else []
+    if not found:
+        found = [(match.start(), _numbers(match)) for match in _SHAPE.finditer(text)]
+        if "=" in text or ":" in text:
+            found = sorted([*found, *_named_numbers(text)], key=lambda item: item[0])
     boxes: list[Numbers] = []
     points: list[Numbers] = []
-    corner: Numbers | None = None
-    for _, numbers in marks:
+    first_corner: Numbers | None = None
+    for _, numbers in found:
         if len(numbers) == 4:
             boxes.append(numbers)
-            corner = None
+            first_corner = None
             continue
         points.append(numbers)
-        if corner is None:
-            corner = numbers
+        if first_corner is None:
+            first_corner = numbers
         else:
-            boxes.append((*corner, *numbers))
-            corner = None
+            boxes.append((*first_corner, *numbers))
+            first_corner = None
     return boxes, points
 
 
 def _numbers(match: re.Match[str]) -> Numbers:
+    """Returns the numbers of a match, two or four."""
     return tuple(float(number) for number in match.groups() if number is not None)
 
 
-def _named(text: str) -> Iterator[tuple[int, Numbers]]:
-    """Boxes and points whose numbers stand behind their names, with where they begin."""
-    run: dict[str, float] = {}
+def _named_numbers(text: str) -> Iterator[tuple[int, Numbers]]:
+    """Yields (position in the text, box or point) whose numbers follow names, such as x1=3, y1=4, x2=8, y2=9."""
+    named: dict[str, float] = {}
     begin = end = 0
     for match in _NAMED.finditer(text):
         name = _NAMES[match[1].lower()]
-        if not run or name in run or not _BETWEEN_NAMED.fullmatch(text, end, match.start()):
-            yield from _of_names(begin, run)
-            run, begin = {}, match.start()
-        run[name] = float(match[2])
+        if not named or name in named or not _BETWEEN_NAMED.fullmatch(text, end, match.start()):
+            yield from _shape_from_names(begin, named)
+            named, begin = {}, match.start()
+        named[name] = float(match[2])
         end = match.end()
-    yield from _of_names(begin, run)
+    yield from _shape_from_names(begin, named)
 
 
-def _of_names(begin: int, run: dict[str, float]) -> Iterator[tuple[int, Numbers]]:
-    """Yields the box or point that named numbers make, with where they begin: x1 y1 x2 y2, x y width height, x1 y1
+def _shape_from_names(begin: int, named: dict[str, float]) -> Iterator[tuple[int, Numbers]]:
+    """Yields (begin, box or point) made of named numbers, if they are complete: x1 y1 x2 y2, x y width height, x1 y1
     width height, or x y."""
-    if {"x1", "y1", "x2", "y2"} <= set(run):
-        yield begin, (run["x1"], run["y1"], run["x2"], run["y2"])
-    elif {"x", "y", "width", "height"} <= set(run):
-        yield begin, (run["x"], run["y"], run["x"] + run["width"], run["y"] + run["height"])
-    elif {"x1", "y1", "width", "height"} <= set(run):
-        yield begin, (run["x1"], run["y1"], run["x1"] + run["width"], run["y1"] + run["height"])
-    elif {"x", "y"} <= set(run):
-        yield begin, (run["x"], run["y"])
+    if {"x1", "y1", "x2", "y2"} <= set(named):
+        yield begin, (named["x1"], named["y1"], named["x2"], named["y2"])
+    elif {"x", "y", "width", "height"} <= set(named):
+        yield begin, (named["x"], named["y"], named["x"] + named["width"], named["y"] + named["height"])
+    elif {"x1", "y1", "width", "height"} <= set(named):
+        yield begin, (named["x1"], named["y1"], named["x1"] + named["width"], named["y1"] + named["height"])
+    elif {"x", "y"} <= set(named):
+        yield begin, (named["x"], named["y"])
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """A JSON or Python object."""
+    """Parses a JSON or Python dict; None for anything else."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,22 +1,22 @@
-"""Letters of options in a string, and the options of a question."""
+"""The option letters that a response names, such as "B", and the options of a multiple-choice question."""
 
 from __future__ import annotations
 
 import re
 
-from mmrl.rewards.parsing.typography import plain
-from mmrl.rewards.parsing.wording import wording
+from mmrl.rewards.parsing.typography import normalize_typography
+from mmrl.rewards.parsing.wording import normalize_answer
 
 # Scripts without spaces between words: a letter beside theirs stands alone.
 _UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]++")
 _MARKDOWN = re.compile(r"[*`]++|(?<!\w)_++|_++(?!\w)")
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*+|[{}$]")
-# What follows the letter A where it is not an article.
+# Words that follow "A" if it is an option and no article.
 _NO_NOUN = re.compile(
     r"is|was|and|or|because|since|as|but|not|if|would|seems|looks|nor|vs|versus|for|should|must|can|will|fits|matches|"
     r"has|does|alone|only|both|instead|while|so|then|than|with"
 )
-_NO_VERB = re.compile(r"is|and|or")  # what follows the letter I
+_NO_VERB = re.compile(r"is|and|or")  # words that follow "I" if it is an option and no pronoun
 _ANNOUNCED = re.compile(
     r"(?:\b(?:answers?|choices?|options?|choice|letters?)\b(?:\s+(?:that\s+fits|here))?\s*+(?:is|are|would be|must be|"
     r"should be)\b\s*+:?|\b(?:answers?|solution)\s*+[:=]|\b(?:choose|choosing|chose|pick|select|go with|going with)\b)",
@@ -34,8 +34,8 @@ _LINE = re.compile(r"^[ \t]*+[(\[]?([A-Z])[).:\]][ \t]*+(\S[^\n]*+)$", re.MULTIL
 _INLINE = re.compile(r"\(([A-Z])\)\s*+([^()\n]++)")
 
 
-class Letters:
-    """Reads which of certain letters a string names as options."""
+class OptionLetterReader:
+    """Reads which option letters a text names. letters: the allowed ones, such as "ABCD"."""
 
     def __init__(self, letters: str) -> None:
         self.letters = letters.upper()
@@ -44,86 +44,97 @@ class Letters:
         self._label = re.compile(rf"\W*+([{either}])(?:\W*+$|\s*+[).:\]])")
         self._noun = re.compile(r"(?:options?|choices?|letters?|answers?)\W{0,3}$", re.IGNORECASE)
 
-    def named(self, text: str) -> list[str]:
-        """The letters, as capitals, each once, in their order of appearance.
+    def read(self, text: str) -> list[str]:
+        """Returns the named letters as capitals, each once, in order of appearance.
 
-        A letter stands alone, as a capital, in brackets, behind "option" or where the answer is announced ("the answer
-        is b"); A before a noun and I before a verb are words. Where an answer is announced, what comes before does not
-        count.
+        A letter counts if it stands alone as a capital, in brackets, after "option", or where the answer is announced
+        ("the answer is b"). A before a noun and I before a verb are words. If an answer is announced, only the text
+        after it counts.
         """
-        text = _tidy(text)
-        listed = self._listed(text)
-        if listed:
-            return listed
-        announced = 0
+        text = _without_markup(text)
+        letters = self._only_letters(text)
+        if letters:
+            return letters
+        announced_end = 0
         for match in _ANNOUNCED.finditer(text):
-            announced = match.end()
-        return self._alone_in(text, announced) or (self._alone_in(text, 0) if announced else [])
+            announced_end = match.end()
+        return self._standalone_letters(text, announced_end) or (
+            self._standalone_letters(text, 0) if announced_end else []
+        )
 
-    def _listed(self, text: str) -> list[str]:
-        """Letters of a string that is nothing but letters: "B", "a, c", "AC"."""
+    def _only_letters(self, text: str) -> list[str]:
+        """Returns the letters of a text that is nothing else: "B", "a, c", "AC"; [] for other texts."""
         if len(text) > 8 * len(self.letters) or _WORD.search(text):
             return []
         parts = [part for part in _BETWEEN_LETTERS.split(text.strip("\"'*.:() \n")) if part]
         if len(parts) == 1 and _LETTERS_ONLY.fullmatch(parts[0]) and len(set(parts[0])) == len(parts[0]):
             parts = list(parts[0])
         upper = [part.upper() for part in parts]
-        return list(dict.fromkeys(upper)) if upper and all(len(p) == 1 and p in self.letters for p in upper) else []
+        return (
+            list(dict.fromkeys(upper))
+            if upper and all(len(part) == 1 and part in self.letters for part in upper)
+            else []
+        )
 
-    def _alone_in(self, text: str, begin: int) -> list[str]:
-        """Returns the option letters that stand alone in a text from index `begin` on, without words such as "a" and
-        "I"."""
-        named: dict[str, None] = {}
+    def _standalone_letters(self, text: str, begin: int) -> list[str]:
+        """Returns the option letters that stand alone in a text from index `begin` on; the words "a" and "I" do not
+        count."""
+        found: dict[str, None] = {}
         for match in self._alone.finditer(text, begin):
-            bracket, letter, behind = match[1], match[2], (match[3] or "")
-            before = text[max(0, match.start() - 12) : match.start()]
-            first = not text[begin : match.start()].strip() if match.start() - begin < 8 else False
-            if letter.islower() and not self._is_lower_option(bracket, behind, first, before):
+            bracket, letter, following = match[1], match[2], (match[3] or "")
+            preceding = text[max(0, match.start() - 12) : match.start()]
+            is_first = not text[begin : match.start()].strip() if match.start() - begin < 8 else False
+            if letter.islower() and not self._is_lower_option(bracket, following, is_first, preceding):
                 continue
-            if not bracket and self._is_word(letter, behind, before):
+            if not bracket and self._is_english_word(letter, following, preceding):
                 continue
-            named[letter.upper()] = None
-        return list(named)
+            found[letter.upper()] = None
+        return list(found)
 
-    def _is_lower_option(self, bracket: str, behind: str, first: bool, before: str) -> bool:
+    def _is_lower_option(self, bracket: str, following: str, is_first: bool, preceding: str) -> bool:
         """Returns whether a lower-case letter is an option: in brackets, first in the answer, or after a noun such as
         "option"."""
-        mark = behind.strip()[:1]
+        mark = following.strip()[:1]
         if bracket:
             return mark == ")"
-        if first:
+        if is_first:
             return not mark or not mark.isalnum()
-        return self._noun.search(before) is not None and not (mark.isalnum() and self._is_word("A", behind, ""))
+        return self._noun.search(preceding) is not None and not (
+            mark.isalnum() and self._is_english_word("A", following, "")
+        )
 
-    def _is_word(self, letter: str, behind: str, before: str) -> bool:
-        """Returns whether "A" is an article and "I" a pronoun in this text."""
-        word = behind.strip().lower()
+    def _is_english_word(self, letter: str, following: str, preceding: str) -> bool:
+        """Returns whether an "A" is an article, or an "I" a pronoun, given the text around it."""
+        word = following.strip().lower()
         if letter.upper() not in "AI" or not word[:1].isalnum():
             return False
-        if letter.upper() == "A" and self._noun.search(before) is not None and _NO_NOUN.fullmatch(word):
+        if letter.upper() == "A" and self._noun.search(preceding) is not None and _NO_NOUN.fullmatch(word):
             return False
         return (_NO_VERB if letter.upper() == "I" else _NO_NOUN).fullmatch(word) is None
 
 
-def options_of(question: str) -> dict[str, str]:
-    """Wordings of a question's options by letter; at least two, A first; {} where the question lists none."""
+def parse_options(question: str) -> dict[str, str]:
+    """Returns the options of a question, as `normalize_answer` makes them, by letter: two or more, from A on; {} if the
+    question lists none."""
     for pattern in (_LINE, _INLINE):
-        options = {letter: wording(text.strip()) for letter, text in pattern.findall(plain(question))}
+        lines = pattern.findall(normalize_typography(question))
+        options = {letter: normalize_answer(text.strip()) for letter, text in lines}
         if list(options) == list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options)]) and len(options) > 1:
             return options
     return {}
 
 
-def without_lead_in(text: str) -> str:
-    """A string without "The answer is" and the like before it."""
-    text = _tidy(text).strip()
+def strip_lead_in(text: str) -> str:
+    """Removes "The answer is" and the like from the beginning of a text."""
+    text = _without_markup(text).strip()
     lead_in = _LEAD_IN.match(text)
     return text if lead_in is None else text[lead_in.end() :].strip()
 
 
-def _tidy(text: str) -> str:
+def _without_markup(text: str) -> str:
+    """Removes Markdown, LaTeX and typography, and separates letters from scripts without spaces."""
     if not text.isascii():
-        text = plain(text.replace("\u2014", " - "))
+        text = normalize_typography(text.replace("\u2014", " - "))
         text = _UNSPACED.sub(" ", text)
     if "\\" in text or "$" in text:
         text = _LATEX.sub("", text)

@@ -1,4 +1,4 @@
-"""Numbers as people write them: exact, with sign, scale and unit."""
+"""Exact numbers as people write them, with sign, scale word and unit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mmrl.rewards.parsing.typography import plain
-from mmrl.rewards.parsing.units import CURRENCIES, Unit, unit_behind
+from mmrl.rewards.parsing.typography import normalize_typography
+from mmrl.rewards.parsing.units import CURRENCIES, Unit, unit_at
 
-LONGEST = 400  # digits of a number, and the largest power of ten; what is longer is not a number
-NUMBER = (  # groups of digits have a bound: else each of n groups could be the first of a number without an end
+MAX_DIGITS = 400  # digits of a number, and the largest power of ten; longer ones are not read as numbers
+NUMBER = (  # groups of digits are bounded, so that the time does not grow with the square of their number
     r"(?:(?:\d{1,3}+(?:,\d{3}){1,134}+(?!\d)|\d{1,3}+(?: \d{3}){1,134}+(?![\d/])|\d{1,3}+(?:'\d{3}){1,134}+(?!\d)"
     r"|\d{1,2}+(?:,\d\d(?=,)){1,9}+,\d{3}(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
 )
@@ -50,34 +50,36 @@ _LATEX = (
     (re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*+\{([^{}]*+)\}"), r" \1 "),
     (re.compile(r"\^\s*+\{?\\circ\}?"), "\xb0"),
 )
-_MINUS_BEFORE = "=:(,[<>~\u2248|"
+_BEFORE_MINUS = "=:(,[<>~\u2248|"
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and the unit behind it, where one is known."""
+    """A number and the unit after it, None if there is no known one."""
 
     value: Fraction
     unit: Unit | None = None
 
     def is_near(self, other: Quantity, rtol: float | None, atol: float | None) -> bool:
-        """Returns whether this is `other` within atol + rtol |other|; without both, exactly where both are whole
-        numbers, else within a millionth of `other`. Two known units have to measure the same thing and are
-        converted."""
+        """Returns whether this is within atol + rtol |other| of `other`.
+
+        Without both, whole numbers have to be equal, and others lie within a millionth of `other`. Two known units are
+        converted; they have to measure the same dimension.
+        """
         value, target = self.value, other.value
         if self.unit is not None and other.unit is not None:
             if self.unit.dimension != other.unit.dimension:
                 return False
             value = value * self.unit.scale / other.unit.scale
         if rtol is None and atol is None:
-            whole = value.denominator == target.denominator == 1
-            return value == target if whole else abs(value - target) <= abs(target) / 10**6
+            are_whole = value.denominator == target.denominator == 1
+            return value == target if are_whole else abs(value - target) <= abs(target) / 10**6
         return abs(value - target) <= _exact(atol) + _exact(rtol) * abs(target)
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """The last number of a string; None where it has none."""
-    text = _without_latex(plain(text))
+    """Returns the last number of a string with its unit; None if it has none."""
+    text = _strip_latex(normalize_typography(text))
     last = None
     for match in _QUANTITY.finditer(text):
         last = match
@@ -89,7 +91,7 @@ def last_quantity(text: str) -> Quantity | None:
     start, end = last.span()
     if end < len(text) and (scale := _SCALE.match(text, end)):
         value, end = value * 10 ** _SCALES[scale[1].lower()], scale.end()
-    unit = unit_behind(text, end) if end < len(text) else None
+    unit = unit_at(text, end) if end < len(text) else None
     if start:
         value = -value if _is_negative(text, start) else value
         unit = unit or _currency_before(text, start)
@@ -97,11 +99,13 @@ def last_quantity(text: str) -> Quantity | None:
 
 
 def _currency_before(text: str, start: int) -> Unit | None:
+    """Returns the currency whose sign stands right before index `start`, as in $5; None without one."""
     currency = text[max(0, start - 4) : start].rstrip("+- ")[-1:]
-    return unit_behind(currency, 0) if currency and currency in CURRENCIES else None
+    return unit_at(currency, 0) if currency and currency in CURRENCIES else None
 
 
-def _without_latex(text: str) -> str:
+def _strip_latex(text: str) -> str:
+    """Rewrites LaTeX fractions, products, percent signs and units as plain text."""
     if "\\" not in text and "{" not in text:
         return text
     for pattern, replacement in _LATEX:
@@ -110,40 +114,41 @@ def _without_latex(text: str) -> str:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Returns whether the text before a number makes it negative. A hyphen behind a letter and a minus behind a number
-    do not: covid-19, 5-3."""
+    """Returns whether the text before the number at `start` makes it negative. A hyphen after a letter and a minus
+    after a number do not: covid-19, 5-3."""
     if text[start - 1].isalpha():
         return False
     before = text[max(0, start - 24) : start]
-    near = before.rstrip(" " + CURRENCIES)
-    if near[-1:] == "-":
-        left = near[:-1]
-        last = left.rstrip(" \n\t" + CURRENCIES)[-1:]
-        if not last or last in _MINUS_BEFORE:
+    trimmed = before.rstrip(" " + CURRENCIES)
+    if trimmed[-1:] == "-":
+        before_sign = trimmed[:-1]
+        last_character = before_sign.rstrip(" \n\t" + CURRENCIES)[-1:]
+        if not last_character or last_character in _BEFORE_MINUS:
             return True
-        return before[-1] != " " and last not in "0123456789)%}]" and not left[-1:].isalnum()
-    return before[-1] == " " and near.lower().endswith(("minus", "negative"))
+        return before[-1] != " " and last_character not in "0123456789)%}]" and not before_sign[-1:].isalnum()
+    return before[-1] == " " and trimmed.lower().endswith(("minus", "negative"))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Converts a matched number to a fraction: mixed, ratio, decimal, exponent, power. None for a division by 0 and
-    beyond LONGEST digits."""
-    whole, part, parts, numerator, denominator, number, exponent, ten, power = match.groups()
-    if len(match[0]) > LONGEST:
+    """Converts a match of _QUANTITY to a fraction: a mixed number, a ratio, a decimal, with an exponent or a power.
+    Returns None for a division by 0 and beyond MAX_DIGITS digits."""
+    whole, part, parts, numerator, denominator, number, exponent, ten_power, power = match.groups()
+    if len(match[0]) > MAX_DIGITS:
         return None
     if parts:
         return int(whole) + Fraction(int(part), int(parts)) if int(parts) else None
     if denominator:
         return Fraction(int(numerator), int(denominator)) if int(denominator) else None
     value = Fraction(int(number) if number.isdigit() else _SEPARATORS.sub("", number))
-    shift = exponent or ten
+    shift = exponent or ten_power
     if shift:
-        return value * Fraction(10) ** int(shift) if abs(int(shift)) <= LONGEST else None
+        return value * Fraction(10) ** int(shift) if abs(int(shift)) <= MAX_DIGITS else None
     if power:
-        fits = abs(int(power)) * len(number) <= LONGEST and (value or int(power) >= 0)
+        fits = abs(int(power)) * len(number) <= MAX_DIGITS and (value or int(power) >= 0)
         return value ** int(power) if fits else None
     return value
 
 
 def _exact(tolerance: float | None) -> Fraction:
+    """Returns a tolerance as the fraction that its decimal digits say; 0 for None."""
     return Fraction(repr(float(tolerance))) if tolerance else Fraction(0)

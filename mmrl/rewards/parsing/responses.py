@@ -1,4 +1,5 @@
-"""Parts of a response: the thoughts, what is stated after them, and the answer within that."""
+"""Parts of a response: the thoughts (what a reasoning model writes between <think> and </think>), the text after them,
+and the answer in that text."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.rollouts import Sample
 
 OPEN, CLOSE = "<answer>", "</answer>"
-# What reasoning models put around their thoughts: Qwen, GLM and DeepSeek; others; Kimi; Mistral.
+# Tags of reasoning models around their thoughts: Qwen, GLM and DeepSeek; others; Kimi; Mistral.
 THOUGHTS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
@@ -21,45 +22,49 @@ THOUGHTS = (
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|texttt|textsf|mathrm|mathbf|mathit|mathsf|mbox|operatorname|bm|emph)\*?\s*+\{"
 )
-_WRAPPERS = 8  # around one answer
+_MAX_WRAPPERS = 8  # nested around one answer
 _FINAL_LINE = re.compile(r"(?:^|\n)####[ \t]++(\S[^\n]*+)\s*+\Z")  # as GSM8K ends its solutions
 _BOXES = (("<|begin_of_box|>", "<|end_of_box|>"), ("<\uff5cbegin_of_box\uff5c>", "<\uff5cend_of_box\uff5c>"))
 _MATHEMATICS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def extract_answer(response: str) -> str:
-    """The answer of a response, stripped; "" where there is none.
+    """Returns the answer of a response, stripped; "" if there is none.
 
-    The thoughts do not count. Of the rest the last <answer>...</answer>, in it or else in all of it the last
-    \\boxed{...} or <|begin_of_box|>...<|end_of_box|>, without dollar signs or \\text{...} around the whole.
+    Thoughts are removed first. Of the rest, the last <answer>...</answer> is taken, if there is one. In that, the last
+    \\boxed{...} or <|begin_of_box|>...<|end_of_box|> is the answer, else all of the text. Dollar signs or \\text{...}
+    around the answer are removed.
     """
-    return extract_from(stated(response))
+    return answer_in_text(without_thoughts(response))
 
 
-def extract_from(text: str) -> str:
-    """The answer of a string that has no thoughts."""
-    tagged = last_tagged(text)
+def answer_in_text(text: str) -> str:
+    """Returns the answer in a text that has no thoughts; see `extract_answer`."""
+    tagged = last_answer_tag(text)
     text = text if tagged is None else tagged
     boxed = _last_boxed(text)
     if boxed is not None:
-        return _unwrapped(boxed)
+        return _unwrap(boxed)
     final = _FINAL_LINE.search(text) if "####" in text else None
-    return _unwrapped(text if final is None else final[1])
+    return _unwrap(text if final is None else final[1])
 
 
-def stated(response: str) -> str:
-    """Returns the text after the thoughts. Thoughts end with the last closing tag, whether the response or the prompt's
-    template opened them; without a closing tag everything behind the opening one is thought."""
+def without_thoughts(response: str) -> str:
+    """Returns the text after the thoughts.
+
+    Thoughts end with the last closing tag, whether the response or the prompt's template opened them. Without a closing
+    tag, everything after the opening one is thought.
+    """
     return split_thoughts(response)[1]
 
 
 def full_response(sample: Sample) -> str:
-    """The response of a sample, with the tag that opens its thoughts where that stands in the prompt."""
+    """Returns a sample's response, with the tag <think> in front if the prompt ended with it."""
     return f"<think>{sample.response}" if sample.prompt_opens_think else sample.response
 
 
 def split_thoughts(response: str) -> tuple[str, str]:
-    """Thoughts and the rest; the thoughts are "" where no tag marks any."""
+    """Splits a response into its thoughts and the rest. The thoughts are "" if there are no tags of any."""
     thoughts, remainder = "", response
     for opening, closing in THOUGHTS:
         if closing in remainder:
@@ -72,36 +77,37 @@ def split_thoughts(response: str) -> tuple[str, str]:
     return thoughts, remainder
 
 
-def between(text: str, opening: str, closing: str) -> list[str]:
-    """Texts between the tags of each pair; a pair begins at the first opening tag after the one before."""
-    inside, position = [], 0
+def texts_between(text: str, opening: str, closing: str) -> list[str]:
+    """Returns the texts between the tags of each pair. A pair begins at the first opening tag after the previous
+    pair."""
+    texts, position = [], 0
     while (begin := text.find(opening, position)) >= 0 and (end := text.find(closing, begin)) >= 0:
-        inside.append(text[begin + len(opening) : end])
+        texts.append(text[begin + len(opening) : end])
         position = end + len(closing)
-    return inside
+    return texts
 
 
-def last_tagged(text: str) -> str | None:
-    """The text of the last <answer>...</answer>."""
-    inside = between(text, OPEN, CLOSE) if OPEN in text else []
-    return inside[-1] if inside else None
+def last_answer_tag(text: str) -> str | None:
+    """Returns the text in the last <answer>...</answer>; None if there is none."""
+    texts = texts_between(text, OPEN, CLOSE) if OPEN in text else []
+    return texts[-1] if texts else None
 
 
-def golds(sample: Sample) -> Sequence[Any]:
-    """The gold answers of a sample, of which each will do. Raises UserError where there is none."""
+def gold_answers(sample: Sample) -> Sequence[Any]:
+    """Returns the gold answers of a sample; any of them is right. Raises UserError if the prompt has none."""
     if sample.prompt.answer is None:
-        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with")
+        raise UserError(f"prompt {sample.prompt.id!r} has no answer to compare with; give its row one")
     return sample.prompt.answer if isinstance(sample.prompt.answer, (list, tuple)) else [sample.prompt.answer]
 
 
 @lru_cache(maxsize=4096)
-def gold_text(gold: str) -> str:
-    """The answer of a gold text, read as a response is; all of it where nothing would be left."""
+def gold_answer_text(gold: str) -> str:
+    """Returns the answer in a gold text, read like a response; all of the text if that leaves nothing."""
     return extract_answer(gold) or gold.strip()
 
 
 def _last_boxed(text: str) -> str | None:
-    """Content of the last box, of either kind, that is closed."""
+    """Returns the content of the last closed box, \\boxed{...} or <|begin_of_box|>...; None without one."""
     latest, content = -1, None
     for opening, closing in _BOXES:
         end = text.rfind(closing)
@@ -115,14 +121,14 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _last_braced(text: str) -> str | None:
-    """Content of the last \\boxed{...} whose braces are balanced."""
+    """Returns the content of the last \\boxed{...} whose braces are balanced; None without one."""
     start = text.rfind("\\boxed{")
-    end = _closing(text, start + len("\\boxed{")) if start >= 0 else None
+    end = _closing_brace(text, start + len("\\boxed{")) if start >= 0 else None
     return None if end is None else text[start + len("\\boxed{") : end]
 
 
-def _closing(text: str, begin: int) -> int | None:
-    """Position of the brace that closes the one before `begin`; a regular expression can not count them."""
+def _closing_brace(text: str, begin: int) -> int | None:
+    """Returns the index of the brace that closes the one right before `begin`; None if it is not closed."""
     depth = 1
     for position in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -131,24 +137,23 @@ def _closing(text: str, begin: int) -> int | None:
     return None
 
 
-def _unwrapped(text: str) -> str:
-    """A string without what is around all of it: dollar signs, \\text{...} and its kin."""
+def _unwrap(text: str) -> str:
+    """Removes dollar signs, \\text{...} and the like if they enclose the whole text."""
     text = text.strip()
-    for _ in range(_WRAPPERS):
-        inner = _inside(text) if text and text[-1] in "$})]" else None
+    for _ in range(_MAX_WRAPPERS):
+        inner = _unwrap_once(text) if text and text[-1] in "$})]" else None
         if inner is None:
             break
         text = inner
     return text
 
 
-def _inside(text: str) -> str | None:
-    """Returns what stands inside a LaTeX wrapper or math delimiters that enclose the whole text; None where nothing
-    does."""
+def _unwrap_once(text: str) -> str | None:
+    """Removes one LaTeX wrapper or pair of math delimiters that encloses the whole text; None if there is none."""
     wrapped = _WRAPPER.match(text) if text[0] == "\\" else None
     if wrapped:
-        closed = _closing(text, wrapped.end()) == len(text) - 1
-        return text[wrapped.end() : -1].strip() if closed else None
+        encloses_all = _closing_brace(text, wrapped.end()) == len(text) - 1
+        return text[wrapped.end() : -1].strip() if encloses_all else None
     for opening, closing in _MATHEMATICS:
         if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
             inner = text[len(opening) : -len(closing)]

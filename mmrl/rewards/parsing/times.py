@@ -1,4 +1,4 @@
-"""Times and intervals of time, in seconds."""
+"""Times and time intervals in text, in seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from mmrl.rewards.parsing.responses import extract_answer
-from mmrl.rewards.parsing.typography import plain
+from mmrl.rewards.parsing.typography import normalize_typography
 
 _CLOCK = r"(?:(\d++):)?(\d++):(\d\d)(?:[.,](\d++))?+(?![\d:])"
 _UNITS = {
@@ -38,16 +38,17 @@ _UNITS = {
 _UNIT = rf"(?:\s*+({'|'.join(sorted(_UNITS, key=len, reverse=True))})(?![A-Za-z]))"
 _TIME = re.compile(rf"(?<![A-Za-z\d.])(?:{_CLOCK}|(\d++(?:\.\d++)?+|\.\d++){_UNIT}?+)", re.IGNORECASE)
 _RUN_TOGETHER = re.compile(r"(\d)(h|m|min)(?=\d)")  # 1m3s
-_JOINT = re.compile(r"\s*+(?:,\s*+)?(?:and\s++)?")
+_BETWEEN_UNITS = re.compile(r"\s*+(?:,\s*+)?(?:and\s++)?")
 
 
-def times_in(text: str) -> list[float]:
-    """Every time of a string in seconds, in order: 3.5, 3.5 s, 1:03, 0:01:03.5, 00:01:03,500, 1m3s, 1 minute 3 seconds.
+def parse_times(text: str) -> list[float]:
+    """Returns every time of a string in seconds, in order: 3.5, 3.5 s, 1:03, 0:01:03.5, 00:01:03,500, 1m3s, 1 minute 3
+    seconds.
 
-    A number without a unit has that of the time behind it: "1 to 2 minutes".
+    A number without a unit gets the unit of the time after it: "1 to 2 minutes".
     """
-    times: list[tuple[float, float | None, int]] = []  # seconds or a number, its unit, where it ends
-    text = plain(text)
+    times: list[tuple[float, float | None, int]] = []  # (seconds, or a number without unit; unit in s; end in the text)
+    text = normalize_typography(text)
     if _RUN_TOGETHER.search(text):
         text = _RUN_TOGETHER.sub(r"\1\2 ", text)
     for match in _TIME.finditer(text):
@@ -63,20 +64,24 @@ def times_in(text: str) -> list[float]:
         else:
             times.append((value, unit, match.end()))
     for i in range(len(times) - 1, 0, -1):
-        (before, unit, end), behind = times[i - 1], times[i][1]
-        if unit is None and behind is not None:
-            times[i - 1] = (before * behind, behind, end)
+        (value, unit, end), next_unit = times[i - 1], times[i][1]
+        if unit is None and next_unit is not None:
+            times[i - 1] = (value * next_unit, next_unit, end)
     return [seconds for seconds, _, _ in times]
 
 
 def gold_times(gold: Any) -> list[float]:
-    """Times of a gold answer: a list, a mapping, or a string as a response has it."""
+    """Reads the times of a gold answer, in seconds: a list of numbers, a dict, or a string in the form of a
+    response."""
     if isinstance(gold, list) and all(type(part) in (int, float) for part in gold):
         return [float(part) for part in gold]
-    return times_in(extract_answer(gold) if isinstance(gold, str) else json.dumps(gold, default=str))
+    return parse_times(extract_answer(gold) if isinstance(gold, str) else json.dumps(gold, default=str))
 
 
-def _continues(text: str, before: tuple[float, float | None, int], unit: float, begin: int) -> bool:
-    """Returns whether a time in a smaller unit belongs to the one before: 1 minute 3 seconds."""
-    _, larger, end = before
-    return larger is not None and larger > unit and larger > 1 and _JOINT.fullmatch(text, end, begin) is not None
+def _continues(text: str, previous: tuple[float, float | None, int], unit: float, begin: int) -> bool:
+    """Returns whether a time in a smaller unit is added to the previous one, as in 1 minute 3 seconds. begin: where it
+    begins."""
+    _, previous_unit, end = previous
+    if previous_unit is None or previous_unit <= unit or previous_unit <= 1:
+        return False
+    return _BETWEEN_UNITS.fullmatch(text, end, begin) is not None

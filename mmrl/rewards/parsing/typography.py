@@ -1,4 +1,4 @@
-"""One typography for texts of all scripts, so that the same answer is the same text."""
+"""Normalises the typography of texts in all scripts, so that equal answers are equal strings."""
 
 from __future__ import annotations
 
@@ -29,45 +29,47 @@ _MARKS = {
     "]": "\u3011\u3015",
 }
 _TABLE = {ord(mark): ascii_mark for ascii_mark, marks in _MARKS.items() for mark in marks}
-_COMBINING_AT_ONCE = 32  # marks on a letter; to sort more of them takes the square of their number
-_STACKED = re.compile(f"([\u0300-\u036f]{{{_COMBINING_AT_ONCE}}})[\u0300-\u036f]++")
+_MAX_COMBINING = 32  # marks on one letter; NFKC takes the square of their number
+_STACKED = re.compile(f"([\u0300-\u036f]{{{_MAX_COMBINING}}})[\u0300-\u036f]++")
 
 
-def plain(text: str, power: str = "^{}", fraction: str = "{}/{}") -> str:
-    """A string in the typography of ASCII as far as that has it: compatibility forms (NFKC), digits of all scripts,
-    quotes, dashes and minus signs, full stops and commas of other scripts; without invisible characters.
+def normalize_typography(text: str, power: str = "^{}", fraction: str = "{}/{}") -> str:
+    """Converts a string to ASCII typography as far as possible.
 
-    Fractions such as \xbd become 1/2 (2\xbd: 2 1/2), powers ^2, subscripts digits. Thin and unbreakable spaces between
-    thousands are left out. Case and other spaces stay. power, fraction: formats of theirs.
+    That means: compatibility forms (NFKC), digits of all scripts, quotes, dashes and minus signs, full stops and
+    commas; invisible characters are removed. Fractions such as \xbd become 1/2 (2\xbd: 2 1/2), superscripts ^2,
+    subscripts digits. Thin and non-breaking spaces between thousands are removed. Case and other spaces stay. power,
+    fraction: format strings of superscripts and fractions.
     """
     if text.isascii():
         return text
     text = _IN_THOUSANDS.sub("", text)
     text = _POWER.sub(lambda run: power.format(run[0].translate(_PLAIN_SUPERSCRIPTS)), text)
-    text = _FRACTION.sub(lambda match: _written_out(match[1], match[2], fraction), text)
+    text = _FRACTION.sub(lambda match: _format_fraction(match[1], match[2], fraction), text)
     text = _STACKED.sub(r"\1", text.translate(_TABLE))
     return unicodedata.normalize("NFKC", text).translate(_CHARACTERS)
 
 
-def folded(text: str) -> str:
-    """`plain`, without differences of case."""
-    text = plain(text).casefold()
+def normalize_case(text: str) -> str:
+    """Returns `normalize_typography` of a string, case-folded."""
+    text = normalize_typography(text).casefold()
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
-def spaced(text: str) -> str:
-    """`folded`, with single spaces and none at the ends."""
-    return " ".join(folded(text).split())
+def normalize_text(text: str) -> str:
+    """Returns `normalize_case` of a string, with single spaces and none at the ends."""
+    return " ".join(normalize_case(text).split())
 
 
-def _written_out(digit: str, character: str, fraction: str) -> str:
+def _format_fraction(digit: str, character: str, fraction: str) -> str:
+    """Formats a fraction character after an optional whole digit: 2\xbd becomes 2 1/2."""
     numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
-    apart = " " if digit and "/" in fraction else ""
-    return f"{digit}{apart}{fraction.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
+    space = " " if digit and "/" in fraction else ""
+    return f"{digit}{space}{fraction.format(numerator, denominator)}" if denominator else f"{digit}{numerator}/"
 
 
 class Characters(dict[int, str]):
-    """Characters that NFKC leaves as they are, by code point, each worked out once."""
+    """Replacements of the characters that NFKC leaves unchanged, by code point; each is computed at its first use."""
 
     def __missing__(self, code: int) -> str:
         self[code] = replacement = _replacement(code)
@@ -75,7 +77,7 @@ class Characters(dict[int, str]):
 
 
 def _replacement(code: int) -> str:
-    """Returns the ASCII form of a Unicode code point; "" for invisible ones, itself where there is none."""
+    """Returns the ASCII form of a Unicode code point: "" for an invisible one, the character itself if it has none."""
     character = chr(code)
     if code < 128:
         return character
@@ -83,8 +85,8 @@ def _replacement(code: int) -> str:
         return _TABLE[code]
     if (digit := unicodedata.decimal(character, None)) is not None:
         return str(digit)
-    unseen = unicodedata.category(character) == "Cf" or 0xFE00 <= code <= 0xFE0F
-    return "" if unseen else character
+    invisible = unicodedata.category(character) == "Cf" or 0xFE00 <= code <= 0xFE0F
+    return "" if invisible else character
 
 
 _CHARACTERS = Characters()

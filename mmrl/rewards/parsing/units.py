@@ -1,4 +1,4 @@
-"""Units of measurement behind a number."""
+"""Units of measurement after a number."""
 
 from __future__ import annotations
 
@@ -82,21 +82,21 @@ _FACTOR = re.compile(r"(/|\bper\b)?\s?\*?\s?([^\s\d^/*-]+)\^?(-?\d)?")
 
 @dataclass(frozen=True)
 class Unit:
-    """`dimension`: base units with their powers; `scale`: base units in one of this unit."""
+    """A unit of measurement. scale: base units in one of this unit. dimension: the base units with their powers."""
 
     scale: Fraction
     dimension: tuple[tuple[str, int], ...]
 
 
-def unit_behind(text: str, position: int) -> Unit | None:
-    """The unit that begins in a string at a position, or after one space there; None where it is none that is known."""
+def unit_at(text: str, position: int) -> Unit | None:
+    """Returns the unit at `position` of a text, or after one space there; None if there is no known one."""
     match = _UNIT.match(text, position)
     return None if match is None else _unit(match[1])
 
 
 @lru_cache(maxsize=4096)
 def _unit(text: str) -> Unit | None:
-    """Parses a unit such as km/h or m^2: scale in base units and powers of these. None where it is unknown."""
+    """Parses a unit such as km/h or m^2 into its scale and the powers of base units; None if it is unknown."""
     scale, powers = Fraction(1), dict[str, int]()
     for division, name, exponent in _FACTOR.findall(text):
         factor = _factor(name)
@@ -110,7 +110,7 @@ def _unit(text: str) -> Unit | None:
 
 
 def _factor(name: str) -> tuple[str, Fraction] | None:
-    """Base unit and size of a unit without a power."""
+    """Returns the base unit and the size of a unit without a power; None if it is unknown."""
     if name in _OTHERS:
         return _OTHERS[name]
     for symbol, exponent in (("", 0), *_PREFIXES.items()):

@@ -1,7 +1,7 @@
-"""Execution of untrusted programs, one a process: what `mmrl.rewards.programs.runner` forks.
+"""Runs untrusted programs, one in a process: `mmrl.rewards.programs.runner` forks these functions.
 
-A request is a mapping with the program's "source", and "scratch", the folder that it may write to; the answer holds
-what it computed or drew, or {"failed": the reason}. Nothing here knows a gold answer.
+A request is a dict with the program's "source" and "scratch", the folder that it may write to. The answer holds what it
+computed or drew, or {"failed": the reason}. Nothing here knows a gold answer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Request = Mapping[str, Any]
 MAX_OUTPUT = 1 << 16  # characters of one test's output
 MAX_FILE = 1 << 26  # bytes
 MAX_SIDE = 2048  # pixels of an image
-MAX_CORNERS = 1 << 20  # of a solid's triangles
-TEXTS, MARKS, COLOURS, VALUES = "texts", "marks", "colours", "values"  # kinds of elements of a chart
+MAX_CORNERS = 1 << 20  # vertices, and triangles, of a solid
+TEXTS, MARKS, COLOURS, VALUES = "texts", "marks", "colours", "values"  # kinds of elements in a chart
 _MODULES = {"charts": ("matplotlib", "charts"), "vectors": ("resvg_py", "svg"), "solids": ("trimesh", "solids")}
 _SHARED = ("/usr", "/lib", "/lib64", "/etc/fonts", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
 
 
 def executor(kind: str, confined: bool) -> ForkedService:
-    """Builds the service of one kind of program: "tested", "charts", "vectors" or "solids". Raises
-    ValueError where a package that it needs is missing."""
+    """Builds the service for one kind of program: "tested", "charts", "vectors" or "solids". confined: restrict files
+    and network. Raises ValueError if a package that it needs is missing."""
     module, extra = _MODULES.get(kind, (None, None))
     if module is not None and extra is not None and importlib.util.find_spec(module) is None:
         raise ValueError(f"needs the package {module}: {extra_command(extra)}")
@@ -46,7 +46,7 @@ def executor(kind: str, confined: bool) -> ForkedService:
 
     def serve(request: Request) -> dict[str, Any]:
         try:
-            _withdraw(Path(request["scratch"]), confined)
+            _restrict(Path(request["scratch"]), confined)
             return execute(request)
         except BaseException as error:  # any fault of a program is an answer, also SystemExit
             return {"failed": describe_error(error)}
@@ -54,8 +54,8 @@ def executor(kind: str, confined: bool) -> ForkedService:
     return serve
 
 
-def _withdraw(scratch: Path, confined: bool) -> None:
-    """Leaves this process nothing but libraries and its folder. It serves one request."""
+def _restrict(scratch: Path, confined: bool) -> None:
+    """Restricts this process, which serves one request, to libraries and its scratch folder."""
     os.chdir(scratch)
     os.environ.update(HOME=str(scratch), TMPDIR=str(scratch), MPLBACKEND="Agg")
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
@@ -63,8 +63,9 @@ def _withdraw(scratch: Path, confined: bool) -> None:
         confine(map(Path, (*_SHARED, sys.base_prefix, sys.prefix, *site.getsitepackages())), scratch)
 
 
-def _ran(source: str, name: str = "__main__") -> dict[str, Any]:
-    """Returns the global names of a program after its end. Its exit with the code 0 is an ordinary end."""
+def _run(source: str, name: str = "__main__") -> dict[str, Any]:
+    """Runs a program and returns its global names. sys.exit() with code 0 is a normal end. Raises what the program
+    raises."""
     names: dict[str, Any] = {"__name__": name}
     try:
         exec(compile(source, "response.py", "exec"), names)
@@ -75,34 +76,34 @@ def _ran(source: str, name: str = "__main__") -> dict[str, Any]:
 
 
 def tested(request: Request) -> dict[str, Any]:
-    """Returns the "outputs" of a program's tests, which are "calls" or "inputs"."""
+    """Runs the tests of a program, which are "calls" or "inputs", and returns their "outputs"."""
     return functions(request) if "calls" in request else scripts(request)
 
 
 def functions(request: Request) -> dict[str, Any]:
-    """Calls a function, or expressions, of the program: "calls" holds (name, arguments) or the text of an expression.
-    The answer's "outputs" are JSON texts, None where a call failed."""
+    """Calls functions of the program, or evaluates expressions. "calls" holds (name, arguments), or the text of an
+    expression. The "outputs" are JSON texts, None where a call failed."""
     with contextlib.redirect_stdout(io.StringIO()):
-        names = _ran(request["source"], "response")
-        return {"outputs": [_outcome(names, call) for call in request["calls"]]}
+        names = _run(request["source"], "response")
+        return {"outputs": [_call_output(names, call) for call in request["calls"]]}
 
 
-def _outcome(names: dict[str, Any], call: str | tuple[str, list[Any]]) -> str | None:
-    """Returns the JSON of what an expression, or a call (function, arguments), gives in the names of the program; None
-    where it fails or is too long."""
+def _call_output(names: dict[str, Any], call: str | tuple[str, list[Any]]) -> str | None:
+    """Returns the JSON of the value of an expression, or of a call (function, arguments), given the program's names;
+    None if it fails or is too long."""
     try:
         if isinstance(call, str):
             value = eval(compile(call, "test", "eval"), names)
         else:
             value = _function(names, call[0])(*call[1])
-        text = json.dumps(value, default=_listed)
-    except Exception:  # whatever it is, this test is not passed
+        text = json.dumps(value, default=_to_list)
+    except Exception:  # whatever it is, the test fails
         return None
     return text if len(text) <= MAX_OUTPUT else None
 
 
-def _listed(value: object) -> list[Any]:
-    """Returns what JSON lacks as a list: a set in order, an array."""
+def _to_list(value: object) -> list[Any]:
+    """Converts what JSON lacks to a list: a set, sorted, or an array."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, np.ndarray | np.generic):
@@ -112,7 +113,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
-    """Returns a function of the program, or a method of its class Solution."""
+    """Returns a function of the program, or a method of its class Solution, as in LeetCode."""
     if name in names:
         function: Callable[..., Any] = names[name]
         return function
@@ -122,33 +123,33 @@ def _function(names: dict[str, Any], name: str) -> Callable[..., Any]:
 
 
 def scripts(request: Request) -> dict[str, Any]:
-    """Runs the program once for each text of "inputs", which it reads from its standard input. The answer's "outputs"
-    are what it printed, None where it failed."""
-    return {"outputs": [_printed(request["source"], text) for text in request["inputs"]]}
+    """Runs the program once for each text of "inputs" as its standard input. The "outputs" are what it printed, None
+    where it failed."""
+    return {"outputs": [_run_with_input(request["source"], text) for text in request["inputs"]]}
 
 
-def _printed(source: str, text: str) -> str | None:
-    """Runs a program with `text` as standard input and returns what it prints; None where it fails."""
+def _run_with_input(source: str, text: str) -> str | None:
+    """Runs a program with `text` as standard input and returns what it prints; None if it fails."""
     out = io.StringIO()
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")  # programs read sys.stdin.buffer, too
     try:
         with contextlib.redirect_stdout(out):
-            _ran(source)
+            _run(source)
     except Exception:
         return None
     return out.getvalue()[:MAX_OUTPUT]
 
 
 def chart(request: Request) -> dict[str, Any]:
-    """Draws the last figure of a Matplotlib program: "image", uint8 [height, width, 3], and its "elements", lists of
-    texts by kind."""
+    """Draws the last figure of a Matplotlib program. Returns its "image", uint8 [height, width, 3], and "elements",
+    lists of texts by kind."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
-    Figure.savefig = lambda *_, **__: None  # type: ignore[method-assign]  # what it saves is not what is compared
+    Figure.savefig = lambda *_, **__: None  # type: ignore[method-assign]  # files that it saves are not compared
     plt.close = lambda *_, **__: None  # programs close what they have saved
     with contextlib.redirect_stdout(io.StringIO()):
-        _ran(request["source"])
+        _run(request["source"])
     figures = plt.get_fignums()
     if not figures:
         return {"failed": "it drew no figure"}
@@ -157,13 +158,13 @@ def chart(request: Request) -> dict[str, Any]:
     if max(width, height) > MAX_SIDE:
         figure.set_dpi(figure.dpi * MAX_SIDE / max(width, height))
     figure.canvas.draw()
-    shown = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]  # of Agg
-    return {"image": np.ascontiguousarray(shown), "elements": elements(figure)}
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]  # of Agg
+    return {"image": np.ascontiguousarray(pixels), "elements": elements(figure)}
 
 
 def elements(figure: Any) -> dict[str, list[str]]:
-    """Returns what a figure shows: texts that are not empty, kinds of marks, their colours, and their values, rounded
-    to four digits."""
+    """Returns the elements of a figure by kind: its non-empty texts, the types of marks, their colours, and their
+    values, rounded to four digits."""
     from matplotlib.collections import Collection
     from matplotlib.colors import to_hex, to_rgba
     from matplotlib.container import BarContainer
@@ -173,8 +174,8 @@ def elements(figure: Any) -> dict[str, list[str]]:
     texts, marks, colours, values = list[str](), list[str](), list[str](), list[str]()
     for axes in figure.axes:
         legend = axes.get_legend()
-        named = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *(legend.get_texts() if legend else [])]
-        texts += [text.get_text() for text in named if text.get_text().strip()]
+        labels = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *(legend.get_texts() if legend else [])]
+        texts += [text.get_text() for text in labels if text.get_text().strip()]
         texts += [tick.get_text() for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_ticklabels()]
         bars = [bar for container in axes.containers if isinstance(container, BarContainer) for bar in container]
         for bar in bars:
@@ -200,8 +201,8 @@ def elements(figure: Any) -> dict[str, list[str]]:
 
 
 def vector(request: Request) -> dict[str, Any]:
-    """Draws an SVG on white at "size", (width, height): "image", uint8 [height, width, 3]. What it links to is not
-    read."""
+    """Draws an SVG on white at "size", (width, height). Returns its "image", uint8 [height, width, 3]. Links in it are
+    not read."""
     import resvg_py
     from PIL import Image
 
@@ -214,10 +215,10 @@ def vector(request: Request) -> dict[str, Any]:
 
 
 def solid(request: Request) -> dict[str, Any]:
-    """Builds the solid that the program calls "result": its "corners", fp64 [corner, 3], and "triangles", int64
-    [triangle, 3]. `result` is a mesh of trimesh, or an object of CadQuery."""
+    """Builds the solid that the program calls `result`, a mesh of trimesh or an object of CadQuery. Returns "corners",
+    fp64 [corner, 3], and "triangles", int64 [triangle, 3]."""
     with contextlib.redirect_stdout(io.StringIO()):
-        names = _ran(request["source"])
+        names = _run(request["source"])
     if "result" not in names:
         return {"failed": "it defines no `result`"}
     corners, triangles = _mesh(names["result"])
@@ -227,6 +228,7 @@ def solid(request: Request) -> dict[str, Any]:
 
 
 def _mesh(result: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the corners and triangles of a solid, see `solid`."""
     import trimesh
 
     if isinstance(result, trimesh.Scene):
@@ -238,7 +240,7 @@ def _mesh(result: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prepare_charts() -> None:
-    """Imports what every program would, and reads the fonts, before the first fork."""
+    """Imports matplotlib and reads its fonts before the first fork, so that not every process does."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -251,6 +253,7 @@ def _prepare_charts() -> None:
 
 
 def _prepare_solids() -> None:
+    """Imports trimesh before the first fork."""
     import trimesh
 
     trimesh.creation.box()

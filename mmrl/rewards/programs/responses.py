@@ -1,10 +1,10 @@
-"""The program of a response."""
+"""Extracts the program or the drawing of a response."""
 
 from __future__ import annotations
 
 import re
 
-from mmrl.rewards.parsing.responses import full_response, last_tagged, stated
+from mmrl.rewards.parsing.responses import full_response, last_answer_tag, without_thoughts
 from mmrl.rollouts import Sample
 
 _FENCE = "```"
@@ -14,10 +14,13 @@ _SVG = re.compile(r"<svg(?=[\s/>])[^<>]*+>|</svg\s*+>")
 
 
 def program(sample: Sample) -> str:
-    """Returns the last fenced block of what a response states after its thoughts, of its <answer> where there is one;
-    without a fence all of it. A block that was begun and not closed counts to its end."""
-    text = stated(full_response(sample))
-    tagged = last_tagged(text)
+    """Returns the last fenced code block after the thoughts, in <answer> if there is one; without a fence, all of that
+    text.
+
+    A block that is not closed extends to the end.
+    """
+    text = without_thoughts(full_response(sample))
+    tagged = last_answer_tag(text)
     text = text if tagged is None else tagged
     parts = text.split(_FENCE)
     if len(parts) == 1:
@@ -28,15 +31,15 @@ def program(sample: Sample) -> str:
 
 
 def drawing(sample: Sample) -> str:
-    """Returns the last outermost <svg> element of a response; "" where there is none."""
-    text, depth, begin, last = stated(full_response(sample)), 0, 0, ""
+    """Returns the last outermost <svg> element of a response; "" if there is none."""
+    text, depth, start, last = without_thoughts(full_response(sample)), 0, 0, ""
     for tag in _SVG.finditer(text):
         if tag[0].startswith("</"):
             depth = max(0, depth - 1)
         else:
-            begin = begin if depth else tag.start()
+            start = start if depth else tag.start()
             depth += not tag[0].endswith("/>")
         if depth == 0:
-            last = text[begin : tag.end()]
-            begin = tag.end()
+            last = text[start : tag.end()]
+            start = tag.end()
     return last

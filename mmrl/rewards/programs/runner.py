@@ -1,4 +1,4 @@
-"""Processes for programs of responses: each runs one, within a deadline and limits, and is gone."""
+"""Processes that run programs of responses: each runs one, with a deadline and limits, and ends."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DEADLINE_S = 10.0
 
 
 class ProgramRunner:
-    """Runs programs of one kind of `mmrl.rewards.programs.executors`, `workers` at a time.
+    """Runs programs of one kind (see `mmrl.rewards.programs.executors`), `workers` at a time.
 
-    A program reads libraries and writes to a folder of its own; it opens no TCP connection and reaches no other process
-    (`confined`). It may take `deadline_s` seconds and `memory_gib`. Raises ValueError for numbers that are not
-    positive, and where the kernel cannot confine it.
+    deadline_s, memory_gib: what one program may use. confined: it can read libraries and write to a folder of its own,
+    but opens no TCP connection and reaches no other process. Raises ValueError for numbers that are not positive, and
+    if the kernel cannot confine programs.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ProgramRunner:
         limits = Limits(memory_gib=memory_gib, processes=32, cpu_s=2 * deadline_s + 2)  # half of it is enough for one
         self._fork_server = ForkServer(EXECUTOR, (kind, confined), limits)
         self._folder = tempfile.TemporaryDirectory(prefix="mmrl-programs-")
-        self._numbers, self._numbering = count(), threading.Lock()
+        self._scratch_numbers, self._lock = count(), threading.Lock()
 
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an answer a request, {"failed": why} for a program that raised, hung or ended its process. Raises
-        UserError where no process can be started."""
+        """Returns an answer for each request, {"failed": the reason} for a program that raised, hung or ended its
+        process. Raises UserError if no process can be started."""
         with ThreadPoolExecutor(self.workers, "program") as pool:
             return list(pool.map(self._run, requests))
 
@@ -62,10 +62,10 @@ class ProgramRunner:
         self._folder.cleanup()
 
     def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs a program in a forked worker with a scratch folder of its own. Returns its answer, or {"failed":
-        why}."""
-        with self._numbering:
-            scratch = Path(self._folder.name) / str(next(self._numbers))
+        """Runs a program in a forked worker with a scratch folder of its own. Returns its answer, or {"failed": the
+        reason}."""
+        with self._lock:
+            scratch = Path(self._folder.name) / str(next(self._scratch_numbers))
         scratch.mkdir()
         try:
             worker = self._fork_server.acquire()
@@ -76,12 +76,12 @@ class ProgramRunner:
             return {"failed": f"it ended its process: {error}"}
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        worker.fork_server.terminate(worker)  # nothing that a program changed meets the next one
+        worker.fork_server.terminate(worker)  # the next program gets a new process, without changes by this one
         return answer
 
 
 class ProgramReward:
-    """A reward that runs programs of one `kind`, with the options of `ProgramRunner`."""
+    """A reward that runs programs of one `kind`. The options are those of `ProgramRunner`."""
 
     kind: ClassVar[str]
     scope: Literal["sample"] = "sample"

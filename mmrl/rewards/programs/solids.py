@@ -1,4 +1,4 @@
-"""Programs that have to build a solid."""
+"""A reward of programs that have to build a solid."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.rewards.programs.charts import shares
+from mmrl.rewards.programs.charts import normalize_weights
 from mmrl.rewards.programs.responses import program
 from mmrl.rewards.programs.runner import ProgramReward
 from mmrl.rewards.types import Score
@@ -19,21 +19,21 @@ from mmrl.rollouts import Prompt, Sample
 if TYPE_CHECKING:
     from trimesh import Trimesh
 
-CACHED = 256  # gold solids
+MAX_CACHED = 256  # gold solids
 
 
 class SolidCode(ProgramReward):
-    """Likeness of the solid that a program builds to the gold one: 0 where it fails, else the mean, weighted by
+    """Similarity of the solid that a program builds to the gold solid: 0 if it fails, else the mean, weighted by
     `weights`, of
 
     runs      1
-    geometry  the F1 of `points` points drawn on either surface, of which one counts where the other surface is nearer
-              than `threshold` of the gold's diagonal
+    geometry  the F1 of `points` points sampled on either surface; a point is right if the other surface is nearer than
+              `threshold` of the gold's diagonal
     topology  the share of three that agree: whether the surface is closed, the number of bodies, the Euler number
 
-    The program calls its solid `result`: a mesh of trimesh (the extra `solids`), or an object of CadQuery where that is
+    The program calls its solid `result`: a mesh of trimesh (the extra `solids`), or an object of CadQuery if that is
     installed. The row's answer is a mesh file (STL, OBJ, PLY) or a gold program. HiCAD's reward of validity, geometry
-    and topology, reconstructed. The rest as in `ProgramRunner`.
+    and topology, reconstructed. The other options are those of `ProgramRunner`.
     """
 
     kind = "solids"
@@ -47,21 +47,21 @@ class SolidCode(ProgramReward):
         **options: Any,
     ) -> None:
         known = ("runs", "geometry", "topology")
-        self.weights = shares(weights or {"runs": 0.1, "geometry": 0.6, "topology": 0.3}, known)
+        self.weights = normalize_weights(weights or {"runs": 0.1, "geometry": 0.6, "topology": 0.3}, known)
         if points < 1 or not threshold > 0:
             raise ValueError("points and threshold must be positive")
         self.points, self.threshold = points, threshold
         super().__init__(**options)
-        self._golds: OrderedDict[str, Trimesh] = OrderedDict()  # by the answer
+        self._golds: OrderedDict[str, Trimesh] = OrderedDict()  # gold meshes by answer
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores programs; raises UserError for a row whose answer is not a solid."""
+        """Scores programs. Raises UserError for a row whose answer is not a solid."""
         golds = [self._gold(sample.prompt) for sample in samples]
         rows = [row for row, sample in enumerate(samples) if program(sample)]
         answers = self.runner.run([{"source": program(samples[row])} for row in rows])
         scores: list[Score] = [0.0] * len(samples)
         for row, answer in zip(rows, answers, strict=True):
-            mesh = mesh_of(answer)
+            mesh = to_mesh(answer)
             scores[row] = 0.0 if mesh is None else self._score(mesh, golds[row])
         return scores
 
@@ -74,33 +74,33 @@ class SolidCode(ProgramReward):
         return sum(weight * parts[name]() for name, weight in self.weights.items())
 
     def _gold(self, prompt: Prompt) -> Trimesh:
+        """Returns the gold mesh of a prompt, from the cache if it is there. Raises UserError as `_build_gold`."""
         answer = str(prompt.answer)
         if answer not in self._golds:
-            self._golds[answer] = self._built(prompt, answer)
-            while len(self._golds) > CACHED:
+            self._golds[answer] = self._build_gold(prompt, answer)
+            while len(self._golds) > MAX_CACHED:
                 self._golds.popitem(last=False)
         return self._golds[answer]
 
-    def _built(self, prompt: Prompt, answer: str) -> Trimesh:
-        """Returns the mesh of a gold answer: a file, or a program that builds it. Raises UserError where there is
-        none."""
+    def _build_gold(self, prompt: Prompt, answer: str) -> Trimesh:
+        """Returns the mesh of a gold answer, a file or a program that builds it. Raises UserError if there is none."""
         if "\n" not in answer and Path(answer).suffix.lower() in (".stl", ".obj", ".ply"):
             import trimesh
 
             try:
                 return trimesh.load_mesh(answer)
             except (OSError, ValueError) as error:
-                raise UserError(f"prompt {prompt.id!r}: its solid {answer} can not be read: {error}") from None
-        (built,) = self.runner.run([{"source": answer}])
-        mesh = mesh_of(built)
+                raise UserError(f"prompt {prompt.id!r}: its solid {answer} cannot be read: {error}") from None
+        (result,) = self.runner.run([{"source": answer}])
+        mesh = to_mesh(result)
         if mesh is None:
-            raise UserError(f"prompt {prompt.id!r}: its gold program builds no solid: {built.get('failed')}")
+            raise UserError(f"prompt {prompt.id!r}: its gold program builds no solid: {result.get('failed')}")
         return mesh
 
 
-def mesh_of(answer: Mapping[str, Any]) -> Trimesh | None:
-    """Returns the mesh of an answer; None for a failure, and for anything that is not a mesh, for a program may have
-    written the answer."""
+def to_mesh(answer: Mapping[str, Any]) -> Trimesh | None:
+    """Converts an executor's answer to a mesh; None for a failure, and for anything that is no mesh, since a program
+    may have written the answer."""
     import trimesh
 
     corners, triangles = answer.get("corners"), answer.get("triangles")
@@ -117,21 +117,25 @@ def mesh_of(answer: Mapping[str, Any]) -> Trimesh | None:
 
 
 def surface_f1(mesh: Trimesh, gold: Trimesh, points: int, threshold: float) -> float:
-    """Returns the F1 of two surfaces: the harmonic mean of the fractions of points on each whose nearest point on the
-    other is within `threshold` of the gold's diagonal. The same points for the same mesh."""
+    """Returns the F1 of two surfaces: the harmonic mean of the shares of points on each whose nearest point on the
+    other is within `threshold` of the gold's diagonal.
+
+    points: sampled on each surface, with a fixed seed.
+    """
     import trimesh
     from scipy.spatial import cKDTree
 
-    ours, theirs = (trimesh.sample.sample_surface(one, points, seed=0)[0] for one in (mesh, gold))
-    # Two draws of one surface are apart, too: a dense draw of either stands for the whole of it.
-    dense_ours, dense_theirs = (trimesh.sample.sample_surface(one, 8 * points, seed=1)[0] for one in (mesh, gold))
-    most = threshold * float(np.linalg.norm(gold.extents))
-    precision = float((cKDTree(dense_theirs).query(ours)[0] <= most).mean())
-    recall = float((cKDTree(dense_ours).query(theirs)[0] <= most).mean())
+    mesh_points, gold_points = (trimesh.sample.sample_surface(m, points, seed=0)[0] for m in (mesh, gold))
+    # Two samples of one surface differ, too, so distances are taken to denser samples.
+    dense_mesh, dense_gold = (trimesh.sample.sample_surface(m, 8 * points, seed=1)[0] for m in (mesh, gold))
+    max_distance = threshold * float(np.linalg.norm(gold.extents))
+    precision = float((cKDTree(dense_gold).query(mesh_points)[0] <= max_distance).mean())
+    recall = float((cKDTree(dense_mesh).query(gold_points)[0] <= max_distance).mean())
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
 def same_topology(mesh: Trimesh, gold: Trimesh) -> float:
-    """Returns the share that agrees of: being closed, the number of bodies, the Euler number."""
-    kinds = [(one.is_watertight, one.body_count, one.euler_number) for one in (mesh, gold)]
-    return float(np.mean([ours == theirs for ours, theirs in zip(*kinds, strict=True)]))
+    """Returns the share of three properties that agree: whether the surface is closed, the number of bodies, the Euler
+    number."""
+    properties, gold_properties = ((m.is_watertight, m.body_count, m.euler_number) for m in (mesh, gold))
+    return float(np.mean([a == b for a, b in zip(properties, gold_properties, strict=True)]))

@@ -1,4 +1,4 @@
-"""Programs that have to pass tests."""
+"""A reward of programs that have to pass unit tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mmrl.rollouts import Prompt, Sample
 
 
 class UnitTests(ProgramReward):
-    """Tests of the Python program in a response: the share that it passes with partial=True, else 1 where it passes
-    all and 0 where not. A program that raises, hangs or ends its process passes none.
+    """1 if the Python program in a response passes all its tests, else 0. partial: the share of tests that it passes
+    instead.
 
-    The row's answer holds the tests, as data sets of programs have them: {"inputs": [...], "outputs": [...]}, also as
-    JSON text; with "fn_name" the inputs are lists of arguments of that function (or of that method of a class
-    Solution), without it texts for the standard input, and outputs what is printed. Or it is a list of strings
-    `assert f(1) == 2`, whose right side is a literal, `assert f(1)` or `assert not f(1)`. Outputs are compared here:
-    the program's process never holds them. Printed lines are equal without space at their ends, numbers within
-    `tolerance` of their size.
+    A program that raises, hangs or ends its process passes none. The row's answer holds the tests, in the form of code
+    data sets: {"inputs": [...], "outputs": [...]}, also as JSON text. With "fn_name", the inputs are lists of arguments
+    of that function, or of that method of a class Solution. Without it, they are texts for the standard input, and
+    outputs are what is printed. The answer may also be a list of strings `assert f(1) == 2`, whose right side is a
+    literal, `assert f(1)` or `assert not f(1)`.
 
-    deadline_s is for all tests of a program; the rest as in `ProgramRunner`.
+    Outputs are compared in this process; the program's process never holds the expected ones. Printed lines are
+    compared without space at their ends, numbers within `tolerance`, relative or absolute. deadline_s is for all tests
+    of a program. The other options are those of `ProgramRunner`.
     """
 
     kind = "tested"
@@ -42,27 +43,28 @@ class UnitTests(ProgramReward):
         super().__init__(**options)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores programs; raises UserError for a row whose answer has no tests."""
+        """Scores programs. Raises UserError for a row whose answer has no tests."""
         tests = [read_tests(sample.prompt) for sample in samples]
         scores: list[Score] = [0.0] * len(samples)
         rows = [row for row, sample in enumerate(samples) if program(sample)]
         answers = self.runner.run([{"source": program(samples[row]), tests[row][0]: tests[row][1]} for row in rows])
         for row, answer in zip(rows, answers, strict=True):
-            scores[row] = self._share(answer, tests[row][2], printed=tests[row][0] == "inputs")
+            scores[row] = self._pass_rate(answer, tests[row][2], printed=tests[row][0] == "inputs")
         return scores
 
-    def _share(self, answer: Mapping[str, Any], expected: list[Any], *, printed: bool) -> float:
+    def _pass_rate(self, answer: Mapping[str, Any], expected: list[Any], *, printed: bool) -> float:
+        """Returns the score of a program, by the executor's answer. printed: outputs are printed texts, not JSON."""
         outputs = answer.get("outputs")
         if not isinstance(outputs, list) or len(outputs) != len(expected):
             return 0.0
-        same = _printed_same if printed else _json_same
-        passed = [same(out, wanted, self.tolerance) for out, wanted in zip(outputs, expected, strict=True)]
+        is_equal = _printed_same if printed else _json_same
+        passed = [is_equal(output, target, self.tolerance) for output, target in zip(outputs, expected, strict=True)]
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
 
 def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
-    """Returns the kind of a row's tests, "calls" or "inputs", these, and the outputs that they expect. Raises UserError
-    where the answer has none."""
+    """Returns the kind of a row's tests, "calls" or "inputs"; these calls or inputs; and the expected outputs. Raises
+    UserError if the answer has no tests."""
     tests = prompt.answer
     if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
         try:
@@ -78,43 +80,48 @@ def read_tests(prompt: Prompt) -> tuple[str, list[Any], list[Any]]:
         raise UserError(f"prompt {prompt.id!r}: unit_tests needs an answer with inputs and outputs, or assertions")
     inputs, outputs, name = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
     if not isinstance(outputs, list) or len(outputs) != len(inputs):
-        raise UserError(f"prompt {prompt.id!r}: its {len(inputs)} inputs have no outputs of the same number")
+        raise UserError(f"prompt {prompt.id!r}: it has {len(inputs)} test inputs, but not as many outputs")
     if name is None:
-        return "inputs", [_lines(one) for one in inputs], [_lines(one) for one in outputs]
-    return "calls", [(str(name), _arguments(one)) for one in inputs], [_parsed(one) for one in outputs]
+        return "inputs", [_to_text(value) for value in inputs], [_to_text(value) for value in outputs]
+    return "calls", [(str(name), _arguments(value)) for value in inputs], [_parse_json(value) for value in outputs]
 
 
 def _assertion(prompt: Prompt, test: str) -> tuple[str, Any]:
-    """Splits `assert left == literal` into the text of its left side and the value of its right side; `assert f(1)` and
-    `assert not f(1)` expect a truth. Anything else would show the program what is expected."""
+    """Splits `assert left == literal` into the text of its left side and the value of its right side. `assert f(1)`
+    expects True, `assert not f(1)` False.
+
+    Raises UserError for any other form, since it would show the program what is expected.
+    """
     try:
         statement = ast.parse(test.strip()).body[0]
         if not isinstance(statement, ast.Assert):
             raise ValueError
-        compared = statement.test
-        if isinstance(compared, ast.Compare) and len(compared.ops) == 1 and isinstance(compared.ops[0], ast.Eq):
-            return ast.unparse(compared.left), _plain(ast.literal_eval(compared.comparators[0]))
-        truth = not (isinstance(compared, ast.UnaryOp) and isinstance(compared.op, ast.Not))
-        called = compared if truth else compared.operand  # type: ignore[attr-defined]
-        if not isinstance(called, ast.Call) or not isinstance(called.func, ast.Name):
+        expression = statement.test
+        if isinstance(expression, ast.Compare) and len(expression.ops) == 1 and isinstance(expression.ops[0], ast.Eq):
+            return ast.unparse(expression.left), _to_json_types(ast.literal_eval(expression.comparators[0]))
+        expected = not (isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not))
+        call = expression if expected else expression.operand  # type: ignore[attr-defined]
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError
-        for argument in called.args:
+        for argument in call.args:
             ast.literal_eval(argument)
-        return f"bool({ast.unparse(called)})", truth
+        return f"bool({ast.unparse(call)})", expected
     except (SyntaxError, TypeError, ValueError, IndexError):
         raise UserError(f"prompt {prompt.id!r}: its test is not `assert f(...) == literal`: {test!r:.120}") from None
 
 
-def _lines(value: Any) -> str:
+def _to_text(value: Any) -> str:
+    """Returns text; a list becomes lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """Arguments of a call: a list, or, as LeetCode writes them, one JSON value per line."""
+    """Returns the arguments of a call: a list, or, as in LeetCode, one JSON value on each line."""
     return [json.loads(line) for line in value.splitlines() if line.strip()] if isinstance(value, str) else list(value)
 
 
-def _parsed(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
+    """Parses a string that is JSON. Other values are returned unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -123,14 +130,14 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
-    """A literal as JSON knows it: tuples and sets are lists, keys texts."""
+def _to_json_types(value: Any) -> Any:
+    """Converts a literal to JSON's types: tuples and sets become lists, keys strings."""
     return json.loads(json.dumps(value, default=sorted))
 
 
 def _json_same(text: object, expected: Any, tolerance: float) -> bool:
-    """Returns whether JSON is the expected value, floats within the tolerance; a single value also equals a list of
-    it."""
+    """Returns whether a JSON text is the expected value, with floats within the tolerance. A single value also equals a
+    list of it."""
     if not isinstance(text, str):
         return False
     try:
@@ -141,7 +148,7 @@ def _json_same(text: object, expected: Any, tolerance: float) -> bool:
 
 
 def _same(value: Any, expected: Any, tolerance: float) -> bool:
-    """Returns whether a result is the expected one; floats within the tolerance, booleans never equal to numbers."""
+    """Returns whether two values are equal, with floats within the tolerance. Booleans never equal numbers."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
@@ -155,15 +162,19 @@ def _same(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _printed_same(text: object, expected: str, tolerance: float) -> bool:
-    """Returns whether printed output is the expected one, word by word and line by line, floats within the
+    """Returns whether printed output equals the expected one, line by line and word by word, with floats within the
     tolerance."""
     if not isinstance(text, str):
         return False
-    lines, wanted = ([line.split() for line in one.strip().splitlines()] for one in (text, expected))
-    return len(lines) == len(wanted) and all(
-        len(ours) == len(theirs) and all(map(_word_same, ours, theirs, [tolerance] * len(ours)))
-        for ours, theirs in zip(lines, wanted, strict=True)
-    )
+    lines, expected_lines = ([line.split() for line in t.strip().splitlines()] for t in (text, expected))
+    if len(lines) != len(expected_lines):
+        return False
+    for words, expected_words in zip(lines, expected_lines, strict=True):
+        if len(words) != len(expected_words):
+            return False
+        if not all(map(_word_same, words, expected_words, [tolerance] * len(words))):
+            return False
+    return True
 
 
 def _word_same(word: str, expected: str, tolerance: float) -> bool:

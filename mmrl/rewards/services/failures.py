@@ -1,4 +1,4 @@
-"""Failures of rewards: samples that could not be scored are counted and warned of."""
+"""Counts the samples that a reward failed to score, and logs warnings."""
 
 from __future__ import annotations
 
@@ -17,69 +17,70 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason for a missing score. deadline: it took too long; crash: its process ended; error: it raised; not
-    tried: too much of its batch had taken too long."""
+    """Why a sample has no score. cause: "deadline": it took too long; "crash": its process ended; "error": the reward
+    raised; "not tried": too many calls of its batch had timed out. message: for a warning."""
 
     cause: Cause
-    what: str
+    message: str
 
 
 class Failures:
-    """Counts of one reward's failures: `causes` by cause, `prompts` by the id of the prompt.
+    """Counts one reward's failures: `causes` by cause, `prompts` by the prompt's id.
 
-    late: the score of a sample that was not scored in time; None leaves it unscored. most_late: calls of a batch that
-    may time out; after so many the rest of the batch is late without a try, so that a batch of hanging calls costs a
-    bounded time.
+    timeout_score: the score of a sample that was not scored in time; None leaves it unscored. max_timeouts: calls of a
+    batch that may time out. After that many, the rest of the batch fails without a try, so that a batch of hanging
+    calls costs a bounded time.
     """
 
-    def __init__(self, name: str, late: Score = None, most_late: int = 32) -> None:
-        self.name, self.late, self.most_late = name, late, most_late
+    def __init__(self, name: str, timeout_score: Score = None, max_timeouts: int = 32) -> None:
+        self.name, self.timeout_score, self.max_timeouts = name, timeout_score, max_timeouts
         self.causes: Counter[Cause] = Counter()
         self.prompts: Counter[str] = Counter()
-        self.reason: str | None = None  # why the first sample of the batch was lost
-        self._waits = 0  # calls of the batch that timed out
-        self._counting = threading.Lock()
+        self.reason: str | None = None  # why the first failed sample of the batch failed
+        self._num_timeouts = 0  # calls of the batch that timed out
+        self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Starts another batch."""
-        self._waits, self.reason = 0, None
+    def start_batch(self) -> None:
+        """Starts a new batch."""
+        self._num_timeouts, self.reason = 0, None
 
-    def waited(self, limit_s: float) -> Failure:
-        """Returns the failure of a call that timed out after `limit_s` seconds. Warns at the one after which the rest
-        of the batch is not tried."""
-        with self._counting:
-            self._waits += 1
-            waits = self._waits
-        if waits == self.most_late:
+    def record_timeout(self, limit_s: float) -> Failure:
+        """Counts a call that timed out after `limit_s` seconds and returns its failure. Logs a warning at the last one
+        that is allowed in a batch."""
+        with self._lock:
+            self._num_timeouts += 1
+            num_timeouts = self._num_timeouts
+        if num_timeouts == self.max_timeouts:
             _log.warning(
-                "reward %s gave no answer in %g s %d times in one batch (max_timeouts): of what is left of the batch "
-                "nothing is tried, and its score is %s",
+                "reward %s did not answer within %g s, %d times in one batch (max_timeouts): the rest of the batch "
+                "is not tried, and its score is %s",
                 self.name,
                 limit_s,
-                waits,
-                self._shown(self.late),
+                num_timeouts,
+                self._format_score(self.timeout_score),
             )
         return Failure("deadline", f"no answer in {limit_s:g} s")
 
-    def skips(self) -> Failure | None:
-        """Returns the failure of every further sample of the batch, once too many calls have timed out; None before."""
-        return Failure("not tried", "the batch had hung too often") if self._waits >= self.most_late else None
+    def skip_reason(self) -> Failure | None:
+        """Returns the failure of every further sample of the batch, once too many calls have timed out; None before
+        that."""
+        return Failure("not tried", "the batch had hung too often") if self._num_timeouts >= self.max_timeouts else None
 
-    def lost(self, sample: Sample, failure: Failure) -> Score:
-        """Counts the failed sample and returns its score. Warns at the first, tenth, hundredth ... failure of a cause,
-        except of samples that were not tried."""
+    def record(self, sample: Sample, failure: Failure) -> Score:
+        """Counts a failed sample and returns its score. Logs a warning at the first, tenth, hundredth ... failure of a
+        cause, except for samples that were not tried."""
         self.causes[failure.cause] += 1
-        self.reason = self.reason or f"it failed on prompt {sample.prompt.id}: {failure.what}"
+        self.reason = self.reason or f"it failed on prompt {sample.prompt.id}: {failure.message}"
         self.prompts[sample.prompt.id] += 1
         count = self.causes[failure.cause]
-        score = self.late if failure.cause in ("deadline", "not tried") else None
+        score = self.timeout_score if failure.cause in ("deadline", "not tried") else None
         if failure.cause != "not tried" and str(count).strip("0") == "1":
             _log.warning(
                 "reward %s failed on prompt %s: %s; its score is %s (%s number %d, prompts so far: %d)",
                 self.name,
                 sample.prompt.id,
-                failure.what,
-                self._shown(score),
+                failure.message,
+                self._format_score(score),
                 failure.cause,
                 count,
                 len(self.prompts),
@@ -87,5 +88,5 @@ class Failures:
         return score
 
     @staticmethod
-    def _shown(score: Score) -> str:
+    def _format_score(score: Score) -> str:
         return "left out" if score is None else f"{score:g}"

@@ -1,11 +1,12 @@
-"""A reward that another process computes: samples go out by HTTP as JSON or npz, never as pickles, scores come back.
+"""A reward that another process computes. Samples are sent by HTTP as JSON or npz, never as pickles, and scores come
+back.
 
-The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON the image of a sample is a PNG in
-base64; in npz the JSON text is the array "request" (uint8, UTF-8) and the image of sample i the array "image_i"
-[channel, height, width]. The images of a prompt are PNGs in base64 in both. The answer is always the JSON object
-{"scores": [number or null, ...]}, one a sample, null where it could not be scored. It may hold "spans" beside them, one
-a sample, null or {"of": "characters", "values": [[begin, end, value], ...]} (see `mmrl.rollouts.Spans`): a process
-reward, whose total is the score.
+The request is a JSON object {"samples": [...], "group": [...] or null}. In JSON, a sample's image is a PNG in base64.
+In npz, the JSON text is the array "request" (uint8, UTF-8), and the image of sample i is the array "image_i" [channel,
+height, width]. The images of a prompt are PNGs in base64 in both. The answer is always a JSON object {"scores": [number
+or null, ...]}, one for each sample, null where it could not be scored. It may also have "spans", for each sample null
+or {"of": "characters", "values": [[begin, end, value], ...]} (see `mmrl.rollouts.Spans`): a process reward, whose total
+is the score.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from mmrl.rewards.types import Score, as_pil
 from mmrl.rollouts import Prompt, Sample, Spans, Video
 
 JSON, NPZ = "application/json", "application/x-npz"
-BACKOFF_S = (0.5, 8.0)  # the first pause, doubled each time, and the longest
+BACKOFF_S = (0.5, 8.0)  # seconds before the first retry, doubled each time, and at most
 MAX_ANSWER = 64 * 2**20  # bytes
 _PROMPT = {"id": str, "text": str, "answer": object, "system": object, "metadata": dict}
 _SAMPLE = {"response": str, "response_length": int, "truncated": bool, "max_response_length": int}
 
 
 class HttpReward:
-    """The score of a reward server at `url`, such as `python -m mmrl.rewards.services.server`.
+    """The scores of a reward server at `url`, such as `python -m mmrl.rewards.services.server`.
 
-    A request that finds no connection, whose answer is not complete after `deadline_s` seconds or has a status of 5xx
-    or 429 is sent again, at most `retries` times, with growing pauses; then, and at once for every other fault, score()
-    raises UserError. `scope` "group" sends each group by itself. `pixels` is how npz carries images: "float32" as
-    they are, "uint8" as JSON's PNGs do, clamped and rounded.
+    A request is sent again, at most `retries` times with growing pauses, if there is no connection, no complete answer
+    after `deadline_s` seconds, or a status of 5xx or 429. Then, and at once for every other fault, score() raises
+    UserError. scope: "group" sends each group in a request of its own. pixels: how npz holds images, "float32"
+    unchanged, or "uint8" as PNGs have them, clamped and rounded.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class HttpReward:
         if spans is None:
             return scores
         if not isinstance(spans, list) or len(spans) != len(scores):
-            raise UserError(f"reward server {self.url} answered with spans that are not a list, one a score")
-        return [_marked(self.url, score, each) for score, each in zip(scores, spans, strict=True)]
+            raise UserError(
+                f"reward server {self.url} answered with spans that are not a list with one entry for each score"
+            )
+        return [_with_spans(self.url, score, value) for score, value in zip(scores, spans, strict=True)]
 
 
-def _marked(url: str, score: Score, spans: Any) -> Score | Spans:
-    """Returns the spans of one sample with the score as their total; the score where there are none."""
+def _with_spans(url: str, score: Score, spans: Any) -> Score | Spans:
+    """Returns the spans of one sample with the score as their total; the score if it has no spans."""
     if score is None or spans is None:
         return score
     if not isinstance(spans, dict) or not isinstance(spans.get("values"), list):
@@ -91,7 +94,7 @@ def _marked(url: str, score: Score, spans: Any) -> Score | Spans:
 
 
 def check_address(url: str, deadline_s: float, retries: int) -> None:
-    """Raises ValueError for an address that is not http(s), a deadline that is not positive, negative retries."""
+    """Raises ValueError for an address that is not http(s), a deadline that is not positive, and negative retries."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"expected an address that begins with http:// or https://, not {url!r}")
     if deadline_s <= 0 or retries < 0:
@@ -101,12 +104,12 @@ def check_address(url: str, deadline_s: float, retries: int) -> None:
 def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float, retries: int) -> dict[str, Any]:
     """Posts `body` and returns the JSON object of the answer.
 
-    Raises UserError after 1 + `retries` requests that found no connection, were not answered in `deadline_s` seconds or
-    with a status of 5xx or 429; at once for another status that is not 200 and for an answer that is not a JSON object.
+    Raises UserError after 1 + `retries` requests without a connection, without an answer in `deadline_s` seconds, or
+    with a status of 5xx or 429; at once for another status than 200, and for an answer that is not a JSON object.
     """
     import requests
 
-    start, pause, fault = monotonic(), BACKOFF_S[0], ""
+    start, pause, reason = monotonic(), BACKOFF_S[0], ""
     for attempt in range(1 + retries):
         if attempt:
             sleep(pause)
@@ -114,21 +117,24 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, deadline_s: float
         try:
             status, text = _in_time(lambda limit_s: _exchange(url, body, headers, limit_s), deadline_s)
         except requests.RequestException as error:
-            fault = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             continue
         if status == 200:
             return _json_object(url, text)
-        fault = f"status {status}: {text[:300].decode(errors='replace')}"
+        reason = f"status {status}: {text[:300].decode(errors='replace')}"
         if status < 500 and status != 429:
-            raise UserError(f"reward server {url} refused: {' '.join(fault.split())}")
+            raise UserError(f"reward server {url} refused: {' '.join(reason.split())}")
     seconds = monotonic() - start
-    fault = " ".join(fault.split())
-    raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {fault}")
+    reason = " ".join(reason.split())
+    raise UserError(f"reward server {url} did not answer {1 + retries} times in {seconds:.1f} s: {reason}")
 
 
 def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) -> tuple[int, bytes]:
-    """Bounds the whole of an exchange: timeouts of sockets bound the wait for each byte, so that a server which sends a
-    header letter by letter, or one "100 Continue" after the other, keeps its client for ever."""
+    """Bounds the time of a full exchange.
+
+    The timeouts of sockets bound the wait for each byte only. So a server that sends a header byte by byte, or "100
+    Continue" again and again, would keep its client waiting forever.
+    """
     import requests
 
     thread = CallingThread()
@@ -145,7 +151,8 @@ def _in_time(exchange: Callable[[float], tuple[int, bytes]], deadline_s: float) 
 
 
 def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
-    """Returns status and body. Raises requests.RequestException for every failure, a late answer included."""
+    """Sends a request and returns status and body. Raises requests.RequestException for every failure, also for a late
+    answer."""
     import requests
     import urllib3
 
@@ -164,24 +171,25 @@ def _exchange(url: str, body: bytes, headers: Mapping[str, str], deadline_s: flo
 
 
 def _json_object(url: str, text: bytes) -> dict[str, Any]:
-    """Parses an answer. Raises UserError where it is not a JSON object."""
+    """Parses an answer. Raises UserError if it is not a JSON object."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise UserError(f"server {url} answered with something else than a JSON object: {text[:200]!r}")
+        raise UserError(f"server {url} did not answer with a JSON object: {text[:200]!r}")
     return answer
 
 
 def png_base64(image: Image.Image) -> str:
+    """Encodes an image as a PNG in base64."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
 def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, pixels: str = "float32") -> bytes:
-    """Encodes the body of a request. Raises UserError for an answer or metadata that is not JSON."""
+    """Encodes samples as the body of a request. Raises UserError for an answer or metadata that JSON cannot hold."""
     rows: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     for number, sample in enumerate(samples):
@@ -193,18 +201,19 @@ def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, 
                 {"frames": list(map(png_base64, video.frames)), "fps": video.fps} for video in sample.prompt.videos
             ]
         if sample.image is not None and format == "json":
-            row["image"] = png_base64(_exact_mode(sample.image))
+            row["image"] = png_base64(_to_pil_same_channels(sample.image))
         if sample.frames is not None and format == "json":
-            row["frames"] = [png_base64(_exact_mode(frame)) for frame in sample.frames]
+            row["frames"] = [png_base64(_to_pil_same_channels(frame)) for frame in sample.frames]
         if format == "npz":
             generated = {f"image_{number}": sample.image, f"frames_{number}": sample.frames}
-            present = {name: values for name, values in generated.items() if values is not None}
-            arrays |= {name: (_bytes(v) if pixels == "uint8" else v.float()).numpy() for name, v in present.items()}
+            for name, values in generated.items():
+                if values is not None:
+                    arrays[name] = (_to_bytes(values) if pixels == "uint8" else values.float()).numpy()
         rows.append(row)
     try:
         text = json.dumps({"samples": rows, "group": None if group is None else list(group)}).encode()
     except TypeError as error:
-        raise UserError(f"a prompt's answer or metadata can not be sent to a reward server: {error}") from None
+        raise UserError(f"a prompt's answer or metadata cannot be sent to a reward server: {error}") from None
     if format == "json":
         return text
     file = io.BytesIO()
@@ -213,9 +222,9 @@ def encode(samples: Sequence[Sample], group: Sequence[int] | None, format: str, 
 
 
 def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], Tensor | None]:
-    """Decodes samples and group from a request's body. Raises ValueError for anything that `encode` does not produce.
+    """Decodes samples and group from a request's body.
 
-    `max_bytes` bounds what an npz may unpack to.
+    max_bytes: largest size that an npz may unpack to. Raises ValueError for anything that `encode` does not produce.
     """
     arrays = _arrays(body, max_bytes) if format == "npz" else {}
     text = arrays.pop("request").tobytes() if format == "npz" else body
@@ -232,13 +241,13 @@ def decode(body: bytes, format: str, *, max_bytes: int) -> tuple[list[Sample], T
     if group is None:
         return samples, None
     if not isinstance(group, list) or len(group) != len(samples) or not all(isinstance(key, int) for key in group):
-        raise ValueError("group must be null or a list of one integer a sample")
+        raise ValueError("group must be null or a list of one integer for each sample")
     return samples, torch.tensor(group, dtype=torch.int64)
 
 
 def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
-    """Reads the arrays of an npz file without pickles. Raises ValueError for another file, and beyond `max_bytes`
-    unpacked."""
+    """Reads the arrays of an npz file without pickles. Raises ValueError for another file, and for more than
+    `max_bytes` unpacked."""
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             if sum(member.file_size for member in archive.infolist()) > max_bytes:
@@ -252,8 +261,9 @@ def _arrays(body: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     return contents
 
 
-def _sample(row: object, number: int, array: np.ndarray | None, film: np.ndarray | None) -> Sample:
-    """Decodes one sample. array, film: the generated image and the frames of the generated video, from an npz."""
+def _sample(row: object, number: int, image_array: np.ndarray | None, frames_array: np.ndarray | None) -> Sample:
+    """Decodes sample `number` of a request. image_array, frames_array: the generated image and video of an npz. Raises
+    ValueError."""
     if not isinstance(row, dict):
         raise ValueError(f"sample {number} is not a JSON object")
     unknown = row.keys() - _PROMPT.keys() - _SAMPLE.keys() - {"images", "image", "videos", "frames"}
@@ -265,24 +275,25 @@ def _sample(row: object, number: int, array: np.ndarray | None, film: np.ndarray
     fields = {"id": str(number), "text": ""} | {key: row[key] for key in _PROMPT if key in row}
     images = tuple(_image(text, number) for text in row.get("images", []))
     prompt = Prompt(images=images, videos=tuple(_video(video, number) for video in row.get("videos", [])), **fields)
-    image = None if array is None else _pixels(array, number)
+    image = None if image_array is None else _pixels(image_array, number)
     if row.get("image") is not None:
         image = _pixels(np.asarray(_image(row["image"], number)), number, channels_last=True)
-    frames = None if film is None else torch.stack([_pixels(frame, number) for frame in film])
+    frames = None if frames_array is None else torch.stack([_pixels(frame, number) for frame in frames_array])
     if row.get("frames") is not None:
-        shown = [np.asarray(_image(text, number)) for text in row["frames"]]
-        frames = torch.stack([_pixels(frame, number, channels_last=True) for frame in shown])
+        decoded = [np.asarray(_image(text, number)) for text in row["frames"]]
+        frames = torch.stack([_pixels(frame, number, channels_last=True) for frame in decoded])
     return Sample(prompt, image=image, frames=frames, **{key: row[key] for key in _SAMPLE if key in row})
 
 
 def _video(video: object, number: int) -> Video:
+    """Decodes a video of a prompt. Raises ValueError, which names the sample's number."""
     if not isinstance(video, dict) or not isinstance(video.get("fps"), int | float) or not video.get("frames"):
-        raise ValueError(f"sample {number}: a video has frames and fps")
+        raise ValueError(f"sample {number}: a video must have frames and fps")
     return Video(tuple(_image(text, number) for text in video["frames"]), video["fps"])
 
 
 def _image(text: Any, number: int) -> Image.Image:
-    """Decodes a PNG in base64. Raises ValueError naming the sample's number."""
+    """Decodes a PNG in base64. Raises ValueError, which names the sample's number."""
     try:
         image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"])
         image.load()
@@ -292,7 +303,8 @@ def _image(text: Any, number: int) -> Image.Image:
 
 
 def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> Tensor:
-    """Converts an array to an image, [channel, height, width] fp32; bytes are divided by 255."""
+    """Converts an array to an image [channel, height, width] fp32; uint8 is divided by 255. Raises ValueError for other
+    arrays."""
     if channels_last:
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
     if array.ndim != 3 or array.shape[0] not in (1, 3) or array.dtype not in (np.uint8, np.float32):
@@ -300,10 +312,11 @@ def _pixels(array: np.ndarray, number: int, *, channels_last: bool = False) -> T
     return torch.tensor(array).float() / (255 if array.dtype == np.uint8 else 1)
 
 
-def _bytes(image: Tensor) -> Tensor:
+def _to_bytes(image: Tensor) -> Tensor:
+    """Converts pixels of 0..1 to uint8, clamped and rounded."""
     return (image.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def _exact_mode(image: Tensor) -> Image.Image:
-    """Converts an image as `as_pil`, but one channel stays one."""
+def _to_pil_same_channels(image: Tensor) -> Image.Image:
+    """Converts an image like `as_pil`, but keeps a single channel."""
     return as_pil(image).convert("L") if image.shape[0] == 1 else as_pil(image)

@@ -1,4 +1,4 @@
-"""Rewards in separate worker processes of a fork server (see `mmrl.children.fork_server`)."""
+"""Rewards in worker processes, which a fork server starts (see `mmrl.children.fork_server`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mmrl.children.forked import ForkedService
 from mmrl.children.limits import Limits, end_descendants
 from mmrl.errors import UserError, describe_error
 from mmrl.rewards.services.failures import Failure, Failures
-from mmrl.rewards.services.spans import checked, plain
-from mmrl.rewards.types import Reward, Score, load_object, numbers
+from mmrl.rewards.services.spans import check_values, validate_spans
+from mmrl.rewards.types import Reward, Score, load_object, to_scores
 from mmrl.rollouts import Sample, Spans
 
 WORKERS = 2
@@ -22,13 +22,13 @@ SCORER = "mmrl.rewards.services.isolated:scorer"
 
 
 class IsolatedReward:
-    """The reward `name(options)` of the registry, evaluated by `workers` processes; where that fails the sample is
+    """A reward of the registry, built by `name` and `options`, that runs in `workers` processes. Failed samples are
     counted in `failures`.
 
-    Workers start at the first call and stay. One sample may take `deadline_s` seconds: a verifier that hangs, or ends
-    its process, costs its sample, and the next one gets a new worker. Each worker leads its own process group, uses no
-    more than `limits` allow and has no credentials in its environment; processes that it started are ended after each
-    answer, and all end with this process. A worker gets the prompt without its images unless `images=True`.
+    Workers start at the first call and stay. A verifier that takes more than `deadline_s` seconds, or ends its process,
+    costs its sample, and the next sample gets a new worker. Each worker leads its own process group, stays within
+    `limits` and has no credentials in its environment. Processes that it started are ended after each answer, and all
+    end with this process. images: whether a worker gets the prompt's images.
 
     score() raises UserError if the reward cannot be built in the worker, if the worker does not start, and for a value
     that is not a number.
@@ -51,10 +51,10 @@ class IsolatedReward:
         self.failures, self.workers = failures or Failures(name), workers
         self.limits = limits or Limits()
         self._fork_server = ForkServer(SCORER, (name, dict(options)), self.limits)
-        self._room = threading.Semaphore(workers)
+        self._free_workers = threading.Semaphore(workers)
 
     def score(self, samples: Sequence[Sample]) -> list[Score | Spans]:
-        self.failures.begin()
+        self.failures.start_batch()
         with ThreadPoolExecutor(self.workers, "isolated-reward") as pool:
             return list(pool.map(self._score, samples))
 
@@ -63,43 +63,47 @@ class IsolatedReward:
         self._fork_server.close()
 
     def _score(self, sample: Sample) -> Score | Spans:
-        if (skipped := self.failures.skips()) is not None:
-            return self.failures.lost(sample, skipped)
-        stripped = (
-            sample if self.images else replace(sample, prompt=replace(sample.prompt, images=(), before_start=None))
-        )
-        with self._room:
-            answer = self._answer(stripped)
+        """Scores a sample. A failure is recorded and becomes its score."""
+        if (skipped := self.failures.skip_reason()) is not None:
+            return self.failures.record(sample, skipped)
+        if self.images:
+            stripped = sample
+        else:
+            stripped = replace(sample, prompt=replace(sample.prompt, images=(), before_start=None))
+        with self._free_workers:
+            answer = self._call_worker(stripped)
         if isinstance(answer, Failure):
-            return self.failures.lost(sample, answer)
-        return checked([answer], [sample], self.failures)[0]
+            return self.failures.record(sample, answer)
+        return check_values([answer], [sample], self.failures)[0]
 
-    def _answer(self, sample: Sample) -> Score | Spans | Failure:
+    def _call_worker(self, sample: Sample) -> Score | Spans | Failure:
+        """Scores a sample in a worker."""
         try:
             worker = self._fork_server.acquire()
             answer = worker.call(sample, self.deadline_s)
         except TimeoutError:
-            return self.failures.waited(self.deadline_s)
+            return self.failures.record_timeout(self.deadline_s)
         except ConnectionError as error:
             return Failure("crash", str(error))
         worker.release()
-        return _read(answer)
+        return _parse_answer(answer)
 
 
-def _read(answer: dict[str, Any]) -> Score | Spans | Failure:
-    """Reads a worker's answer. Raises UserError for a value that is not a number, and where the reward raised one."""
+def _parse_answer(answer: dict[str, Any]) -> Score | Spans | Failure:
+    """Converts a worker's answer to a score, spans or a failure. Raises UserError for a value that is not a number, and
+    if the reward raised one."""
     if "refused" in answer:
         raise UserError(str(answer["refused"]))
     if "raised" in answer:
         return Failure("error", str(answer["raised"]))
     if "spans" in answer:
         return Spans(answer["spans"], answer.get("total"), answer.get("of", ""))
-    return numbers([answer.get("value")], 1)[0]
+    return to_scores([answer.get("value")], 1)[0]
 
 
 def scorer(name: str, options: dict[str, Any]) -> ForkedService:
-    """Builds the reward `name(options)` of the registry as a service for samples. Raises ValueError where it can not be
-    built."""
+    """Builds a reward of the registry as a service of a worker, which scores one sample per request. Raises ValueError
+    if it cannot be built."""
     try:
         reward: Reward = load_object("mmrl.rewards.registry:build")(name, options, isolated=False)
     except ValueError:
@@ -108,21 +112,21 @@ def scorer(name: str, options: dict[str, Any]) -> ForkedService:
         raise ValueError(f"reward {name!r}: {describe_error(error)}") from error
 
     def score(sample: Sample) -> dict[str, Any]:
-        answer = _scored(reward, sample)
+        answer = _score_to_answer(reward, sample)
         end_descendants()  # what the reward started serves this sample only
         return answer
 
     return score
 
 
-def _scored(reward: Reward, sample: Sample) -> dict[str, Any]:
-    """Scores a sample and returns the value, its spans, or the error, as plain values."""
+def _score_to_answer(reward: Reward, sample: Sample) -> dict[str, Any]:
+    """Scores a sample. Returns the value, its spans or the error, as plain Python values."""
     try:
         value = reward(sample)
         if isinstance(value, Spans):
-            spans = plain(value)
+            spans = validate_spans(value)
             return {"spans": [list(span) for span in spans.values], "total": spans.total, "of": spans.unit}
-        return {"value": numbers([value], 1)[0]}
+        return {"value": to_scores([value], 1)[0]}
     except UserError as error:
         return {"refused": str(error)}
     except BaseException as error:  # any fault of a verifier costs this sample only

@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class RewardServer(ThreadingHTTPServer):
-    """An HTTP server of one reward. It listens at once; `serve_forever()` answers until `shutdown()`. Requests are
-    scored one at a time.
+    """An HTTP server of one reward. It listens at once; `serve_forever()` answers until `shutdown()`. It scores one
+    request at a time.
 
-    Status 400 for a request that can not be read, 411 for one without a length, 413 for one that is too long, 415 for
-    another type, 422 for samples that the reward refuses, 500 for a fault of the server; the text is {"error": ...}. A
+    Errors are {"error": ...} with a status: 400 for a request that cannot be read, 411 without a length, 413 if it is
+    too long, 415 for another content type, 422 for samples that the reward refuses, 500 for a fault of the server. A
     sample on which the reward fails gets null.
     """
 
@@ -45,7 +45,7 @@ class RewardServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: RewardServer
-    timeout = 120  # seconds a connection may be silent
+    timeout = 120  # seconds without data after which a connection is closed
 
     def do_GET(self) -> None:
         self._answer(200, {"reward": self.server.rewards.names[0]})
@@ -55,6 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, answer)
 
     def _score(self) -> tuple[int, dict[str, Any]]:
+        """Scores the samples of the request. Returns the status and the answer."""
         kind = self.headers.get_content_type()
         if kind not in (JSON, NPZ):
             return 415, {"error": f"the content type must be {JSON} or {NPZ}, not {kind}"}
@@ -77,11 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
             return 500, {"error": repr(error)}
         answer: dict[str, Any] = {"scores": [None if math.isnan(value) else value for value in values]}
         spans = [sample.spans.get(self.server.rewards.names[0]) for sample in samples]
-        if any(each is not None for each in spans):
-            answer["spans"] = [each and {"of": each.unit, "values": list(each.values)} for each in spans]
+        if any(value is not None for value in spans):
+            answer["spans"] = [value and {"of": value.unit, "values": list(value.values)} for value in spans]
         return 200, answer
 
     def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        """Sends an answer as JSON."""
         text = json.dumps(answer).encode()
         self.close_connection |= status != 200  # the unread rest of a refused request would be taken for the next one
         self.send_response(status)

@@ -1,4 +1,5 @@
-"""Values of spans at the door: what a reward returned is checked, kept with its sample, and becomes one number."""
+"""Spans: values of parts of a response, such as its steps. Checks the spans that a reward returned, stores them in the
+sample, and reduces them to one number."""
 
 from __future__ import annotations
 
@@ -8,27 +9,31 @@ from operator import index
 from typing import Any, Literal
 
 from mmrl.rewards.services.failures import Failure, Failures
-from mmrl.rewards.types import Score, numbers
+from mmrl.rewards.types import Score, to_scores
 from mmrl.rollouts import Sample, Spans
 
 Total = Literal["sum", "mean", "min"]
 UNITS = ("characters", "turns", "decisions")
 
 
-def checked(values: Any, samples: Sequence[Sample], failures: Failures) -> list[Score | Spans]:
-    """Returns a number, None or spans for each sample. Spans that are not in order, out of bounds or not finite cost
-    their sample, which is counted in `failures`. Raises UserError as `mmrl.rewards.types.numbers`."""
+def check_values(values: Any, samples: Sequence[Sample], failures: Failures) -> list[Score | Spans]:
+    """Checks what a reward returned, and returns a number, None or spans for each sample.
+
+    Spans that are out of order, out of bounds or not finite fail their sample, which is counted in `failures`. Raises
+    UserError as `mmrl.rewards.types.to_scores`.
+    """
     if not isinstance(values, list):
-        return list(numbers(values, len(samples)))
-    plain = numbers([None if isinstance(value, Spans) else value for value in values], len(samples))
+        return list(to_scores(values, len(samples)))
+    scores = to_scores([None if isinstance(value, Spans) else value for value in values], len(samples))
     return [
-        _at_the_door(value, sample, failures) if isinstance(value, Spans) else number
-        for value, number, sample in zip(values, plain, samples, strict=True)
+        _check_spans(value, sample, failures) if isinstance(value, Spans) else number
+        for value, number, sample in zip(values, scores, samples, strict=True)
     ]
 
 
-def entered(values: Iterable[Score | Spans], samples: Sequence[Sample], name: str, total: Total) -> list[Score]:
-    """Keeps spans in `Sample.spans` under the column `name`, if there are none. Returns the number of each sample."""
+def store_spans(values: Iterable[Score | Spans], samples: Sequence[Sample], name: str, total: Total) -> list[Score]:
+    """Stores spans in `Sample.spans` under the column `name`, unless it has some, and returns the number of each
+    sample. total: how spans without a total are reduced."""
     scores: list[Score] = []
     for value, sample in zip(values, samples, strict=True):
         if isinstance(value, Spans):
@@ -39,18 +44,20 @@ def entered(values: Iterable[Score | Spans], samples: Sequence[Sample], name: st
 
 
 def total_of(spans: Spans, total: Total) -> Score:
-    """Returns the number of the whole rollout; None where there are neither values nor a total."""
+    """Reduces the spans of a response to one number; None if there are neither values nor a total."""
     values = [value for _, _, value in spans.values]
     if spans.total is not None or not values:
         return spans.total
     return min(values) if total == "min" else sum(values) / (len(values) if total == "mean" else 1)
 
 
-def plain(spans: Spans) -> Spans:
-    """Returns spans with Python's own numbers. Raises ValueError for what are not triples of two integers and a number,
-    for an unknown unit and for numbers that are not finite."""
+def validate_spans(spans: Spans) -> Spans:
+    """Returns spans with Python's own numbers.
+
+    Raises ValueError unless they are triples of two integers and a finite number, with a known unit.
+    """
     if spans.unit not in UNITS:
-        raise ValueError(f"the unit of spans must be one of {', '.join(UNITS)}, not {spans.unit!r}")
+        raise ValueError(f"spans must be of {', '.join(UNITS)}, not of {spans.unit!r}")
     try:
         values = tuple((index(begin), index(end), float(value)) for begin, end, value in spans.values)
         total = None if spans.total is None else float(spans.total)
@@ -65,31 +72,35 @@ def plain(spans: Spans) -> Spans:
     return Spans(values, total, spans.unit)
 
 
-def _at_the_door(spans: Spans, sample: Sample, failures: Failures) -> Score | Spans:
-    """Returns the spans with plain numbers, or records the sample as lost where they are not valid."""
+def _check_spans(spans: Spans, sample: Sample, failures: Failures) -> Score | Spans:
+    """Returns the spans with plain numbers. If they are not valid, the sample is counted as failed and its score
+    returned."""
     try:
-        numbers_only = plain(spans)
-        _check_bounds(numbers_only, sample)
+        valid = validate_spans(spans)
+        _check_bounds(valid, sample)
     except ValueError as error:
-        return failures.lost(sample, Failure("error", str(error)))
-    return numbers_only
+        return failures.record(sample, Failure("error", str(error)))
+    return valid
 
 
 def _check_bounds(spans: Spans, sample: Sample) -> None:
-    """Raises ValueError for spans that are empty, overlap, go back or end after the response."""
-    length, before = _length(spans, sample), 0
+    """Raises ValueError for spans that are empty, overlap, are out of order, or end after the response."""
+    length, previous_end = _length(spans, sample), 0
     for number, (begin, end, _) in enumerate(spans.values):
         if begin >= end:
             raise ValueError(f"span {number}, {begin} to {end}, is empty")
-        if begin < before:
-            raise ValueError(f"span {number}, {begin} to {end}, begins before {before}, where the one before it ends")
+        if begin < previous_end:
+            raise ValueError(
+                f"span {number}, {begin} to {end}, begins before {previous_end}, the end of the previous span"
+            )
         if end > length:
             raise ValueError(f"span {number}, {begin} to {end}, ends after the response's {length:g} {spans.unit}")
-        before = end
+        previous_end = end
 
 
 def _length(spans: Spans, sample: Sample) -> float:
-    """Returns how much of the unit there is; infinity for decisions, which only the policy counts."""
+    """Returns the length of the response in the spans' unit; infinity for decisions, whose number only the policy
+    knows."""
     if spans.unit == "characters":
         return len(sample.response)
     if spans.unit == "decisions":

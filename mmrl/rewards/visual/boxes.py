@@ -1,9 +1,9 @@
-"""Boxes: the last one, several matched, labelled, ranked.
+"""Rewards of boxes in the answer: the last one, several matched, labelled, ranked.
 
-`coordinates` and `answers` are the conventions of the response and of the gold boxes, see
+`coordinates` and `answers` are the coordinate conventions of the response and of the gold boxes, see
 `mmrl.rewards.visual.coordinates`; `resize` is for those that are "resized". Boxes have the forms of
-`mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer of no box, [], is met by a response that says that
-there is nothing ("[]", "none", "There is no cat"), and by neither boxes nor silence.
+`mmrl.rewards.parsing.boxes`, in the gold answer too. A gold answer without boxes, [], is met by a response that says so
+("[]", "none", "There is no cat"), not by a box or an empty answer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from mmrl.rewards.matching import best_assignment, soft_assignment
 from mmrl.rewards.overlap import Box, giou, iou
-from mmrl.rewards.parsing.boxes import boxes_in, gold_boxes, labelled_in, objects_in, states_nothing
-from mmrl.rewards.parsing.responses import extract_answer, full_response, stated
+from mmrl.rewards.parsing.boxes import gold_boxes, parse_boxes, parse_labelled_boxes, parse_objects, states_nothing
+from mmrl.rewards.parsing.responses import extract_answer, full_response, without_thoughts
 from mmrl.rewards.types import Reward
 from mmrl.rewards.visual.coordinates import CoordinatePair
 from mmrl.rollouts import Sample
 
 Labelled = tuple[str, Box]
 THRESHOLDS = tuple(0.5 + 0.05 * i for i in range(10))
-MOST = 64  # boxes of a response that are matched; more of them only count as too many
+MAX_BOXES = 64  # boxes of a response that are matched; further ones only count as too many
 
 
 def box_iou(
@@ -31,10 +31,10 @@ def box_iou(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """Intersection over union, 0 to 1, of the last box of the answer and the best gold box.
+    """Builds a reward: the intersection over union (IoU), 0 to 1, of the answer's last box and the best gold box.
 
-    With `threshold` the reward is 1 where it is reached and 0 elsewhere. No box, or a box with no area, gets 0. The
-    gold answer is one box or a list of them, [] where there is nothing to find; None where it is neither.
+    threshold: if set, the reward is 1 if the IoU reaches it, else 0. No box, or a box without area, gets 0. The gold
+    answer is one box or a list of them, [] if there is nothing to find; the reward is None if it is neither.
     """
     return _box_reward(iou, 0.0, threshold, CoordinatePair(coordinates, answers, resize))
 
@@ -46,30 +46,35 @@ def box_giou(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """`box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box gets -1."""
+    """Builds the reward `box_iou` with the generalised IoU, -1 to 1 (Rezatofighi et al. 2019, arXiv:1902.09630); no box
+    gets -1."""
     return _box_reward(giou, -1.0, threshold, CoordinatePair(coordinates, answers, resize))
 
 
 def _box_reward(
     overlap: Callable[[Box, Box], float], missing: float, threshold: float | None, pair: CoordinatePair
 ) -> Reward:
-    """Returns the reward of the best `overlap` between the last box of the answer and a gold box; 1 or 0 by `threshold`
-    where it is set. missing: the reward without a box. It is None where the gold is not a box."""
+    """Builds a reward: the best `overlap` of the answer's last box with a gold box.
+
+    missing: the reward without a box. threshold: if set, the reward is 1 if the overlap reaches it, else 0. None if the
+    gold answer is not a box.
+    """
 
     def value(sample: Sample) -> float | None:
+        """Returns the best overlap."""
         golds = _gold(sample, pair)
         if golds is None:
             return None
         answer = extract_answer(full_response(sample))
-        boxes = boxes_in(answer) or boxes_in(stated(full_response(sample)))
+        boxes = parse_boxes(answer) or parse_boxes(without_thoughts(full_response(sample)))
         if not golds:
             return 1.0 if not boxes and states_nothing(answer) else missing
         box = pair.response_box(boxes[-1], sample) if boxes else None
         return missing if box is None else max(overlap(box, gold) for gold in golds)
 
     def reward(sample: Sample) -> float | None:
-        overlapping = value(sample)
-        return overlapping if overlapping is None or threshold is None else float(overlapping >= threshold)
+        best = value(sample)
+        return best if best is None or threshold is None else float(best >= threshold)
 
     return reward
 
@@ -82,12 +87,12 @@ def boxes_matched(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """Intersection over union, 0 to 1, of all boxes of the answer and all gold boxes, each matched with at most one of
-    the other side; the sum over the number of the larger side, so that boxes too many and too few both cost.
+    """Builds a reward, 0 to 1: all boxes of the answer are matched with the gold boxes, and their IoUs added up.
 
-    match: hungarian takes the best pairs, sinkhorn weighs all pairs (entropic optimal transport with `epsilon`), so
-    that a box that is near two gets something from both. The gold answer is a list of boxes, [] where there is nothing
-    to find; None where it is not.
+    The sum is divided by the larger number of boxes, so that too many and too few boxes both cost. match: hungarian
+    takes the best one-to-one pairs; sinkhorn weighs all pairs (entropic optimal transport with `epsilon`), so that a
+    box near two gold boxes gets something from both. The gold answer is a list of boxes, [] if there is nothing to
+    find; the reward is None if it is not.
     """
     if match not in ("hungarian", "sinkhorn"):
         raise ValueError(f"match must be hungarian or sinkhorn, not {match!r}")
@@ -99,16 +104,19 @@ def boxes_matched(
         golds, answer = _gold(sample, pair), extract_answer(full_response(sample))
         if golds is None:
             return None
-        numbers = boxes_in(answer)
+        numbers = parse_boxes(answer)
         if not golds or not numbers:
             return float(not golds and not numbers and states_nothing(answer))
-        boxes = [pair.response_box(box, sample) for box in numbers[:MOST]]
+        boxes = [pair.response_box(box, sample) for box in numbers[:MAX_BOXES]]
         gains = [[0.0 if box is None else iou(box, gold) for gold in golds] for box in boxes]
         size = max(len(numbers), len(golds))
         if match == "hungarian":
-            return sum(gains[r][c] for r, c in best_assignment(gains)) / size
+            return sum(gains[row][column] for row, column in best_assignment(gains)) / size
         weights = soft_assignment(gains, epsilon)
-        return sum(w * g for ws, gs in zip(weights, gains, strict=True) for w, g in zip(ws, gs, strict=True)) / size
+        total = 0.0
+        for row_weights, row_gains in zip(weights, gains, strict=True):
+            total += sum(weight * gain for weight, gain in zip(row_weights, row_gains, strict=True))
+        return total / size
 
     return reward
 
@@ -121,12 +129,13 @@ def labelled_boxes(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """Objects with a label and a box, matched with gold objects of the same label; the sum of intersections over unions
-    over the number of the larger side. With `threshold` a pair counts 1 where it is reached and 0 elsewhere.
+    """Builds a reward, 0 to 1: objects with a label and a box are matched with gold objects of the same label, and
+    their IoUs added up.
 
-    The response holds JSON objects such as {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, in its answer, or anywhere
-    with whole_response, so that steps of the reasoning can be pairs of labels and boxes. The gold answer is a list of
-    such objects, [] where there is nothing to find; None where it is not.
+    The sum is divided by the larger number of objects. threshold: if set, a pair counts 1 if its IoU reaches it, else
+    0. The response has JSON objects such as {"bbox_2d": [x1, y1, x2, y2], "label": "cat"} in its answer.
+    whole_response: they may be anywhere in the response, also in steps of the reasoning. The gold answer is a list of
+    such objects, [] if there is nothing to find; the reward is None if it is not.
     """
     pair = CoordinatePair(coordinates, answers, resize)
 
@@ -137,9 +146,11 @@ def labelled_boxes(
         text = sample.response if whole_response else extract_answer(full_response(sample))
         predicted = _labelled(text, pair, sample)
         if not golds:
-            return _nothing(text)
-        gains = [[iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in predicted[:MOST]]
-        matched = [gains[r][c] for r, c in best_assignment(gains)]
+            return _reward_of_nothing(text)
+        gains = [
+            [iou(box, gold) if label == name else 0.0 for name, gold in golds] for label, box in predicted[:MAX_BOXES]
+        ]
+        matched = [gains[row][column] for row, column in best_assignment(gains)]
         if threshold is not None:
             matched = [float(value >= threshold) for value in matched]
         return sum(matched) / max(len(predicted), len(golds))
@@ -154,9 +165,12 @@ def average_precision(
     answers: str = "pixels",
     resize: Mapping[str, int] | None = None,
 ) -> Reward:
-    """Mean average precision, 0 to 1, over the labels and over `thresholds` of intersection over union, of labelled
-    boxes as in `labelled_boxes`. They count in the order of their "score", highest first, or as they stand. A label
-    that is not in the gold answer has a precision of 0, so that naming all labels does not pay."""
+    """Builds a reward: the mean average precision, 0 to 1, over labels and over IoU `thresholds`.
+
+    Labelled boxes are as for `labelled_boxes`. They are ranked by their "score", highest first, or in the order in
+    which they stand if any has no score. A label that is not in the gold answer has a precision of 0, so that naming
+    all labels does not pay.
+    """
     pair = CoordinatePair(coordinates, answers, resize)
 
     def reward(sample: Sample) -> float | None:
@@ -164,27 +178,28 @@ def average_precision(
         if golds is None:
             return None
         if not golds:
-            return _nothing(answer)
-        predicted = _labelled(answer, pair, sample, ranked=True)[:MOST]
+            return _reward_of_nothing(answer)
+        predicted = _labelled(answer, pair, sample, ranked=True)[:MAX_BOXES]
         labels = {label for label, _ in [*golds, *predicted]}
-        values = [
-            _precision([b for n, b in predicted if n == label], [b for n, b in golds if n == label], bar)
-            for label in labels
-            for bar in thresholds
-        ]
+        values = []
+        for label in labels:
+            label_boxes = [box for name, box in predicted if name == label]
+            label_golds = [box for name, box in golds if name == label]
+            values += [_average_precision(label_boxes, label_golds, threshold) for threshold in thresholds]
         return sum(values) / len(values)
 
     return reward
 
 
-def _precision(predicted: list[Box], golds: list[Box], bar: float) -> float:
-    """Computes the area under the precision-recall curve with monotone precision (all-point interpolation)."""
-    free, hits = list(golds), []
+def _average_precision(predicted: list[Box], golds: list[Box], threshold: float) -> float:
+    """Returns the area under the precision-recall curve with monotone precision (all-point interpolation). predicted:
+    best first."""
+    unmatched, hits = list(golds), []
     for box in predicted:
-        near = max(free, key=lambda gold: iou(box, gold), default=None)
-        hit = near is not None and iou(box, near) >= bar
-        if hit and near is not None:
-            free.remove(near)
+        best = max(unmatched, key=lambda gold: iou(box, gold), default=None)
+        hit = best is not None and iou(box, best) >= threshold
+        if hit and best is not None:
+            unmatched.remove(best)
         hits.append(hit)
     if not golds:
         return 0.0
@@ -193,40 +208,45 @@ def _precision(predicted: list[Box], golds: list[Box], bar: float) -> float:
 
 
 def _by_score(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    scored = [isinstance(o.get("score"), int | float) for o in objects]
-    return sorted(objects, key=lambda o: -o["score"]) if objects and all(scored) else objects
+    """Sorts objects by score, highest first, if all have one."""
+    if not all(isinstance(item.get("score"), int | float) for item in objects):
+        return objects
+    return sorted(objects, key=lambda item: -item["score"])
 
 
 def _gold(sample: Sample, pair: CoordinatePair) -> list[Box] | None:
-    """The gold boxes; None where the gold answer is none or one of them has no area."""
+    """Returns the gold boxes; None if the gold answer cannot be read, or one of its boxes has no area."""
     numbers = gold_boxes(sample.prompt.answer)
     boxes = [pair.gold_box(box, sample) if len(box) == 4 else None for box in numbers or []]
     return None if numbers is None or None in boxes else [box for box in boxes if box is not None]
 
 
 def _gold_labelled(sample: Sample, pair: CoordinatePair) -> list[Labelled] | None:
-    """The gold objects; None where the gold answer has none and does not say that there is nothing."""
+    """Returns the gold objects; None if the gold answer has none and does not say that there is nothing, or one is
+    incomplete."""
     gold = sample.prompt.answer
     if isinstance(gold, str):
         text = extract_answer(gold)
-        rows, nothing = objects_in(text), states_nothing(text)
+        rows, says_nothing = parse_objects(text), states_nothing(text)
     else:
-        rows = [gold] if isinstance(gold, dict) else list(gold) if isinstance(gold, (list, tuple)) else []
-        nothing = isinstance(gold, (list, tuple)) and not gold
-    objects = [labelled_in(row) if isinstance(row, dict) else [] for row in rows]
+        if isinstance(gold, dict):
+            gold = [gold]
+        rows = list(gold) if isinstance(gold, (list, tuple)) else []
+        says_nothing = isinstance(gold, (list, tuple)) and not gold
+    objects = [parse_labelled_boxes(row) if isinstance(row, dict) else [] for row in rows]
     boxes = [(label, pair.gold_box(box, sample)) for row in objects for label, box in row]
-    if any(not row for row in objects) or any(box is None for _, box in boxes) or (not boxes and not nothing):
+    if any(not row for row in objects) or any(box is None for _, box in boxes) or (not boxes and not says_nothing):
         return None
     return [(label, box) for label, box in boxes if box is not None]
 
 
 def _labelled(text: str, pair: CoordinatePair, sample: Sample, ranked: bool = False) -> list[Labelled]:
-    """Objects of a response with a label and a box that has an area; others are left out."""
-    objects = _by_score(objects_in(text)) if ranked else objects_in(text)
-    boxes = [(label, pair.response_box(box, sample)) for row in objects for label, box in labelled_in(row)]
+    """Returns the objects of a response that have a label and a box with an area. ranked: sort them by score."""
+    objects = _by_score(parse_objects(text)) if ranked else parse_objects(text)
+    boxes = [(label, pair.response_box(box, sample)) for row in objects for label, box in parse_labelled_boxes(row)]
     return [(label, box) for label, box in boxes if box is not None]
 
 
-def _nothing(text: str) -> float:
-    """Returns the reward of a string where there is nothing to find."""
-    return float(not boxes_in(text) and states_nothing(text))
+def _reward_of_nothing(text: str) -> float:
+    """Returns the reward of an answer if there is nothing to find: 1 if it says so and has no box, else 0."""
+    return float(not parse_boxes(text) and states_nothing(text))

@@ -1,4 +1,5 @@
-"""Rewards from the cosine of an image's and a prompt's CLIP embeddings, and from a head on the image's."""
+"""Rewards from the cosine of the CLIP embeddings of an image and its prompt, and from a head on the image's
+embedding."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 
 from mmrl.rewards.models.weights import linear_chain, read_weights
 from mmrl.rewards.types import Score, as_pil, device_of, image_of, score_finite
-from mmrl.rewards.visual.preprocessing import of_open_clip, of_transformers
+from mmrl.rewards.visual.preprocessing import from_open_clip, from_transformers
 from mmrl.rollouts import Prompt, Sample
 
 
 class Encoder(Protocol):
-    """A CLIP model whose embeddings have length 1. `temperature` is exp(logit_scale). `pixels` embeds images [image,
-    channel, height, width] on the model's device, with their gradient."""
+    """A CLIP model with embeddings of length 1. temperature: exp(logit_scale).
+
+    images, texts: embed PIL images or strings, [item, width]. pixels: embeds images [image, channel, height, width] on
+    the model's device, with gradients to them.
+    """
 
     model: nn.Module
     temperature: float
@@ -28,10 +32,8 @@ class Encoder(Protocol):
 
 
 class OpenClip:
-    """A model of open_clip: 'ViT-B-32' with weights `pretrained` (tag or file), 'hf-hub:ORG/NAME', 'local-dir:PATH'.
-
-    Raises ValueError where it or its weights can not be had.
-    """
+    """A CLIP model of open_clip, such as 'ViT-B-32' with weights `pretrained` (a tag or a file), 'hf-hub:ORG/NAME' or
+    'local-dir:PATH'. Raises ValueError if it or its weights cannot be loaded."""
 
     def __init__(self, name: str, pretrained: str | None):
         try:
@@ -48,8 +50,9 @@ class OpenClip:
         return self.model.encode_image(torch.stack([self._prepare(p) for p in images]).to(device), normalize=True)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Raises ValueError for a model whose preprocessing has no gradient here."""
-        inputs = of_open_clip(self.model.visual.preprocess_cfg)(images)
+        """Embeds image tensors; see `Encoder`. Raises ValueError if the model's preprocessing has no differentiable
+        version here."""
+        inputs = from_open_clip(self.model.visual.preprocess_cfg)(images)
         return self.model.encode_image(inputs, normalize=True)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
@@ -57,10 +60,8 @@ class OpenClip:
 
 
 class TransformersClip:
-    """A CLIPModel of transformers from a folder or a hub name; `processor` names another folder for the preprocessing.
-
-    Raises ValueError where either can not be loaded.
-    """
+    """A CLIPModel of transformers from a folder or a hub name. processor: another folder for the preprocessing. Raises
+    ValueError if either cannot be loaded."""
 
     def __init__(self, path: str, processor: str | None = None):
         from transformers import CLIPModel, CLIPProcessor
@@ -70,7 +71,7 @@ class TransformersClip:
             self._processor = CLIPProcessor.from_pretrained(processor or path)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"CLIP model {path!r} of transformers (one of open_clip needs weights): {error}"
+                f"CLIP model {path!r} cannot be loaded by transformers (set pretrained for open_clip): {error}"
             ) from error
         self.model: Any = model.eval().requires_grad_(False)
         self.temperature = float(self.model.logit_scale.exp())
@@ -80,12 +81,13 @@ class TransformersClip:
         return nn.functional.normalize(self.model.get_image_features(**inputs).pooler_output, dim=-1)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Raises ValueError for a model whose preprocessing has no gradient here."""
-        inputs = of_transformers(self._processor.image_processor)(images)
+        """Embeds image tensors; see `Encoder`. Raises ValueError if the model's preprocessing has no differentiable
+        version here."""
+        inputs = from_transformers(self._processor.image_processor)(images)
         return nn.functional.normalize(self.model.get_image_features(pixel_values=inputs).pooler_output, dim=-1)
 
     def texts(self, texts: list[str], device: torch.device) -> Tensor:
-        """Returns normalised embeddings of texts, [text, width]."""
+        """Returns the embeddings of texts, [text, width], of length 1."""
         length = self.model.config.text_config.max_position_embeddings
         inputs = self._processor(text=texts, padding=True, truncation=True, max_length=length, return_tensors="pt").to(
             device
@@ -94,14 +96,15 @@ class TransformersClip:
 
 
 def encoder(model: str, pretrained: str | None = None) -> Encoder:
-    """open_clip's where `pretrained` or a schema (hf-hub:, local-dir:) says so, else transformers' folder or name."""
+    """Loads a CLIP model: by open_clip if `pretrained` is given or the name begins with hf-hub: or local-dir:, else by
+    transformers."""
     if pretrained is not None or model.startswith(("hf-hub:", "local-dir:")):
         return OpenClip(model, pretrained)
     return TransformersClip(model)
 
 
 class ClipReward:
-    """factor x cosine(image, prompt.text). None for an image that holds NaN or inf."""
+    """A reward of factor x cosine(image, prompt text). None for an image with NaN or inf."""
 
     scope: Literal["sample"] = "sample"
 
@@ -112,42 +115,47 @@ class ClipReward:
         return score_finite(samples, self._score)
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes scores [rollout] with the gradient by images [rollout, channel, height, width], through the model's
-        own preprocessing in torch; they differ from `score` by the rounding of resized pixels to 8 bits."""
+        """Returns scores [rollout] of images [rollout, channel, height, width], with gradients to them.
+
+        The model's preprocessing is done in torch. So scores differ from `score` by the rounding of resized pixels to 8
+        bits.
+        """
         self.encoder.model.to(images.device)
-        return self._against(self.encoder.pixels(images), prompts)
+        return self._cosine(self.encoder.pixels(images), prompts)
 
     @torch.no_grad()
     def _score(self, samples: list[Sample]) -> list[float]:
         device = device_of(self.device)
         self.encoder.model.to(device)
         images = self.encoder.images([as_pil(image_of(sample)) for sample in samples], device)
-        return self._against(images, [sample.prompt for sample in samples]).tolist()
+        return self._cosine(images, [sample.prompt for sample in samples]).tolist()
 
-    def _against(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes factor x cosine of embeddings [rollout, number] and those of the prompts; [rollout]."""
+    def _cosine(self, embeddings: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Returns factor x cosine of image embeddings [rollout, width] and those of the prompts, [rollout]."""
         # A group shares its prompt, so each text is encoded once.
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
-        row = [texts.index(prompt.text) for prompt in prompts]
+        indices = [texts.index(prompt.text) for prompt in prompts]
         with torch.no_grad():
-            embedded = self.encoder.texts(texts, images.device)
-        return self.factor * (images * embedded[row]).sum(-1)
+            text_embeddings = self.encoder.texts(texts, embeddings.device)
+        return self.factor * (embeddings * text_embeddings[indices]).sum(-1)
 
 
 def clip_similarity(*, model: str, pretrained: str | None = None, device: str | None = None) -> ClipReward:
-    """cos(E_image(image), E_text(prompt)), -1 to 1 (Radford et al. 2021, arXiv:2103.00020).
+    """Builds a reward: the cosine of the CLIP embeddings of image and prompt, -1 to 1 (Radford et al. 2021,
+    arXiv:2103.00020).
 
-    `model` and `pretrained` name a model of open_clip with a tag or a file of weights, or `model` alone a folder or hub
-    name that transformers' CLIPModel loads.
+    model, pretrained: a model of open_clip with a tag or file of weights; or `model` alone, a folder or hub name that
+    transformers' CLIPModel loads.
     """
     return ClipReward(encoder(model, pretrained), 1.0, device)
 
 
 def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, device: str | None = None) -> ClipReward:
-    """exp(logit_scale) cos(E_image(image), E_text(prompt)) / scale (Kirstain et al. 2023, arXiv:2305.01569).
+    """Builds the PickScore reward, exp(logit_scale) cos(E_image(image), E_text(prompt)) / scale (Kirstain et al. 2023,
+    arXiv:2305.01569).
 
-    `model`: a folder or hub name for transformers, as yuvalkirstain/PickScore_v1; `processor` where the preprocessing
-    lies elsewhere, as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. Flow-GRPO divides by scale = 26, to near 1.
+    model: a folder or hub name for transformers, such as yuvalkirstain/PickScore_v1. processor: of the preprocessing,
+    if it is elsewhere, such as laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: Flow-GRPO uses 26, for scores near 1.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
@@ -156,20 +164,21 @@ def pickscore(*, model: str, processor: str | None = None, scale: float = 1.0, d
 
 
 def hpsv2(*, weights: str, model: str = "ViT-H-14", device: str | None = None) -> ClipReward:
-    """cos(E_image(image), E_text(prompt)) of the fine-tuned CLIP of Wu et al. 2023 (HPS v2, arXiv:2306.09341).
+    """Builds the HPS v2 reward: the cosine of image and prompt under the fine-tuned CLIP of Wu et al. 2023
+    (arXiv:2306.09341).
 
-    `weights`: the published checkpoint (HPS_v2_compressed.pt, HPS_v2.1_compressed.pt) for open_clip's `model`. Images
-    that are not square lose their margins.
+    weights: the published checkpoint (HPS_v2_compressed.pt, HPS_v2.1_compressed.pt) for open_clip's `model`. Images
+    that are not square are cropped to their centre.
     """
     return ClipReward(OpenClip(model, weights), 1.0, device)
 
 
 class Aesthetic:
-    """w . E(image) + b, with E of length 1: LAION's aesthetic predictor, about 1 to 10 on real images.
+    """LAION's aesthetic predictor, w . E(image) + b with an embedding E of length 1: about 1 to 10 on real images.
 
-    `head`: a file (.safetensors, .pth) of linear layers, LAION's single one or its improved stack, which has nothing
-    but linear layers either; they belong to the embeddings of OpenAI's CLIP ViT-L/14. `model` and `pretrained` as in
-    `clip_similarity`. None for an image that holds NaN or inf. Raises ValueError where the layers do not fit.
+    head: a file (.safetensors, .pth) of linear layers on embeddings of OpenAI's CLIP ViT-L/14: LAION's single layer, or
+    its improved stack, which is linear as well. model, pretrained: as for `clip_similarity`. None for an image with NaN
+    or inf. Raises ValueError if the layers do not fit.
     """
 
     scope: Literal["sample"] = "sample"
@@ -186,14 +195,14 @@ class Aesthetic:
         probe = self.encoder.images([Image.new("RGB", (8, 8))], torch.device("cpu"))
         if probe.shape[1] != self.head[0].in_features:
             raise ValueError(
-                f"head {head} takes {self.head[0].in_features} features, and {model} embeds in {probe.shape[1]}"
+                f"head {head} takes {self.head[0].in_features} features, but {model} has embeddings of {probe.shape[1]}"
             )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes scores [rollout] with the gradient by images [rollout, channel, height, width]; see
+        """Returns scores [rollout] of images [rollout, channel, height, width], with gradients; see
         `ClipReward.differentiable`."""
         self.encoder.model.to(images.device)
         return self.head.to(images.device)(self.encoder.pixels(images)).squeeze(-1)
@@ -207,7 +216,8 @@ class Aesthetic:
 
 
 def _head(path: str) -> nn.Sequential:
-    """Returns the linear layers of a file. Raises ValueError where they have no bias, or more than one output."""
+    """Reads the linear layers of a file. Raises ValueError if a layer has no bias, or the last one not exactly one
+    output."""
     state = read_weights(path)
     names = [name for name in state if name.endswith("weight")]
     if missing := [name for name in names if name.removesuffix("weight") + "bias" not in state]:

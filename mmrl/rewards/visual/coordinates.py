@@ -1,11 +1,11 @@
 """Conventions of coordinates in an image.
 
 convention
-  pixels        of the image that the prompt holds
+  pixels        of the prompt's image
   thousandths   0 to 1000 of either side, as Qwen3-VL and many others use
   unit          0 to 1 of either side
-  resized       pixels of the image that the processor resized, as Qwen2.5-VL uses: sides that are multiples of
-                `factor`, of at least min_pixels and at most max_pixels in all
+  resized       pixels of the image after the processor's resize, as Qwen2.5-VL uses: sides are multiples of
+                `factor`, and the area is min_pixels to max_pixels
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from mmrl.errors import UserError
-from mmrl.rewards.overlap import Box, proper
+from mmrl.rewards.overlap import Box, to_box
 from mmrl.rollouts import Sample
 
 CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
@@ -23,29 +23,28 @@ CONVENTIONS = ("pixels", "thousandths", "unit", "resized")
 
 @dataclass(frozen=True)
 class Resize:
-    """The size to which a processor resizes an image (the smart resize of Qwen2-VL)."""
+    """The size to which an image processor resizes an image: the smart resize of Qwen2-VL."""
 
     factor: int = 28
     min_pixels: int = 3136
     max_pixels: int = 12845056
 
     def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the width and the height after the resize."""
         sides = [max(self.factor, round(side / self.factor) * self.factor) for side in (width, height)]
         area = width * height
         if sides[0] * sides[1] > self.max_pixels:
-            shrunk = math.sqrt(area / self.max_pixels)
-            sides = [max(self.factor, int(side / shrunk // self.factor) * self.factor) for side in (width, height)]
+            ratio = math.sqrt(area / self.max_pixels)
+            sides = [max(self.factor, int(side / ratio // self.factor) * self.factor) for side in (width, height)]
         elif sides[0] * sides[1] < self.min_pixels:
-            grown = math.sqrt(self.min_pixels / area)
-            sides = [math.ceil(side * grown / self.factor) * self.factor for side in (width, height)]
+            ratio = math.sqrt(self.min_pixels / area)
+            sides = [math.ceil(side * ratio / self.factor) * self.factor for side in (width, height)]
         return sides[0], sides[1]
 
 
 class Coordinates:
-    """Coordinates of a convention, turned into fractions of the image's width and height.
-
-    Raises ValueError for an unknown convention and for an unknown key of `resize`.
-    """
+    """Converts coordinates of one convention to fractions of the image's width and height. Raises ValueError for an
+    unknown convention, and for an unknown key of `resize`."""
 
     def __init__(self, convention: str, resize: Mapping[str, int] | None = None) -> None:
         if convention not in CONVENTIONS:
@@ -56,13 +55,13 @@ class Coordinates:
         self.convention, self.resize = convention, Resize(**(resize or {}))
 
     def unit(self, numbers: Sequence[float], sample: Sample) -> tuple[float, ...]:
-        """Converts x, y, x, y, ... to fractions of the first image's width and height. Raises UserError where the
-        prompt has no image and the convention needs its size."""
+        """Converts x, y, x, y, ... to fractions of the first image's width and height. Raises UserError if the
+        convention needs the size of an image and the prompt has none."""
         width, height = self.sides(sample)
         return tuple(number / (height if i % 2 else width) for i, number in enumerate(numbers))
 
     def sides(self, sample: Sample) -> tuple[float, float]:
-        """Returns the width and the height of the image in this convention."""
+        """Returns the width and the height of the image in this convention. Raises UserError as `unit`."""
         if self.convention == "unit":
             return 1.0, 1.0
         if self.convention == "thousandths":
@@ -77,24 +76,22 @@ class Coordinates:
 
 
 class CoordinatePair:
-    """Coordinates of the response and of the gold answer.
-
-    Raises ValueError as `Coordinates`, and for `resize` where neither is 'resized'.
-    """
+    """The coordinate conventions of the response and of the gold answer. Raises ValueError as `Coordinates`, and for
+    `resize` if neither is 'resized'."""
 
     def __init__(self, coordinates: str, answers: str, resize: Mapping[str, int] | None) -> None:
         self.response, self.gold = Coordinates(coordinates, resize), Coordinates(answers, resize)
         if resize is not None and "resized" not in (coordinates, answers):
             raise ValueError(f"resize is for coordinates 'resized', not {coordinates!r}")
-        self._same = coordinates == answers  # what is shared of two boxes is the same then, whatever the image's sides
+        self._same = coordinates == answers  # then overlaps need no conversion, and no image
 
     def response_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:
-        """A box of the response; None where it has no area."""
+        """Converts a box of the response; None if it has no area."""
         return self._box(self.response, numbers, sample)
 
     def gold_box(self, numbers: Sequence[float], sample: Sample) -> Box | None:
-        """A box of the gold answer, comparable with those of the response; None where it has no area."""
+        """Converts a box of the gold answer, for comparison with those of the response; None if it has no area."""
         return self._box(self.gold, numbers, sample)
 
     def _box(self, coordinates: Coordinates, numbers: Sequence[float], sample: Sample) -> Box | None:
-        return proper(numbers if self._same else coordinates.unit(numbers, sample))
+        return to_box(numbers if self._same else coordinates.unit(numbers, sample))

@@ -1,8 +1,8 @@
 """Object detectors behind one interface: images in, labelled boxes with scores out.
 
-Kinds: `onnx`, a file as described in `OnnxDetector` (scripts/convert_detectors.py makes two of packaged weights);
-`transformers`, any model for object detection by folder or hub name; `torchvision`, one of its detectors by name with a
-file of weights.
+kind: `onnx`, a file as `OnnxDetector` describes (scripts/convert_detectors.py makes two from packaged weights);
+`transformers`, any model for object detection, by folder or hub name; `torchvision`, one of its detectors by name, with
+a file of weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ COCO = (
     *("potted plant", "bed", "dining table", "toilet", "tv", "laptop", "computer mouse", "tv remote"),
     *("computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "book", "clock"),
     *("vase", "scissors", "teddy bear", "hair drier", "toothbrush"),
-)  # in the order of the data set; as GenEval calls them
-SAME = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # COCO's names
-OVERLAP = 0.5  # intersection over union of two boxes of one label, above which the weaker is left out
+)  # in the order of the data set; with the names that GenEval uses
+GENEVAL_NAMES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}  # by COCO's names
+MAX_IOU = 0.5  # of two boxes of one label, in non-maximum suppression
 
 
 @dataclass(frozen=True)
 class DetectedObject:
-    """One object: `score` 0 to 1."""
+    """One detected object. score: 0 to 1."""
 
     label: str
     score: float
@@ -51,17 +51,18 @@ class Detector(Protocol):
 
     labels: tuple[str, ...]
 
-    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
-        """Returns the objects of each RGB image with a score of at least `least`, highest first."""
+    def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
+        """Returns the objects of each RGB image with a score of at least `min_score`, highest first."""
         ...
 
 
 class OnnxDetector:
-    """A file for onnxruntime with the input `image`, float32 [1, 3, side, side], RGB of 0 to 255, and the outputs
-    `boxes` [1, n, 4] (left, top, right, bottom in pixels of that input) and `scores` [1, n, label], 0 to 1. Its
-    metadata `labels` is their JSON list. Images are made to fit, with white margins.
+    """A detector in an ONNX file.
 
-    Raises ValueError where there is no such file, or it is not of this form.
+    Its input `image` is float32 [1, 3, side, side], RGB of 0 to 255. Its outputs are `boxes` [1, n, 4] (left, top,
+    right, bottom in pixels of that input) and `scores` [1, n, label], 0 to 1. Its metadata `labels` is the JSON list of
+    labels. Images are letterboxed with white margins. Raises ValueError if there is no such file, or it is not of this
+    form.
     """
 
     def __init__(self, path: str, threads: int = 1) -> None:
@@ -76,34 +77,36 @@ class OnnxDetector:
         self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs, outputs = self._session.get_inputs(), {output.name for output in self._session.get_outputs()}
         stored = self._session.get_modelmeta().custom_metadata_map
-        if [one.name for one in inputs] != ["image"] or not {"boxes", "scores"} <= outputs or "labels" not in stored:
-            raise ValueError(f"{path} needs the input image, the outputs boxes and scores, and labels in its metadata")
+        if [item.name for item in inputs] != ["image"] or not {"boxes", "scores"} <= outputs or "labels" not in stored:
+            raise ValueError(
+                f"{path} must have the input image, the outputs boxes and scores, and labels in its metadata"
+            )
         self._side = int(inputs[0].shape[2])
         self.labels: tuple[str, ...] = tuple(json.loads(stored["labels"]))
 
-    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
-        return [self._one(image, least) for image in images]
+    def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
+        return [self._detect_one(image, min_score) for image in images]
 
-    def _one(self, image: Image.Image, least: float) -> list[DetectedObject]:
-        """Detects objects of one image, letterboxed on white to the model's square input. Boxes are in the image's
-        pixels; least: lowest score."""
+    def _detect_one(self, image: Image.Image, min_score: float) -> list[DetectedObject]:
+        """Detects the objects of one image, which is letterboxed on white to the model's square input. Boxes are in
+        pixels of the image."""
         scale = self._side / max(image.size)
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
         left, top = (self._side - size[0]) // 2, (self._side - size[1]) // 2
-        fitted = Image.new("RGB", (self._side, self._side), "white")
-        fitted.paste(image.resize(size, Image.Resampling.BILINEAR), (left, top))
-        pixels = np.asarray(fitted, np.float32).transpose(2, 0, 1)[None]
+        letterboxed = Image.new("RGB", (self._side, self._side), "white")
+        letterboxed.paste(image.resize(size, Image.Resampling.BILINEAR), (left, top))
+        pixels = np.asarray(letterboxed, np.float32).transpose(2, 0, 1)[None]
         boxes, scores = self._session.run(["boxes", "scores"], {"image": np.ascontiguousarray(pixels)})
-        moved = (boxes[0] - np.array([left, top, left, top], np.float32)) / scale
+        image_boxes = (boxes[0] - np.array([left, top, left, top], np.float32)) / scale
         sides = np.array([image.width, image.height] * 2, np.float32)
-        return listed(torch.from_numpy(np.clip(moved, 0, sides)), torch.from_numpy(scores[0]), self.labels, least)
+        return to_objects(
+            torch.from_numpy(np.clip(image_boxes, 0, sides)), torch.from_numpy(scores[0]), self.labels, min_score
+        )
 
 
 class TransformersDetector:
-    """A model for object detection of transformers (DETR, RT-DETR, YOLOS ...) by folder or hub name.
-
-    Raises ValueError where it can not be loaded.
-    """
+    """An object detection model of transformers (DETR, RT-DETR, YOLOS ...) by folder or hub name. Raises ValueError if
+    it cannot be loaded."""
 
     def __init__(self, path: str, device: str | None = None) -> None:
         from transformers import AutoImageProcessor, AutoModelForObjectDetection
@@ -119,26 +122,24 @@ class TransformersDetector:
         self._names = {number: _name(name) for number, name in names.items()}
 
     @torch.no_grad()
-    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
+    def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
         device = device_of(self._device)
         self._model.to(device)
         inputs = self._processor(images=list(images), return_tensors="pt").to(device)
         sizes = [(image.height, image.width) for image in images]
-        detections = self._processor.post_process_object_detection(self._model(**inputs), least, sizes)
+        detections = self._processor.post_process_object_detection(self._model(**inputs), min_score, sizes)
         return [
-            sure_first(
+            highest_first(
                 DetectedObject(self._names[int(label)], float(score), _corners(box))
-                for label, score, box in zip(one["labels"], one["scores"], one["boxes"], strict=True)
+                for label, score, box in zip(found["labels"], found["scores"], found["boxes"], strict=True)
             )
-            for one in detections
+            for found in detections
         ]
 
 
 class TorchvisionDetector:
-    """A detector of torchvision.models by name ('fasterrcnn_resnet50_fpn_v2') with the file of its published weights.
-
-    Raises ValueError for an unknown name, and for weights that are not there or do not fit.
-    """
+    """A detector of torchvision.models by name, such as 'fasterrcnn_resnet50_fpn_v2', with the file of its published
+    weights. Raises ValueError for an unknown name, and for weights that do not exist or do not fit."""
 
     def __init__(self, name: str, weights: str, device: str | None = None) -> None:
         from torchvision.models import detection, get_model, get_model_weights, list_models
@@ -159,17 +160,17 @@ class TorchvisionDetector:
         self.labels = tuple(name for name in self._names if name not in ("__background__", "N/A"))
 
     @torch.no_grad()
-    def detect(self, images: Sequence[Image.Image], least: float) -> list[list[DetectedObject]]:
+    def detect(self, images: Sequence[Image.Image], min_score: float) -> list[list[DetectedObject]]:
         device = device_of(self._device)
         self._model.to(device)
         tensors = [torch.from_numpy(np.array(image)).permute(2, 0, 1).to(device) / 255 for image in images]
         return [
-            sure_first(
+            highest_first(
                 DetectedObject(self._names[int(label)], float(score), _corners(box))
                 for label, score, box in zip(
                     detections["labels"], detections["scores"], detections["boxes"], strict=True
                 )
-                if score >= least
+                if score >= min_score
             )
             for detections in self._model(tensors)
         ]
@@ -180,7 +181,7 @@ KINDS: dict[str, Any] = {"onnx": OnnxDetector, "transformers": TransformersDetec
 
 def detector(options: Mapping[str, Any]) -> Detector:
     """Builds a detector. options: `kind` and the arguments of its class. Raises ValueError for an unknown kind or
-    option, and as the class."""
+    option, and as the class does."""
     arguments = dict(options)
     kind = arguments.pop("kind", None)
     if kind not in KINDS:
@@ -191,19 +192,22 @@ def detector(options: Mapping[str, Any]) -> Detector:
         raise ValueError(f"detector of kind {kind}: {error}") from None
 
 
-def listed(boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], least: float) -> list[DetectedObject]:
-    """Returns objects from boxes [n, 4] and scores [n, label], highest score first, after non-maximum suppression
-    within each label."""
+def to_objects(
+    boxes: torch.Tensor, scores: torch.Tensor, labels: Sequence[str], min_score: float
+) -> list[DetectedObject]:
+    """Converts boxes [n, 4] and scores [n, label] to objects, highest score first, after non-maximum suppression within
+    each label."""
     from torchvision.ops import batched_nms  # two seconds, for every job that lists the rewards
 
-    row, label = (scores >= least).nonzero(as_tuple=True)
-    sure = scores[row, label]
-    selected = batched_nms(boxes[row], sure, label, OVERLAP)
-    return [DetectedObject(labels[int(label[i])], float(sure[i]), _corners(boxes[row[i]])) for i in selected]
+    row, label = (scores >= min_score).nonzero(as_tuple=True)
+    confidences = scores[row, label]
+    selected = batched_nms(boxes[row], confidences, label, MAX_IOU)
+    return [DetectedObject(labels[int(label[i])], float(confidences[i]), _corners(boxes[row[i]])) for i in selected]
 
 
-def sure_first(objects: Iterable[DetectedObject]) -> list[DetectedObject]:
-    return sorted(objects, key=lambda one: -one.score)
+def highest_first(objects: Iterable[DetectedObject]) -> list[DetectedObject]:
+    """Sorts objects by score."""
+    return sorted(objects, key=lambda found: -found.score)
 
 
 def _corners(box: torch.Tensor) -> Box:
@@ -212,4 +216,5 @@ def _corners(box: torch.Tensor) -> Box:
 
 
 def _name(label: str) -> str:
-    return SAME.get(label, label)
+    """Returns GenEval's name of a class."""
+    return GENEVAL_NAMES.get(label, label)

@@ -1,4 +1,4 @@
-"""Rewards of images for videos: each frame is scored by itself, and the scores are pooled."""
+"""Applies a reward of images to videos: each frame is scored by itself, and the scores are pooled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mmrl.errors import UserError
-from mmrl.rewards.types import BatchReward, Reward, Score, load_object, numbers, video_of
+from mmrl.rewards.types import BatchReward, Reward, Score, load_object, to_scores, video_of
 from mmrl.rollouts import Sample
 
 Pool = Literal["mean", "least", "last"]
 
 
 class Framewise:
-    """A reward of images over every `every`-th frame of a video, from the first on.
+    """A reward of images, applied to every `every`-th frame of a video, beginning with the first.
 
-    reward: of `mmrl.rewards.REWARDS` or a custom one, with its `options`. pool: "mean" of the frames' scores, the
-    "least" of them, or that of the "last" frame alone. None where a frame that counts could not be scored. A still
-    video gets the score of its image: add a guard of motion.
+    reward, options: a reward of `mmrl.rewards.REWARDS` or a custom one. pool: "mean" of the frames' scores, "least" for
+    the smallest, or "last" for the last frame alone. None if a frame could not be scored. A still video gets the score
+    of its image; add a guard of motion against that.
     """
 
     scope: Literal["sample"] = "sample"
@@ -32,26 +32,29 @@ class Framewise:
             raise ValueError(f"every must be at least 1, not {every}")
         self.reward: Reward | BatchReward = load_object("mmrl.rewards.registry:build")(reward, options)
         if isinstance(self.reward, BatchReward) and self.reward.scope != "sample":
-            raise ValueError(f"reward {reward!r} compares a group; its frames can not be scored by themselves")
+            raise ValueError(f"reward {reward!r} compares a group; its frames cannot be scored by themselves")
         self.pool, self.every = pool, every
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         frames = [list(video_of(sample)[:: self.every]) for sample in samples]
         if self.pool == "last":
             frames = [[video_of(sample)[-1]] for sample in samples]
-        flat = [replace(s, image=one, frames=None) for s, of in zip(samples, frames, strict=True) for one in of]
+        flat = []
+        for sample, images in zip(samples, frames, strict=True):
+            flat += [replace(sample, image=image, frames=None) for image in images]
         if isinstance(self.reward, BatchReward):
-            values = numbers(self.reward.score(flat), len(flat))
+            values = to_scores(self.reward.score(flat), len(flat))
         else:
-            values = numbers([self.reward(one) for one in flat], len(flat))
+            values = to_scores([self.reward(frame) for frame in flat], len(flat))
         if not all(frames):
-            raise UserError("a video without frames can not be scored")
-        scores, at = [], iter(values)
-        for of in frames:
-            scores.append(self._pooled([next(at) for _ in of]))
+            raise UserError("a video without frames cannot be scored")
+        scores, remaining = [], iter(values)
+        for images in frames:
+            scores.append(self._pooled([next(remaining) for _ in images]))
         return scores
 
     def _pooled(self, values: Sequence[Score]) -> Score:
+        """Reduces the scores of a video's frames to one."""
         scored = [value for value in values if value is not None]
         if len(scored) < len(values):
             return None

@@ -1,4 +1,4 @@
-"""Rewards of an image alone, or against its prompt: file size, a classifier, the text in the image."""
+"""Rewards of an image alone, or with its prompt: JPEG size, a classifier, the text in the image."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.rewards.parsing.quotes import quoted_in
-from mmrl.rewards.parsing.typography import folded
+from mmrl.rewards.parsing.quotes import quoted_texts
+from mmrl.rewards.parsing.typography import normalize_case
 from mmrl.rewards.reading import reader
 from mmrl.rewards.types import Reward, Score, as_pil, device_of, image_of, load_object, score_finite
 from mmrl.rollouts import Prompt, Sample
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Reward:
-    """bytes(JPEG of the image at `quality`) / 1000 (Black et al. 2023, DDPO, arXiv:2305.13301): detail is rewarded.
+    """Builds a reward of detail: the kilobytes of the image as a JPEG of this quality (Black et al. 2023, DDPO,
+    arXiv:2305.13301).
 
-    None for an image that holds NaN or inf.
+    None for an image with NaN or inf.
     """
     if not 1 <= quality <= 100:
         raise ValueError(f"quality must lie in 1 .. 100, not {quality}")
@@ -36,7 +37,7 @@ def jpeg_incompressibility(*, quality: int = 95) -> Reward:
 
 
 def jpeg_compressibility(*, quality: int = 95) -> Reward:
-    """-bytes(JPEG) / 1000, the negative of `jpeg_incompressibility`: smooth images are rewarded."""
+    """Builds a reward of smooth images: the negative of `jpeg_incompressibility`."""
     kilobytes = jpeg_incompressibility(quality=quality)
 
     def reward(sample: Sample) -> float | None:
@@ -47,11 +48,11 @@ def jpeg_compressibility(*, quality: int = 95) -> Reward:
 
 
 class ClassifierLogp:
-    """log p(class = prompt.answer | image) under a classifier, in nats.
+    """The log-probability of the class prompt.answer given the image, under a classifier, in nats.
 
-    `classifier` is 'package.module:function', called once without arguments for an nn.Module that takes images
-    [rollout, channel, height, width], fp32 clamped to 0..1, and gives logits [rollout, class]. The images of one
-    batch must have one size. None for an image that holds NaN or inf.
+    classifier: 'package.module:function', called once without arguments; it returns an nn.Module from images [rollout,
+    channel, height, width], fp32 in 0..1, to logits [rollout, class]. The images of one batch must have one size. None
+    for an image with NaN or inf.
     """
 
     scope: Literal["sample"] = "sample"
@@ -67,10 +68,10 @@ class ClassifierLogp:
         return score_finite(samples, self._score)
 
     def differentiable(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Computes log-probabilities [rollout] with the gradient by images [rollout, channel, height, width]; outside
-        0..1 the gradient is that at the border."""
-        inside = images + (images.clamp(0, 1) - images).detach()
-        logp = self.model.to(images.device)(inside).float().log_softmax(-1)
+        """Returns log-probabilities [rollout] of images [rollout, channel, height, width], with gradients. Pixels
+        outside 0..1 have the gradient of the border."""
+        clamped = images + (images.clamp(0, 1) - images).detach()
+        logp = self.model.to(images.device)(clamped).float().log_softmax(-1)
         classes = [_class_of(Sample(prompt), logp.shape[1]) for prompt in prompts]
         return logp[torch.arange(len(prompts)), torch.tensor(classes)]
 
@@ -86,60 +87,68 @@ class ClassifierLogp:
         return logp[torch.arange(len(samples)), torch.tensor(classes)].tolist()
 
 
-def _class_of(sample: Sample, count: int) -> int:
+def _class_of(sample: Sample, num_classes: int) -> int:
+    """Returns the class in the prompt's answer. Raises UserError if it is none."""
     answer = sample.prompt.answer
-    if not isinstance(answer, int) or not 0 <= answer < count:
-        raise UserError(f"the answer of prompt {sample.prompt.id!r} is {answer!r}, not a class in 0 .. {count - 1}")
+    if not isinstance(answer, int) or not 0 <= answer < num_classes:
+        raise UserError(
+            f"the answer of prompt {sample.prompt.id!r} is {answer!r}, not a class in 0 .. {num_classes - 1}"
+        )
     return answer
 
 
 def ocr(*, threads: int = 1) -> Reward:
-    """1 - min(d, n) / n, with d the edit distance of the text read in the image to the n letters wanted.
+    """Builds a reward for text in images: 1 - min(d, n) / n, d the edit distance of the text read in the image to the n
+    requested letters.
 
-    Case, white space and typography do not count, and a requested text that occurs in the text read has d = 0:
-    the measure of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The requested text is prompt.metadata["text"], a
-    string or a list of them, else what the prompt puts in quotes. Of several strings each has the least d of the whole
-    text read and its lines, and n counts the letters of all. Text is read by RapidOCR (the extra `ocr`) on `threads`
-    threads of the CPU. None for an image that holds NaN or inf.
+    Case, white space and typography are ignored. A requested text that occurs in the text read has d = 0, as in
+    Flow-GRPO (Liu et al. 2025, arXiv:2505.05470). The requested text is prompt.metadata["text"], a string or a list of
+    them, else the quoted parts of the prompt. Of several texts, each has its smallest d to the full text read or to a
+    line of it, and n counts the letters of all. Text is read by RapidOCR (the extra `ocr`) on `threads` threads of the
+    CPU. None for an image with NaN or inf.
     """
     read_lines = reader(threads)
 
     def reward(sample: Sample) -> float | None:
-        wanted = [letters for text in _asked_texts(sample) if (letters := _letters(text))]
-        if not wanted:
+        requested = [letters for text in _requested_texts(sample) if (letters := _letters(text))]
+        if not requested:
             raise UserError(f"prompt {sample.prompt.id!r} asks for no text: set metadata['text'], or quote it")
         if not image_of(sample).isfinite().all():
             return None
         lines = [_letters(line) for line in read_lines(as_pil(image_of(sample)))]
-        texts = ["".join(lines), *(lines if len(wanted) > 1 else ())]
-        return 1 - sum(_distance(letters, texts) for letters in wanted) / sum(map(len, wanted))
+        texts = ["".join(lines), *(lines if len(requested) > 1 else ())]
+        return 1 - sum(_distance(letters, texts) for letters in requested) / sum(map(len, requested))
 
     return reward
 
 
-def _asked_texts(sample: Sample) -> Sequence[str]:
+def _requested_texts(sample: Sample) -> Sequence[str]:
+    """Returns the texts that the image should show, from the prompt's metadata or its quotes."""
     if "text" not in sample.prompt.metadata:
-        return quoted_in(sample.prompt.text)
+        return quoted_texts(sample.prompt.text)
     texts = sample.prompt.metadata["text"]
     return [str(text) for text in texts] if isinstance(texts, (list, tuple)) else [str(texts)]
 
 
 def _distance(letters: str, texts: Sequence[str]) -> int:
-    """The edit distance of letters to the nearest of several strings, at most their number."""
+    """Returns the edit distance of `letters` to the nearest of several strings, at most their number; 0 if one contains
+    them."""
     if any(letters in text for text in texts):
         return 0
     return min(len(letters), *(edit_distance(text, letters) for text in texts))
 
 
 def _letters(text: str) -> str:
-    return "".join(folded(text).split())
+    """Returns a text without case and white space."""
+    return "".join(normalize_case(text).split())
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Returns the fewest insertions, deletions and replacements of letters that turn `a` into `b` (Levenshtein)."""
+    """Returns the Levenshtein distance: the fewest insertions, deletions and replacements of letters that turn `a` into
+    `b`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        corner, row[0] = row[0], i
+        diagonal, row[0] = row[0], i
         for j, y in enumerate(b, 1):
-            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (x != y))
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
     return row[-1]

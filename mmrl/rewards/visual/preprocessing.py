@@ -1,4 +1,4 @@
-"""Preprocessing of a CLIP model in torch, with its gradient: what its image processor does to an 8-bit image."""
+"""Differentiable preprocessing of a CLIP model in torch: what its image processor does to an 8-bit image."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BICUBIC = 3  # as PIL numbers its filters
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Scales the shorter side to `edge` pixels, cuts the middle out, and normalises. crop: height and width. mean, std:
-    of each channel."""
+    """Scales the shorter side to `edge` pixels, crops the centre, and normalises. crop: height and width. mean, std: of
+    each channel."""
 
     edge: int
     crop: tuple[int, int]
@@ -24,8 +24,11 @@ class Preprocessing:
     std: Sequence[float]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Returns inputs [image, 3, height, width] of images [image, channel, height, width], 0 to 1. Values are those
-        of 8-bit images, whose rounding has the gradient 1; outside 0 to 1 the gradient is that at the border."""
+        """Converts images [image, channel, height, width] in 0..1 to inputs [image, 3, height, width].
+
+        Values are those of 8-bit images; their rounding has the gradient 1. Pixels outside 0..1 have the gradient of
+        the border.
+        """
         x = images.float()
         x = x + ((x.clamp(0, 1) * 255).round() / 255 - x).detach()
         x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
@@ -41,11 +44,11 @@ class Preprocessing:
         return (x - mean) / std
 
 
-def of_transformers(processor: Any) -> Preprocessing:
-    """Returns the preprocessing of an image processor of transformers. Raises ValueError for another kind."""
+def from_transformers(processor: Any) -> Preprocessing:
+    """Returns the preprocessing of an image processor of transformers. Raises ValueError if it does anything else."""
     edge, crop = processor.size.get("shortest_edge"), processor.crop_size
-    plain = processor.do_resize and processor.do_center_crop and processor.do_normalize and processor.do_rescale
-    if edge is None or not plain or int(processor.resample) != BICUBIC or edge < max(crop["height"], crop["width"]):
+    does_all = processor.do_resize and processor.do_center_crop and processor.do_normalize and processor.do_rescale
+    if edge is None or not does_all or int(processor.resample) != BICUBIC or edge < max(crop["height"], crop["width"]):
         raise ValueError(
             f"the image processor {type(processor).__name__} does not scale by the shorter side (bicubic), crop and "
             "normalise, so there is no gradient through it"
@@ -53,8 +56,9 @@ def of_transformers(processor: Any) -> Preprocessing:
     return Preprocessing(edge, (crop["height"], crop["width"]), tuple(processor.image_mean), tuple(processor.image_std))
 
 
-def of_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
-    """Returns the preprocessing of an open_clip model's `preprocess_cfg`. Raises ValueError for another kind."""
+def from_open_clip(settings: Mapping[str, Any]) -> Preprocessing:
+    """Returns the preprocessing of an open_clip model, from its `preprocess_cfg`. Raises ValueError if it does anything
+    else."""
     if (settings["resize_mode"], settings["interpolation"]) != ("shortest", "bicubic"):
         raise ValueError(
             f"open_clip's preprocessing resizes by {settings['resize_mode']}, {settings['interpolation']}, not by the "

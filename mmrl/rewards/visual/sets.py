@@ -1,4 +1,4 @@
-"""A reward of a whole set of images: its distance to a set of real ones."""
+"""A reward of a set of images: its distance to a set of real images."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from mmrl.rewards.types import Score, device_of, image_of, load_object, score_fi
 from mmrl.rollouts import Sample
 
 DISTANCES = {"fid": frechet, "kid": kernel_distance}
-MOST = 512  # images that features are computed of at once
+BATCH_SIZE = 512  # images for which features are computed at once
 
 
 class SetDistance:
-    """The distance of a batch of images to `reference`, by FID or KID (Distribution-wise rewards, arXiv 2607.02291,
-    reconstructed). A model that generates one good image again and again is far.
+    """The distance of a batch of images to a set of real images, by FID or KID (Distribution-wise rewards, arXiv
+    2607.02291, reconstructed).
 
-    With credit `replacement` the i-th images of all prompts are a subset, and an image earns what its subset adds: the
-    distance of the batch less the mean distance that the batch has when the subset takes the place of another one. So
-    it needs groups; rollouts of a group are compared by it. With `whole` all get minus the distance, for evaluation.
+    A model that generates one good image again and again has a large distance. credit: "whole" gives every image minus
+    the distance, for evaluation. With "replacement", the i-th images of all prompts form a subset. An image gets what
+    its subset contributes: the distance of the batch minus the mean distance of batches in which this subset replaces
+    another one. So it needs groups, whose rollouts it compares.
 
-    features: a callable of images [n, channel, height, width] of 0 to 1 that gives [n, d], or a module without its
-    options; reference: what gives real images like those, both as package.module:function that is called. On several
-    ranks each scores its own rollouts. None for an image that holds NaN or inf, which is left out of the set.
+    features: a function from images [n, channel, height, width] in 0..1 to [n, d], or a module. reference: real images
+    of the same size. Both are given as package.module:function, which is called without arguments. On several ranks,
+    each scores its own rollouts. None for an image with NaN or inf, which is left out of the set.
     """
 
     scope: Literal["batch"] = "batch"
@@ -49,44 +50,46 @@ class SetDistance:
         self.credit, self.device = credit, device
         self._features = load_object(features)()
         if not callable(self._features):
-            raise ValueError(f"features {features} gives {type(self._features).__name__}, which can not be called")
+            raise ValueError(f"features {features} gives {type(self._features).__name__}, which cannot be called")
         real = load_object(reference)()
         if not isinstance(real, Tensor) or real.dim() != 4 or len(real) < 2:
-            raise ValueError(f"reference {reference} must give images [image, channel, height, width], two at least")
+            raise ValueError(f"reference {reference} must return at least two images, [image, channel, height, width]")
         self._size = tuple(real.shape[1:])
-        self._distance = partial(DISTANCES[metric], reference=self._of(real))
+        self._distance = partial(DISTANCES[metric], reference=self._features_of(real))
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_finite(samples, self._score)
 
     def _score(self, samples: list[Sample]) -> list[float]:
         images = [image_of(sample) for sample in samples]
-        wrong = next((p for p in images if tuple(p.shape) != self._size), None)
+        wrong = next((image for image in images if tuple(image.shape) != self._size), None)
         if wrong is not None:
-            raise UserError(f"an image of {list(wrong.shape)} can not be compared with those of {list(self._size)}")
+            raise UserError(
+                f"an image of shape {list(wrong.shape)} cannot be compared with reference images of {list(self._size)}"
+            )
         if len(samples) < 2:
-            raise UserError("a distance between sets needs two images in a batch at least")
-        features = self._of(torch.stack(images))
+            raise UserError("a distance between sets needs at least two images in a batch")
+        features = self._features_of(torch.stack(images))
         if self.credit == "whole":
             return [-float(self._distance(features))] * len(samples)
-        gains: list[float] = replacement_gains(features, members(samples), self._distance).tolist()
+        gains: list[float] = replacement_gains(features, index_in_group(samples), self._distance).tolist()
         return gains
 
     @torch.no_grad()
-    def _of(self, images: Tensor) -> Tensor:
+    def _features_of(self, images: Tensor) -> Tensor:
         """Computes features, [image, d] fp32 on the CPU."""
         device = device_of(self.device)
         if isinstance(self._features, nn.Module):
             self._features.eval().to(device)
-        parts = [self._features(part.clamp(0, 1).to(device)).float().cpu() for part in images.split(MOST)]
+        parts = [self._features(part.clamp(0, 1).to(device)).float().cpu() for part in images.split(BATCH_SIZE)]
         return torch.cat(parts)
 
 
-def members(samples: Sequence[Sample]) -> Tensor:
-    """Returns the number of earlier samples of the same prompt, [sample] int64."""
-    following: dict[str, int] = {}
-    counts = []
+def index_in_group(samples: Sequence[Sample]) -> Tensor:
+    """Returns for each sample the number of earlier samples of the same prompt, [sample] int64."""
+    num_seen: dict[str, int] = {}
+    indices = []
     for sample in samples:
-        counts.append(following.get(sample.prompt.id, 0))
-        following[sample.prompt.id] = counts[-1] + 1
-    return torch.tensor(counts)
+        indices.append(num_seen.get(sample.prompt.id, 0))
+        num_seen[sample.prompt.id] = indices[-1] + 1
+    return torch.tensor(indices)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mmrl.rewards.parsing.quotes import quoted_in
+from mmrl.rewards.parsing.quotes import quoted_texts
 from mmrl.rollouts import Prompt
 from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.prompt_files import Check, load_prompts, text_of, value_of
@@ -101,7 +101,7 @@ def _check_ocr(row: Mapping[str, Any], prompt: str) -> None:
     """Raises RowError if neither the key `text` nor double quotes in the prompt say which text an image must show."""
     if "text" in row:
         text_of(row, "text")
-    elif not quoted_in(prompt):
+    elif not quoted_texts(prompt):
         raise RowError("format=ocr needs a text in double quotes in the prompt, or the key 'text'")
 
 

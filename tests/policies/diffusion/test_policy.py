@@ -20,7 +20,7 @@ from mmrl.policies.diffusion.settings import Denoising, DenoisingDemonstrations,
 from mmrl.policies.diffusion.small import SmallDiffusionConfig, SmallFamily, create, network
 from mmrl.policies.settings import LoRA
 from mmrl.rollouts import Prompt, Rollouts
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 from mmrl.samplers.settings import DenoisingTransition
 from mmrl.samplers.transitions import Coefficients
 from mmrl.settings import SettingsError, make
@@ -211,7 +211,7 @@ class TestChains:
         grid = family.grid(4, policy.shape)
         sigmas = grid.sigmas.double().tolist()
         for i, one in enumerate(batch.inputs):
-            assert torch.equal(one.x[0], gaussian([one.seed], -1, policy.shape)[0])
+            assert torch.equal(one.x[0], gaussian_noise([one.seed], -1, policy.shape)[0])
             for t, point in enumerate(one.points.tolist()):
                 with torch.no_grad():
                     c, u = (
@@ -230,7 +230,7 @@ class TestChains:
                 logp = logp.mean() if reduction == "mean" else logp.sum()
                 assert float(now.logp[i, t]) == pytest.approx(float(logp), rel=1e-4, abs=1e-4)
                 assert float(now.std[i, t]) == pytest.approx(std, rel=1e-5)
-                drawn = mean + std * gaussian([one.seed], point, policy.shape)[0].double()
+                drawn = mean + std * gaussian_noise([one.seed], point, policy.shape)[0].double()
                 torch.testing.assert_close(one.x_next[t].double(), drawn, atol=2e-5, rtol=2e-5)
 
     def test_the_score_of_cps_is_an_option(self):
@@ -330,7 +330,7 @@ class TestEvaluation:
         policy = policy_of(family, evaluation_steps=7, tail={"type": "ode", "steps": 2}, window=RANDOM)
         one = policy.respond(PROMPTS[:2], [1, 2])
         assert len(calls) == 7
-        x = gaussian([2], -1, policy.shape)
+        x = gaussian_noise([2], -1, policy.shape)
         for s, after in zip(torch.linspace(1, 0, 8), torch.linspace(1, 0, 8)[1:], strict=False):
             with torch.no_grad():
                 x = x + (after - s) * family.predict(family.module, x, s[None], family.encode(said("two dog")), None)
@@ -406,7 +406,7 @@ class TestTrees:
         remember(policy, batch)
         assert not policy.replay(batch, policy.module).log_ratio.any()
         for one in batch.inputs:
-            a_x, a_v, std = (c.view(-1, 1, 1, 1) for c in policy.sampler.drawn(one.points))
+            a_x, a_v, std = (c.view(-1, 1, 1, 1) for c in policy.sampler.stochastic_coefficients(one.points))
             v = batch.old_prediction[batch.inputs.index(one)]
             noise = (one.x_next - a_x * one.x - a_v * v) / std
             assert float(noise.std()) == pytest.approx(1, abs=0.3)
@@ -463,7 +463,7 @@ class TestFinalImages:
         assert bool(((s > third[:3]) & (s < third[1:])).all())  # stratified, then shifted
         for i, one in enumerate(batch.inputs):
             for j in range(3):
-                noise = gaussian([one.seed], -2 - j, policy.shape).double()
+                noise = gaussian_noise([one.seed], -2 - j, policy.shape).double()
                 level = float(s[i, j])
                 noisy = (1 - level) * one.data[None].double() + level * noise
                 torch.testing.assert_close(x[i, j][None].double(), noisy, atol=1e-5, rtol=1e-5)
@@ -563,7 +563,7 @@ def test_a_transition_of_ones_own_is_drawn_and_replayed():
         known = Normal((one.x[t] + (sigmas[t + 1] - sigmas[t]) * v).double(), float(sigmas[t + 1]) / 2)
         assert float(now.logp[1, t].detach()) == pytest.approx(float(known.log_prob(one.x_next[t]).mean()), rel=1e-4)
         noise = (one.x_next[t] - known.mean) / known.stddev
-        torch.testing.assert_close(noise.float(), gaussian([one.seed], t, policy.shape)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(noise.float(), gaussian_noise([one.seed], t, policy.shape)[0], rtol=1e-4, atol=1e-4)
 
 
 class TestReference:

@@ -13,7 +13,7 @@ from mmrl.policies.few_step_diffusion.settings import POLICY, SAMPLER
 from mmrl.policies.networks import NamedNetwork
 from mmrl.rollouts import Replay
 from mmrl.samplers import score
-from mmrl.samplers.chain import INITIAL, gaussian
+from mmrl.samplers.chain import INITIAL, gaussian_noise
 from mmrl.tasks.image_generation.data import digits
 
 STEPS, GROUP, DRAWS = 4, 4, 2
@@ -79,7 +79,7 @@ def test_rollouts_are_drawn_by_the_copy_in_its_steps(folder):
     network, family = policy.module.parts[SAMPLER], policy.policy.family
     for row in (0, 5):
         words = family.encode([batch.inputs[row].condition_inputs])[0]["words"][None]
-        x = gaussian([20 + row], INITIAL, policy.policy.shape)
+        x = gaussian_noise([20 + row], INITIAL, policy.policy.shape)
         for a, b in ((0, 2), (2, 4)):
             x = x + (sigmas[b] - sigmas[a]) * network(x, sigmas[a][None], words)
         close(batch.inputs[row].data, x[0].detach())

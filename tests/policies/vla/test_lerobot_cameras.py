@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.samplers.chain import INITIAL, gaussian, mixed
+from mmrl.samplers.chain import INITIAL, derive_seed, gaussian_noise
 from tests.policies.vla.test_lerobot_policy import CHUNK, KINDS, SEEDS, STARTS, lerobot, lerobots_error, load, starts
 from tests.tasks import test_lerobot as data
 from tests.tasks.choosing import build
@@ -46,7 +46,7 @@ def expected(kind, folder, latent, shown):
     batch = {name: torch.full((3, 3, 8, 8), grey / 255) for name, grey in shown.items()}
     batch["observation.state"] = torch.tensor([[0.0], [0.1], [0.3]])
     batch["task"] = [f"go from {x:.2f}" for x in (0.0, 0.1, 0.3)]
-    noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, latent)
+    noise = gaussian_noise([derive_seed(seed, 0) for seed in (5, 6, 7)], INITIAL, latent)
     return after(policy.predict_action_chunk(before(batch), noise=noise))[..., 0]
 
 

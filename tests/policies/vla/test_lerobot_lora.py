@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.samplers.chain import INITIAL, gaussian, mixed
+from mmrl.samplers.chain import INITIAL, derive_seed, gaussian_noise
 from tests.policies.vla.test_lerobot_policy import CHUNK, KINDS, SEEDS, STARTS, lerobot, load, shown, starts
 
 LORA = {"rank": 2, "alpha": 8.0}
@@ -57,7 +57,7 @@ def assert_equal_actions(ours, theirs):
     """Of three starts, in the robot's units, from images, words and state through both libraries. Returns theirs."""
     policy, before, after = theirs
     observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
-    noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
+    noise = gaussian_noise([derive_seed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
     with torch.no_grad():
         expected = after(policy.predict_action_chunk(before(shown(observation, [0, 1, 2])), noise=noise))
     ours.sim.simulator.received.clear()

@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.policies import vla
 from mmrl.policies.vla.loading import open_policy
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
-from mmrl.samplers.chain import INITIAL, gaussian, mixed
+from mmrl.samplers.chain import INITIAL, derive_seed, gaussian_noise
 from mmrl.samplers.transitions import coefficients
 from mmrl.schedules.schedule import constant
 from mmrl.settings import make
@@ -117,7 +117,7 @@ def test_without_noise_it_acts_as_lerobot_does(checkpoint, theirs):
     policy, before, after = theirs
     ours = load(checkpoint)
     observation = ours.sim.reset([0, 10, 30], ["go"] * 3)
-    noise = gaussian([mixed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
+    noise = gaussian_noise([derive_seed(seed, 0) for seed in (5, 6, 7)], INITIAL, ours.module.head.latent)
     expected = after(policy.predict_action_chunk(before(shown(observation, [0, 1, 2])), noise=noise))
     ours.sim.simulator.received.clear()
     ours.respond(starts(0, 10, 30), [5, 6, 7])

@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.policy import CONFIG
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.conftest import KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet
@@ -127,7 +127,7 @@ class TestByHand:
         head = by_hand(noise=0.25).module.head
         for temperature in (0.5, 2.0):
             drawn = head.act(*asked(2), ActionSampling([5, 6], temperature))
-            known = temperature * 0.25 * torch.cat([gaussian([seed], 1 << 20, (1,)) for seed in (5, 6)])
+            known = temperature * 0.25 * torch.cat([gaussian_noise([seed], 1 << 20, (1,)) for seed in (5, 6)])
             torch.testing.assert_close(drawn["code_noise"], known)
             noise = torch.stack([torch.randn(1, 1, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
             mean = head.residual_mean(drawn["proposal"], head.code(*asked(2)) + known, *asked(2))
@@ -144,7 +144,7 @@ class TestByHand:
         head = by_hand().module.head
         taught = head.encode_demonstrations(one(0.9), [7])
         assert taught["temperature"].item() == 1.0
-        disturbance = 0.5 * gaussian([7], 1 << 20, (1,))
+        disturbance = 0.5 * gaussian_noise([7], 1 << 20, (1,))
         torch.testing.assert_close(taught["code_noise"], disturbance)
         known = head.residual_mean(one(0.7), head.code(*asked()) + disturbance, *asked())
         found = head.score(*asked(), taught, self.VALID, None, None)
@@ -242,7 +242,7 @@ class TestSaved:
                 make("residual", str(tmp_path), **{name: value})
         for base, message in (
             ({"type": "token", "bins": 9}, "action.head.base.bins=9, but .* was trained with 8"),
-            (BASES["gaussian"], "action.head.base.type=gaussian, but .* was trained with token"),
+            (BASES["gaussian"], "action.head.base.type=gaussian_noise, but .* was trained with token"),
         ):
             with pytest.raises(UserError, match=message):
                 make({**KINDS["residual"], "base": base}, str(tmp_path))
@@ -275,7 +275,7 @@ class TestRefusals:
         monkeypatch.setattr(loading, "load_backbone", None)
         head = {"type": "residual", "base": {"type": "gaussian"}}
         config = validate({**TREE, "action": {**TREE["action"], "head": head}}, "test")
-        said = "is built around a trained head of type gaussian, but model.path=.* has none; train one with"
+        said = "is built around a trained head of type gaussian_noise, but model.path=.* has none; train one with"
         with pytest.raises(UserError, match=f"action.head.type=residual {said} action.head.type=gaussian"):
             config.model.load(config, Line(), str(backbones["small"]))
 
@@ -340,7 +340,7 @@ def marked(folder, into=None):
 @pytest.mark.usefixtures("alone")
 def test_what_the_gate_is_told_costs(tmp_path):
     """All rewards are equal, so the loss is that of the term: 0.25 times the mean over decisions."""
-    base = "{type: gaussian, width: 16, layers: 1}"
+    base = "{type: gaussian_noise, width: 16, layers: 1}"
     options = ["model.build=null", f"model.path={with_head(tmp_path / 'base', base)}", "rollout.temperature=0.7"]
     options += [f"action.head={{type: residual, base: {base}, code: 3, noise: 0.4}}", "steps=1"]
     options += ["task.rewards=[{name: tests.policies.vla.test_residual:nothing}]"]

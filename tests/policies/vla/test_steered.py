@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.backbone import CachedPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.policy import CONFIG
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 from tests.policies.vla.conftest import FROZEN_FLOW, KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet
 from tests.policies.vla.test_policy import SEEDS, STARTS, TREE, stir
@@ -142,7 +142,7 @@ def test_the_first_policy_draws_what_its_flow_draws(make, tmp_path):
     policy = make({"type": "steered", "base": FROZEN_FLOW, "width": 16}, str(tmp_path))
     shown = base.sim.reset([0, 30, 50, 70], ["go"] * 4)
     reading, state = policy.module.encode(policy._collate(policy._prepare(shown))), policy._state(shown)
-    own = gaussian([3, 4, 5, 6], -1, (4, 1))
+    own = gaussian_noise([3, 4, 5, 6], -1, (4, 1))
     with torch.no_grad():
         flow = base.module.head.act(
             base.module.encode(base._collate(base._prepare(shown))),

@@ -10,10 +10,10 @@ from PIL import Image
 from mmrl.children.confinement import confinable
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec, build
-from mmrl.rewards.programs.charts import common, pixels, shares
+from mmrl.rewards.programs.charts import elements_f1, normalize_weights, to_image
 from mmrl.rewards.programs.responses import drawing, program
 from mmrl.rewards.programs.runner import ProgramRunner
-from mmrl.rewards.programs.solids import mesh_of, surface_f1
+from mmrl.rewards.programs.solids import surface_f1, to_mesh
 from mmrl.rewards.programs.unit_tests import read_tests
 from mmrl.rollouts import Prompt, Sample
 
@@ -150,7 +150,10 @@ def test_settings_that_cannot_be_are_refused(monkeypatch):
 
 
 def test_weights_are_shares():
-    assert shares({"image": 1, "elements": 3}, ("runs", "image", "elements")) == {"image": 0.25, "elements": 0.75}
+    assert normalize_weights({"image": 1, "elements": 3}, ("runs", "image", "elements")) == {
+        "image": 0.25,
+        "elements": 0.75,
+    }
 
 
 def test_a_surface_is_covered_and_covers():
@@ -164,21 +167,21 @@ def test_a_surface_is_covered_and_covers():
 
 def test_what_no_program_of_ours_answers_is_no_image_and_no_solid():
     good = np.zeros((2, 2, 3), np.uint8)
-    assert pixels(good).size == (2, 2)
-    assert [pixels(bad) for bad in (None, "x", good[0], good.astype(float), good[:0])] == [None] * 5
+    assert to_image(good).size == (2, 2)
+    assert [to_image(bad) for bad in (None, "x", good[0], good.astype(float), good[:0])] == [None] * 5
     corners, triangle = np.eye(3), np.array([[0, 1, 2]])
-    assert mesh_of({"corners": corners, "triangles": triangle}).area == pytest.approx(3**0.5 / 2)
+    assert to_mesh({"corners": corners, "triangles": triangle}).area == pytest.approx(3**0.5 / 2)
     for bad in (triangle + 1, triangle - 1, triangle.astype(float), triangle[:, :2], triangle[:0]):
-        assert mesh_of({"corners": corners, "triangles": bad}) is None
-    assert mesh_of({"corners": corners + np.inf, "triangles": triangle}) is None
-    assert common("x", {"texts": ["a"]}) == 0.0
+        assert to_mesh({"corners": corners, "triangles": bad}) is None
+    assert to_mesh({"corners": corners + np.inf, "triangles": triangle}) is None
+    assert elements_f1("x", {"texts": ["a"]}) == 0.0
 
 
 def test_elements_in_common_by_hand():
     gold = {"texts": ["a", "b", "b"], "marks": ["bar"], "values": []}
     # texts: 2 of ours 2 and theirs 3 -> 4/5; marks: 1 of 2 and 1 -> 2/3; values: the gold has none
     ours = {"texts": ["b", "b"], "marks": ["bar", "line"], "values": ["1"]}
-    assert common(ours, gold) == pytest.approx((0.8 + 2 / 3) / 2)
+    assert elements_f1(ours, gold) == pytest.approx((0.8 + 2 / 3) / 2)
 
 
 def test_svg_by_hand():

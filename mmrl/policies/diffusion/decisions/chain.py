@@ -135,7 +135,7 @@ class ChainDecisions:
             v.to(x.device),
             x,
             x_next,
-            self.denoiser.sampler.drawn(points),
+            self.denoiser.sampler.stochastic_coefficients(points),
             reduction=self.likelihood.reduction,
             unscaled=self.likelihood.transition.unscaled,
         ).columns
@@ -164,7 +164,7 @@ class ChainDecisions:
             v.view_as(x),
             x,
             x_next,
-            denoiser.sampler.drawn(points),
+            denoiser.sampler.stochastic_coefficients(points),
             old=rollouts.old_prediction,
             reference=rollouts.ref_prediction,
             reduction=likelihood.reduction,

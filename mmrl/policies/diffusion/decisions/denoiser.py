@@ -14,7 +14,7 @@ from mmrl.policies.diffusion.prediction import GuidedNetwork
 from mmrl.policies.diffusion.settings import Denoising, ImageChain
 from mmrl.policies.parts import map_with_checkpointing
 from mmrl.rollouts import Prompt, Rollouts
-from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
+from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian_noise, run
 from mmrl.samplers.settings import Euler
 
 
@@ -51,7 +51,7 @@ class Denoiser:
 
     def start(self, seeds: Sequence[int], shape: Shape | None = None) -> Tensor:
         """Returns pure noise [row, ...], each row's from its seed."""
-        return gaussian([int(seed) for seed in seeds], INITIAL, shape or self.shape).to(self.device)
+        return gaussian_noise([int(seed) for seed in seeds], INITIAL, shape or self.shape).to(self.device)
 
     def draw(
         self,

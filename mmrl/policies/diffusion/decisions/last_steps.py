@@ -54,7 +54,7 @@ class LastStepDecisions:
             at = torch.full((len(records),), point)
             sigma, time = sampler.grid.sigmas[at], sampler.grid.times[at]
             v = denoiser.network.predict(model, x, sigma, time, inputs, denoiser.denoising.guidance).float()
-            step = sampler.at(at, at + 1, none)
+            step = sampler.coefficients_between(at, at + 1, none)
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v
         images = denoiser.family.decode_with_gradient(x).float()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.policies.diffusion.family import ConditionInputs, Shape
 from mmrl.rollouts import Prompt, Sample
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def noise_of(seeds: Sequence[int], shape: Shape) -> Callable[[int, Tensor], Tens
     seeds."""
 
     def noise(step: int, rows: Tensor) -> Tensor:
-        return gaussian([int(seeds[i]) for i in rows.tolist()], step, shape)
+        return gaussian_noise([int(seeds[i]) for i in rows.tolist()], step, shape)
 
     return noise
 

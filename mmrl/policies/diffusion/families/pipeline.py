@@ -279,8 +279,8 @@ class FlowPipeline(Pipeline):
                 tokens,
                 base_tokens=config.base_image_seq_len,
                 max_tokens=config.max_image_seq_len,
-                base=config.base_shift,
-                largest=config.max_shift,
+                base_shift=config.base_shift,
+                max_shift=config.max_shift,
             )
         )
 

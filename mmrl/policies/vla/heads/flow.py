@@ -26,7 +26,7 @@ from mmrl.policies.vla.settings import (
     TaughtFlow,
 )
 from mmrl.samplers import score
-from mmrl.samplers.chain import INITIAL, Sampler, gaussian, run
+from mmrl.samplers.chain import INITIAL, Sampler, gaussian_noise, run
 from mmrl.samplers.settings import Draws
 from mmrl.samplers.sigmas import Grid, linear
 from mmrl.samplers.transitions import reduce_elements
@@ -104,14 +104,14 @@ class FlowHead(Head):
         likelihood = self.likelihood
         stochastic = isinstance(likelihood, ActionChain) and sampling.training  # steps inside the window add noise
         windows = self._windows(sampling) if stochastic else [[]] * len(sampling.seeds)
-        x = gaussian(list(sampling.seeds), INITIAL, self.latent).to(state.device)
+        x = gaussian_noise(list(sampling.seeds), INITIAL, self.latent).to(state.device)
         sampler = self.sampler if sampling.training else self.evaluation_sampler
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             return self.velocity(prefix, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
-            return gaussian([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
+            return gaussian_noise([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
 
         chain = run(predict, x, sampler, windows, noise)
         sampled = {"actions": self._executed(chain.final)}
@@ -168,10 +168,10 @@ class FlowHead(Head):
             self._executed(v),
             self._executed(sampled["x"]),
             self._executed(sampled["x_next"]),
-            self.sampler.drawn(points),
+            self.sampler.stochastic_coefficients(points),
             old=old,
             reference=reference,
-            counted=valid[:, None, :, None],
+            element_mask=valid[:, None, :, None],
             reduction=likelihood.reduction,
             unscaled=likelihood.transition.unscaled,
         )
@@ -197,7 +197,7 @@ class FlowHead(Head):
             self._executed(target),
             old=None if old is None else old[:, 0],
             reference=None if reference is None else reference[:, 0],
-            counted=valid[:, None, :, None],
+            element_mask=valid[:, None, :, None],
             reduction=likelihood.reduction,
         ).columns
         prediction = scores.pop("prediction")[:, None]
@@ -219,7 +219,12 @@ class FlowHead(Head):
         x, target = score.noisy_samples(sampled["data"][:, None], sampled["noise"], sigma, "velocity")
         v = self._executed(self._velocity(prefix, state, x, sigma))
         scores = score.matching_likelihood(
-            v, self._executed(target), old=old, reference=reference, counted=executed, reduction=likelihood.reduction
+            v,
+            self._executed(target),
+            old=old,
+            reference=reference,
+            element_mask=executed,
+            reduction=likelihood.reduction,
         ).columns
         targets = {
             "noisy": self._executed(x),
@@ -313,13 +318,13 @@ class ExpertHead(FlowHead):
     ) -> SampledChunks:
         """Samples denoising chains with learned noise. Returns "actions" [n, chunk, action] and "chain", the latents of
         all steps, [n, step + 1, chunk, action]."""
-        x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
+        x = gaussian_noise(list(seeds), INITIAL, self.shape).to(state.device)
         rows = torch.arange(len(x), device=x.device)
         chain = [x]
         for k in range(len(self.sampler.grid)):
             point = torch.full((len(x),), k)
             mean, std = self._learned_step(likelihood, prefix, state, chain[-1], point, rows)
-            chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
+            chain.append(mean + std * gaussian_noise(list(seeds), k, self.shape).to(x.device))
         return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
 
     def _learned_step(

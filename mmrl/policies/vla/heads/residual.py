@@ -14,7 +14,7 @@ from mmrl.policies.vla.heads.head import BASE, EXTRA, ActionSampling, EncodedPre
 from mmrl.policies.vla.heads.mixture_settings import ResidualActions
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
-from mmrl.samplers.chain import gaussian
+from mmrl.samplers.chain import gaussian_noise
 
 CODE = 1 << 20  # random stream of the code's noise; smaller numbers are the denoising steps of a base
 
@@ -110,4 +110,4 @@ class ResidualHead(NormalHead):
 
     def _sample_code_noise(self, seeds: Sequence[int]) -> Tensor:
         """Samples the noise of the code at temperature 1, [n, code]."""
-        return self.noise * gaussian(list(seeds), CODE, (self.encode.out_features,))
+        return self.noise * gaussian_noise(list(seeds), CODE, (self.encode.out_features,))
