@@ -17,7 +17,7 @@ class Health(NamedTuple):
     """The state of one kind of kernels. mend: the command that installs it, where it is missing."""
 
     summary: str
-    mend: str = ""
+    fix: str = ""
 
 
 def health() -> list[Health]:
@@ -37,8 +37,8 @@ def _health(kind: compiled.Backend) -> Health:
     compiled._load(kind)
     if why := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
-        mend = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
-        return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
+        fix = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
+        return Health(f"{kind}: not usable, the torch reference computes: {why}", fix)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
         summary = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
         return Health(summary, f"rm {compiled.loaded[kind]} && {BUILD}")
