@@ -1,4 +1,5 @@
-"""The weight in the loss of decisions that a generator sampled, whose likelihoods differ from the trainer's."""
+"""Importance-sampling correction for tokens that a generator, such as vLLM, samples with other log-probabilities than
+the trainer computes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from mmrl.rollouts import ROUTING_DIFFERS, Replay, Rollouts, old_logp, require
 
 
 def corrected(micro: Rollouts, replay: Replay, correction: Correction) -> dict[str, Tensor]:
-    """Gives decisions that a generator sampled their weight in the loss, as `replay.weight`; statistics."""
+    """Multiplies `replay.weight` by the correction weights of a micro-batch, and returns statistics by metric name.
+
+    The weights are truncated ratios of the trainer's to the generator's probabilities, 0 for rejected tokens, and 1 for
+    rollouts that no generator made.
+    """
     old = old_logp(micro, replay)
     sampled = require(micro.behaviour_logp, "likelihoods of a generator").to(old.device)
     sampled = sampled.where(~sampled.isnan(), old)  # of rollouts that no generator made

@@ -1,4 +1,5 @@
-"""Cheap decoding: keys and values are neither copied for one more token nor repeated for the heads that share them."""
+"""Efficient decoding with transformers: a key-value cache that is not copied for each token, and attention that does
+not repeat keys and values for the query heads that share them."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ SHARED_HEADS = "mmrl_shared_heads"  # `shared_heads`, among the implementations 
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, [row, head, token, number], at the front of memory for more tokens. Where that is
-    full it is doubled, up to `longest` tokens, so that a token costs its own copy and, on average, two others.
+    """The key-value cache of one layer, [row, head, token, channel], with spare memory for further tokens.
 
-    It is written in place: only for passes without gradient.
+    Full memory is doubled, up to `longest` tokens, so that the cost of copies for each token is constant on average.
+    Tokens are written in place, so it is only for passes without gradients.
     """
 
     def __init__(self, longest: int) -> None:
@@ -43,7 +44,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _move(self, key_states: Tensor, value_states: Tensor, tokens: int) -> None:
-        """Moves keys and values into memory for so many tokens, of the shape of the new ones."""
+        """Copies keys and values into new memory for `tokens` tokens, with the shape and dtype of the new states."""
         length, moved = self.get_seq_length(), []
         for old, like in ((self.keys, key_states), (self.values, value_states)):
             room = like.new_empty(*like.shape[:2], tokens, like.shape[3])
@@ -63,8 +64,11 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing_cache(config: PreTrainedConfig, longest: int) -> DynamicCache:
-    """An empty cache for a model with this configuration of its text half, and sequences of at most `longest` tokens.
-    Layers that keep something else than all keys and values are transformers' own."""
+    """Returns an empty cache with GrowingLayers for sequences of at most `longest` tokens.
+
+    config: of the language model. Layers that do not keep all keys and values (such as sliding windows) stay
+    transformers' own.
+    """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -73,10 +77,11 @@ def growing_cache(config: PreTrainedConfig, longest: int) -> DynamicCache:
 def shared_heads(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention by SDPA, in which the heads of one new token that share keys and values take the place of
-    as many tokens: nothing is repeated for them. query: [row, head, token, number], heads that share side by side.
+    """Computes attention by SDPA for one new token without repeating keys and values for the query heads that share
+    them (grouped-query attention): these heads are passed to SDPA as tokens.
 
-    With more than one token, or with any other option of an attention, it is transformers' own.
+    query: [row, head, token, channel], heads with common keys side by side. With several tokens or other options it
+    calls transformers' own function. Returns the output [row, token, head, channel] and None.
     """
     heads, shared = query.shape[1], key.shape[1]
     plain = query.shape[2] == 1 and heads != shared and not options.get("output_attentions", False)
@@ -100,8 +105,7 @@ AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
 
 @contextmanager
 def decoding(config: PreTrainedConfig) -> Iterator[None]:
-    """Context in which a model with this configuration of its text half computes attention by `shared_heads`, if it
-    does by SDPA, packed or not."""
+    """Context in which a model computes attention by `shared_heads`, if it uses SDPA. config: of its language model."""
     usual = config._attn_implementation
     if usual in ("sdpa", PACKED):
         config._attn_implementation = SHARED_HEADS

@@ -1,4 +1,4 @@
-"""The sampling distribution of a token policy, shared by generation and replay so that the two can not differ."""
+"""The sampling distribution of a token policy, shared by generation and replay so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution of the next token. `suppressed` holds the ids that may never be sampled (image placeholders)."""
+    """The distribution of the next token. suppressed: ids that are never sampled, such as image placeholders."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -20,10 +20,11 @@ class Sampling:
 
 
 def shape_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
-    """logits: [row, vocabulary] -> fp32 logits of the distribution that is sampled from.
+    """Returns the fp32 logits of the distribution that is sampled from, after suppression, temperature, top_k and
+    top_p.
 
-    `keep`: [row] token ids that stay possible whatever top_k and top_p say. Replay passes the sampled tokens, because
-    after an update a token may fall out of the truncated set, where its log-probability would be -inf.
+    logits: [row, vocabulary]. keep: [row], a token id of each row that is not truncated. Replay passes the sampled
+    tokens: after an update they may be outside of the truncated set, where their log-probability would be -inf.
     """
     logits = logits.float()
     if sampling.suppressed:
@@ -40,8 +41,8 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = No
 
 
 def _outside(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[row, vocabulary] True where a token lies outside the top-k set, or outside the nucleus (arXiv 1904.09751) of
-    what that leaves, renormalised. vLLM and transformers have this order; a tie with the last of the k stays inside."""
+    """Returns a mask [row, vocabulary] of the tokens outside the top-k set, or outside the nucleus (top-p, arXiv
+    1904.09751) of the renormalised rest, in the order of vLLM and transformers. Ties with the k-th token are inside."""
     ordered, order = logits.sort(dim=-1, descending=True)
     if 0 < top_k < logits.shape[-1]:
         ordered = ordered.masked_fill(ordered < ordered[:, top_k - 1 : top_k], -torch.inf)
@@ -53,10 +54,10 @@ def _outside(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def draw(logits: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """Adds Gumbel noise from each row's own generator: the argmax of the result is a sample of softmax(logits).
+    """Returns logits plus Gumbel noise, whose argmax is a sample of softmax(logits).
 
-    One generator a row makes a rollout depend on its own seed alone: not on its neighbours in the batch, not on the
-    number of ranks, and not on what was drawn before a resume.
+    logits: [row, vocabulary]. generators: one for each row, so that a rollout depends on its own seed only, and not on
+    other rows of the batch, the number of ranks, or earlier samples.
     """
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):

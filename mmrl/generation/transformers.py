@@ -1,4 +1,5 @@
-"""Token generation: transformers' own `generate`, and a loop that reads each prompt once for all of its responses."""
+"""Token generation with transformers: its own `generate`, and a loop that processes each prompt once for all of its
+responses."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 from mmrl.generation.decoding import decoding, growing_cache
 from mmrl.generation.sampling import Sampling, draw, shape_logits
 
-LEAVING = 8  # responses that have ended leave when they are one of so many; the others' keys and values are copied then
+LEAVING = 8  # ended responses leave the batch when they are 1/LEAVING of it; the cache of the others is copied then
 
 
 class _Draw(LogitsProcessor):
-    """Turns greedy decoding into sampling from `shape_logits`, with a generator for each row."""
+    """A logits processor that turns greedy decoding into sampling from `shape_logits`, with one generator for each
+    row."""
 
     def __init__(self, sampling: Sampling, seeds: list[int], device: torch.device) -> None:
         self.sampling = sampling
@@ -40,10 +42,11 @@ def generate(
     max_new_tokens: int,
     synced: bool = False,
 ) -> list[Tensor]:
-    """Samples one response a row. inputs: left-padded, `input_ids` [row, length] among them.
+    """Samples one response for each row. Returns int64 tensors [token], with the end token if one was sampled.
 
-    Returns a list of int64 tensors [tokens], each with its end token if it produced one. `synced` keeps all ranks in
-    the decoding loop until the last has finished, which ZeRO-3 needs because a forward pass is a collective there.
+    inputs: of the model, left-padded, with `input_ids` [row, length]. seeds: one for each row. eos: ids that end a
+    response. synced: whether all ranks stay in the decoding loop until the last has finished, as ZeRO-3 needs, where
+    a forward pass is a collective operation.
     """
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(eos), pad_token_id=pad, use_cache=True
@@ -56,10 +59,11 @@ def generate(
 
 
 class Prefix:
-    """Prompts that a model has read, to be continued: by drawn tokens in generation, by known ones in replay.
+    """Prompts that a model has processed, with their key-value cache. They are continued by sampled tokens in
+    generation and by known ones in replay.
 
-    Gradients pass from what continues a prompt into the prompt and its images. Positions are given to the model and
-    not left to it, so that it keeps no state between calls (Qwen's models would remember an offset).
+    Gradients flow from the continuation into the prompt and its images. Positions are always passed to the model, since
+    Qwen's models would otherwise keep an offset from one call to the next.
     """
 
     def __init__(
@@ -70,11 +74,12 @@ class Prefix:
         every_layer: bool = False,
         cache: DynamicCache | None = None,
     ) -> None:
-        """inputs: padded on either side, `input_ids` and `attention_mask` [prompt, length] among them. cache: an empty
-        one; None: one through which gradients pass.
+        """Processes the prompts.
 
-        `layers` holds the hidden states [row, token, hidden] that came last: of every layer, the input's embeddings
-        first, with `every_layer`; else of the last layer alone."""
+        inputs: of the model, padded on either side, with `input_ids` and `attention_mask` [prompt, length]. cache: an
+        empty one; None: a new one that gradients flow through. every_layer: whether `layers`, the hidden states [row,
+        token, hidden] of the last call, has those of all layers, the input embeddings first, or only of the last one.
+        """
         self.model, self.every_layer = model.base_model, every_layer
         self.layers: tuple[Tensor, ...] = ()
         self.cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
@@ -86,16 +91,18 @@ class Prefix:
         self.last = self.hidden[torch.arange(len(end), device=end.device), end]  # [row, hidden]
 
     def select(self, index: Tensor) -> Prefix:
-        """Replaces the prompts by rows `index` of them: a prompt may come often, or not at all. Returns self."""
+        """Replaces the prompts by those with the indices `index` [row], which may repeat or leave out prompts. Returns
+        self."""
         self.cache.batch_select_indices(index)
         self.mask, self.next_position = self.mask[index], self.next_position[index]
         self.last = self.last[index]
-        # Of prompts, not of rows: a copy for every response would be large, and is not needed.
+        # hidden states of the prompts are not needed again, and a copy for each row would be large
         self.hidden = self.hidden.new_empty(0)
         return self
 
     def begin(self, begun: Sequence[Tensor]) -> Prefix:
-        """Reads what each prompt's response begins with, [token] int64, which may be nothing. Returns self."""
+        """Processes the given beginning of each prompt's response, an int64 tensor [token] that may be empty. Returns
+        self."""
         width, device = max(map(len, begun)), self.mask.device
         if width == 0:
             return self
@@ -109,8 +116,10 @@ class Prefix:
         return self
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """tokens: ids [row, token], or embeddings [row, token, hidden]; mask: [row, token], padded on the right.
-        Returns the last hidden states [row, token, hidden]."""
+        """Processes further tokens, and returns their last hidden states [row, token, hidden].
+
+        tokens: ids [row, token], or embeddings [row, token, hidden]. mask: [row, token], padded on the right.
+        """
         position_ids = self.next_position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.mask = torch.cat([self.mask, mask], 1)
         self.next_position = self.next_position + tokens.shape[1]
@@ -136,7 +145,7 @@ POSITION_INPUTS = (
 
 
 def positions(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """The position of each token: [row, length], or [3, row, length], time, row and column, with images or videos."""
+    """Returns the position of each token, [row, length]; with images or videos [3, row, length] (time, row, column)."""
     if "image_grid_thw" in inputs or "video_grid_thw" in inputs:
         base: Any = model.base_model
         return base.get_rope_index(**{key: inputs[key] for key in POSITION_INPUTS if key in inputs})[0]
@@ -156,12 +165,12 @@ def generate_groups(
     eos: tuple[int, ...],
     limits: Sequence[int],
 ) -> list[Tensor]:
-    """Samples responses as `generate` does, and reads each prompt once for all of its responses, and once what several
-    begin with.
+    """Samples responses as `generate` does, but processes each prompt, and each beginning that several responses share,
+    only once. Returns the new tokens of each response.
 
-    inputs: one row a prompt. begun: beginnings of responses, [token] int64 each; prompts: [beginning] int64, the prompt
-    that each answers. rows: [response] int64, which beginning it goes on from. seeds, limits: one a response; a limit
-    is of its new tokens, which are what is returned.
+    inputs: of the model, one row for each prompt. begun: given beginnings of responses, int64 [token] each, possibly
+    empty. prompts: [beginning] int64, the prompt of each beginning. rows: [response] int64, the beginning that each
+    response continues. seeds, limits: a seed and a maximum number of new tokens for each response.
     """
     device, count, longest = inputs["input_ids"].device, len(rows), max(limits)
     ends, config = torch.tensor(eos, device=device), model.config.get_text_config()
@@ -192,5 +201,6 @@ def generate_groups(
 
 
 def _until_end(tokens: Tensor, eos: tuple[int, ...]) -> Tensor:
+    """Returns the tokens up to the first end token, included."""
     ends = torch.isin(tokens, torch.tensor(eos)).nonzero()
     return tokens if len(ends) == 0 else tokens[: int(ends[0]) + 1]

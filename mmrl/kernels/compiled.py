@@ -1,4 +1,4 @@
-"""The compiled half: loading the libraries of C++ and CUDA kernels, and choosing who computes."""
+"""Loads the libraries of C++ and CUDA kernels, and selects the backend that computes."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _(g: Tensor, log_ratio: Tensor, *_: object) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, excluded: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their logits; all chunks use the same memory, one after the other."""
+    """Yields slices of rows with their logits [row, vocabulary]. All chunks reuse the same memory."""
     memory = hidden.new_empty(min(chunk, len(hidden)), len(weight))
     for start in range(0, len(hidden), chunk):
         part = slice(start, min(start + chunk, len(hidden)))

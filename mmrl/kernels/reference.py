@@ -1,8 +1,8 @@
-"""Every operator in plain torch, as its equation reads. Arguments as in `operators`, flattened to [N, D] and checked.
+"""Reference implementations of all operators in plain torch. Arguments are those of `operators`, flattened to [N, D].
 
-These run where nothing is compiled, and in float64; the compiled kernels are tested against them. Computation is in
-fp32, or in the inputs' dtype where that is wider. Conditions on values are asserted on the CPU only: elsewhere the
-host would have to wait for the device.
+They are used where no kernels are compiled, and for float64; the compiled kernels are tested against them. Computation
+is in fp32, or in the inputs' dtype if it is wider. Values are checked on the CPU only: a check on a GPU would make the
+host wait.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 def denoise_step(
     x: Tensor, v: Tensor, noise: Tensor, a_x: Tensor, a_v: Tensor, std: Tensor, total: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples Gaussian denoising steps a_x x + a_v v + std noise. Returns the next latents [N, element], their
+    log-probability [N], and the means [N, element]. total: sum over elements instead of mean."""
     mean = _wide(x) * a_x[:, None] + _wide(v) * a_v[:, None]
     x_next = mean + std[:, None] * _wide(noise)
     return x_next, _likelihood(mean, x_next, std, total)[0], mean
@@ -151,7 +153,11 @@ def clipped_surrogate(
 def _likelihood(
     mean: Tensor, x_next: Tensor, std: Tensor, total: bool, moved: Tensor | None = None, apart: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, log-ratio and KL, each [N]; the latter two 0 where there is nothing to compare with, all 0 where std is."""
+    """Returns log-probability, log-ratio and KL of Gaussian steps, [N] each; 0 where std is 0.
+
+    mean, x_next: [N, element]. moved: mean minus the old policy's mean; apart: mean minus the reference's. Without them
+    log-ratio and KL are 0.
+    """
     _assert(std >= 0, "std must not be negative")
     random, size = std != 0, mean.shape[1]
     std = std.where(random, 1)
@@ -169,7 +175,11 @@ def _likelihood(
 
 
 def _moments(reward: Tensor, index: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Number, mean, unbiased std of the scored rewards of each unit, and whether they are all equal."""
+    """Returns the number of scored rewards of each unit (group), their mean and unbiased std, and whether they are
+    equal.
+
+    reward: [N], NaN where it is not scored. index: [N], the unit of each. units: their number.
+    """
     scored = ~reward.isnan()
     zeros = reward.new_zeros(units)
     count = zeros.index_add(0, index, scored.to(reward.dtype))

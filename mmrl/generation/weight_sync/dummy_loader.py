@@ -1,5 +1,4 @@
-"""The load format of engines whose weights come after their start. It is registered where this module is imported; a
-worker of a server imports it for the class below."""
+"""A load format of vLLM for engines that get their weights after their start. Importing this module registers it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from mmrl.generation.weight_sync import receiver
 
 @register_model_loader(receiver.UNLOADED)
 class Unloaded(BaseModelLoader):
-    """vLLM's own "dummy" writes random numbers into buffers too, which no synchronisation brings back."""
+    """A loader that fills parameters with a pattern. vLLM's own "dummy" format also overwrites buffers, which are never
+    synchronised."""
 
     def download_model(self, model_config: ModelConfig) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The folder through which weights go to engines in other processes. Each run has one of its own in it."""
+"""Folders through which weights are transferred to engines in other processes. Each run has one of its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OWNER = "owner"  # a file that a running trainer keeps locked
 
 
 class Exchange:
-    """A folder of this run alone, which is there from the first `claim` to `clear`. A trainer that was killed leaves
-    its own behind; the next one that has the same `parent` removes it."""
+    """The folder of one run, which exists from the first `claim` to `clear`. A killed trainer leaves its folder behind;
+    the next run with the same `parent` removes it, see `remove_abandoned`."""
 
     def __init__(self, parent: Path, run: str) -> None:
         self.path = parent / f"run-{run}"
@@ -40,7 +40,7 @@ class Exchange:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Removes the folders that runs which have ended left in `parent`, and returns their paths."""
+    """Removes the folders of ended runs in `parent`, and returns their paths."""
     folders = [owner.parent for owner in sorted(parent.glob(f"run-*/{OWNER}")) if _abandoned(owner)]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -58,7 +58,7 @@ def _abandoned(owner: Path) -> bool:
 
 
 def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes files in safetensors' format; at most SHARD bytes and one tensor more are in memory at a time."""
+    """Writes weights as safetensors files. At most SHARD bytes and one further tensor are in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, Tensor] = {}
     size = files = 0
