@@ -1,4 +1,4 @@
-"""The operators that users call: they check shapes and dtypes, then call the compiled kernel or the torch reference.
+"""The public operators: they check shapes and dtypes, and call the compiled kernel or the torch reference.
 
 Every argument that does not fit raises ValueError, naming it. Conditions on values (a negative std, a group id out of
 range) raise RuntimeError on the CPU; on a GPU, where the host does not wait for the check, the rows concerned become
@@ -71,7 +71,7 @@ def denoise_step(
     reduction: str = "mean",
     keep_mean: bool = False,
 ) -> DenoisingStep:
-    """One step of any sampler that is linear in (x, v), and its likelihood in the same pass; without gradient.
+    """Computes a stochastic step of a sampler that is linear in (x, v), and its log-probability. Without gradients.
 
         mean = a_x x + a_v v        x' = mean + std noise        logp = mean (or sum) of log Normal(x'; mean, std)
 
@@ -109,7 +109,8 @@ def denoise_logprob(
     v_ref: Tensor | None = None,
     reduction: str = "mean",
 ) -> StepLikelihood:
-    """Likelihood of x' under Normal(mean, std), mean = a_x x + a_v v, against an old policy and a reference.
+    """Computes log-probabilities of x' under Normal(mean, std), mean = a_x x + a_v v, and compares them with those of
+    an old policy and a reference policy.
 
         logp      = mean (or sum) over elements of log Normal(x'; mean, std)
         log_ratio = mean (or sum) of d (2 (x' - mean) + d) / (2 std^2), d = mean - mean_old
@@ -147,7 +148,7 @@ def denoise_logprob(
 def token_logprob(
     logits: Tensor, targets: Tensor, *, temperature: float = 1.0, columns: tuple[int, int] | None = None
 ) -> TokenStatistics:
-    """logp, entropy and sum of squared probabilities of softmax(logits / temperature), in one pass over the columns.
+    """Computes log-probabilities of targets, entropy and sum of squared probabilities of softmax(logits / temperature).
 
     logits: [..., V], a slice or a view is fine; targets: [...] int64 ids in the whole vocabulary. `columns` (start,
     stop) restricts the distribution to those columns, and only they are read. Impossible tokens (-inf) add nothing.
@@ -177,7 +178,7 @@ def hidden_logprob(
     excluded: Tensor | None = None,
     chunk: int | None = None,
 ) -> TokenStatistics:
-    """`token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time: the logits of a batch are never stored.
+    """Computes `token_logprob` of logits = hidden @ weight.T, `chunk` rows at a time, without storing all logits.
 
     hidden: [..., H]; weight: [V, H], the output matrix, of the same dtype, in which the logits of a chunk are made;
     targets: [...] int64. Of `columns` (start, stop) only those rows of the matrix are multiplied; or tokens `excluded`
@@ -214,7 +215,7 @@ def group_advantage(
     scale: str = "group_std",
     eps: float = 1e-6,
 ) -> GroupAdvantage:
-    """Advantage of every rollout within its group, on the tensors' device and without waiting for it.
+    """Computes the advantage of each rollout relative to its group, on the tensors' device.
 
     rewards: [B] or [B, K] (then sum_k w_k r_k, `weights` [K], ones if None; a component of weight 0 is ignored);
     group: [B] int64 ids in [0, groups), in any order; a group may be empty.
@@ -259,7 +260,7 @@ def gae(
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): advantages and returns = advantages + values, all [B, T].
+    """Computes generalised advantage estimates (arXiv 1506.02438), and returns = advantages + values, all [B, T].
 
         delta_t = r_t + gamma v'_t - v_t        A_t = delta_t + gamma lam A_{t+1} within one episode
 
@@ -297,7 +298,7 @@ def clipped_surrogate(
     total: Tensor | float | None = None,
     length: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate and its reduction in one pass: a scalar to minimise, and statistics.
+    """Computes PPO's clipped surrogate loss, a scalar to minimise, and statistics.
 
         values = -min(r A, clamp(r, 1 - low, 1 + high) A), r = exp(log_ratio)        PPO, arXiv 1707.06347
 
@@ -373,7 +374,7 @@ def _fits(
 
 
 def _rows(t: Tensor, wide: bool = False) -> Tensor:
-    """[N, D] with adjacent elements; in at least fp32 if `wide`."""
+    """Returns a tensor [N, ...] as [N, D] with adjacent elements; in at least fp32 if `wide`."""
     flat = t.reshape(t.shape[0], -1)
     flat = flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
     return flat.float() if wide and t.dtype in (torch.bfloat16, torch.float16) else flat

@@ -1,6 +1,7 @@
-"""vLLM's servers: engines in processes of their own, started here, placed by Ray or given by address, each a replica.
+"""Generation by vLLM servers: engines in processes of their own, started here, placed by Ray or given by address.
 
-They are talked to over HTTP, tokens in and tokens out. Weights go as `mmrl.generation.weight_sync.transfer` says.
+Each is a replica of the model. Requests and responses are tokens, sent over HTTP.
+`mmrl.generation.weight_sync.transfer` sends the weights.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ T = TypeVar("T")
 
 
 class Servers:
-    """Engines that share the requests of a batch: each takes the next one when it has room, so a slow one delays none
-    up. Requests of an engine that died go to another one. Engines that were started here are started again.
+    """Several engines that share the requests of a batch. Each takes the next request when it has capacity.
 
-    Methods marked collective are called by all ranks. Rank 0 starts engines, gives weights and looks after both.
+    Requests of an engine that died are sent to another one. Engines that were started here are restarted. Methods
+    marked collective must be called by all ranks; rank 0 starts engines and sends weights.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class Servers:
     # --- life ---
 
     def measures(self) -> dict[str, float]:
-        """Counts since the last call."""
+        """Returns metrics: counts of events since the last call."""
         counts = {"generation/restarts": float(self.restarts), "generation/asked_again": float(self.retries)}
         self.restarts = self.retries = 0
         return counts
@@ -360,7 +361,7 @@ class Replica:
 
 
 class RequestBatch:
-    """Requests on their way: each is with one server at a time and gets one answer."""
+    """The requests of a batch and their answers. Several threads take requests; one server has a request at a time."""
 
     def __init__(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> None:
         self.requests, self.bodies = requests, bodies
@@ -376,8 +377,8 @@ class RequestBatch:
         self._lock = threading.Lock()
 
     def take(self, server: Server | None = None) -> int | None:
-        """Returns the index of the next request, as soon as the server does not back off; None when nothing is left to
-        answer, also not what another server has."""
+        """Waits for the next request and returns its index, but not while the server pauses after a failure. Returns
+        None when all requests are answered."""
         while self.unfinished():
             if server is not None and server.backs_off():
                 self.over.wait(PAUSE / 10)
@@ -392,8 +393,11 @@ class RequestBatch:
         self._waiting.put(index)
 
     def failed(self, index: int, number: int, server: Server, error: Exception) -> None:
-        """Puts a request back, which this server may take again after a while. A server that fails again and again
-        where others do not is not asked any more. Raises UserError when the request was tried ATTEMPTS times."""
+        """Records that a server failed at a request, and puts the request back.
+
+        A server that fails ATTEMPTS times while others answer gets no more requests. number: its index. Raises
+        UserError if the request has been tried ATTEMPTS times.
+        """
         self.attempts[index] += 1
         reason = f"the vLLM server at {server.address}: {' '.join(str(error).split())[:300]}"
         if self.attempts[index] == ATTEMPTS:
@@ -417,18 +421,18 @@ class RequestBatch:
 
 
 def read(store: TCPStore, number: int) -> str:
-    """The address of an engine, which rank 0 has published in the store."""
+    """Returns the address of engine `number`, which rank 0 has published in the store."""
     return store.get(str(number)).decode()
 
 
 def at_once(step: Callable[[T], object], each: Sequence[T]) -> None:
-    """Runs the step of all of them, side by side."""
+    """Runs `step` for all items in parallel threads."""
     with ThreadPoolExecutor(max(1, len(each))) as pool:
         list(pool.map(step, each))
 
 
 def first_failure(processes: Sequence[Process]) -> str:
-    """The reason of the first process that failed, for the end of a message."""
+    """Returns the reason of the first process that failed, for the end of a message; "" if none has."""
     failing = [process for process in processes if process.failures]
     return "".join(f"; {process.state()}" for process in failing[:1])
 
@@ -441,7 +445,8 @@ def answers(
     sampling: Sampling,
     eos: tuple[int, ...],
 ) -> list[Answer]:
-    """The server's answers to one request. version: of the current weights. Raises `BadAnswer` for those of others."""
+    """Sends a request to a server and returns its answers. version: returns that of the current weights. Raises
+    BadAnswer if they were made with other weights, or are invalid."""
     request = batch.requests[index]
     payload = server.post("inference/v1/generate", batch.bodies[index])
     if (other := responses.versions(payload) - {now := version()}) != set():
@@ -454,7 +459,8 @@ def answers(
 def bodies(
     requests: Sequence[Request], model: str | None, sampling: Sampling, eos: tuple[int, ...]
 ) -> list[dict[str, Any]]:
-    """Requests as /inference/v1/generate takes them. model: the name of an adapter, where there is one."""
+    """Returns the JSON bodies of requests to /inference/v1/generate. model: the name of an adapter, None without
+    one."""
     named = {} if model is None else {"model": model}
     images = {id(r.images): [data_url(image) for image in r.images] for r in requests}
     return [
@@ -464,8 +470,8 @@ def bodies(
 
 
 def content(request: Request, images: Sequence[str]) -> dict[str, Any]:
-    """Prompt and images as /inference/v1/generate takes them. Raises UserError for a prompt with videos: the
-    server takes none as they are."""
+    """Returns the prompt and its images for /inference/v1/generate. Raises UserError for a prompt with videos, which
+    the server does not take as frames."""
     if request.videos:
         raise UserError(
             f"prompt {request.name} has videos, which servers do not take; set rollout.generator.type=vllm_colocated"
