@@ -1,8 +1,8 @@
-"""A process group of the trainer and of the workers of vLLM's servers, through which rank 0 broadcasts weights.
+"""A process group of the trainer and the workers of vLLM's servers, through which rank 0 broadcasts weights.
 
-It lies beside torch's default group, which trainer and engines use for themselves. vLLM's own NCCL transfer is not
-used: it takes weights past the watch that tells checksums, has to know all shapes beforehand, which ZeRO-3 gathers one
-module at a time, waits for a lost member without end, and does not run on a CPU.
+It is separate from torch's default group, which trainer and engines use for themselves. vLLM's own NCCL transfer is not
+used: it bypasses the checksums, needs all shapes in advance (ZeRO-3 gathers one module at a time), waits forever for a
+lost member, and does not run on a CPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has n
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rendezvous of the members of a group. size: members, of which rank 0 is the trainer's. timeout: seconds,
-    of whatever a member waits for."""
+    """How the members of a group find each other. size: the number of members; rank 0 is the trainer. timeout: seconds
+    for each wait of a member."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class BroadcastTimeout(Exception):
 
 
 class BroadcastGroup:
-    """One member of a group. Methods raise RuntimeError where another member is lost, and `BroadcastTimeout`."""
+    """One member of a group. Methods raise RuntimeError if another member is lost, and BroadcastTimeout."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, store: Store | None = None) -> None:
         """store: of rank 0, which has the rendezvous; others connect to it."""
@@ -65,11 +65,11 @@ class BroadcastGroup:
         return torch.device("cuda", torch.cuda.current_device()) if self.rendezvous.backend == NCCL else CPU
 
     def absent(self) -> list[int]:
-        """Ranks that have not found the rendezvous yet."""
+        """Returns the ranks that have not joined yet."""
         return [rank for rank in range(self.rendezvous.size) if not self.store.check([f"here/{rank}"])]
 
     def form(self) -> None:
-        """Connects this member with the others, who call this too."""
+        """Connects to the other members. All members must call it."""
         wait = timedelta(seconds=self.rendezvous.timeout)
         options: Any
         if self.rendezvous.backend == NCCL:
@@ -85,22 +85,26 @@ class BroadcastGroup:
         self.processes = kind(self.store, self.rank, self.rendezvous.size, options)
 
     def broadcast(self, payload: Tensor, until: float) -> Work:
-        """Starts a broadcast from rank 0 to the others, and returns it for `wait`. It times out in torch soon after
-        `until` (seconds of time.monotonic) as well, for gloo can not leave a group while a broadcast is pending."""
+        """Starts a broadcast from rank 0 to the others, and returns it for `wait`.
+
+        until: the deadline, in seconds of time.monotonic. Soon after it the broadcast also times out in torch, since
+        gloo cannot leave a group while a broadcast is pending.
+        """
         options = torch.distributed.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.0, until - time.monotonic()) + GRACE / 2)
         return self.processes.broadcast([payload], options)
 
     def leave(self) -> None:
-        """Leaves the group; others that wait for this member see its connection end."""
+        """Leaves the group. Members that wait for this one get an error."""
         if self.processes is not None:
             self.processes.abort()
             self.processes = None
 
 
 def wait(work: Work, until: float, check: Callable[[], None] = lambda: None) -> None:
-    """Waits until the monotonic clock shows `until`. check: called again and again, and may raise."""
+    """Waits for a broadcast. until: the deadline, in seconds of time.monotonic. check: is called repeatedly, and may
+    raise. Raises BroadcastTimeout after the deadline."""
     while not work.is_completed():
         check()
         if time.monotonic() > until + GRACE:
@@ -112,16 +116,17 @@ def wait(work: Work, until: float, check: Callable[[], None] = lambda: None) -> 
 
 
 def announce(group: BroadcastGroup, base: str, number: int, bucket: Bucket) -> None:
+    """Publishes the header of bucket `number` of the weights `base`, before it is broadcast."""
     group.store.set(f"{base}/{number}", bucket.header())
 
 
 def close(group: BroadcastGroup, base: str, number: int, header: str) -> None:
-    """Announces that no bucket `number` comes. header: END or ABORTED."""
+    """Publishes that there is no bucket `number`. header: END or ABORTED."""
     group.store.set(f"{base}/{number}", header)
 
 
 def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
-    """Removes what was announced. buckets: how many there were."""
+    """Removes the published headers of the weights `base`. buckets: their number."""
     for number in range(buckets + 1):
         group.store.delete_key(f"{base}/{number}")
     for rank in range(1, group.rendezvous.size):
@@ -129,13 +134,13 @@ def forget(group: BroadcastGroup, base: str, buckets: int) -> None:
 
 
 def reached(group: BroadcastGroup, base: str, rank: int) -> int:
-    """The number of buckets that this member has."""
+    """Returns the number of buckets that the member `rank` has received."""
     key = f"{base}/reached/{rank}"
     return int(group.store.get(key)) if group.store.check([key]) else 0
 
 
 def local_address(other: str) -> str:
-    """The address of this host on the way to another one; nothing is sent."""
+    """Returns the address of this host in the network of another host. Nothing is sent."""
     family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -143,19 +148,19 @@ def local_address(other: str) -> str:
 
 
 class Receiver:
-    """The receiving end, in a worker of an engine."""
+    """The receiving member, in a worker of an engine."""
 
     def __init__(self) -> None:
         self.group: BroadcastGroup | None = None
         self.base: str | None = None  # the weights that came last, and wholly
 
     def standing(self) -> dict[str, Any]:
-        """The state of this worker: the device of its model, its group, and the weights that it has."""
+        """Returns the state of this worker: its device type, the name of its group, and of the weights that it has."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return {"device": device, "group": self.group and self.group.rendezvous.name, "base": self.base}
 
     def join(self, rendezvous: dict[str, Any], rank: int) -> None:
-        """Joins the group instead of the last one, unless it is in it."""
+        """Joins a group and leaves the previous one; does nothing if it is already a member."""
         wanted = Rendezvous(**rendezvous)
         if self.group is not None and self.group.rendezvous == wanted:
             return
@@ -170,8 +175,8 @@ class Receiver:
         self.group = self.base = None
 
     def weights(self, base: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields what rank 0 broadcasts under this name, until it says that this was all. Raises RuntimeError or
-        `BroadcastTimeout` where something of it is missing."""
+        """Yields the weights that rank 0 broadcasts under the name `base`. Raises RuntimeError or BroadcastTimeout if
+        the broadcast is not completed."""
         group = self.group
         assert group is not None
         for number in count():
@@ -189,5 +194,5 @@ class Receiver:
 
 
 def rendezvous_arguments(rendezvous: Rendezvous) -> dict[str, Any]:
-    """The rendezvous as `Receiver.join` takes it."""
+    """Returns a rendezvous as the mapping that `Receiver.join` takes."""
     return asdict(rendezvous)

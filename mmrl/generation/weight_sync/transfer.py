@@ -32,34 +32,33 @@ LOOPBACK = "127.0.0.1"
 
 
 class Transfer(Protocol):
-    """Transfer of weights to servers. Rank 0 calls all methods, the others `give` alone. They raise UserError."""
+    """A way to transfer weights to servers. Rank 0 calls all methods, other ranks only `give`. They raise UserError."""
 
     def prepare(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights) -> None:
-        """Makes what engines need to start."""
+        """Writes the files that engines need to start. coming: the weights that they should have."""
         ...
 
     def model(self, weights: EngineWeights) -> Path:
-        """The folder that an engine starts from."""
+        """Returns the folder of the model that an engine starts from."""
         ...
 
     def arguments(self) -> dict[str, Any]:
-        """The options of an engine that starts from it, by vLLM's names."""
+        """Returns options of vLLM for an engine that starts from that folder."""
         ...
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """Sends weights to all engines, which run. What of it does not arrive is given again."""
+        """Sends weights to all engines, which must be running. An engine that misses them gets them by `give`."""
         ...
 
     def give(self, server: Server, weights: EngineWeights) -> None:
-        """Gives weights to one engine, unless it has them. Raises one of LOST too, after which it may be tried
-        again."""
+        """Sends weights to one engine, unless it has them. Also raises LOST, after which it may be tried again."""
         ...
 
     def close(self) -> None: ...
 
 
 class Folder:
-    """Files in safetensors' format; each engine reads them in its own time."""
+    """Transfer by safetensors files in a folder that all engines can read."""
 
     def __init__(self, exchange: Exchange, describe: Callable[[Path], None]) -> None:
         self.exchange, self.describe = exchange, describe
@@ -79,20 +78,20 @@ class Folder:
         return {}
 
     def send(self, weights: Iterator[tuple[str, Tensor]], coming: EngineWeights, alive: Callable[[], bool]) -> None:
-        """Does nothing: they lie where engines will read them."""
+        """Does nothing: `prepare` has written the weights where engines read them."""
 
     def give(self, server: Server, weights: EngineWeights) -> None:
         server.call("receive_folder", folder=str(weights.folder))
 
     def close(self) -> None:
-        """Does nothing: the folder is the exchange's."""
+        """Does nothing: the exchange removes the folder."""
 
 
 class Broadcast:
-    """Buckets of tensors go to the workers of all engines at once, through a process group. No weights are written.
+    """Transfer by broadcast: rank 0 sends buckets of tensors to the workers of all engines through a process group.
 
-    Rank 0 keeps what it sent last in its host's memory: an engine that was started again, or that missed a part, gets
-    it through a group of its own, also while the trained weights have moved on.
+    Rank 0 keeps the weights that it sent last in its host's memory. An engine that was restarted, or missed a part,
+    gets these through a group of its own, even if training has changed the weights since.
     """
 
     def __init__(
