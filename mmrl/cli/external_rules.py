@@ -218,11 +218,11 @@ def add_term(converted: Converted, term_type: str, coefficient: Any, **options: 
 
 
 def add_k3_kl(value: Any, converted: Converted, source: Settings) -> None:
-    add_term(converted, "kl", value or 0.0, set_estimator="k3")
+    add_term(converted, "kl", value or 0.0, estimator="k3")
 
 
 def add_exact_kl(value: Any, converted: Converted, source: Settings) -> None:
-    add_term(converted, "kl", value or 0.0, set_estimator="exact")
+    add_term(converted, "kl", value or 0.0, estimator="exact")
 
 
 def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
@@ -234,7 +234,7 @@ def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
     term_type = str(lookup(source, "kl_loss_type", "kl_penalty", default="low_var_kl"))
     if term_type not in KL_ESTIMATORS:
         raise UserError(f"kl_loss_type={term_type} cannot be converted; choose one of {', '.join(KL_ESTIMATORS)}")
-    add_term(converted, "kl", value, set_estimator=KL_ESTIMATORS[term_type])
+    add_term(converted, "kl", value, estimator=KL_ESTIMATORS[term_type])
 
 
 def set_kl_in_reward(value: Any, converted: Converted, source: Settings) -> None:
