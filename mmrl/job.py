@@ -173,7 +173,7 @@ class Job:
                 to_yaml(self.config),
                 writes=self.ranks.rank == 0,
                 log=self.config.log,
-                each_step=each_step,
+                on_step=each_step,
             )
         except OSError as error:
             raise UserError(f"run_dir={folder} cannot be written: {error}; name another folder") from None

@@ -18,7 +18,7 @@ from mmrl.core.filters import whole_groups
 from mmrl.engine import EMA, Engine, Interruption, applied, ema_warmup, ramp
 from mmrl.engine.snapshot import AdaptersOff, Snapshot, make_reference
 from mmrl.errors import UserError
-from mmrl.evaluation.evaluate import checkpoint_value, evaluate
+from mmrl.evaluation.evaluate import checkpoint_score, evaluate
 from mmrl.generation.correction import corrected
 from mmrl.monitors.guards import Guards
 from mmrl.protocols.checks import check_loss, check_values
@@ -228,7 +228,7 @@ class Trainer:
             self.accuracies[str(self.step)] = result["evaluation/accuracy"]
         self.guards.judge(result, self, evaluation=True)
         if self.config.checkpoint.best and self.step > 0:
-            value = checkpoint_value(result, self.config.checkpoint)
+            value = checkpoint_score(result, self.config.checkpoint)
             if value > (-math.inf if self.best is None else self.best):
                 self.best = value
                 self.save_weights("best")
@@ -349,7 +349,7 @@ class Trainer:
             self.saver.folder, plain(self.config), self.engine, self.run.line, required=required
         )
         if restored is None:
-            self.run.forget_after(-1)
+            self.run.drop_after(-1)
             return
         state, rank_state = restored
         for name, copy in self._copies().items():
@@ -369,7 +369,7 @@ class Trainer:
             self.task.rewards.load(rank_state["rewards"])
         self.step, self.best = state["step"], state["best"]
         self.bad_steps, self.accuracies = state["bad_steps"], state["accuracies"]
-        self.run.forget_after(self.step)
+        self.run.drop_after(self.step)
 
 
 def due(step: int, every: int, last: int | None = None) -> bool:

@@ -12,7 +12,7 @@ from mmrl.checkpoints.settings import Checkpoint
 from mmrl.config import load
 from mmrl.engine.deepspeed import learning_rate
 from mmrl.errors import UserError
-from mmrl.evaluation.evaluate import checkpoint_value
+from mmrl.evaluation.evaluate import checkpoint_score
 from mmrl.prompts.sampler import Permutation
 from mmrl.training.metrics import Metrics, ZeroGradientMonitor
 from tests.whole_runs import parts
@@ -323,8 +323,8 @@ def test_groups_without_a_signal_are_told_where_only_terms_move_the_weights():
 
 def test_what_could_not_be_measured_is_not_kept_as_the_best():
     kept = Checkpoint(best=True)
-    assert checkpoint_value({"evaluation/accuracy": -2.0}, kept) == -2.0
-    assert checkpoint_value({"evaluation/n": 0.0}, kept) == -math.inf
+    assert checkpoint_score({"evaluation/accuracy": -2.0}, kept) == -2.0
+    assert checkpoint_score({"evaluation/n": 0.0}, kept) == -math.inf
 
 
 def test_an_evaluation_without_a_score_has_no_accuracy(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`mmrl check`: what a job's data, template, rewards, model and simulator do together, before anything is paid for."""
+"""`mmrl check`: tests a job's data, chat template, rewards, model and simulator together, before training."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.settings import VisionLanguageModel
-from mmrl.preflight import Findings
-from mmrl.preflight.generation import probe_cut, probe_own_rewards, probe_pairs
+from mmrl.preflight import CheckReport
+from mmrl.preflight.generation import probe_own_rewards, probe_pairs, probe_truncation
 from mmrl.preflight.page import Row
-from mmrl.preflight.prompts import probe_images, probe_overlap, sampled
-from mmrl.preflight.questions import SHOWN, probe_questions
+from mmrl.preflight.prompts import probe_images, probe_overlap, sample_prompts
+from mmrl.preflight.questions import ROWS_ON_PAGE, probe_questions
 from mmrl.preflight.quick import probe_policy
 from mmrl.preflight.robots import probe_robots
 from mmrl.protocols.parts import Policy, Task
@@ -30,89 +30,96 @@ from mmrl.tasks.manipulation.task import Manipulation
 from mmrl.tasks.visual_qa.settings import VisualQASettings
 from mmrl.tasks.visual_qa.task import VisualQA
 
-SMALL = 1 << 29  # bytes of weights up to which the model itself is tried
-WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt")
+SMALL_MODEL = 1 << 29  # bytes of weights up to which the model is loaded without --weights
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt")
 
 
 @dataclass
 class JobCheck:
-    """One check of a configuration. weights: whether to read the model's; None: where they are small. rows: prompts for
-    a page."""
+    """The check of one configuration.
+
+    name: its path, or the name of a recipe. weights: whether to load the model's weights; None: if they are small.
+    report: the result. rows: prompts for the HTML page.
+    """
 
     name: str
     overrides: Sequence[str] = ()
     weights: bool | None = None
-    findings: Findings = field(default_factory=Findings)
+    report: CheckReport = field(default_factory=CheckReport)
     rows: list[Row] = field(default_factory=list)
 
-    def run(self) -> Findings:
-        """Runs all probes. Nothing is raised: what goes wrong is an alarm."""
-        with self.findings.guarded("configuration"):
+    def run(self) -> CheckReport:
+        """Runs all probes and returns the report. Nothing is raised: every error becomes an alarm."""
+        with self.report.catch_errors("configuration"):
             config = before_warm_start(load(self.name, list(self.overrides)))
             check_batch(config, 1)
-            self._parts(config)
-        return self.findings
+            self._check_parts(config)
+        return self.report
 
-    def _parts(self, config: Config) -> None:
+    def _check_parts(self, config: Config) -> None:
+        """Builds task, prompts and policy one after the other, and checks as far as they could be built."""
         task: Task | None = None
-        with self.findings.guarded("data"):
+        with self.report.catch_errors("data"):
             task = build_task(config)
         if task is None:
             return
         prompts: list[Prompt] = []
-        with self.findings.guarded("data"):
-            prompts = self._prompts(config, task)
+        with self.report.catch_errors("data"):
+            prompts = self._check_prompts(config, task)
         policy: Policy | None = None
-        with self.findings.guarded("model"):
+        with self.report.catch_errors("model"):
             policy = self._policy(config, task)
         if isinstance(config.task, VisualQASettings) and isinstance(task, VisualQA):
-            with self.findings.guarded("template"):
+            with self.report.catch_errors("template"):
                 processor = processor_of(config, policy)
-                self.rows = probe_questions(config, config.task, task, prompts, processor, self.findings)
+                self.rows = probe_questions(config, config.task, task, prompts, processor, self.report)
         elif isinstance(config.task, ManipulationSettings) and isinstance(task, Manipulation):
-            probe_robots(config, config.task, task, policy, self.findings)
+            probe_robots(config, config.task, task, policy, self.report)
         if policy is not None:
-            self._rollout(task, policy, prompts)
+            self._check_rollout(task, policy, prompts)
 
-    def _prompts(self, config: Config, task: Task) -> list[Prompt]:
-        """Probes a sample of prompts, and returns those to train on, or held-out ones where there are none."""
-        train = [] if task.train is None else sampled(task.train)
-        held_out = sampled(task.evaluation)
+    def _check_prompts(self, config: Config, task: Task) -> list[Prompt]:
+        """Probes a sample of prompts. Returns the training prompts of the sample, or the held-out ones if the job has
+        none."""
+        train = [] if task.train is None else sample_prompts(task.train)
+        held_out = sample_prompts(task.evaluation)
         sizes = f"{len(task.train or ())} prompts to train on, {len(task.evaluation)} held out"
-        self.findings.facts.append(("data", f"{sizes}; read: {len(train)} and {len(held_out)}"))
+        self.report.inspected.append(("data", f"{sizes}; read: {len(train)} and {len(held_out)}"))
         if not isinstance(config.task, ManipulationSettings) and not config.task.shows_held_out:
-            self.findings.add(probe_overlap(train, held_out, "task.data.eval"))
-        self.findings.add(probe_images(train))
-        self.findings.add(probe_pairs(train))
-        self.rows = [Row(prompt, prompt.text) for prompt in train[:SHOWN]]
+            self.report.add(probe_overlap(train, held_out, "task.data.eval"))
+        self.report.add(probe_images(train))
+        self.report.add(probe_pairs(train))
+        self.rows = [Row(prompt, prompt.text) for prompt in train[:ROWS_ON_PAGE]]
         return train or held_out
 
     def _policy(self, config: Config, task: Task) -> Policy | None:
-        """Builds the policy where its weights are small or --weights is set; else records that they were not read."""
-        size = 0 if config.model.build is not None else weights_at(config.model.path)
-        if self.weights or size is not None and size <= SMALL:
+        """Builds the policy if its weights are small or --weights is set. Otherwise notes that they were not read, and
+        returns None."""
+        size = 0 if config.model.build is not None else weight_bytes(config.model.path)
+        if self.weights or size is not None and size <= SMALL_MODEL:
             return build_policy(config, task)
         path = f"model.path={config.model.path}"
-        self.findings.unread.append(("model", f"the weights of {path}; mmrl check --weights reads them"))
+        self.report.skipped.append(("model", f"the weights of {path}; add --weights to read them"))
         return None
 
-    def _rollout(self, task: Task, policy: Policy, prompts: Sequence[Prompt]) -> None:
-        """Samples two rollouts and scores them, so that rewards and the policy run once; adds what they show to the
-        findings."""
+    def _check_rollout(self, task: Task, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        """Samples two rollouts and scores them, so that the policy and the rewards run once, and adds alarms about
+        them."""
         if isinstance(policy, DiffusionPolicy):
-            with self.findings.guarded("data"):
-                self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))
-            self.findings.add(probe_policy(policy))
-            self.findings.facts += [("model", fact) for fact in policy.family.remarks.facts]
-        with self.findings.guarded("rollout"):
-            samples = policy.respond(sampled(task.evaluation, 2), [1, 2])
+            with self.report.catch_errors("data"):
+                self.report.add(probe_truncation(prompts, policy.family.truncated_tokens))
+            self.report.add(probe_policy(policy))
+            self.report.inspected += [("model", remark) for remark in policy.family.remarks.facts]
+        with self.report.catch_errors("rollout"):
+            samples = policy.respond(sample_prompts(task.evaluation, 2), [1, 2])
             task.accuracy(samples)
             task.score(samples, torch.arange(len(samples)))
-            self.findings.add(probe_own_rewards(samples, task.score, list(task.reward_names), "task.rewards"))
+            self.report.add(probe_own_rewards(samples, task.score, list(task.reward_names), "task.rewards"))
 
 
 def processor_of(config: Config, policy: Policy | None) -> Processor | None:
-    """Returns the processor of a vision-language model: the policy's, or that of a folder, without its weights."""
+    """Returns the processor of a vision-language model: the policy's, or else the one in the folder model.path; None if
+    there is neither."""
     if isinstance(policy, VisionLanguagePolicy):
         return policy.tokens.processor
     path = config.model.path
@@ -123,20 +130,20 @@ def processor_of(config: Config, policy: Policy | None) -> Processor | None:
     return AutoProcessor.from_pretrained(path, **config.model.processor | {"trust_remote_code": False})
 
 
-def weights_at(path: str | None) -> int | None:
-    """Returns the bytes of the weights below a folder; None where there is no such folder."""
+def weight_bytes(path: str | None) -> int | None:
+    """Returns the size in bytes of all weight files below a folder; None if there is no such folder."""
     folder = Path(path or "")
     if path is None or not folder.is_dir():
         return None
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in WEIGHTS)
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in WEIGHT_SUFFIXES)
 
 
-def lines(findings: Findings) -> list[str]:
-    """Returns what a check prints: a line for each alarm, then what was read and what was not."""
-    rows: list[tuple[str, str, str]] = [(alarm.severity, alarm.part, alarm.text) for alarm in findings.alarms]
-    rows += [("read", part, text) for part, text in findings.facts]
-    rows += [("not read", part, text) for part, text in findings.unread]
+def report_lines(report: CheckReport) -> list[str]:
+    """Returns the lines that `mmrl check` prints: alarms, then what was inspected and skipped, then their number."""
+    rows: list[tuple[str, str, str]] = [(alarm.severity, alarm.part, alarm.text) for alarm in report.alarms]
+    rows += [("read", part, text) for part, text in report.inspected]
+    rows += [("not read", part, text) for part, text in report.skipped]
     width = max((len(part) for _, part, _ in rows), default=0)
-    count = len(findings.alarms)
-    end = "no alarm" if not count else f"{count} alarm{'s' * (count > 1)}"
-    return [*(f"{kind:<8}  {part:<{width}}  {text}" for kind, part, text in rows), end]
+    count = len(report.alarms)
+    summary = "no alarm" if not count else f"{count} alarm{'s' * (count > 1)}"
+    return [*(f"{word:<8}  {part:<{width}}  {text}" for word, part, text in rows), summary]

@@ -1,4 +1,5 @@
-"""The control of a recipe: the same run with random rewards, whose gain is not due to the task's reward."""
+"""`mmrl control`: the overrides that turn a recipe into its control run, the same training with random rewards. A gain
+of the control run is not due to the task's reward."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from mmrl.settings import plain
 
 
 def overrides(config: Config, recipe: str) -> list[str]:
-    """Returns the overrides that turn a recipe into its control: the task's rewards are random, rewards of simulator
-    and environment are dropped, and the run directory is another one.
+    """Returns the overrides for the control run: random task rewards, no rewards of simulator and environment, and a
+    run directory of its own.
 
-    Raises UserError for a recipe that learns from no reward.
+    recipe: its name or path, for messages. Raises UserError if the algorithm learns without rewards.
     """
     if config.algorithm.collects == "demonstrations" or "rewards" not in type(config.task).model_fields:
         raise UserError(f"{recipe} has no control: algorithm.type={config.algorithm.type} learns from no reward")
-    changes = [f"run_dir={config.run_dir}_control", "task.rewards=[{name: random}]"]
+    control = [f"run_dir={config.run_dir}_control", "task.rewards=[{name: random}]"]
     if "simulator_reward" in type(config.algorithm).model_fields:
-        changes.append("algorithm.simulator_reward=0.0")
+        control.append("algorithm.simulator_reward=0.0")
     shapers = config.algorithm.shapers
-    unpaid = [shaper for shaper in shapers if not shaper.paid_by_environment]
-    if len(unpaid) < len(shapers):
-        changes.append(f"algorithm.shaping={json.dumps([plain(shaper) for shaper in unpaid])}")
-    return changes
+    without_rewards = [shaper for shaper in shapers if not shaper.paid_by_environment]
+    if len(without_rewards) < len(shapers):
+        control.append(f"algorithm.shaping={json.dumps([plain(shaper) for shaper in without_rewards])}")
+    return control

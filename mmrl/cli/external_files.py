@@ -1,5 +1,5 @@
-"""Reads configurations of other systems: YAML, JSON, the arguments of a shell script, or a Python function that fills a
-configuration (ml_collections, as flow_grpo has it)."""
+"""Reads configurations of other libraries: YAML, JSON, the arguments in a shell script, or a Python function that
+assigns to an ml_collections `config` (flow_grpo). Python files are parsed, never executed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from mmrl.errors import UserError
 
 Settings = dict[str, Any]  # by dotted keys
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?::-([^}]*))?\}?")
-_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|\S*)\s*(?:#.*)?$", re.MULTILINE)
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|\S*)\s*(?:#.*)?$", re.MULTILINE)
 _OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w.]*)=(.*)$", re.DOTALL)
 NUMERIC: dict[str, Callable[..., Any]] = {"int": int, "float": float, "max": max, "min": min, "round": round}
-_WHOLE = re.compile(r"^\$\{([\w.]+)\}$")
+_REFERENCE = re.compile(r"^\$\{([\w.]+)\}$")
 
 
 def read_settings(path: Path) -> Settings:
-    """Returns the settings of a file by dotted keys. path: of a Python file also FILE.py:FUNCTION.
+    """Returns the settings in a file by dotted keys.
 
-    Raises UserError for a file that can not be read, or that has no settings.
+    path: a YAML, JSON or Python file, or FILE.py:FUNCTION; any other suffix is read as a shell script. Raises UserError
+    if the file cannot be read or has no settings.
     """
     file, _, function = str(path).partition(".py:")
     if function:
@@ -51,36 +52,44 @@ def _text(path: Path) -> str:
 
 
 def tree_settings(text: str, path: Path) -> Settings:
-    """Returns the settings of a YAML or JSON file, with ${section.key} replaced where that key is set."""
+    """Returns the settings in a YAML or JSON text by dotted keys. A value ${section.key} becomes the value of that key,
+    if it is set. Raises UserError if the text is not valid or not a mapping."""
     try:
         tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, Mapping):
         raise UserError(f"{path}: expected a mapping at the top level")
-    settings = {key: number(value) for key, value in flat(tree).items()}
+    settings = {key: number(value) for key, value in flatten(tree).items()}
     return {key: _resolved(value, settings) for key, value in settings.items()}
 
 
-def flat(tree: Mapping[str, Any], above: str = "") -> Settings:
-    """Returns the leaves of a tree by dotted keys; lists and empty mappings are values."""
-    leaves: Settings = {}
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Flattens nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Lists and empty mappings are values.
+
+    prefix: what every key begins with.
+    """
+    flattened: Settings = {}
     for name, value in tree.items():
-        nested = isinstance(value, Mapping) and value
-        leaves |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
-    return leaves
+        if isinstance(value, Mapping) and value:
+            flattened |= flatten(value, f"{prefix}{name}.")
+        else:
+            flattened[f"{prefix}{name}"] = value
+    return flattened
 
 
 def _resolved(value: Any, settings: Settings, depth: int = 8) -> Any:
-    """Returns the value that an interpolation refers to, or the text itself where it can not be known."""
-    match = _WHOLE.match(value) if isinstance(value, str) else None
+    """Returns the value of the key that `${key}` refers to, following up to `depth` references; any other value, or a
+    reference to a key that is not set, unchanged."""
+    match = _REFERENCE.match(value) if isinstance(value, str) else None
     if match is None or match[1] not in settings or not depth:
         return value
     return _resolved(settings[match[1]], settings, depth - 1)
 
 
 def number(value: Any) -> Any:
-    """Returns a string such as 5e-6, which YAML does not read as a number, as a float; other values unchanged."""
+    """Converts a string such as "5e-6", which YAML does not read as a number, to a float. Returns other values
+    unchanged."""
     try:
         return float(value) if isinstance(value, str) and re.match(r"^[-+]?[\d.]+e[-+]?\d+$", value) else value
     except ValueError:
@@ -91,67 +100,76 @@ def number(value: Any) -> Any:
 
 
 def shell_settings(text: str, folder: Path) -> Settings:
-    """Returns the arguments of a script's last command that has any: KEY=VALUE, --key VALUE ... and --key=VALUE.
-    Variables that the script sets are filled in; others stay as $NAME. config=FILE is read first, where it is there."""
+    """Returns the arguments of the command in a shell script that has most: KEY=VALUE, --key VALUE ... and --key=VALUE.
+
+    Variables that the script sets are filled in; others stay as $NAME. The arguments override the settings in the file
+    that an argument config=FILE names, if it exists. folder: where the script lies.
+    """
     joined = re.sub(r"\\\s*\n", " ", text)
     lines = [line for line in joined.splitlines() if not line.lstrip().startswith("#")]
-    variables = {name: value.strip("\"'") for name, value in _ASSIGNED.findall("\n".join(lines))}
-    commands = [_arguments(_filled(_filled(line, variables), variables)) for line in lines]
+    variables = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall("\n".join(lines))}
+    commands = [_arguments(_fill_variables(_fill_variables(line, variables), variables)) for line in lines]
     settings = max(commands, key=len, default={})
-    named = settings.pop("config", None)
-    base = _base_file(str(named), folder) if isinstance(named, str) else None
-    if named is not None and base is None:
-        settings["config"] = named
+    config_file = settings.pop("config", None)
+    base = _base_file(config_file, folder) if isinstance(config_file, str) else None
+    if config_file is not None and base is None:
+        settings["config"] = config_file
     return ({} if base is None else read_settings(base)) | settings
 
 
 def _base_file(name: str, folder: Path) -> Path | None:
-    """Returns the file that a script refers to, below its own folder or one above it."""
+    """Returns the path of the file `name` below `folder`, or below the nearest parent folder that has it; None if none
+    has."""
     folders = (folder, *folder.resolve().parents)
     return next((parent / name for parent in folders if (parent / name).is_file()), None)
 
 
-def _filled(text: str, variables: Mapping[str, str]) -> str:
+def _fill_variables(text: str, variables: Mapping[str, str]) -> str:
+    """Replaces $NAME, ${NAME} and ${NAME:-default} by the variable's value, or else the default, or else nothing."""
     return _VARIABLE.sub(lambda match: variables.get(match[1], match[2] or match[0]), text)
 
 
 def _arguments(line: str) -> Settings:
-    """Returns the arguments of one command; none for a line that only sets variables."""
+    """Returns the arguments of one command line by name; none for a line that only sets variables.
+
+    An environment variable NPROC_PER_NODE before the command becomes `num_processes`.
+    """
     try:
         words = shlex.split(line, comments=True)
     except ValueError:
         return {}
-    begins = next((i for i, word in enumerate(words) if not re.match(r"^[A-Za-z_]\w*=", word)), len(words))
-    if begins < len(words) and words[begins] in ("export", "set", "echo"):
+    command_start = next((i for i, word in enumerate(words) if not re.match(r"^[A-Za-z_]\w*=", word)), len(words))
+    if command_start < len(words) and words[command_start] in ("export", "set", "echo"):
         return {}
-    processes = dict(word.split("=", 1) for word in words[:begins])
+    environment = dict(word.split("=", 1) for word in words[:command_start])
     settings: Settings = {}
     flag: str | None = None
-    for word in words[begins + 1 :]:
+    for word in words[command_start + 1 :]:
         override = _OVERRIDE.match(word)
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             settings[flag] = _value(value) if equals else True
             flag = None if equals else flag
         elif word.startswith("-") or (word.endswith(".py") and flag is not None and settings[flag] is not True):
-            flag = None  # of the interpreter, or the script whose flags follow
+            flag = None  # an option of the interpreter, or the script whose own flags follow
         elif flag is not None:
-            settings[flag] = _joined(settings[flag], _value(word))
+            settings[flag] = _append(settings[flag], _value(word))
         elif override is not None:
             settings[override[1]] = _value(override[2])
-    if settings and "NPROC_PER_NODE" in processes:
-        settings.setdefault("num_processes", _value(processes["NPROC_PER_NODE"]))
+    if settings and "NPROC_PER_NODE" in environment:
+        settings.setdefault("num_processes", _value(environment["NPROC_PER_NODE"]))
     return settings
 
 
-def _joined(before: Any, value: Any) -> Any:
-    """Returns the values of a flag so far and one more."""
-    if before is True:
+def _append(previous: Any, value: Any) -> Any:
+    """Returns the value of a flag after one more word. previous: True without any word, else a value or a list."""
+    if previous is True:
         return value
-    return [*(before if isinstance(before, list) else [before]), value]
+    return [*(previous if isinstance(previous, list) else [previous]), value]
 
 
 def _value(word: str) -> Any:
+    """Parses a word of the command line as YAML, or as Python's True, False or None."""
     try:
         value = number(yaml.safe_load(word))
     except yaml.YAMLError:
@@ -180,40 +198,45 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def python_settings(text: str, function: str | None, name: str) -> Settings:
-    """Returns what a function of a Python file assigns to `config`. Nothing is run: literals, arithmetic, names of what
-    was assigned before, int(), f-strings and os.path.join are read, a function that begins with another's result too;
-    what else stands there stays as its text.
+    """Returns what a function of a Python file assigns to `config`, without executing it.
 
-    Raises UserError where there is no such function, or several and none is named.
+    Literals, arithmetic, earlier variables, int(), f-strings, os.path.join and calls of the file's other configuration
+    functions are evaluated. Any other expression is returned as its source text.
+
+    text: the source code. function: its name, or None if there is only one. name: the file, for messages. Raises
+    UserError if there is no such function, or there are several and `function` is None.
     """
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"{name}: not Python: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and _fills(node)}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and _assigns_config(node)}
     if not functions:
-        raise UserError(f"{name}: no function that fills a configuration, `config.key = value`")
+        raise UserError(f"{name}: no function assigns to a configuration, as `config.key = value` does")
     if function is None and len(functions) > 1:
         raise UserError(
-            f"{name}: it has several configurations; name one as {name}:FUNCTION, of {', '.join(functions)}"
+            f"{name} has several configurations; choose one with {name}:FUNCTION, out of {', '.join(functions)}"
         )
-    wanted = function or next(iter(functions))
-    if wanted not in functions:
-        raise UserError(f"{name}: there is no {wanted}; there are {', '.join(functions)}")
+    selected = function or next(iter(functions))
+    if selected not in functions:
+        raise UserError(f"{name} has no function {selected}; choose one of {', '.join(functions)}")
     values: Settings = {}
-    _run(functions[wanted], functions, values, depth=8)
-    return {key.removeprefix("config."): value for key, value in values.items() if key.startswith("config.")} | {
-        key: value for key, value in values.items() if "." not in key and key != "config"
-    }
+    _run(functions[selected], functions, values, depth=8)
+    variables = {key: value for key, value in values.items() if "." not in key and key != "config"}
+    prefix = "config."
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)} | variables
 
 
-def _fills(node: ast.FunctionDef) -> bool:
+def _assigns_config(node: ast.FunctionDef) -> bool:
+    """Returns whether a statement of the function assigns to `config.KEY`."""
     return any(isinstance(line, ast.Assign) and _name(line.targets[0]).startswith("config.") for line in node.body)
 
 
 def _run(node: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], values: Settings, depth: int) -> None:
-    """Evaluates the assignments of a configuration function into `values`, without executing it; functions that it
-    calls are followed `depth` levels deep."""
+    """Evaluates the assignments in a configuration function into `values`, by dotted name.
+
+    A call of another function of the file is evaluated in the same way, up to `depth` levels deep.
+    """
     for line in node.body:
         if not isinstance(line, ast.Assign) or not (name := _name(line.targets[0])):
             continue
@@ -222,61 +245,65 @@ def _run(node: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], values
         if base is not None and depth:
             _run(base, functions, values, depth - 1)
         else:
-            values[name] = _evaluated(call, values)
+            values[name] = _value_or_source(call, values)
 
 
 def _name(node: ast.expr) -> str:
-    """Returns a.b.c of a name or an attribute; "" of anything else."""
+    """Returns the dotted name "a.b.c" of a name or attribute; "" for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
-    above = _name(node.value) if isinstance(node, ast.Attribute) else ""
-    return f"{above}.{node.attr}" if above and isinstance(node, ast.Attribute) else ""
+    prefix = _name(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{prefix}.{node.attr}" if prefix and isinstance(node, ast.Attribute) else ""
 
 
-def _evaluated(node: ast.expr, values: Settings) -> Any:
+def _value_or_source(node: ast.expr, values: Settings) -> Any:
+    """Returns the value of an expression, or its source text if it cannot be evaluated."""
     try:
-        return _worked_out(node, values)
+        return _evaluate(node, values)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, OverflowError):
         return ast.unparse(node)
 
 
-def _worked_out(node: ast.expr, values: Settings) -> Any:
-    """Returns the value of an expression. Raises KeyError for a name or a form that is not known."""
+def _evaluate(node: ast.expr, values: Settings) -> Any:
+    """Evaluates an expression. Raises KeyError for an unknown name or an unsupported type of expression.
+
+    values: variables and attributes that were assigned before, by dotted name.
+    """
     match node:
         case ast.Constant():
             return node.value
         case ast.Name() | ast.Attribute():
             return values[_name(node)]
         case ast.UnaryOp(op=ast.USub()):
-            return -_worked_out(node.operand, values)
+            return -_evaluate(node.operand, values)
         case ast.BinOp():
-            return _BINARY[type(node.op)](_worked_out(node.left, values), _worked_out(node.right, values))
+            return _BINARY[type(node.op)](_evaluate(node.left, values), _evaluate(node.right, values))
         case ast.Compare(ops=[compared]):
-            return _COMPARED[type(compared)](_worked_out(node.left, values), _worked_out(node.comparators[0], values))
+            return _COMPARED[type(compared)](_evaluate(node.left, values), _evaluate(node.comparators[0], values))
         case ast.IfExp():
-            return _worked_out(node.body if _worked_out(node.test, values) else node.orelse, values)
+            return _evaluate(node.body if _evaluate(node.test, values) else node.orelse, values)
         case ast.List() | ast.Tuple():
-            return [_worked_out(item, values) for item in node.elts]
+            return [_evaluate(item, values) for item in node.elts]
         case ast.Dict():
-            keys = [_worked_out(key, values) for key in node.keys if key is not None]
-            return dict(zip(keys, (_worked_out(value, values) for value in node.values), strict=True))
+            keys = [_evaluate(key, values) for key in node.keys if key is not None]
+            return dict(zip(keys, (_evaluate(value, values) for value in node.values), strict=True))
         case ast.JoinedStr():
             return "".join(_piece(piece, values) for piece in node.values)
         case ast.Call():
-            return _called(_name(node.func), node, values)
+            return _call(_name(node.func), node, values)
     raise KeyError(type(node).__name__)
 
 
 def _piece(node: ast.expr, values: Settings) -> str:
-    return str(_worked_out(node.value if isinstance(node, ast.FormattedValue) else node, values))
+    """Returns the text of one part of an f-string: a literal or a replacement field."""
+    return str(_evaluate(node.value if isinstance(node, ast.FormattedValue) else node, values))
 
 
-def _called(name: str, node: ast.Call, values: Settings) -> Any:
-    """Evaluates a call of a configuration file: numbers, os.path.join and os.getcwd. Raises KeyError for any other
-    function."""
+def _call(name: str, node: ast.Call, values: Settings) -> Any:
+    """Evaluates a call of a function in NUMERIC, os.path.join or os.getcwd (""). Raises KeyError for any other one."""
     if name == "os.getcwd":
         return ""
-    arguments = [_worked_out(argument, values) for argument in node.args]
+    arguments = [_evaluate(argument, values) for argument in node.args]
     if name in NUMERIC:
         return NUMERIC[name](*arguments)
     if name == "os.path.join":

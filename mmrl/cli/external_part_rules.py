@@ -1,4 +1,7 @@
-"""Rules as in `external_rules`, of the model, data, rewards, denoising and robots."""
+"""Rules that convert settings of other libraries about the model, data, rewards, denoising and robots.
+
+A rule is a function (value, converted, source), as in `external_rules`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mmrl.cli.convert import Converted, Settings, weights
-from mmrl.cli.external_rules import Rule, of
+from mmrl.cli.convert import Converted, Settings, set_weights
+from mmrl.cli.external_rules import Rule, lookup
 from mmrl.errors import UserError
 
 TRANSITIONS = {"sde": "flow_sde", "cps": "cps", "dance": "dance_sde"}
@@ -30,176 +33,193 @@ DATA = "task.data"
 # --- model and engine ---
 
 
-def dtype(value: Any, converted: Converted, settings: Settings) -> None:
+def set_dtype(value: Any, converted: Converted, source: Settings) -> None:
     """Sets model.dtype to bfloat16 or float32."""
-    kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "true": "bfloat16", "fp32": "float32", "float32": "float32"}
-    kind = kinds.get(str(value).lower().removeprefix("torch."))
-    if kind is None and value not in (False, None, "auto", "no"):
-        converted.without["dtype"] = f"{value}; model.dtype is bfloat16 or float32"
-    elif kind is not None:
-        converted.ours["model.dtype"] = kind
+    dtypes = {"bf16": "bfloat16", "bfloat16": "bfloat16", "true": "bfloat16", "fp32": "float32", "float32": "float32"}
+    name = dtypes.get(str(value).lower().removeprefix("torch."))
+    if name is None and value not in (False, None, "auto", "no"):
+        converted.unmatched["dtype"] = f"{value}; model.dtype is bfloat16 or float32"
+    elif name is not None:
+        converted.settings["model.dtype"] = name
 
 
-def attention(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets model.attention where the kind is known."""
-    kinds = {
+def set_attention(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets model.attention; an implementation that mmrl does not have is left out."""
+    implementations = {
         "flash_attn": "flash_attention_2",
         "flash_attention_2": "flash_attention_2",
         "sdpa": "sdpa",
         "eager": "eager",
     }
-    if value in kinds:
-        converted.ours["model.attention"] = kinds[value]
+    if value in implementations:
+        converted.settings["model.attention"] = implementations[value]
 
 
-def adapters(value: Any, converted: Converted, settings: Settings) -> None:
+def set_lora(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the LoRA of TRL (use_peft), ms-swift (train_type=lora), verl (lora_rank) and flow_grpo (use_lora)."""
     if value in (False, None, 0, "full"):
         return
-    drawn = "pretrained.model" in settings
-    rank = of(settings, "lora_r", "lora_rank", default=32 if drawn else 16 if value is True else 8)
-    targets = of(settings, "lora_target_modules", "target_modules", default=None)
-    converted.ours["model.lora"] = {
+    is_diffusion = "pretrained.model" in source
+    rank = lookup(source, "lora_r", "lora_rank", default=32 if is_diffusion else 16 if value is True else 8)
+    targets = lookup(source, "lora_target_modules", "target_modules", default=None)
+    converted.settings["model.lora"] = {
         "rank": int(rank),
-        "alpha": int(of(settings, "lora_alpha", default=64 if drawn else 32)),
+        "alpha": int(lookup(source, "lora_alpha", default=64 if is_diffusion else 32)),
     }
     if targets not in (None, ["all-linear"]):
-        converted.ours["model.lora"]["targets"] = targets
-    elif drawn:
+        converted.settings["model.lora"]["targets"] = targets
+    elif is_diffusion:
         names = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-        converted.ours["model.lora"]["targets"] = list(names)
+        converted.settings["model.lora"]["targets"] = list(names)
 
 
-def frozen(part: str) -> Rule:
-    def freeze(value: Any, converted: Converted, settings: Settings) -> None:
+def freeze_rule(part: str) -> Rule:
+    """Returns a rule that freezes a part of the model (vision, connector or language) if the value is true."""
+
+    def freeze(value: Any, converted: Converted, source: Settings) -> None:
         if value:
-            converted.ours["model.freeze"] = [*converted.ours.get("model.freeze", []), part]
+            converted.settings["model.freeze"] = [*converted.settings.get("model.freeze", []), part]
 
     return freeze
 
 
-def zero(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets ZeRO stage and offload from the name of a DeepSpeed file, such as zero3_offload."""
+def set_zero_stage(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets ZeRO stage and offload from the name of a DeepSpeed configuration file, such as zero3_offload."""
     match = re.search(r"zero_?([0-3])(_offload)?", str(value))
     if match is None:
-        converted.remarks.append(f"engine.zero_stage: what {value} says.")
+        converted.comments.append(f"engine.zero_stage: set it to the stage in {value}.")
         return
-    converted.ours["engine.zero_stage"] = int(match[1])
+    converted.settings["engine.zero_stage"] = int(match[1])
     if match[2]:
-        converted.ours["engine.offload"] = "all" if match[1] == "3" else "optimizer"
+        converted.settings["engine.offload"] = "all" if match[1] == "3" else "optimizer"
 
 
-def full_shard(value: Any, converted: Converted, settings: Settings) -> None:
-    converted.ours["engine.zero_stage"] = 3 if value else 2
+def set_full_shard(value: Any, converted: Converted, source: Settings) -> None:
+    converted.settings["engine.zero_stage"] = 3 if value else 2
 
 
-def offload(value: Any, converted: Converted, settings: Settings) -> None:
-    if value and not converted.ours.get("engine.offload"):
-        converted.ours |= {"engine.offload": "optimizer"}
-        converted.ours.setdefault("engine.zero_stage", 2)
+def set_offload(value: Any, converted: Converted, source: Settings) -> None:
+    if value and not converted.settings.get("engine.offload"):
+        converted.settings |= {"engine.offload": "optimizer"}
+        converted.settings.setdefault("engine.zero_stage", 2)
 
 
-def engines(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the generator of TRL and ms-swift (use_vllm, vllm_mode), and of verl's name of an engine."""
+def set_generator(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the generator from TRL's and ms-swift's use_vllm and vllm_mode, or from verl's rollout engine."""
     if value in (False, None, "hf"):
         return
-    server = of(settings, "vllm_mode", default="colocate" if "vllm_mode" not in settings else None) == "server"
-    kind: dict[str, Any] = {"type": "vllm_server" if server else "vllm_colocated"}
-    share = of(settings, "vllm_gpu_memory_utilization", "gpu_memory_utilization")
-    parallel = of(
-        settings, "vllm_tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_size", default=1
+    server = lookup(source, "vllm_mode", default="colocate" if "vllm_mode" not in source else None) == "server"
+    generator: dict[str, Any] = {"type": "vllm_server" if server else "vllm_colocated"}
+    memory_share = lookup(source, "vllm_gpu_memory_utilization", "gpu_memory_utilization")
+    parallel = lookup(
+        source, "vllm_tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_size", default=1
     )
-    if share is not None:
-        kind["memory"] = float(share)
+    if memory_share is not None:
+        generator["memory"] = float(memory_share)
     if server:
-        kind["tensor_parallel"] = int(parallel)
+        generator["tensor_parallel"] = int(parallel)
     elif int(parallel) > 1:
-        converted.without["tensor_parallel_size"] = (
-            "engines beside training have a GPU each; rollout.generator=vllm_server"
+        converted.unmatched["tensor_parallel_size"] = (
+            "colocated engines have one GPU each; set rollout.generator=vllm_server for several"
         )
-    converted.ours["rollout.generator"] = kind
+    converted.settings["rollout.generator"] = generator
 
 
 # --- data and rewards ---
 
 
-def files(part: str) -> Rule:
-    """Returns the rule of files of questions, or NAME@SPLIT of a data set. part: train or eval."""
+def data_files_rule(part: str) -> Rule:
+    """Returns a rule that sets the questions from a file, or from NAME@SPLIT of a data set on the hub.
 
-    def named(value: Any, converted: Converted, settings: Settings) -> None:
-        several = list(value) if isinstance(value, list) else [value]
-        if len(several) > 1:
-            converted.remarks.append(f"{DATA}.{part}: the first of {len(several)} files; write them as one.")
-        data = converted.ours.setdefault(DATA, {})
-        name, at, split = str(several[0]).partition("@")
+    part: train or eval.
+    """
+
+    def set_files(value: Any, converted: Converted, source: Settings) -> None:
+        file_names = list(value) if isinstance(value, list) else [value]
+        if len(file_names) > 1:
+            converted.comments.append(
+                f"{DATA}.{part}: only the first of {len(file_names)} files is used; merge them into one."
+            )
+        data = converted.settings.setdefault(DATA, {})
+        name, at, split = str(file_names[0]).partition("@")
         if at or (not re.search(r"\.(parquet|jsonl?|csv|tsv)$", name) and not name.startswith(("/", ".", "$", "~"))):
             data |= {"type": "huggingface", "name": name, f"{part}_split": split or {"eval": "test"}.get(part, part)}
         else:
             data |= {"type": "files", part: name}
 
-    return named
+    return set_files
 
 
-def data_set(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the data of TRL and ms-swift: one name, of which another split is held out."""
+def set_dataset(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the data from dataset names of TRL and ms-swift: a file, or a data set on the hub with its two splits."""
     names = value if isinstance(value, list) else [value]
     name = str(names[0]).partition("#")[0].removeprefix("modelscope::").removeprefix("hf::")
     if re.search(r"\.(parquet|jsonl?|csv|tsv)$", name):
-        held_out = of(settings, "val_dataset", default=None)
-        converted.ours[DATA] = {"type": "files", "train": name, "eval": held_out or name}
+        held_out = lookup(source, "val_dataset", default=None)
+        converted.settings[DATA] = {"type": "files", "train": name, "eval": held_out or name}
         if held_out is None:
-            converted.remarks.append(f"{DATA}.eval is the file to train on: name held-out questions.")
+            converted.comments.append(f"{DATA}.eval is the training file; replace it by held-out questions.")
     else:
-        train = of(settings, "dataset_train_split", default="train")
-        held_out = of(settings, "dataset_test_split", default="test")
-        converted.ours[DATA] = {"type": "huggingface", "name": name, "train_split": train, "eval_split": held_out}
+        train = lookup(source, "dataset_train_split", default="train")
+        held_out = lookup(source, "dataset_test_split", default="test")
+        converted.settings[DATA] = {"type": "huggingface", "name": name, "train_split": train, "eval_split": held_out}
     if len(names) > 1:
-        converted.remarks.append(f"{DATA}: the first of {len(names)} data sets; write them as one.")
+        converted.comments.append(f"{DATA}: only the first of {len(names)} data sets is used; merge them into one.")
 
 
-def column(key: str, *usual: str) -> Rule:
-    """Returns the rule of a column's name; one that the rows' shape says is left to it."""
+def column_rule(key: str, *defaults: str) -> Rule:
+    """Returns a rule that sets `key` of the data to a column's name, unless it is one of `defaults`, which mmrl
+    recognises by itself."""
 
-    def named(value: Any, converted: Converted, settings: Settings) -> None:
-        if value and value not in usual:
-            converted.ours.setdefault(DATA, {})[key] = value
+    def set_column(value: Any, converted: Converted, source: Settings) -> None:
+        if value and value not in defaults:
+            converted.settings.setdefault(DATA, {})[key] = value
 
-    return named
+    return set_column
 
 
-def prompts_of_flow(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the prompts of flow_grpo: files of its folder, in the format that prompt_fn names."""
+def set_flow_grpo_prompts(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the prompts of flow_grpo: the files in folder `value`, in the format that prompt_fn names.
+
+    Raises UserError if mmrl does not read that format.
+    """
     formats = {"general_ocr": "ocr" if str(value).rstrip("/").endswith("ocr") else "plain", "geneval": "geneval"}
-    kind = formats.get(str(of(settings, "prompt_fn", default="general_ocr")))
-    if kind is None:
-        raise UserError(f"prompt_fn={of(settings, 'prompt_fn')} can not be converted; there are {', '.join(formats)}")
-    names = ("train_metadata.jsonl", "test_metadata.jsonl") if kind == "geneval" else ("train.txt", "test.txt")
-    converted.ours[DATA] = {"type": "prompts", "format": kind}
-    converted.ours[DATA] |= {part: f"{value}/{name}" for part, name in zip(("train", "eval"), names, strict=True)}
+    prompt_function = str(lookup(source, "prompt_fn", default="general_ocr"))
+    if prompt_function not in formats:
+        raise UserError(f"prompt_fn={prompt_function} cannot be converted; choose one of {', '.join(formats)}")
+    file_format = formats[prompt_function]
+    names = ("train_metadata.jsonl", "test_metadata.jsonl") if file_format == "geneval" else ("train.txt", "test.txt")
+    converted.settings[DATA] = {"type": "prompts", "format": file_format}
+    converted.settings[DATA] |= {part: f"{value}/{name}" for part, name in zip(("train", "eval"), names, strict=True)}
 
 
-def reward_names(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the rewards of TRL, ms-swift (a list of names) and flow_grpo (weights by name)."""
-    weights = of(settings, "reward_weights", default=None)
-    named = value if isinstance(value, Mapping) else dict.fromkeys([value] if isinstance(value, str) else value, 1.0)
+def set_rewards(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the rewards and the accuracy. value: one name or a list (TRL, ms-swift), or weights by name (flow_grpo).
+
+    Accuracy is the first reward that judges the answer rather than its format.
+    """
+    weights = lookup(source, "reward_weights", default=None)
+    if isinstance(value, Mapping):
+        weight_by_name = value
+    else:
+        weight_by_name = dict.fromkeys([value] if isinstance(value, str) else value, 1.0)
     if isinstance(weights, list):
-        named = dict(zip(named, weights, strict=True))
+        weight_by_name = dict(zip(weight_by_name, weights, strict=True))
     rewards = []
-    for name, weight in named.items():
+    for name, weight in weight_by_name.items():
         spec: dict[str, Any] = {"name": REWARDS.get(name, name)}
         if name not in REWARDS:
             spec = _function(name) | {"signature": "trl"}
-            converted.remarks.append(
-                f"task.rewards: {name} is a function of yours; {spec['name']} has to be importable."
-            )
+            converted.comments.append(f"task.rewards: {name} is your own function; {spec['name']} must be importable.")
         rewards.append(spec | ({} if float(weight) == 1.0 else {"weight": float(weight)}))
-    converted.ours["task.rewards"] = rewards
-    judged = next((spec for spec in rewards if spec["name"] != "think_answer"), rewards[0])
-    converted.ours["task.accuracy"] = {key: one for key, one in judged.items() if key != "weight"}
+    converted.settings["task.rewards"] = rewards
+    accuracy_reward = next((spec for spec in rewards if spec["name"] != "think_answer"), rewards[0])
+    converted.settings["task.accuracy"] = {key: option for key, option in accuracy_reward.items() if key != "weight"}
 
 
 def _function(name: str) -> dict[str, Any]:
-    """Returns the reward of a function, FILE.py:NAME, or package.NAME."""
+    """Returns the `name` option of a reward for a function written as FILE.py:FUNCTION, package.FUNCTION, or FUNCTION
+    of a module `rewards`."""
     file, _, function = name.partition(".py:")
     if function:
         return {"name": f"{file.removeprefix('./').strip('/').replace('/', '.')}:{function}"}
@@ -207,51 +227,61 @@ def _function(name: str) -> dict[str, Any]:
     return {"name": f"{module}:{function}" if dot else f"rewards:{name}"}
 
 
-def reward_function(signature: str, file: str, function: str, usual: str) -> Rule:
-    """Returns the rule of one function in a file, of verl and EasyR1. file, function: their keys; usual: its name."""
+def reward_function_rule(signature: str, function_key: str, default_name: str) -> Rule:
+    """Returns a rule that makes a function in a file, the value, the only reward (verl and EasyR1).
 
-    def named(value: Any, converted: Converted, settings: Settings) -> None:
+    signature: arguments that the function takes, as `task.rewards` names them. function_key: the key of the other
+    library with the function's name. default_name: its name where neither key says it.
+    """
+
+    def set_reward(value: Any, converted: Converted, source: Settings) -> None:
         if not value:
             return
-        written = str(value) if ".py:" in str(value) else f"{value}:{of(settings, function, default=usual)}"
-        spec = _function(written) | {"signature": signature}
-        converted.ours |= {"task.rewards": [spec], "task.accuracy": dict(spec)}
-        converted.remarks.append(f"task.rewards: {spec['name']} has to be importable from the folder where you start.")
+        reference = str(value)
+        if ".py:" not in reference:
+            reference = f"{value}:{lookup(source, function_key, default=default_name)}"
+        spec = _function(reference) | {"signature": signature}
+        converted.settings |= {"task.rewards": [spec], "task.accuracy": dict(spec)}
+        converted.comments.append(
+            f"task.rewards: {spec['name']} must be importable from the folder where you start mmrl."
+        )
 
-    return named
+    return set_reward
 
 
-def optimizer_betas(value: Any, converted: Converted, settings: Settings) -> None:
-    first, second = of(settings, "adam_beta1", default=0.9), of(settings, "adam_beta2", default=0.999)
-    converted.ours["optim.betas"] = [float(first), float(second)]
+def set_betas(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets both betas of Adam, whichever of the two keys comes first."""
+    first, second = lookup(source, "adam_beta1", default=0.9), lookup(source, "adam_beta2", default=0.999)
+    converted.settings["optim.betas"] = [float(first), float(second)]
 
 
-def schedule(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the learning rate's schedule where the kind is known."""
-    kinds = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-    if value in kinds:
-        converted.ours["optim.schedule"] = kinds[value]
+def set_lr_schedule(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the learning-rate schedule; one that mmrl does not have goes to the unmatched keys."""
+    schedules = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+    if value in schedules:
+        converted.settings["optim.schedule"] = schedules[value]
     else:
-        converted.without["lr_scheduler_type"] = f"{value}; optim.schedule is one of {', '.join(kinds.values())}"
+        choices = ", ".join(dict.fromkeys(schedules.values()))
+        converted.unmatched["lr_scheduler_type"] = f"{value}; optim.schedule is one of {choices}"
 
 
 # --- denoising ---
 
 
-def transition(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the transition of flow_grpo: the kind and the noise together."""
-    kind = str(of(settings, "sde_type", default="sde"))
-    if kind not in TRANSITIONS:
-        raise UserError(f"sde_type={kind} can not be converted; there are {', '.join(TRANSITIONS)}")
-    noise = float(of(settings, "noise_level", default=0.7))
-    converted.ours["denoising.likelihood.transition"] = {"type": TRANSITIONS[kind], "noise": noise}
+def set_transition(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the type and the noise level of the SDE step of flow_grpo. Raises UserError for an unknown sde_type."""
+    sde_type = str(lookup(source, "sde_type", default="sde"))
+    if sde_type not in TRANSITIONS:
+        raise UserError(f"sde_type={sde_type} cannot be converted; choose one of {', '.join(TRANSITIONS)}")
+    noise = float(lookup(source, "noise_level", default=0.7))
+    converted.settings["denoising.likelihood.transition"] = {"type": TRANSITIONS[sde_type], "noise": noise}
 
 
-def window(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets flow_grpo's random window of stochastic steps."""
-    size, bounds = of(settings, "sde_window_size", default=0), of(settings, "sde_window_range", default=None)
+def set_window(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets flow_grpo's random window of stochastic denoising steps, if it has a size and a range."""
+    size, bounds = lookup(source, "sde_window_size", default=0), lookup(source, "sde_window_range", default=None)
     if size and bounds:
-        converted.ours["denoising.likelihood.window"] = {
+        converted.settings["denoising.likelihood.window"] = {
             "type": "random",
             "size": int(size),
             "first": int(bounds[0]),
@@ -259,52 +289,59 @@ def window(value: Any, converted: Converted, settings: Settings) -> None:
         }
 
 
-def trained_share(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the last step that is trained: flow_grpo leaves out those beyond a share of the chain."""
-    taken = int(float(value) * int(of(settings, "num_steps")))
-    if float(value) < 1 and not of(settings, "sde_window_size", default=0):
-        converted.ours["denoising.likelihood.window"] = {"type": "all", "last": taken}
+def set_trained_steps(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the number of denoising steps that are trained. value: flow_grpo's timestep_fraction, 0 to 1, of the chain's
+    first steps."""
+    num_trained = int(float(value) * int(lookup(source, "num_steps")))
+    if float(value) < 1 and not lookup(source, "sde_window_size", default=0):
+        converted.settings["denoising.likelihood.window"] = {"type": "all", "last": num_trained}
 
 
-def moving_average(value: Any, converted: Converted, settings: Settings) -> None:
+def set_ema(value: Any, converted: Converted, source: Settings) -> None:
     if value:
-        converted.ours["optim.ema"] = 0.9  # flow_grpo's, every 8 updates; here it is every one
+        converted.settings["optim.ema"] = 0.9  # flow_grpo's decay; it averages every 8 updates, mmrl every update
 
 
-def sizes(value: Any, converted: Converted, settings: Settings) -> None:
-    height, width = of(settings, "height"), of(settings, "width")
-    converted.ours["denoising.resolution"] = [int(height), int(width)] if height and width else int(value)
+def set_resolution(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the resolution in pixels: (height, width) if both are set, else the side `value` of a square."""
+    height, width = lookup(source, "height"), lookup(source, "width")
+    converted.settings["denoising.resolution"] = [int(height), int(width)] if height and width else int(value)
 
 
 # --- the run ---
 
 
-def named_run(value: Any, converted: Converted, settings: Settings) -> None:
-    if value and of(settings, "default_local_dir", "save_checkpoint_path", "output_dir") is None:
-        converted.ours["run_dir"] = f"runs/{value}"
+def set_run_dir(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets run_dir from the name of the experiment, unless an output folder is set."""
+    if value and lookup(source, "default_local_dir", "save_checkpoint_path", "output_dir") is None:
+        converted.settings["run_dir"] = f"runs/{value}"
 
 
-def tracked(value: Any, converted: Converted, settings: Settings) -> None:
+def set_wandb(value: Any, converted: Converted, source: Settings) -> None:
     if "wandb" in (value if isinstance(value, list) else str(value)):
-        converted.ours["log.wandb"] = str(of(settings, "project_name", default="mmrl"))
+        converted.settings["log.wandb"] = str(lookup(source, "project_name", default="mmrl"))
 
 
-def pixels(value: Any, converted: Converted, settings: Settings) -> None:
-    bounds = {name: of(settings, name) for name in ("min_pixels", "max_pixels")}
-    converted.ours["model.processor"] = {name: int(bound) for name, bound in bounds.items() if bound}
+def set_pixel_bounds(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the image processor's bounds on the pixels of an image."""
+    bounds = {name: lookup(source, name) for name in ("min_pixels", "max_pixels")}
+    converted.settings["model.processor"] = {name: int(bound) for name, bound in bounds.items() if bound}
 
 
 # --- robots of RLinf ---
 
 
-def robot_weights(value: Any, converted: Converted, settings: Settings) -> None:
-    if value and "model.path" not in converted.ours:
-        weights(value, converted, settings)
+def set_robot_weights(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the model's path, unless another key has set it: RLinf names it more than once."""
+    if value and "model.path" not in converted.settings:
+        set_weights(value, converted, source)
 
 
-def robot_prompts(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the start states of a step: groups at once times rollout_epoch."""
-    group = int(of(settings, "group_size"))
-    groups = of(settings, "num_group_envs", default=None)
-    at_once = int(groups) if groups is not None else int(of(settings, "env.train.total_num_envs")) // group
-    converted.ours["rollout.prompts"] = at_once * int(of(settings, "rollout_epoch", default=1))
+def set_robot_prompts(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the initial states of a step: groups that RLinf simulates at once, times its rollout_epoch."""
+    group_size = int(lookup(source, "group_size"))
+    groups = lookup(source, "num_group_envs", default=None)
+    groups_at_once = (
+        int(groups) if groups is not None else int(lookup(source, "env.train.total_num_envs")) // group_size
+    )
+    converted.settings["rollout.prompts"] = groups_at_once * int(lookup(source, "rollout_epoch", default=1))

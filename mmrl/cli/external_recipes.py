@@ -17,7 +17,7 @@ from typing import Any
 from mmrl import settings as settings_package
 from mmrl.cli import external_part_rules as parts
 from mmrl.cli import external_rules as rules
-from mmrl.cli.convert import COMMON, Converted, Settings, crop, suite
+from mmrl.cli.convert import INFRASTRUCTURE, ROBOT_SETTINGS, Converted, Settings, set_crop, set_suite
 from mmrl.cli.external_files import read_settings
 from mmrl.cli.external_rules import Rule
 from mmrl.errors import UserError
@@ -26,30 +26,40 @@ _PLAIN = re.compile(r"^[a-z_]+(\.[a-z_]+)*$")
 
 
 @dataclass(frozen=True)
-class System:
-    """Another system. marks: any of these keys, or beginnings of keys that end in a dot, tell its files. defaults: its
-    own values of keys that a file may leave out and whose values mmrl's differ from. skipped: beginnings of keys about
-    parts that do not exist here, with why."""
+class Library:
+    """Another library whose configurations can be converted.
+
+    signature_keys: a file with one of these keys is the library's; with a dot at the end, any key that begins so.
+    defaults: its default values that differ from mmrl's, by key. fixed: settings of mmrl that every converted file
+    gets. skipped_prefixes: beginnings of keys that have no counterpart in mmrl, with the reason.
+    """
 
     name: str
-    marks: tuple[str, ...]
+    signature_keys: tuple[str, ...]
     defaults: Mapping[str, Any]
-    common: Mapping[str, Any] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    skipped_prefixes: Mapping[str, str] = field(default_factory=dict)
 
-    def fits(self, settings: Settings) -> bool:
+    def matches(self, settings: Settings) -> bool:
+        """Returns whether the settings of a file have one of the library's signature keys."""
         return any(
-            key.startswith(mark) if mark.endswith(".") else key == mark for key in settings for mark in self.marks
+            key.startswith(signature) if signature.endswith(".") else key == signature
+            for key in settings
+            for signature in self.signature_keys
         )
 
 
-MEMORY = "how memory and processes are shared out; see engine and configs/scaling.md"
 EVALUATION = "evaluation is greedy; evaluation.temperature"
-ROBOT_PARTS = {"cluster.": MEMORY, "hydra.": "", "env.eval.": "task.eval_size and evaluation.prompts", "critic.": ""}
+ROBOT_PARTS = {
+    "cluster.": INFRASTRUCTURE,
+    "hydra.": "",
+    "env.eval.": "task.eval_size and evaluation.prompts",
+    "critic.": "",
+}
 QUESTIONS: dict[str, Any] = {"task.type": "visual_qa", "engine.zero_stage": 2}
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-SYSTEMS = (
-    System(
+LIBRARIES = (
+    Library(
         "verl",
         ("actor_rollout_ref.",),
         {
@@ -64,14 +74,14 @@ SYSTEMS = (
         },
         QUESTIONS,
         {
-            "actor_rollout_ref.ref.": MEMORY,
+            "actor_rollout_ref.ref.": INFRASTRUCTURE,
             "critic.": "the critic of algorithm.type=ppo is a head of the policy",
             "reward_model.": "rewards are in task.rewards",
-            "ray_init.": MEMORY,
+            "ray_init.": INFRASTRUCTURE,
             f"{R}val_kwargs.": EVALUATION,
         },
     ),
-    System(
+    Library(
         "EasyR1",
         ("worker.",),
         {
@@ -83,13 +93,13 @@ SYSTEMS = (
         },
         QUESTIONS,
         {
-            "worker.ref.": MEMORY,
+            "worker.ref.": INFRASTRUCTURE,
             "worker.critic.": "the critic of algorithm.type=ppo is a head of the policy",
             "worker.rollout.val_override_config.": EVALUATION,
         },
     ),
-    System("RLinf", ("runner.", "actor.model.num_action_chunks"), {}, COMMON, ROBOT_PARTS),
-    System(
+    Library("RLinf", ("runner.", "actor.model.num_action_chunks"), {}, ROBOT_SETTINGS, ROBOT_PARTS),
+    Library(
         "flow_grpo",
         ("pretrained.", "sample."),
         {
@@ -101,13 +111,13 @@ SYSTEMS = (
         },
         {"model.type": "diffusion", "task.type": "image_generation", "engine.zero_stage": 1},
     ),
-    System(
+    Library(
         "ms-swift",
         ("rlhf_type", "train_type", "tuner_type", "swift_version"),
         {"num_generations": 8, "beta": 0.04, "epsilon": 0.2, "loss_type": "grpo", "max_completion_length": 512},
         QUESTIONS,
     ),
-    System(
+    Library(
         "TRL",
         ("num_generations", "model_name_or_path", "max_completion_length"),
         {
@@ -124,195 +134,206 @@ SYSTEMS = (
 )
 
 
-def system_of(settings: Settings) -> System | None:
-    """Returns the system whose file it is; None for a file of none of them."""
+def library_of(settings: Settings) -> Library | None:
+    """Returns the library whose configuration `settings` are; None if no library matches."""
     if "actor_rollout_ref.model.vla" in settings or "extends" in settings:
         return None  # SimpleVLA-RL, and mmrl's own
-    return next((system for system in SYSTEMS if system.fits(settings)), None)
+    return next((library for library in LIBRARIES if library.matches(settings)), None)
 
 
-def convert_theirs(path: Path) -> Converted | None:
-    """Converts a configuration of one of SYSTEMS; None for a file of none of them. Raises UserError for a file that can
-    not be read, and for values that have nothing like them here."""
+def convert_external(path: Path) -> Converted | None:
+    """Converts a configuration file of one of LIBRARIES. Returns None if it belongs to none of them.
+
+    Raises UserError if the file cannot be read, or has a value without a counterpart in mmrl.
+    """
     settings = read_settings(path)
-    system = system_of(settings)
-    if system is None:
+    library = library_of(settings)
+    if library is None:
         return None
     try:
-        return converted_from(system, settings, Path(str(path).replace(".py:", "_")).stem)
+        return convert_settings(library, settings, Path(str(path).replace(".py:", "_")).stem)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def converted_from(system: System, settings: Settings, name: str) -> Converted:
-    """Returns the configuration. name: of the run directory where the file names none."""
+def convert_settings(library: Library, settings: Settings, name: str) -> Converted:
+    """Converts the settings of a library. settings: by dotted keys. name: the run directory below runs/, if none is
+    set."""
     table = external_key_table()
-    converted = Converted(ours={"run_dir": f"runs/{name}", **system.common})
-    filled = {key: value for key, value in system.defaults.items() if not _present(key, settings)}
-    whole = settings | filled
-    converted.remarks.append(f"The keys are {system.name}'s; task, data and rewards want a look.")
-    if filled:
-        listed = ", ".join(f"{key}={value}" for key, value in filled.items())
-        converted.remarks.append(f"{system.name}'s own values of keys that the file leaves out: {listed}.")
-    for key, value in whole.items():
-        _carry(system, key, value, converted, whole, table)
-    if system.name == "RLinf":
-        _robots(whole, converted)
-    _finish(system, whole, converted)
+    converted = Converted(settings={"run_dir": f"runs/{name}", **library.fixed})
+    defaults = {key: value for key, value in library.defaults.items() if not _present(key, settings)}
+    complete = settings | defaults
+    converted.comments.append(f"Converted from {library.name}: check task, data and rewards.")
+    if defaults:
+        assignments = ", ".join(f"{key}={value}" for key, value in defaults.items())
+        converted.comments.append(f"{library.name}'s defaults of keys that the file leaves out: {assignments}.")
+    for key, value in complete.items():
+        _convert_key(library, key, value, converted, complete, table)
+    if library.name == "RLinf":
+        _set_robot(complete, converted)
+    _fill_in_missing(library, converted)
     return converted
 
 
 def external_key_table() -> dict[str, list[str]]:
-    """Returns the table of their keys: library, mmrl's key, and the name of a rule where there is one."""
+    """Reads the table of other libraries' keys: [library, mmrl's key], or [library, mmrl's key, name of a rule]."""
     file = Path(settings_package.__file__).with_name("external_keys.json")
     table: dict[str, list[str]] = json.loads(file.read_text())
     return table
 
 
 def _present(key: str, settings: Settings) -> bool:
-    """Returns whether a key, or one that decides the same, is set."""
+    """Returns whether the settings have a key with the last part of `key`, or one that takes its place."""
     last = key.rpartition(".")[2]
-    instead = {"clip_ratio": "clip_ratio_low", "epsilon": "epsilon_low", "num_epochs": "max_steps"}
-    return any(other == key or other.rpartition(".")[2] in (last, instead.get(last)) for other in settings)
+    alternatives = {"clip_ratio": "clip_ratio_low", "epsilon": "epsilon_low", "num_epochs": "max_steps"}
+    names = (last, alternatives.get(last))
+    return any(other.rpartition(".")[2] in names for other in settings)
 
 
-def _carry(
-    system: System, key: str, value: Any, converted: Converted, settings: Settings, table: Mapping[str, list[str]]
+def _convert_key(
+    library: Library, key: str, value: Any, converted: Converted, settings: Settings, table: Mapping[str, list[str]]
 ) -> None:
-    """Carries one key of another system over by its table: into a key of mmrl, by a rule, or to the list of keys
-    without a counterpart."""
-    why = next((why for beginning, why in system.skipped.items() if key.startswith(beginning)), None)
-    entry = _entry(system, key, table) if why is None else None
-    if why is not None:
-        converted.without[key] = why
+    """Converts one key of another library: into a key of mmrl, by a rule, or to the unmatched keys.
+
+    settings: all settings of the file by dotted keys. table: see `external_key_table`.
+    """
+    reason = next((reason for prefix, reason in library.skipped_prefixes.items() if key.startswith(prefix)), None)
+    entry = _entry(library, key, table) if reason is None else None
+    if reason is not None:
+        converted.unmatched[key] = reason
     elif entry is None:
-        converted.without[key] = ""
+        converted.unmatched[key] = ""
     elif len(entry) > 2:
         RULES[entry[2]](value, converted, settings)
     elif _PLAIN.match(entry[1]):
         if value is not None:
-            converted.ours[entry[1]] = value
+            converted.settings[entry[1]] = value
     else:
-        converted.without[key] = f"is {entry[1]} here" if value not in (None, False) else ""
+        converted.unmatched[key] = f"is {entry[1]} here" if value not in (None, False) else ""
 
 
-def _entry(system: System, key: str, table: Mapping[str, list[str]]) -> list[str] | None:
+def _entry(library: Library, key: str, table: Mapping[str, list[str]]) -> list[str] | None:
+    """Returns the table's entry for the longest suffix of a dotted key; None if it has none."""
     parts = key.split(".")
-    endings = [".".join(parts[start:]) for start in range(len(parts))]
-    names = [name for ending in endings for name in (f"{system.name}:{ending}", ending)]
+    suffixes = [".".join(parts[start:]) for start in range(len(parts))]
+    names = [name for suffix in suffixes for name in (f"{library.name}:{suffix}", suffix)]
     return next((table[name] for name in names if name in table), None)
 
 
-def _finish(system: System, settings: Settings, converted: Converted) -> None:
-    """Fills in what a configuration needs and the file does not say, and says so."""
-    if system.common.get("task.type") == "visual_qa":
-        data = converted.ours.setdefault("task.data", {})
+def _fill_in_missing(library: Library, converted: Converted) -> None:
+    """Adds data and rewards where the file names none, each with a comment that asks the user to replace them. Adds a
+    comment for each value with a variable that the file does not set."""
+    if library.fixed.get("task.type") == "visual_qa":
+        data = converted.settings.setdefault("task.data", {})
         if "type" not in data:
             data |= {"type": "files", "train": "train.jsonl", "eval": "eval.jsonl"}
-            converted.remarks.append("task.data: the file names none; name your files of questions.")
+            converted.comments.append("task.data: the file names no data; write the paths of your questions here.")
         if data["type"] == "files" and "eval" not in data:
             data["eval"] = data["train"]
-            converted.remarks.append("task.data.eval is the file to train on: name held-out questions.")
-        if "task.rewards" not in converted.ours:
-            converted.ours |= {"task.rewards": [{"name": "math"}], "task.accuracy": {"name": "math"}}
-            converted.remarks.append(f"task.rewards: the file names none, and {system.name}'s own follows the data.")
-    for key, value in converted.ours.items():
+            converted.comments.append("task.data.eval is the training file; replace it by held-out questions.")
+        if "task.rewards" not in converted.settings:
+            converted.settings |= {"task.rewards": [{"name": "math"}], "task.accuracy": {"name": "math"}}
+            converted.comments.append(
+                f"task.rewards: the file names none; {library.name} chooses them by the data set. Check that math fits."
+            )
+    for key, value in converted.settings.items():
         if isinstance(value, str) and "$" in value:
-            converted.remarks.append(f"{key}={value}: the file does not say what that is.")
+            converted.comments.append(f"{key}={value}: the file does not set this variable; write the value here.")
 
 
-def _robots(settings: Settings, converted: Converted) -> None:
-    """Sets the simulator and the policy of an embodied RLinf recipe. Raises UserError for those that do not exist
-    here."""
-    named = settings.get("env.train.task_suite_name") or _default_environment(settings.get("defaults"))
-    if named is None:
+def _set_robot(settings: Settings, converted: Converted) -> None:
+    """Sets the simulator and the policy of an embodied RLinf recipe. Raises UserError if mmrl has no such simulator or
+    policy."""
+    suite_name = settings.get("env.train.task_suite_name") or _default_environment(settings.get("defaults"))
+    if suite_name is None:
         raise UserError(
-            "no env/train among its defaults, so it is not a recipe for a robot; those for reasoning are not read"
+            "its defaults have no env/train, so it is not a robot recipe of RLinf; other ones cannot be converted"
         )
-    suite(re.sub(r"_(grpo|ppo).*$", "", str(named)), converted, settings)
-    converted.ours["action.head"] = {"type": "token", "decoding": _decoding(settings)}
-    converted.ours.setdefault("action.center_crop", 1.0)
+    set_suite(re.sub(r"_(grpo|ppo).*$", "", str(suite_name)), converted, settings)
+    converted.settings["action.head"] = {"type": "token", "decoding": _token_decoding(settings)}
+    converted.settings.setdefault("action.center_crop", 1.0)
 
 
 def _default_environment(defaults: Any) -> str | None:
     """Returns the training environment among Hydra's defaults: `env/train: NAME`, or `env/NAME@env.train`."""
-    for one in defaults if isinstance(defaults, list) else []:
-        if isinstance(one, Mapping) and "env/train" in one:
-            return str(one["env/train"])
-        if isinstance(one, str) and one.startswith("env/") and one.endswith("@env.train"):
-            return one.removeprefix("env/").removesuffix("@env.train")
+    for default in defaults if isinstance(defaults, list) else []:
+        if isinstance(default, Mapping) and "env/train" in default:
+            return str(default["env/train"])
+        if isinstance(default, str) and default.startswith("env/") and default.endswith("@env.train"):
+            return default.removeprefix("env/").removesuffix("@env.train")
     return None
 
 
-def _decoding(settings: Settings) -> str:
-    kind = str(next((value for key, value in settings.items() if key.endswith(("model_name", "model_type"))), ""))
-    kinds = {"openvla_oft": "bidirectional", "openvla": "autoregressive"}
-    if kind not in kinds:
-        raise UserError(f"a policy of kind {kind or 'unknown'} can not be converted; there are {', '.join(kinds)}")
-    return kinds[kind]
+def _token_decoding(settings: Settings) -> str:
+    """Returns how RLinf's policy decodes action tokens. Raises UserError for a policy that mmrl does not have."""
+    model = str(next((value for key, value in settings.items() if key.endswith(("model_name", "model_type"))), ""))
+    decodings = {"openvla_oft": "bidirectional", "openvla": "autoregressive"}
+    if model not in decodings:
+        raise UserError(f"model_type={model or 'unset'} cannot be converted; choose one of {', '.join(decodings)}")
+    return decodings[model]
 
 
 RULES: dict[str, Rule] = {
-    "nothing": rules.nothing,
-    "minibatches": rules.minibatches,
-    "device_batch": rules.device_batch,
-    "flow_batch": rules.flow_batch,
-    "epochs": rules.epochs,
-    "steps": rules.steps,
-    "warmup_share": rules.warmup_share,
-    "warmup_steps": rules.warmup_steps,
-    "evaluation": rules.never_zero("evaluation.every"),
-    "saving": rules.never_zero("checkpoint.every"),
-    "estimator": rules.estimator,
-    "divided": rules.divided,
-    "global_std": rules.global_std,
-    "reduced": rules.reduced,
-    "loss_kind": rules.loss_kind,
-    "clipped": rules.clipped,
-    "dual_clip": rules.dual_clip,
-    "beta": rules.beta,
-    "exact_beta": rules.exact_beta,
-    "kl_loss": rules.kl_loss,
-    "plain_kl": rules.plain_kl,
-    "kl_in_reward": rules.kl_in_reward,
-    "entropy": rules.entropy,
-    "level": rules.level,
-    "filtered": rules.filtered,
-    "masked": rules.masked,
-    "top_p": rules.truncated_sampling("top_p"),
-    "top_k": rules.truncated_sampling("top_k"),
-    "dtype": parts.dtype,
-    "attention": parts.attention,
-    "adapters": parts.adapters,
-    "freeze_vision": parts.frozen("vision"),
-    "freeze_connector": parts.frozen("connector"),
-    "freeze_language": parts.frozen("language"),
-    "zero": parts.zero,
-    "full_shard": parts.full_shard,
-    "offload": parts.offload,
-    "engines": parts.engines,
-    "train_files": parts.files("train"),
-    "eval_files": parts.files("eval"),
-    "data_set": parts.data_set,
-    "prompt_column": parts.column("problem_field", "prompt", "problem"),
-    "answer_column": parts.column("answer_field", "answer"),
-    "image_column": parts.column("image_field", "images"),
-    "prompts_of_flow": parts.prompts_of_flow,
-    "reward_names": parts.reward_names,
-    "verl_reward": parts.reward_function("verl", "path", "custom_reward_function.name", "compute_score"),
-    "easyr1_reward": parts.reward_function("easyr1", "reward_function", "reward_function_name", "main"),
-    "betas": parts.optimizer_betas,
-    "schedule": parts.schedule,
-    "transition": parts.transition,
-    "window": parts.window,
-    "trained_share": parts.trained_share,
-    "moving_average": parts.moving_average,
-    "sizes": parts.sizes,
-    "before": rules.put(evaluation__before=True),
-    "robot_prompts": parts.robot_prompts,
-    "robot_weights": parts.robot_weights,
-    "robot_crop": crop,
-    "named_run": parts.named_run,
-    "tracked": parts.tracked,
-    "pixels": parts.pixels,
+    "ignore": rules.ignore,
+    "set_minibatches": rules.set_minibatches,
+    "set_trl_batch": rules.set_trl_batch,
+    "set_flow_grpo_batch": rules.set_flow_grpo_batch,
+    "note_epochs": rules.note_epochs,
+    "set_steps": rules.set_steps,
+    "set_warmup_ratio": rules.set_warmup_ratio,
+    "set_warmup_steps": rules.set_warmup_steps,
+    "evaluation_interval": rules.interval_rule("evaluation.every"),
+    "checkpoint_interval": rules.interval_rule("checkpoint.every"),
+    "set_estimator": rules.set_estimator,
+    "set_advantage_scale": rules.set_advantage_scale,
+    "set_global_std": rules.set_global_std,
+    "set_loss_reduction": rules.set_loss_reduction,
+    "set_loss_type": rules.set_loss_type,
+    "set_clip_range": rules.set_clip_range,
+    "set_dual_clip": rules.set_dual_clip,
+    "add_k3_kl": rules.add_k3_kl,
+    "add_exact_kl": rules.add_exact_kl,
+    "add_kl_loss": rules.add_kl_loss,
+    "add_kl": rules.add_kl,
+    "set_kl_in_reward": rules.set_kl_in_reward,
+    "add_entropy": rules.add_entropy,
+    "set_ratio_level": rules.set_ratio_level,
+    "set_dynamic_sampling": rules.set_dynamic_sampling,
+    "set_truncation_mask": rules.set_truncation_mask,
+    "top_p": rules.truncation_rule("top_p"),
+    "top_k": rules.truncation_rule("top_k"),
+    "set_dtype": parts.set_dtype,
+    "set_attention": parts.set_attention,
+    "set_lora": parts.set_lora,
+    "freeze_vision": parts.freeze_rule("vision"),
+    "freeze_connector": parts.freeze_rule("connector"),
+    "freeze_language": parts.freeze_rule("language"),
+    "set_zero_stage": parts.set_zero_stage,
+    "set_full_shard": parts.set_full_shard,
+    "set_offload": parts.set_offload,
+    "set_generator": parts.set_generator,
+    "train_files": parts.data_files_rule("train"),
+    "eval_files": parts.data_files_rule("eval"),
+    "set_dataset": parts.set_dataset,
+    "prompt_column": parts.column_rule("problem_field", "prompt", "problem"),
+    "answer_column": parts.column_rule("answer_field", "answer"),
+    "image_column": parts.column_rule("image_field", "images"),
+    "set_flow_grpo_prompts": parts.set_flow_grpo_prompts,
+    "set_rewards": parts.set_rewards,
+    "verl_reward_function": parts.reward_function_rule("verl", "custom_reward_function.name", "compute_score"),
+    "easyr1_reward_function": parts.reward_function_rule("easyr1", "reward_function_name", "main"),
+    "set_betas": parts.set_betas,
+    "set_lr_schedule": parts.set_lr_schedule,
+    "set_transition": parts.set_transition,
+    "set_window": parts.set_window,
+    "set_trained_steps": parts.set_trained_steps,
+    "set_ema": parts.set_ema,
+    "set_resolution": parts.set_resolution,
+    "evaluate_before": rules.switch_rule(evaluation__before=True),
+    "set_robot_prompts": parts.set_robot_prompts,
+    "set_robot_weights": parts.set_robot_weights,
+    "set_crop": set_crop,
+    "set_run_dir": parts.set_run_dir,
+    "set_wandb": parts.set_wandb,
+    "set_pixel_bounds": parts.set_pixel_bounds,
 }

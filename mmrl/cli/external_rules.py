@@ -1,5 +1,9 @@
-"""Rules that carry a key of another system over where it is more than a new name: of batches and the algorithm.
-`mmrl/settings/external_keys.json` names them; see `external_recipes`, and `external_part_rules` for all else."""
+"""Rules that convert settings of other libraries about batches and the algorithm.
+
+A rule is a function (value, converted, source): the value of one key, the Converted configuration that it writes into,
+and all settings of the other library by dotted keys. `mmrl/settings/external_keys.json` names the rule of a key;
+`external_part_rules` has the rules of everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from mmrl.cli.convert import Converted, Settings
 from mmrl.errors import UserError
 
 Rule = Callable[[Any, Converted, Settings], None]
-ESTIMATORS = {
+KL_ESTIMATORS = {
     "low_var_kl": "k3",
     "low_var_kl+": "k3",
     "k3": "k3",
@@ -19,7 +23,7 @@ ESTIMATORS = {
     "k1": "k1",
     "abs": "absolute",
 }
-REDUCED = {
+REDUCTIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
@@ -27,7 +31,7 @@ REDUCED = {
     "token": "token_mean",
     "seq": "sequence_mean",
 }
-LOSSES: dict[str, dict[str, Any]] = {
+LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.reduce": "sequence_mean"},
     "dapo": {"algorithm.reduce": "token_mean"},
     "bnpo": {"algorithm.reduce": "token_mean"},
@@ -37,240 +41,246 @@ LOSSES: dict[str, dict[str, Any]] = {
 WHITENED: dict[str, Any] = {"algorithm.scale": "none", "algorithm.shaping": ["whitening"]}
 
 
-def of(settings: Settings, *names: str, default: Any = None) -> Any:
-    """Returns the value of the first key that is, or ends in, one of these names."""
+def lookup(source: Settings, *names: str, default: Any = None) -> Any:
+    """Returns the value of the first of `names` that is set, as a whole key or after the last dot of one."""
     for name in names:
-        for key, value in settings.items():
+        for key, value in source.items():
             if key == name or key.endswith(f".{name}"):
                 return value
     return default
 
 
-def nothing(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets nothing: another key says the same, or asks for what is always so here."""
+def ignore(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets nothing: another key sets the same, or mmrl always does this."""
 
 
-def never_zero(key: str) -> Rule:
-    """Returns the rule of an interval in which 0 and below mean never."""
+def interval_rule(key: str) -> Rule:
+    """Returns a rule that sets `key`, an interval in steps; values below 0, which mean never, become 0."""
 
-    def interval(value: Any, converted: Converted, settings: Settings) -> None:
-        converted.ours[key] = max(0, int(value))
+    def set_interval(value: Any, converted: Converted, source: Settings) -> None:
+        converted.settings[key] = max(0, int(value))
 
-    return interval
+    return set_interval
 
 
-def put(**ours: Any) -> Rule:
-    """Returns the rule of a switch that sets keys, `__` for the dot, where it is on."""
+def switch_rule(**settings: Any) -> Rule:
+    """Returns a rule that sets `settings` if the value is true. `__` in their names stands for a dot."""
 
-    def switch(value: Any, converted: Converted, settings: Settings) -> None:
+    def set_keys(value: Any, converted: Converted, source: Settings) -> None:
         if value:
-            converted.ours |= {key.replace("__", "."): one for key, one in ours.items()}
+            converted.settings |= {key.replace("__", "."): setting for key, setting in settings.items()}
 
-    return switch
+    return set_keys
 
 
 # --- batches ---
 
 
-def minibatches(value: Any, converted: Converted, settings: Settings) -> None:
+def set_minibatches(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the number of minibatches from their size in prompts."""
-    prompts = of(settings, "train_batch_size", "rollout_batch_size")
+    prompts = lookup(source, "train_batch_size", "rollout_batch_size")
     if prompts is None:
-        converted.remarks.append(f"algorithm.minibatches: prompts of a step over {value}, which no key says here.")
+        converted.comments.append(f"algorithm.minibatches: set it to the prompts of a step divided by {value}.")
     else:
-        converted.ours["algorithm.minibatches"] = max(1, int(prompts) // int(value))
+        converted.settings["algorithm.minibatches"] = max(1, int(prompts) // int(value))
 
 
-def device_batch(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets micro-batch, prompts and minibatches of TRL and ms-swift, whose batches are counted by process."""
-    accumulation = int(of(settings, "gradient_accumulation_steps", default=1))
-    generated = int(of(settings, "steps_per_generation", default=accumulation))
-    processes, group = (
-        int(of(settings, "num_processes", "nproc_per_node", default=1)),
-        int(of(settings, "num_generations", default=8)),
+def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets micro-batch, prompts and minibatches from the per-device batch size of TRL and ms-swift.
+
+    Raises UserError if a generation batch is not a multiple of the group size.
+    """
+    accumulation = int(lookup(source, "gradient_accumulation_steps", default=1))
+    batches_per_generation = int(lookup(source, "steps_per_generation", default=accumulation))
+    num_processes, group_size = (
+        int(lookup(source, "num_processes", "nproc_per_node", default=1)),
+        int(lookup(source, "num_generations", default=8)),
     )
-    total = of(settings, "generation_batch_size", default=int(value) * processes * generated)
-    if int(total) % group:
-        raise UserError(f"a batch of {total} responses is not a multiple of num_generations={group}")
-    converted.ours |= {
+    total = lookup(source, "generation_batch_size", default=int(value) * num_processes * batches_per_generation)
+    if int(total) % group_size:
+        raise UserError(f"a batch of {total} responses is not a multiple of num_generations={group_size}")
+    converted.settings |= {
         "engine.micro_batch": int(value),
-        "rollout.prompts": int(total) // group,
-        "algorithm.minibatches": max(1, generated // accumulation),
+        "rollout.prompts": int(total) // group_size,
+        "algorithm.minibatches": max(1, batches_per_generation // accumulation),
     }
-    if of(settings, "num_processes", "nproc_per_node", "generation_batch_size") is None:
-        converted.remarks.append(
-            f"rollout.prompts={int(total) // group} is for one process; multiply it by the number that was launched."
+    if lookup(source, "num_processes", "nproc_per_node", "generation_batch_size") is None:
+        converted.comments.append(
+            f"rollout.prompts={int(total) // group_size} is for one process; multiply it by the number of processes."
         )
 
 
-def flow_batch(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets prompts, minibatches and micro-batch of flow_grpo, whose batches are counted by GPU."""
-    rounds, group = int(of(settings, "num_batches_per_epoch")), int(of(settings, "num_image_per_prompt"))
-    accumulation, gpus = int(of(settings, "gradient_accumulation_steps", default=1)), settings.get("gpu_number")
-    images = int(value) * rounds * int(gpus or 1)
-    converted.ours |= {
-        "rollout.prompts": max(1, images // group),
-        "algorithm.minibatches": max(1, rounds // accumulation),
+def set_flow_grpo_batch(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets prompts, minibatches and micro-batch from the images of a batch on one GPU, as flow_grpo counts them."""
+    num_batches, group_size = int(lookup(source, "num_batches_per_epoch")), int(lookup(source, "num_image_per_prompt"))
+    accumulation, num_gpus = int(lookup(source, "gradient_accumulation_steps", default=1)), source.get("gpu_number")
+    images = int(value) * num_batches * int(num_gpus or 1)
+    converted.settings |= {
+        "rollout.prompts": max(1, images // group_size),
+        "algorithm.minibatches": max(1, num_batches // accumulation),
         "engine.micro_batch": int(value),
     }
-    if gpus is None:
-        converted.remarks.append("rollout.prompts is for one GPU; multiply it by their number.")
+    if num_gpus is None:
+        converted.comments.append("rollout.prompts is for one GPU; multiply it by their number.")
 
 
-def epochs(value: Any, converted: Converted, settings: Settings) -> None:
-    """Remarks how epochs over the data become `steps`, unless the other system's own number of steps is set."""
-    if int(of(settings, "max_steps", "total_training_steps", default=None) or 0) > 0:
+def note_epochs(value: Any, converted: Converted, source: Settings) -> None:
+    """Adds a comment on how epochs over the data become `steps`, unless the number of steps is set."""
+    if int(lookup(source, "max_steps", "total_training_steps", default=None) or 0) > 0:
         return  # the number of steps wins where both are set
-    converted.remarks.append(
+    converted.comments.append(
         f"steps: a step is one batch of prompts here; {value} epochs are {value} x rows / rollout.prompts steps."
     )
 
 
-def steps(value: Any, converted: Converted, settings: Settings) -> None:
+def set_steps(value: Any, converted: Converted, source: Settings) -> None:
     if value is not None and int(value) > 0:
-        converted.ours["steps"] = int(value)
+        converted.settings["steps"] = int(value)
 
 
-def warmup_share(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the warmup's steps from a share of all updates, where their number is known."""
-    total = of(settings, "max_steps", "total_training_steps")
+def set_warmup_ratio(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the warmup steps from a ratio of all updates, if the number of updates is set; else adds a comment."""
+    total = lookup(source, "max_steps", "total_training_steps")
     if not value:
         return
     if total and int(total) > 0:
-        converted.ours["optim.warmup_steps"] = round(float(value) * int(total))
+        converted.settings["optim.warmup_steps"] = round(float(value) * int(total))
     else:
-        converted.remarks.append(f"optim.warmup_steps: {value} of all updates, whose number is not known here.")
+        converted.comments.append(f"optim.warmup_steps: set it to {value} x the number of updates.")
 
 
-def warmup_steps(value: Any, converted: Converted, settings: Settings) -> None:
+def set_warmup_steps(value: Any, converted: Converted, source: Settings) -> None:
     if int(value) >= 0:
-        converted.ours["optim.warmup_steps"] = int(value)
+        converted.settings["optim.warmup_steps"] = int(value)
 
 
 # --- the algorithm ---
 
 
-def estimator(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets algorithm, baseline and scale of verl's adv_estimator. Raises UserError for an unknown one."""
-    kinds: dict[str, dict[str, Any]] = {
+def set_estimator(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets algorithm, baseline and scale from verl's adv_estimator. Raises UserError for an unknown one."""
+    settings_by_estimator: dict[str, dict[str, Any]] = {
         "grpo": {},
         "rloo": {"algorithm.baseline": "leave_one_out", "algorithm.scale": "none"},
         "gae": {"algorithm.type": "ppo"},
         "reinforce_plus_plus": WHITENED | {"algorithm.baseline": "none"},
         "reinforce_plus_plus_baseline": WHITENED,
     }
-    if value not in kinds:
-        raise UserError(f"advantages by {value} can not be converted; there are {', '.join(kinds)}; see mmrl methods")
-    converted.ours |= kinds[value]
+    if value not in settings_by_estimator:
+        choices = ", ".join(settings_by_estimator)
+        raise UserError(f"adv_estimator={value} cannot be converted; choose one of {choices}; see mmrl methods")
+    converted.settings |= settings_by_estimator[value]
 
 
-def divided(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets the scale of advantages of verl's norm_adv_by_std_in_grpo and TRL's scale_rewards."""
+def set_advantage_scale(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets the scale of advantages from verl's norm_adv_by_std_in_grpo or TRL's scale_rewards."""
     scales = {"True": "group_std", "group": "group_std", "batch": "batch_std", "False": "none", "none": "none"}
     if str(value) not in scales:
         raise UserError(f"scale_rewards={value} is not one of {', '.join(scales)}")
-    if str(of(settings, "adv_estimator", default="grpo")) == "grpo":  # verl divides no other one by it
-        converted.ours["algorithm.scale"] = scales[str(value)]
+    if str(lookup(source, "adv_estimator", default="grpo")) == "grpo":  # verl applies it to no other estimator
+        converted.settings["algorithm.scale"] = scales[str(value)]
 
 
-def global_std(value: Any, converted: Converted, settings: Settings) -> None:
-    converted.ours["algorithm.scale"] = "batch_std" if value else "group_std"
+def set_global_std(value: Any, converted: Converted, source: Settings) -> None:
+    converted.settings["algorithm.scale"] = "batch_std" if value else "group_std"
 
 
-def reduced(value: Any, converted: Converted, settings: Settings) -> None:
-    if value not in REDUCED:
-        raise UserError(f"a loss that is averaged as {value} can not be converted; there are {', '.join(REDUCED)}")
-    converted.ours["algorithm.reduce"] = REDUCED[value]
+def set_loss_reduction(value: Any, converted: Converted, source: Settings) -> None:
+    if value not in REDUCTIONS:
+        raise UserError(f"loss_agg_mode={value} cannot be converted; choose one of {', '.join(REDUCTIONS)}")
+    converted.settings["algorithm.reduce"] = REDUCTIONS[value]
 
 
-def loss_kind(value: Any, converted: Converted, settings: Settings) -> None:
-    if value in LOSSES:
-        converted.ours |= LOSSES[value]
+def set_loss_type(value: Any, converted: Converted, source: Settings) -> None:
+    if value in LOSS_TYPES:
+        converted.settings |= LOSS_TYPES[value]
     else:
-        converted.without["loss_type"] = f"{value}; see algorithm.surrogate and configs/coming_from.md"
+        converted.unmatched["loss_type"] = f"{value}; see algorithm.surrogate and configs/coming_from.md"
 
 
-def clipped(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets both bounds of the ratio to one number, but for those that have keys of their own."""
-    low = of(settings, "clip_ratio_low", "epsilon_low", default=value)
-    high = of(settings, "clip_ratio_high", "epsilon_high", default=value)
-    converted.ours |= {"algorithm.surrogate.low": float(low), "algorithm.surrogate.high": float(high or value)}
+def set_clip_range(value: Any, converted: Converted, source: Settings) -> None:
+    """Sets both clip bounds of the ratio to `value`, except a bound that has a key of its own."""
+    low = lookup(source, "clip_ratio_low", "epsilon_low", default=value)
+    high = lookup(source, "clip_ratio_high", "epsilon_high", default=value)
+    converted.settings |= {"algorithm.surrogate.low": float(low), "algorithm.surrogate.high": float(high or value)}
 
 
-def dual_clip(value: Any, converted: Converted, settings: Settings) -> None:
+def set_dual_clip(value: Any, converted: Converted, source: Settings) -> None:
     if value:
-        converted.ours |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": float(value)}
+        converted.settings |= {"algorithm.surrogate.type": "dual_clip", "algorithm.surrogate.cap": float(value)}
 
 
-def add_term(converted: Converted, kind: str, coefficient: Any, **more: Any) -> None:
+def add_term(converted: Converted, term_type: str, coefficient: Any, **options: Any) -> None:
+    """Adds a loss term, unless its coefficient is 0."""
     if float(coefficient):
-        term = {"type": kind, "coefficient": float(coefficient), **more}
-        converted.ours.setdefault("algorithm.terms", []).append(term)
+        term = {"type": term_type, "coefficient": float(coefficient), **options}
+        converted.settings.setdefault("algorithm.terms", []).append(term)
 
 
-def beta(value: Any, converted: Converted, settings: Settings) -> None:
+def add_k3_kl(value: Any, converted: Converted, source: Settings) -> None:
     add_term(converted, "kl", value or 0.0, estimator="k3")
 
 
-def exact_beta(value: Any, converted: Converted, settings: Settings) -> None:
+def add_exact_kl(value: Any, converted: Converted, source: Settings) -> None:
     add_term(converted, "kl", value or 0.0, estimator="exact")
 
 
-def kl_loss(value: Any, converted: Converted, settings: Settings) -> None:
-    """Adds the divergence of verl and EasyR1, where they have it in the loss."""
-    if of(settings, "disable_kl", default=False) or not value:
+def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
+    """Adds the KL term of verl and EasyR1, if use_kl_loss puts it into the loss."""
+    if lookup(source, "disable_kl", default=False) or not value:
         return
-    if not of(settings, "use_kl_loss", default=False):
+    if not lookup(source, "use_kl_loss", default=False):
         return
-    kind = str(of(settings, "kl_loss_type", "kl_penalty", default="low_var_kl"))
-    if kind not in ESTIMATORS:
-        raise UserError(f"a divergence of kind {kind} can not be converted; there are {', '.join(ESTIMATORS)}")
-    add_term(converted, "kl", value, estimator=ESTIMATORS[kind])
+    term_type = str(lookup(source, "kl_loss_type", "kl_penalty", default="low_var_kl"))
+    if term_type not in KL_ESTIMATORS:
+        raise UserError(f"kl_loss_type={term_type} cannot be converted; choose one of {', '.join(KL_ESTIMATORS)}")
+    add_term(converted, "kl", value, estimator=KL_ESTIMATORS[term_type])
 
 
-def kl_in_reward(value: Any, converted: Converted, settings: Settings) -> None:
+def set_kl_in_reward(value: Any, converted: Converted, source: Settings) -> None:
     if value:
-        coefficient = float(of(settings, "kl_ctrl.kl_coef", default=1e-3))
-        converted.ours["algorithm.transforms"] = [{"type": "kl_penalty", "kl": {"coefficient": coefficient}}]
+        coefficient = float(lookup(source, "kl_ctrl.kl_coef", default=1e-3))
+        converted.settings["algorithm.transforms"] = [{"type": "kl_penalty", "kl": {"coefficient": coefficient}}]
 
 
-def plain_kl(value: Any, converted: Converted, settings: Settings) -> None:
+def add_kl(value: Any, converted: Converted, source: Settings) -> None:
     add_term(converted, "kl", value or 0.0)
 
 
-def entropy(value: Any, converted: Converted, settings: Settings) -> None:
+def add_entropy(value: Any, converted: Converted, source: Settings) -> None:
     add_term(converted, "entropy", value or 0.0)
 
 
-def level(value: Any, converted: Converted, settings: Settings) -> None:
+def set_ratio_level(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the level of the importance ratio: token or sequence."""
     levels = {"token": "decision", "sequence": "sequence"}
     if value in levels:
-        converted.ours["algorithm.level"] = levels[value]
+        converted.settings["algorithm.level"] = levels[value]
     else:
-        converted.without["importance_sampling_level"] = str(value)
+        converted.unmatched["importance_sampling_level"] = str(value)
 
 
-def filtered(value: Any, converted: Converted, settings: Settings) -> None:
-    """Sets dynamic sampling, with its bounds on the mean reward of a group."""
+def set_dynamic_sampling(value: Any, converted: Converted, source: Settings) -> None:
+    """Enables dynamic sampling, with bounds on the mean reward of a group."""
     if value:
-        low = of(settings, "filter_low", "rewards_lower_bound", default=0.0)
-        high = of(settings, "filter_high", "rewards_upper_bound", default=1.0)
-        scale = float(of(settings, "reward_coef", default=1.0))
-        converted.ours["rollout.dynamic_sampling"] = {"low": float(low) / scale, "high": float(high) / scale}
+        low = lookup(source, "filter_low", "rewards_lower_bound", default=0.0)
+        high = lookup(source, "filter_high", "rewards_upper_bound", default=1.0)
+        scale = float(lookup(source, "reward_coef", default=1.0))
+        converted.settings["rollout.dynamic_sampling"] = {"low": float(low) / scale, "high": float(high) / scale}
 
 
-def masked(value: Any, converted: Converted, settings: Settings) -> None:
+def set_truncation_mask(value: Any, converted: Converted, source: Settings) -> None:
     if value:
-        converted.ours["algorithm.masks"] = ["truncated"]
+        converted.settings["algorithm.masks"] = ["truncated"]
 
 
-def truncated_sampling(key: str) -> Rule:
-    """Returns the rule of top_p and top_k, which are off at 1 and at 0 or -1."""
+def truncation_rule(key: str) -> Rule:
+    """Returns a rule that sets rollout.top_p or rollout.top_k, unless the value turns it off: 1 for top_p, 0 or -1 for
+    top_k."""
 
-    def cut(value: Any, converted: Converted, settings: Settings) -> None:
+    def set_truncation(value: Any, converted: Converted, source: Settings) -> None:
         off = value is None or (float(value) >= 1 if key == "top_p" else int(value) <= 0)
         if not off:
-            converted.ours |= {f"rollout.{key}": value, "rollout.allow_truncated_sampling": True}
+            converted.settings |= {f"rollout.{key}": value, "rollout.allow_truncated_sampling": True}
 
-    return cut
+    return set_truncation

@@ -1,4 +1,9 @@
-"""Rewrites former kinds and keys in a YAML text; everything around them keeps its form."""
+"""Replaces old names of types and keys in the text of a configuration by the current ones. Comments, order and layout
+of everything else stay.
+
+A type is the value of `type` in a choice, such as `{type: clip, low: 0.2}`. What an old type is now may be one choice
+with other keys, or several choices in a list.
+"""
 
 from __future__ import annotations
 
@@ -35,63 +40,70 @@ Tree = dict[str, Any]
 T = TypeVar("T")
 
 
-def with_present_kinds(text: str) -> str:
-    """Returns the text of a configuration with former kinds and keys replaced by present ones. Raises yaml.YAMLError,
-    and UserError for a kind that cannot be rewritten where it stands."""
+def with_current_names(text: str) -> str:
+    """Returns the text of a configuration with old names of types and keys replaced by the current ones.
+
+    Raises yaml.YAMLError if it is not YAML, and UserError if an old type is several choices now and its key holds only
+    one.
+    """
     root = yaml.compose(text)
     if root is None:
         return text
-    edits = set(Rewriting(text).edits(root, OmegaConf.to_container(OmegaConf.create(text)), None))  # once an anchor
-    for start, end, new in sorted(edits, reverse=True):
-        text = text[:start] + new + text[end:]
+    # a set: the node of an anchor is visited once for each alias
+    edits = set(Rewriter(text).edits(root, OmegaConf.to_container(OmegaConf.create(text)), None))
+    for start, end, replacement in sorted(edits, reverse=True):
+        text = text[:start] + replacement + text[end:]
     return text
 
 
-class Rewriting:
-    """Collects the edits of one YAML text."""
+class Rewriter:
+    """Finds the edits that bring one YAML text up to date."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
     def edits(self, node: Node, value: Any, key: str | None) -> Iterator[Edit]:
-        """Yields the edits of `node`. value: its value as configurations are read. key: the key that the node, or the
-        list around it, is the value of."""
+        """Yields the edits of a YAML node and of all nodes below it.
+
+        value: the node's value, as configurations are read. key: the key whose value is the node, or a list with it.
+        """
         if isinstance(node, SequenceNode):
-            for item, inner in zip(node.value, value, strict=True):
-                yield from self.edits(item, inner, key)
-                yield from self._further(node, item, _now(inner, key)[1:])
-        elif not (now := _now(value, key)):
-            values = {str(name): inner for name, inner in value.items()} if isinstance(value, dict) else {}
-            for name, inner in node.value if values else ():
-                if name.value in values:  # not so <<
-                    yield from _renamed(name)
-                    below = key if name.value.isdigit() else name.value  # a number picks an item of a list
-                    yield from self.edits(inner, _alone(values[name.value], below), below)
+            for item, child in zip(node.value, value, strict=True):
+                yield from self.edits(item, child, key)
+                yield from self._insert_items(node, item, _current_trees(child, key)[1:])
+        elif not (current := _current_trees(value, key)):
+            values = {str(name): child for name, child in value.items()} if isinstance(value, dict) else {}
+            for name, child in node.value if values else ():
+                if name.value in values:  # the merge key << is not
+                    yield from _rename_key(name)
+                    child_key = key if name.value.isdigit() else name.value  # a number is the index of a list item
+                    yield from self.edits(child, _require_single(values[name.value], child_key), child_key)
         elif isinstance(node, MappingNode):
-            yield from self._changed(node, value, now[0])
+            yield from self._rewrite_mapping(node, value, current[0])
         else:
-            yield node.start_mark.index, node.end_mark.index, as_yaml(now[0])
+            yield node.start_mark.index, node.end_mark.index, as_yaml(current[0])
 
-    def _further(self, items: SequenceNode, before: Node, new: list[Tree]) -> Iterator[Edit]:
-        """Yields further items behind one of a list."""
-        between = ", " if items.flow_style else f"\n{' ' * items.start_mark.column}- "
-        yield _end(before), _end(before), "".join(between + as_yaml(tree) for tree in new)
+    def _insert_items(self, items: SequenceNode, old: Node, added: list[Tree]) -> Iterator[Edit]:
+        """Yields an edit that inserts the choices `added` into a list, after its item `old`."""
+        separator = ", " if items.flow_style else f"\n{' ' * items.start_mark.column}- "
+        yield _end(old), _end(old), "".join(separator + as_yaml(tree) for tree in added)
 
-    def _changed(self, node: MappingNode, before: Tree, now: Tree) -> Iterator[Edit]:
-        """Yields the edits of a mapping. Unchanged keys keep their text; their values may hold former kinds in turn."""
-        for name, inner in node.value:
-            if name.value in now and before[name.value] == now[name.value]:
-                yield from _renamed(name)
-                yield from self.edits(inner, before[name.value], name.value)
-            elif name.value in now:
-                yield inner.start_mark.index, _end(inner), as_yaml(now[name.value])
-        yield from self._without(node, now)
-        yield self._added(node, {key: value for key, value in now.items() if key not in before})
+    def _rewrite_mapping(self, node: MappingNode, old: Tree, current: Tree) -> Iterator[Edit]:
+        """Yields the edits that turn the choice `old` into `current`. Unchanged keys keep their text, and their values
+        are edited in turn."""
+        for name, child in node.value:
+            if name.value in current and old[name.value] == current[name.value]:
+                yield from _rename_key(name)
+                yield from self.edits(child, old[name.value], name.value)
+            elif name.value in current:
+                yield child.start_mark.index, _end(child), as_yaml(current[name.value])
+        yield from self._remove_keys(node, current)
+        yield self._insert_keys(node, {key: value for key, value in current.items() if key not in old})
 
-    def _without(self, node: MappingNode, now: Tree) -> Iterator[Edit]:
-        """Yields an edit that removes each run of keys that no longer exist."""
-        for stays, run in groupby(enumerate(node.value), lambda pair: pair[1][0].value in (*now, "<<")):
-            if stays:
+    def _remove_keys(self, node: MappingNode, current: Tree) -> Iterator[Edit]:
+        """Yields an edit for each run of adjacent keys that are not in `current`, to remove them."""
+        for keeps, run in groupby(enumerate(node.value), lambda pair: pair[1][0].value in (*current, "<<")):
+            if keeps:
                 continue
             numbers = [i for i, _ in run]
             (first, _), (_, last) = node.value[numbers[0]], node.value[numbers[-1]]
@@ -102,31 +114,33 @@ class Rewriting:
             else:
                 yield self._text.rfind("\n", 0, first.start_mark.index), _end(last), ""
 
-    def _added(self, node: MappingNode, new: Tree) -> Edit:
-        """Returns the edit that adds keys behind the type."""
-        kind = next(inner for name, inner in node.value if name.value == "type")
+    def _insert_keys(self, node: MappingNode, added: Tree) -> Edit:
+        """Returns the edit that inserts keys after the key `type` of a choice."""
+        kind = next(child for name, child in node.value if name.value == "type")
         if node.flow_style:
-            return _end(kind), _end(kind), "".join(f", {key}: {as_yaml(value)}" for key, value in new.items())
+            return _end(kind), _end(kind), "".join(f", {key}: {as_yaml(value)}" for key, value in added.items())
         line = self._text.find("\n", _end(kind))
         position = len(self._text) if line < 0 else line
-        between = "\n" + " " * node.value[0][0].start_mark.column
-        return position, position, "".join(f"{between}{key}: {as_yaml(value)}" for key, value in new.items())
+        separator = "\n" + " " * node.value[0][0].start_mark.column
+        return position, position, "".join(f"{separator}{key}: {as_yaml(value)}" for key, value in added.items())
 
 
-def _now(value: object, key: str | None) -> list[Tree]:
+def _current_trees(value: object, key: str | None) -> list[Tree]:
+    """Returns the choices that a choice with an old type is now; [] if its type is not an old one."""
     return [] if isinstance(value, list) or key not in CHOICES_BY_KEY else current_forms(CHOICES_BY_KEY[key], value)
 
 
-def _alone(value: T, key: str | None) -> T:
-    """Returns `value`. Raises UserError where it is several choices today and the key holds one."""
-    if len(now := _now(value, key)) > 1:
-        raise UserError(f"{as_yaml(value)} is {' and '.join(map(as_yaml, now))} now, and {key} has room for one")
+def _require_single(value: T, key: str | None) -> T:
+    """Returns `value`. Raises UserError if it is a choice that is several choices now: its key holds only one."""
+    if len(current := _current_trees(value, key)) > 1:
+        choices = " and ".join(map(as_yaml, current))
+        raise UserError(f"{key}: {as_yaml(value)} is {choices} now, but {key} takes one; keep one of them")
     return value
 
 
 def _end(node: Node) -> int:
-    """Returns the offset where a node ends. PyYAML's end mark of a block lies behind the blank lines and comments after
-    it."""
+    """Returns the offset in characters where a node ends. PyYAML's own end mark of a block comes after the blank lines
+    and comments that follow it."""
     if isinstance(node, SequenceNode) and not node.flow_style and node.value:
         return _end(node.value[-1])
     if isinstance(node, MappingNode) and not node.flow_style and node.value:
@@ -134,7 +148,7 @@ def _end(node: Node) -> int:
     return node.end_mark.index
 
 
-def _renamed(name: Node) -> Iterator[Edit]:
-    """Yields the present name of a key that has another one."""
-    if (now := present_key(name.value)) != name.value:
-        yield name.start_mark.index, name.end_mark.index, now
+def _rename_key(name: Node) -> Iterator[Edit]:
+    """Yields the edit of a key whose name has changed; nothing for any other key."""
+    if (current := present_key(name.value)) != name.value:
+        yield name.start_mark.index, name.end_mark.index, current

@@ -29,32 +29,35 @@ if TYPE_CHECKING:
     from mmrl.config import Config
     from mmrl.job import Job
 
-KINDS_OF_NEW = [
+SKELETONS = [
     *("task", "reward", "tool", "simulator", "environment", "algorithm", "term", "shaper", "mask", "surrogate"),
     *("baseline", "transform", "view", "transition", "head", "sampler", "source"),
 ]
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a full or read-only disk, whatever a command writes
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a full or read-only disk
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command of mmrl and exits with its code: 2 for UserError and a full disk, in one line on stderr; 130 for
-    Ctrl-C."""
+    """Runs a command of mmrl and exits with its code.
+
+    arguments: those after `mmrl`; None: sys.argv. The code is 2 after a UserError or a full disk, each in one line on
+    stderr, and 130 after Ctrl-C.
+    """
     end_with_starter()
     root = parser()
-    options, more = root.parse_known_args(arguments)
-    if more and ("overrides" not in options or any(argument.startswith("-") for argument in more)):
-        root.error(f"unrecognized arguments: {' '.join(more)}")
-    if more:  # overrides that stand behind an option
-        options.overrides += more
-    sys.path.append(os.getcwd())  # for modules of the user; behind everything that is installed
-    show_notices()
+    options, unparsed = root.parse_known_args(arguments)
+    if unparsed and ("overrides" not in options or any(argument.startswith("-") for argument in unparsed)):
+        root.error(f"unrecognized arguments: {' '.join(unparsed)}")
+    if unparsed:  # overrides that follow an option: argparse leaves them over
+        options.overrides += unparsed
+    sys.path.append(os.getcwd())  # for the user's modules; last, so that installed packages come first
+    print_log_messages()
     try:
         code = options.run(options)
     except UserError as error:
         print(f"mmrl: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in DISK:
+        if error.errno not in DISK_ERRORS:
             raise
         where = "" if error.filename is None else f" ({error.filename})"
         print(f"mmrl: {printable(f'{error.strerror}{where}')}: nothing more is written", file=sys.stderr, flush=True)
@@ -65,15 +68,17 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def show_notices() -> None:
-    """Prints the package's log messages (which kernels compute, say) as lines of the run."""
+def print_log_messages() -> None:
+    """Prints the log messages of the package, such as which kernels are used, among the lines of a run."""
     log = logging.getLogger("mmrl")
     log.setLevel(logging.INFO)
     if not log.handlers:
-        log.addHandler(Notices())
+        log.addHandler(LogLines())
 
 
-class Notices(logging.Handler):
+class LogLines(logging.Handler):
+    """A log handler that prints each record as a line above the progress bars."""
+
     def emit(self, record: logging.LogRecord) -> None:
         from mmrl.runtime.progress import display
 
@@ -84,6 +89,7 @@ Commands = argparse._SubParsersAction
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; each sets `run`, the function that takes the parsed options."""
     root = argparse.ArgumentParser(prog="mmrl", description="Post-train multimodal models with reinforcement learning.")
     # torchrun and the deepspeed launcher both end up here; the latter adds --local_rank
     root.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -95,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_training(commands: Commands) -> None:
-    """Adds the commands that load a model."""
+    """Adds the commands that load a model: train, control, eval, sample, serve and embed."""
     for name, text, run in (
         ("train", "train a model from a configuration", run_train),
         (
@@ -112,7 +118,7 @@ def _add_training(commands: Commands) -> None:
             "with --dry-run: GPUs that the job is meant for, as GiB or names (80,48,rtx4090); nothing is loaded or run"
         )
         train.add_argument("--gpu", metavar="GPU,...", help=text)
-        train.add_argument("--ranks", type=at_least_one, help="with --gpu: how many of them; default: 1")
+        train.add_argument("--ranks", type=at_least_one, help="with --gpu: the number of GPUs; default: 1")
         train.add_argument("config", help="a YAML file, or the name of a recipe (mmrl recipes)")
         train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
         train.set_defaults(run=run)
@@ -125,42 +131,44 @@ def _add_training(commands: Commands) -> None:
     sample.set_defaults(run=run_sample)
     serving = commands.add_parser("serve", help="answer clients of OpenAI (text) or openpi (robots)")
     serving.add_argument("model", help="a run directory, or a model's folder or hub name")
-    serving.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    serving.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     serving.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; others than loopback need --key-env"
+        "--host", default="127.0.0.1", help="address to listen at; one other than loopback needs --key-env"
     )
-    serving.add_argument("--key-env", metavar="NAME", help="the environment variable with the key that callers send")
+    serving.add_argument("--key-env", metavar="NAME", help="the environment variable with the API key of clients")
     serving.set_defaults(run=run_serve)
     for command in (evaluation, sample, serving):
-        text = "a YAML file, where the run's own configuration is not meant, and dotted overrides"
+        text = "a YAML file to use in place of the run's own configuration, and dotted overrides"
         command.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help=text)
     embed = commands.add_parser(
-        "embed", help="write embeddings of a job's prompts by a pipeline's encoders, for model.embeddings"
+        "embed", help="compute text embeddings of a job's prompts with a pipeline's encoders, for model.embeddings"
     )
     embed.add_argument("config", help="a YAML file")
-    embed.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as of mmrl train")
-    embed.add_argument("--out", type=Path, required=True, help="the folder that they are written to")
+    embed.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, as for mmrl train")
+    embed.add_argument("--out", type=Path, required=True, help="the folder that the embeddings are written to")
     embed.set_defaults(run=run_embed)
 
 
 def _add_inspection(commands: Commands) -> None:
-    """Adds the commands that show runs, recipes and methods."""
+    """Adds the commands that show runs, recipes and methods: report, watch, push, recipes, config and methods."""
     report = commands.add_parser("report", help="write one HTML file about one or several runs: curves, health, images")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
-    report.add_argument("--output", type=Path, help="default: RUN/report.html; of several runs report.html here")
+    report.add_argument(
+        "--output", type=Path, help="default: RUN/report.html; for several runs report.html in the current folder"
+    )
     report.set_defaults(run=run_report)
     watch = commands.add_parser("watch", help="show a run's metrics live in the terminal")
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
-    watch.add_argument("--once", action="store_true", help="show them once, as without a terminal")
-    watch.add_argument("--serve", action="store_true", help="show the report live in a browser, on this machine alone")
-    watch.add_argument("--port", type=int, default=0, help="with --serve; default: any that is free")
+    watch.add_argument("--once", action="store_true", help="show the present metrics once and stop")
+    watch.add_argument("--serve", action="store_true", help="show the report live in a browser, on this machine only")
+    watch.add_argument("--port", type=int, default=0, help="with --serve; default: any free port")
     watch.set_defaults(run=run_watch)
-    push = commands.add_parser("push", help="a run's weights with a model card, to a hub or into a folder")
+    push = commands.add_parser("push", help="upload a run's weights and a model card to the hub, or write a folder")
     push.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
-    push.add_argument("name", help="of the repository, such as user/model")
+    push.add_argument("name", help="the repository's name, such as user/model")
     push.add_argument("--best", action="store_true", help="the best checkpoint in place of the final one")
     push.add_argument("--folder", type=Path, help="write the repository here and upload nothing")
-    push.add_argument("--public", action="store_true", help="a new repository is private without it")
+    push.add_argument("--public", action="store_true", help="make a new repository public; default: private")
     push.set_defaults(run=run_push)
     recipes = commands.add_parser("recipes", help="list the recipes that come with the package")
     recipes.add_argument("name", nargs="?", help="print this recipe")
@@ -174,61 +182,69 @@ def _add_inspection(commands: Commands) -> None:
 
 
 def _add_writing(commands: Commands) -> None:
-    """Adds the commands that write a user's files, and the one that checks the machine."""
+    """Adds the commands that write or check a user's files (new, check, convert), and doctor, which checks the
+    machine."""
     new = commands.add_parser(
         "new", help="write a skeleton of your own method, task or simulator, with recipe and test"
     )
-    new.add_argument("kind", choices=KINDS_OF_NEW)
-    new.add_argument("name", help="of the class, such as MyAlgorithm")
-    new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: here")
+    new.add_argument("kind", choices=SKELETONS)
+    new.add_argument("name", help="name of the class, such as MyAlgorithm")
+    new.add_argument("--folder", type=Path, default=Path(), help="where its files go; default: the current folder")
     new.set_defaults(run=run_new)
-    check = commands.add_parser("check", help="what data, template, rewards, model and simulator do together")
+    check = commands.add_parser("check", help="test data, template, rewards, model and simulator before training")
     check.add_argument("config", nargs="?", help="a YAML file, or the name of a recipe (mmrl recipes)")
     check.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, optim.lr=1e-5")
     check.add_argument("--model", metavar="PATH", help="check an image-text model alone: does it sample, score, learn?")
-    check.add_argument("--random", action="store_true", help="with --model: random weights, as config.json says")
+    check.add_argument("--random", action="store_true", help="with --model: build it from config.json, random weights")
     check.add_argument("--weights", action="store_true", default=None, help="read the model's weights, however large")
-    check.add_argument("--html", type=Path, help="write a page too, with images, prompts and marks")
+    check.add_argument("--html", type=Path, help="also write a page with images, prompts and their rewards")
     check.set_defaults(run=run_check)
     conversion = commands.add_parser(
         "convert",
-        help="a recipe of SimpleVLA-RL or cosmos-rl, or an earlier YAML of mmrl, as a current configuration; "
-        "OpenVLA-OFT's pickles as safetensors; LLaDA, MMaDA, Dream and SDAR as Llama, Qwen2 and Qwen3",
+        help="convert a configuration of verl, EasyR1, TRL, ms-swift, flow_grpo, RLinf, SimpleVLA-RL, cosmos-rl or an "
+        "earlier mmrl; OpenVLA-OFT's pickles to safetensors; LLaDA, MMaDA, Dream and SDAR to Llama, Qwen2 and Qwen3",
     )
-    text = "a script with SimpleVLA-RL's command, cosmos-rl's TOML, our YAML, or the folder of a checkpoint"
+    text = "a YAML, JSON, TOML or Python file, a shell script, or the folder of a checkpoint"
     conversion.add_argument("source", type=Path, help=text)
     conversion.add_argument(
-        "--out", type=Path, help="of a recipe: where the YAML goes; default: to the terminal; of a model: a new folder"
+        "--out",
+        type=Path,
+        help="for a configuration: the YAML file, default: the terminal; for a model: a new folder",
     )
-    text = "of a checkpoint: actions that its head makes at once; default: as sizes of action and state say"
+    text = "for a checkpoint: actions per call of its head; default: from the sizes of action and state"
     conversion.add_argument("--chunk", type=at_least_one, help=text)
     conversion.set_defaults(run=run_convert)
     doctor = commands.add_parser("doctor", help="list what is installed and missing, and how to install it")
     text = (
-        "check that everything works here: ranks, kernels, renderers, simulators, vLLM, training; go on where stopped"
+        "check that everything works here: ranks, kernels, renderers, simulators, vLLM, training; a second call "
+        "continues where the first stopped"
     )
     doctor.add_argument("--gpu", action="store_true", help=text)
     doctor.add_argument("--folder", type=Path, default=Path("runs/doctor"), help="with --gpu; default: runs/doctor")
     doctor.add_argument("--only", default="", help="with --gpu: names of checks, with commas; default: all")
-    doctor.add_argument("--again", action="store_true", help="with --gpu: also what is known to work")
-    doctor.add_argument("--limit", type=at_least_one, default=600, help="with --gpu: seconds a check; default: 600")
-    doctor.add_argument("--recipe", help="with --gpu: a configuration of yours too, three steps, memory as estimated")
-    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="of --recipe, such as model.path=FOLDER")
+    doctor.add_argument("--again", action="store_true", help="with --gpu: repeat checks that passed before")
+    doctor.add_argument("--limit", type=at_least_one, default=600, help="with --gpu: seconds per check; default: 600")
+    doctor.add_argument(
+        "--recipe", help="with --gpu: also train your configuration for three steps and compare memory to the estimate"
+    )
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help="for --recipe, such as model.path=FOLDER")
     doctor.set_defaults(run=run_doctor)
 
 
 def at_least_one(text: str) -> int:
+    """Converts an option to an integer. Raises ArgumentTypeError if it is not a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def run_control(options: argparse.Namespace) -> int:
+    """Runs `mmrl control`: trains the job with random rewards; the user's overrides come last."""
     from mmrl.cli import control
     from mmrl.config import load
 
-    without = control.overrides(load(options.config, options.overrides), options.config)
-    options.overrides = [*without, *options.overrides]
+    random_rewards = control.overrides(load(options.config, options.overrides), options.config)
+    options.overrides = [*random_rewards, *options.overrides]
     return run_train(options)
 
 
@@ -245,34 +261,34 @@ def run_model_check(path: str, *, random: bool) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Runs `mmrl check`: of a configuration, or of a model alone. Returns 1 where a finding refuses the job."""
+    """Runs `mmrl check` for a configuration, or for a model alone. Returns 1 if a problem refuses the job."""
     if options.model is not None:
         if options.config is not None:
-            raise UserError(f"--model checks a model alone; leave {options.config} out, or --model")
+            raise UserError(f"--model checks a model alone; leave out either {options.config} or --model")
         return run_model_check(options.model, random=options.random)
     if options.config is None or options.random:
         raise UserError("mmrl check takes a configuration, or --model PATH with or without --random")
-    from mmrl.cli.check import JobCheck, lines
+    from mmrl.cli.check import JobCheck, report_lines
 
     check = JobCheck(options.config, options.overrides, options.weights)
-    findings = check.run()
-    print("\n".join(lines(findings)))
+    report = check.run()
+    print("\n".join(report_lines(report)))
     if options.html is not None:
         from mmrl.preflight.page import write_page
 
-        write_page(options.html, options.config, findings, check.rows)
-    return 1 if findings.refused else 0
+        write_page(options.html, options.config, report, check.rows)
+    return 1 if report.refused else 0
 
 
 def run_recipes(options: argparse.Namespace) -> int:
-    from mmrl.cli.recipes import described
+    from mmrl.cli.recipes import describe_recipes
 
-    return show(described(options.name))
+    return show(describe_recipes(options.name))
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Runs `mmrl train`: prints the configuration, estimates memory, takes a dry step, or trains. Returns the exit
-    code."""
+    """Runs `mmrl train`: prints the configuration, estimates memory, makes a dry run of one step, or trains. Returns
+    the exit code."""
     from mmrl.config import load, to_yaml
 
     config = load(options.config, options.overrides)
@@ -281,37 +297,35 @@ def run_train(options: argparse.Namespace) -> int:
         return 0
     if not options.dry_run:
         if options.gpu or options.ranks:
-            raise UserError("--gpu and --ranks belong to --dry-run, which says what a job takes of such GPUs")
+            raise UserError("--gpu and --ranks need --dry-run, which estimates the job's memory on such GPUs")
         return train(config)
     if options.gpu:
-        print("\n".join(memory_on(options)))
+        print("\n".join(memory_report(options)))
         return 0
     if options.ranks:
-        raise UserError(
-            "--ranks belongs to --gpu, such as --gpu 80 --ranks 8; for a step of several ranks use torchrun"
-        )
+        raise UserError("--ranks needs --gpu, such as --gpu 80 --ranks 8; to run a step on several ranks use torchrun")
     from mmrl.job import before_warm_start
 
     print_memory(options)
     config = before_warm_start(config)
     with tempfile.TemporaryDirectory(prefix="mmrl-dry-run-") as folder:
-        return train(one_step(config, folder), dry=True)
+        return train(dry_run_config(config, folder), dry=True)
 
 
-def memory_on(options: argparse.Namespace) -> list[str]:
-    """Returns lines on the memory that the job needs on the named GPUs. Raises UserError where it can not be
-    computed."""
+def memory_report(options: argparse.Namespace) -> list[str]:
+    """Returns lines on the memory that the job needs on the GPUs in options.gpu. Raises UserError if it cannot be
+    estimated."""
     from mmrl.config import load
     from mmrl.doctor.memory_plan import Gpu, memory_lines
 
-    def make(more: Sequence[str]) -> Config:
-        return load(options.config, [*options.overrides, *more])
+    def load_config(overrides: Sequence[str]) -> Config:
+        return load(options.config, [*options.overrides, *overrides])
 
-    return memory_lines(make, options.ranks or 1, [Gpu.of(text) for text in options.gpu.split(",")])
+    return memory_lines(load_config, options.ranks or 1, [Gpu.parse(text) for text in options.gpu.split(",")])
 
 
 def print_memory(options: argparse.Namespace) -> None:
-    """Prints, before the step of a dry run, the memory that the job needs on this machine's GPU, if there is one."""
+    """Prints the memory that the job needs on this machine's GPUs, if there are any; only on rank 0."""
     import torch
 
     if not torch.cuda.is_available() or os.environ.get("RANK", "0") != "0":
@@ -319,13 +333,13 @@ def print_memory(options: argparse.Namespace) -> None:
     options.ranks = int(os.environ.get("WORLD_SIZE", "1"))
     options.gpu = f"{torch.cuda.mem_get_info()[1] / 2**30:.1f}"
     try:
-        print("\n".join(memory_on(options)), flush=True)
+        print("\n".join(memory_report(options)), flush=True)
     except UserError as error:
         print(f"memory is not estimated: {error}", flush=True)
 
 
-def one_step(config: Config, folder: str) -> Config:
-    """Returns the configuration of a dry run: one step, four evaluation prompts, no checkpoints, a temporary folder."""
+def dry_run_config(config: Config, folder: str) -> Config:
+    """Returns the configuration of a dry run: one step, four evaluation prompts, no checkpoints, run_dir=folder."""
     evaluation = config.evaluation.model_copy(update={"before": False, "every": 0, "prompts": 4})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "resume": False, "best": False})
     update = {"steps": 1, "run_dir": folder, "evaluation": evaluation, "checkpoint": checkpoint}
@@ -333,16 +347,19 @@ def one_step(config: Config, folder: str) -> Config:
 
 
 def train(config: Config, *, dry: bool = False) -> int:
-    """Trains the job and prints its last line. Returns the exit code: 0, or 128 + the signal that stopped the run."""
-    gc.disable()  # until the job is built: hardly anything of it is garbage
+    """Trains the job and prints its last line. dry: it is a dry run, so the batch arithmetic is printed first.
+
+    Returns the exit code: 0, or 128 + the number of the signal that stopped the run.
+    """
+    gc.disable()  # building a job makes many objects and hardly any garbage
     from mmrl.job import Job, RunEnded, WarmStartStopped
 
     try:
         with Job(config) as job:
-            gc.freeze()  # nor later
+            gc.freeze()  # the job's objects live until the end: no collection needs to scan them
             gc.enable()
             if dry and job.ranks.rank == 0:
-                print(arithmetic(job.config, job.ranks.world, job.policy.module), flush=True)
+                print(batch_arithmetic(job.config, job.ranks.world, job.policy.module), flush=True)
             job.train()
             if job.ranks.rank == 0:
                 print(last_line(job, dry), flush=True)
@@ -358,8 +375,9 @@ def train(config: Config, *, dry: bool = False) -> int:
 
 
 def last_line(job: Job, dry: bool) -> str:
+    """Returns the line that a run ends with: how to continue it, or its summary."""
     if job.stopped:
-        return f"stopped at step {job.step} and saved; the same command goes on with checkpoint.resume=auto"
+        return f"stopped at step {job.step} and saved; to continue, repeat the command with checkpoint.resume=auto"
     return "dry run: one step done, nothing kept" if dry else summary(job.accuracies, Path(job.config.run_dir))
 
 
@@ -372,7 +390,7 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    """Runs `mmrl eval`: measures a model on held-out prompts or episodes, and writes the results as JSON."""
+    """Runs `mmrl eval`: evaluates a model on held-out prompts or episodes, and writes evaluation.json."""
     from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
@@ -389,8 +407,12 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def eval_episodes(options: argparse.Namespace, job: Job) -> int:
-    """Evaluates episodes with greedy decoding, with sampling, or both, as evaluation.decoding says; once for a head
-    without temperature. Episodes that were played before under the same protocol are not repeated."""
+    """Evaluates a robot policy on held-out episodes and writes evaluation.json.
+
+    Episodes are played with greedy decoding, with sampling, or both, as evaluation.decoding says; once for an action
+    head without temperature. Episodes that an earlier, stopped evaluation with the same protocol has played are read
+    from its journal files, which are removed at the end.
+    """
     from mmrl.evaluation import protocol as protocols
     from mmrl.evaluation.evaluate import Journal
     from mmrl.policies.vla.settings import EpisodeEvaluation
@@ -400,46 +422,51 @@ def eval_episodes(options: argparse.Namespace, job: Job) -> int:
     protocol = protocols.protocol(job.config, task, policy.action.chunk)
     by_decoding: dict[str, dict[str, Any]] = {}
     record: dict[str, Any] = {}
-    journals: list[Path] = []
+    journal_files: list[Path] = []
     settings = job.config.evaluation
     mode = settings.decoding if isinstance(settings, EpisodeEvaluation) else "sampled"
     for decoding in ("greedy", "sampled") if mode == "both" else (mode,):
         if decoding == "sampled":
             policy.evaluation_temperature = policy.temperature.value
-        mark = protocols.digest({**protocol, "decoding": decoding}, options.model)
-        journal = Journal(output_path(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), mark)
+        digest = protocols.digest({**protocol, "decoding": decoding}, options.model)
+        journal = Journal(output_path(options.model, f"evaluation.{decoding}-{ranks.rank}.jsonl"), digest)
         if journal.parts:
-            print(f"{journal.episodes} episodes ({decoding}) were played before; going on behind them")
+            print(f"continuing after {journal.episodes} episodes ({decoding}) of an earlier evaluation")
         result, samples, _ = job.measure(protocol["episodes"], journal)
-        journals.append(journal.file)
+        journal_files.append(journal.file)
         if not record:
-            print("\n".join(protocols.described(protocol, policy.evaluation_temperature)))
+            print("\n".join(protocols.protocol_lines(protocol, policy.evaluation_temperature)))
             record = {**result, "protocol": protocol, "versions": protocol["versions"]}
-        by_decoding[decoding] = protocols.by_task(task, [s for part in ranks.gather(samples) for s in part])
-        for name, of_task in by_decoding[decoding].items():
-            print(protocols.success_line(name, decoding, of_task))
+        all_samples = [sample for rank_samples in ranks.gather(samples) for sample in rank_samples]
+        by_decoding[decoding] = protocols.rates_by_task(task, all_samples)
+        for name, rates in by_decoding[decoding].items():
+            print(protocols.success_line(name, decoding, rates))
     if ranks.rank == 0:
         command = ["mmrl", "eval", options.model, *options.overrides]
-        protocols.add_line(output_path(options.model, protocols.LINES), command, protocol, by_decoding)
+        protocols.add_line(output_path(options.model, protocols.RESULTS_FILE), command, protocol, by_decoding)
         write_evaluation(options.model, {**record, **by_decoding})
-    for file in journals:
+    for file in journal_files:
         file.unlink()
     return 0
 
 
 def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Returns the configuration file, if any, and the overrides among the arguments after RUN. An argument is a file if
-    it has no equals sign or exists. Raises UserError for several files."""
+    """Splits the arguments after RUN into the configuration file, if any, and the overrides.
+
+    An argument is a file if it has no equals sign or such a file exists. Raises UserError if there are several files.
+    """
     arguments = list(options.overrides)
     files = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
     if len(files) > 1:
-        raise UserError(f"one configuration is enough: {' '.join(files)}")
+        raise UserError(f"give one configuration, not {len(files)}: {' '.join(files)}")
     return (files[0] if files else None), [argument for argument in arguments if argument not in files]
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
-    """Prints the numbers of an evaluation, and writes all of it as JSON beside the model. Returns exit code
-    0."""
+    """Prints the metrics of an evaluation and writes the whole record to evaluation.json beside the model.
+
+    Returns the exit code 0.
+    """
     from mmrl.report.run import replace
 
     for name, value in record.items():
@@ -461,20 +488,20 @@ def run_sample(options: argparse.Namespace) -> int:
     if "action" in type(job.config).model_fields:
         job = Job.from_weights(options.model, config, [*overrides, "action.film=true"])
     with job:
-        _, samples, marks = job.measure(options.count)
-    for sample, mark in zip(samples, marks, strict=True):
-        drawn = "an image" if sample.image is not None else "a video"
+        _, samples, accuracies = job.measure(options.count)
+    for sample, accuracy in zip(samples, accuracies, strict=True):
+        media = "an image" if sample.image is not None else "a video"
         is_text = sample.image is None and sample.frames is None
-        output = repr(sample.response) if is_text else f"{drawn}, accuracy {mark:.3g}"
-        gold = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"
-        print(f"{sample.prompt.text!r} -> {output}{gold}")
-    written = write_samples(output_path(options.model, "samples.html"), samples, {"accuracy": marks})
+        output = repr(sample.response) if is_text else f"{media}, accuracy {accuracy:.3g}"
+        answer = "" if sample.prompt.answer is None else f" (answer {sample.prompt.answer!r})"
+        print(f"{sample.prompt.text!r} -> {output}{answer}")
+    written = write_samples(output_path(options.model, "samples.html"), samples, {"accuracy": accuracies})
     print(f"written to {', '.join(map(str, written))}")
     return 0
 
 
 def output_path(model: str, name: str) -> Path:
-    """Returns the path for a result: in the folder `model`, or in the working directory for a model from a hub."""
+    """Returns the path of a result file: in the folder `model`, or in the working directory for a model on the hub."""
     return Path(model if Path(model).is_dir() else ".") / name
 
 
@@ -489,7 +516,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def run_embed(options: argparse.Namespace) -> int:
-    """Runs `mmrl embed`: writes the text embeddings of all prompts of a diffusion job to a folder, for
+    """Runs `mmrl embed`: writes text embeddings of all prompts of a diffusion job to a folder, for
     model.embeddings."""
     from mmrl.build import build_policy, build_task
     from mmrl.config import load
@@ -507,7 +534,7 @@ def run_embed(options: argparse.Namespace) -> int:
     task = build_task(config)
     policy: Any = build_policy(config, task)
     if isinstance(policy.family, SmallFamily):
-        raise UserError("mmrl embed is for diffusers pipelines; mmrl's small networks have no encoders")
+        raise UserError("mmrl embed needs a diffusers pipeline; mmrl's small networks have no text encoders")
     count = embeddings.write(policy.family, embeddings.condition_inputs_of(task, policy), options.out)
     print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
     return 0
@@ -587,26 +614,24 @@ def run_new(options: argparse.Namespace) -> int:
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    """Runs `mmrl convert`: a recipe of another library, a former configuration, or the folder of a checkpoint."""
+    """Runs `mmrl convert` for a configuration of another library or of an earlier mmrl, or the folder of a checkpoint.
+
+    Raises UserError if the source cannot be converted.
+    """
     if options.source.is_dir():
         return run_model_conversion(options)
-    from mmrl.cli.convert import convert, convert_former
-    from mmrl.cli.external_recipes import convert_theirs
+    from mmrl.cli.convert import convert_former, convert_robot_recipe
+    from mmrl.cli.external_recipes import convert_external
 
     if options.chunk is not None:
         raise UserError(f"--chunk is for the folder of a checkpoint, which {options.source} is not")
-    theirs = None if options.source.suffix == ".toml" else convert_theirs(options.source)
-    if theirs is not None:
-        text, note = (
-            theirs.text(str(options.source)),
-            f"{len(theirs.without)} keys have no counterpart, see its first lines",
-        )
-    elif options.source.suffix in (".yaml", ".yml"):
-        text, note = convert_former(options.source), "with the present names of modules, kinds and recipes"
+    converted = None if options.source.suffix == ".toml" else convert_external(options.source)
+    if converted is None and options.source.suffix in (".yaml", ".yml"):
+        text, note = convert_former(options.source), "with the present names of modules, types and recipes"
     else:
-        converted = convert(options.source)
+        converted = converted or convert_robot_recipe(options.source)
         text = converted.text(str(options.source))
-        note = f"{len(converted.without)} keys have no counterpart, see its first lines"
+        note = f"{len(converted.unmatched)} keys have no counterpart, see its first lines"
     if options.out is None:
         print(text, end="")
     else:
@@ -616,6 +641,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
 
 def run_model_conversion(options: argparse.Namespace) -> int:
+    """Converts the folder of a masked-diffusion checkpoint into one of transformers, or else an OpenVLA-OFT one."""
     from mmrl.policies.discrete_diffusion.checkpoint_conversion import convert, is_published
 
     if not is_published(options.source):
@@ -626,55 +652,55 @@ def run_model_conversion(options: argparse.Namespace) -> int:
 
 
 def run_unpickling(options: argparse.Namespace) -> int:
-    """Converts an OpenVLA-OFT checkpoint: writes its pickled head and projector as safetensors beside them."""
+    """Converts the pickled action head and projector of an OpenVLA-OFT checkpoint to safetensors in the same folder."""
     from mmrl.policies.vla.backbones.checkpoint_conversion import convert
 
     if options.out is not None:
-        raise UserError(f"--out is for recipes; what is made of a checkpoint is written into {options.source}")
+        raise UserError(f"--out is for configurations; a checkpoint is converted inside {options.source}; leave it out")
     conversion = convert(options.source, options.chunk)
     for file in conversion.files:
         print(f"written {file}")
     if conversion.robot is not None:
-        print(f"its chunk is taken to be {conversion.chunk} actions, as {conversion.robot}'s; --chunk says another")
+        print(f"assumed a chunk of {conversion.chunk} actions, as for {conversion.robot}; --chunk sets another")
     return 0
 
 
 def run_diagnosis(options: argparse.Namespace) -> int:
-    """Runs `mmrl doctor --gpu`: trains tiny jobs, each in a process of its own, and writes report.md. Returns 1 where
-    one fails."""
+    """Runs `mmrl doctor --gpu`: runs checks, each in a process of its own, and writes report.md. Returns 1 if one
+    fails."""
     from mmrl.doctor.checks import CHECKS
     from mmrl.doctor.run import RECIPE, Check, diagnose, machine
 
     names = options.only.split(",") if options.only else list(CHECKS)
     if unknown := [name for name in names if name not in CHECKS]:
-        raise UserError(f"--only={unknown[0]}: checks are {', '.join(CHECKS)}")
+        raise UserError(f"--only={unknown[0]} is not a check; choose from {', '.join(CHECKS)}")
     checks = [Check(name) for name in names]
     if options.recipe:
         checks.append(Check(RECIPE, (options.recipe, *options.overrides)))
     elif options.overrides:
-        raise UserError(f"{options.overrides[0]} belongs to --recipe, which is not given")
-    findings = diagnose(checks, options.folder, machine(), limit=options.limit, again=options.again)
+        raise UserError(f"the override {options.overrides[0]} needs --recipe; name the recipe or leave it out")
+    results = diagnose(checks, options.folder, machine(), limit=options.limit, rerun=options.again)
     print(f"written to {options.folder / 'report.md'}")
-    return int(any(finding.status == "fails" for finding in findings))
+    return int(any(result.status == "fails" for result in results))
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Runs `mmrl doctor`: lists the packages, compilers and devices of this machine. Returns 1 where something needed
-    is missing."""
+    """Runs `mmrl doctor`: lists the packages, compilers and devices of this machine. Returns 1 if mmrl cannot run
+    without something that is missing."""
     if options.gpu:
         return run_diagnosis(options)
     gpu_options = {"--only": options.only, "--again": options.again, "--recipe": options.recipe}
-    if meant := [*(name for name, value in gpu_options.items() if value), *options.overrides]:
-        raise UserError(f"{meant[0]} belongs to mmrl doctor --gpu")
-    from mmrl.doctor.installed import examine, report_lines
+    if unusable := [*(name for name, value in gpu_options.items() if value), *options.overrides]:
+        raise UserError(f"{unusable[0]} needs --gpu: mmrl doctor --gpu {unusable[0]}")
+    from mmrl.doctor.installed import check_installation, report_lines
 
-    checks = list(examine())
+    checks = list(check_installation())
     print("\n".join(report_lines(checks)))
-    return 1 if any(check.needed and check.mend for check in checks) else 0
+    return 1 if any(check.required and check.fix for check in checks) else 0
 
 
-def arithmetic(config: Config, world: int, module: Module) -> str:
-    """Returns the batch arithmetic and a memory estimate, for a dry run."""
+def batch_arithmetic(config: Config, world: int, module: Module) -> str:
+    """Returns lines on the sizes of batches and an estimate of memory, for a dry run. world: the number of ranks."""
     from mmrl.engine import memory_estimate
 
     rollouts, micro = config.rollouts_per_step, config.engine.micro_batch

@@ -1,4 +1,8 @@
-"""`mmrl methods`: describe every method, of mmrl or of a user."""
+"""`mmrl methods`: describes every method, of mmrl or of a user.
+
+A method here is a class that a configuration names by `type`: an algorithm, a loss term, a baseline, a sampler, ...
+Those that may take the same key inherit from one base class, such as Algorithm or Baseline.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from mmrl.algorithms.baselines.baseline import Baseline
 from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.scales.scale import Scale
 from mmrl.algorithms.surrogates.surrogate import Surrogate
-from mmrl.cli.keys import written
+from mmrl.cli.keys import yaml_default
 from mmrl.collection.extra_sources import ExtraSource
 from mmrl.config import job
 from mmrl.errors import UserError
@@ -25,7 +29,7 @@ from mmrl.terms.losses.kl import KLWeighting, OtherPolicy
 from mmrl.terms.term import Mask, Shaper, Term
 
 TREE = "text token of a tree"
-# One kind of job for each kind of decision.
+# By kind of decision (the unit with one log-probability): the settings of a job whose policy makes such decisions.
 DECISIONS: dict[str, dict[str, Any]] = {
     "text token": {"model": {"type": "vision_language"}},
     TREE: {"model": {"type": "vision_language"}, "rollout": {"extras": ["branches"]}},
@@ -60,7 +64,7 @@ DECISIONS: dict[str, dict[str, Any]] = {
         "action": {"head": {"type": "flow", "likelihood": {"type": "contrast"}}},
     },
 }
-NEEDY = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, OtherPolicy, KLWeighting, ExtraSource)
+CLASSES_WITH_NEEDS = (Baseline, Transform, Scale, Surrogate, Term, Shaper, Mask, OtherPolicy, KLWeighting, ExtraSource)
 # Recommended methods by the title of the choice and the name, each with the situation that it suits.
 RECOMMENDED = {
     ("algorithm", "grpo"): "a first choice for text, images and actions",
@@ -74,7 +78,7 @@ RECOMMENDED = {
     ("loss term", "kl"): "long runs: the policy stays near the one that it started from",
     ("prompt sampler", "skip_flat"): "many prompts are always right or always wrong",
 }
-# All base classes of choices.
+# All base classes of methods.
 CHOICES = (
     "mmrl.algorithms.algorithm:Algorithm",
     "mmrl.algorithms.surrogates.surrogate:Surrogate",
@@ -116,154 +120,170 @@ CHOICES = (
 )
 
 
-def describe_methods(wanted: str | None) -> list[str]:
-    """Returns one line a method, those to begin with first, or the full description of the method `wanted`.
+def describe_methods(query: str | None) -> list[str]:
+    """Returns the lines of `mmrl methods`: for None one line a method, recommended ones first, else all about `query`.
 
-    wanted: a name, or a class of one's own as package.module:Class. Raises UserError naming the nearest name for an
-    unknown one.
+    query: the name of a shipped method or reward, or the user's own class as package.module:Class. Raises UserError,
+    with the nearest name, if there is no such method.
     """
-    if wanted is None:
-        return _listed()
-    if ":" in wanted:
-        kind = locate(wanted, "methods")
-        return describe_method(_base_of(kind, wanted), wanted, kind)
-    chosen = [(base, name, kind) for base, name, kind in methods() if name == wanted]
-    if chosen:
-        return [line for method in chosen for line in describe_method(*method)]
-    if wanted in rewards():
-        return describe_reward(wanted)
-    near = difflib.get_close_matches(wanted, [*(name for _, name, _ in methods()), *rewards()], n=1)
-    raise UserError(f"there is no method {wanted}; {f'did you mean {near[0]}?' if near else 'mmrl methods lists all'}")
+    if query is None:
+        return _overview()
+    if ":" in query:
+        method_class = locate(query, "methods")
+        return describe_method(_base_of(method_class, query), query, method_class)
+    matching = [method for method in methods() if method[1] == query]
+    if matching:
+        return [line for method in matching for line in describe_method(*method)]
+    if query in rewards():
+        return describe_reward(query)
+    names = [*(name for _, name, _ in methods()), *rewards()]
+    close = difflib.get_close_matches(query, names, n=1)
+    raise UserError(f"there is no method {query}; {f'did you mean {close[0]}?' if close else 'mmrl methods lists all'}")
 
 
-def _listed() -> list[str]:
-    """Returns the lines of all methods: those to begin with, then a block for each choice."""
+def _overview() -> list[str]:
+    """Returns one line for each method: first the recommended ones, then a block for each base class."""
     blocks: dict[str, list[str]] = {}
-    for base, name, kind in methods():
-        where = compared_with(kind).partition("@")[0].rpartition("/")[2]
-        note = " (reconstructed)" if is_reconstructed(kind) else f" (variant: as {where})" if where else ""
-        blocks.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(kind)}{note}")
+    for base, name, method_class in methods():
+        library = compared_with(method_class).partition("@")[0].rpartition("/")[2]
+        note = f" (variant: as {library})" if library else ""
+        if is_reconstructed(method_class):
+            note = " (reconstructed)"
+        blocks.setdefault(base.title, []).append(f"  {name:<18} {first_sentence(method_class)}{note}")
     blocks["reward"] = [f"  {name:<18} {first_sentence(builder)}" for name, builder in rewards().items()]
-    begin = [f"  {name:<18} {title}: {when}" for (title, name), when in RECOMMENDED.items()]
-    described = {"recommended, to begin with": begin, **blocks}
-    return [line for title, lines in described.items() for line in (f"{title}:", *lines, "")]
+    recommended = [f"  {name:<18} {title}: {when}" for (title, name), when in RECOMMENDED.items()]
+    blocks = {"recommended, to begin with": recommended, **blocks}
+    return [line for title, lines in blocks.items() for line in (f"{title}:", *lines, "")]
 
 
-def is_reconstructed(kind: type[Choice]) -> bool:
-    """Returns True where a method was built from an abstract or a summary, without the authors' code."""
-    return vars_of(kind, "source").startswith("reconstructed")
+def is_reconstructed(method_class: type[Choice]) -> bool:
+    """Returns True if a method was written from a paper's abstract or a summary, without the authors' code."""
+    return class_variable(method_class, "source").startswith("reconstructed")
 
 
-def compared_with(kind: type[Choice]) -> str:
-    """Returns the public code whose numbers a method gives, as REPOSITORY@COMMIT; empty where it was not compared, as
-    for one that inherits from a method that was."""
-    return str(vars(kind)["compared"]) if "compared" in vars(kind) else ""
+def compared_with(method_class: type[Choice]) -> str:
+    """Returns the public code, as REPOSITORY@COMMIT, whose numbers a test compares this class with; "" if there is
+    none. Subclasses of a compared method are not compared."""
+    return str(vars(method_class)["compared"]) if "compared" in vars(method_class) else ""
 
 
-def _base_of(kind: object, name: str) -> type[Choice]:
-    """Returns the kind of choice that a class of one's own is. Raises UserError where it is none."""
-    bases: list[type[Choice]] = [locate(where, "methods") for where in CHOICES]
-    if isinstance(kind, type):
+def _base_of(method_class: object, name: str) -> type[Choice]:
+    """Returns the base class, out of CHOICES, that the user's class `name` inherits from. Raises UserError if there is
+    none."""
+    bases: list[type[Choice]] = [locate(path, "methods") for path in CHOICES]
+    if isinstance(method_class, type):
         for base in bases:
-            if issubclass(kind, base):
+            if issubclass(method_class, base):
                 return base
-    raise UserError(f"{name} is not a method: it inherits from none of {', '.join(base.__name__ for base in bases)}")
+    names = ", ".join(base.__name__ for base in bases)
+    raise UserError(f"{name} is not a method; let it inherit from one of {names}")
 
 
 def methods() -> Iterator[tuple[type[Choice], str, type[Choice]]]:
-    """Yields base class, name and class of every shipped kind of every choice."""
-    for where in CHOICES:
-        base: type[Choice] = locate(where, "methods")
+    """Yields base class, name and class of every shipped method."""
+    for path in CHOICES:
+        base: type[Choice] = locate(path, "methods")
         for name in base.kinds:
             yield base, name, kind_of(base, {"type": name})
 
 
 def rewards() -> dict[str, Callable[..., Any]]:
-    """Returns the builders of the shipped rewards by name. Importing them imports torch, hence the late import."""
-    from mmrl.rewards.registry import REWARDS
+    """Returns the functions that build the shipped rewards, by name of the reward."""
+    from mmrl.rewards.registry import REWARDS  # imports torch: only when rewards are listed
 
     return REWARDS
 
 
 def describe_reward(name: str) -> list[str]:
-    """Returns the description of a shipped reward: its docstring and its options."""
+    """Returns lines about a shipped reward: its docstring and its options."""
     builder = rewards()[name]
-    options = [str(p) for p in inspect.signature(builder).parameters.values()]
-    text = (inspect.getdoc(builder) or "").splitlines()
-    return [f"{name} (reward, {builder.__module__}:{builder.__name__})", *(f"  {line}".rstrip() for line in text),
-            f"  options: {', '.join(options) or 'none'}"]  # fmt: skip
+    options = [str(parameter) for parameter in inspect.signature(builder).parameters.values()]
+    docstring = (inspect.getdoc(builder) or "").splitlines()
+    return [
+        f"{name} (reward, {builder.__module__}:{builder.__name__})",
+        *(f"  {line}".rstrip() for line in docstring),
+        f"  options: {', '.join(options) or 'none'}",
+    ]
 
 
-def first_sentence(kind: Callable[..., Any]) -> str:
-    text = " ".join((inspect.getdoc(kind) or "").split())
+def first_sentence(function: Callable[..., Any]) -> str:
+    """Returns the first sentence of the docstring of a function or class, without its full stop."""
+    text = " ".join((inspect.getdoc(function) or "").split())
     return text.split(". ")[0].rstrip(".")
 
 
-def describe_method(base: type[Choice], name: str, kind: type[Choice]) -> list[str]:
-    """Returns the description of a method: docstring, equation, source, test, decisions, cost and options."""
-    lines = [f"{name} ({base.title}, {kind.__module__}:{kind.__name__})", f"  {' '.join((kind.__doc__ or '').split())}"]
+def describe_method(base: type[Choice], name: str, method_class: type[Choice]) -> list[str]:
+    """Returns lines about a method: docstring, equation, source, test, kinds of decision, cost and options."""
+    lines = [
+        f"{name} ({base.title}, {method_class.__module__}:{method_class.__name__})",
+        f"  {' '.join((method_class.__doc__ or '').split())}",
+    ]
     if when := RECOMMENDED.get((base.title, name)):
         lines.append(f"  recommended: {when}")
     for attribute in ("equation", "at_one_update", "source", "test"):
-        if value := vars_of(kind, attribute):
+        if value := class_variable(method_class, attribute):
             lines.append(f"  {attribute.replace('_', ' ')}: {value}")
-    if where := compared_with(kind):
-        lines.append(f"  variant: equal by value to {where} (tests/joints/test_public_numbers.py)")
-    if changes := vars_of(kind, "changes"):
+    if repository := compared_with(method_class):
+        lines.append(f"  variant: equal by value to {repository} (tests/joints/test_public_numbers.py)")
+    if changes := class_variable(method_class, "changes"):
         lines.append(f"  changes: {', '.join(sorted(changes))}")
-    if (needs := needs_of(kind)) is not None:
+    if (needs := needs_of(method_class)) is not None:
         lines += [f"  decisions: {', '.join(decisions_of(needs)) or 'none'}", f"  cost: {cost_of(needs)}"]
-    for key, field in kind.model_fields.items():
+    for key, field in method_class.model_fields.items():
         if key != "type":
-            default = "" if field.is_required() else f" (default {written(field.default)})"
+            default = "" if field.is_required() else f" (default {yaml_default(field.default)})"
             lines.append(f"    {key}{default}: {field.description}")
     return lines
 
 
-def needs_of(kind: type[Choice]) -> Needs | None:
-    """Returns what a method needs with its default options; None for choices that are not part of an algorithm."""
-    if not issubclass(kind, (Algorithm, *NEEDY)):
+def needs_of(method_class: type[Choice]) -> Needs | None:
+    """Returns what a method with its default options needs of the job; None for classes that declare no needs."""
+    if not issubclass(method_class, (Algorithm, *CLASSES_WITH_NEEDS)):
         return None
-    method: Any = _sketch(kind)
+    method: Any = _with_defaults(method_class)
     return method.base_needs if isinstance(method, Algorithm) else method.needs
 
 
-def _sketch(kind: type[Section]) -> Section:
-    """Returns settings with their defaults, and something empty for each option that must be given."""
-    required = {key: _empty(field.annotation) for key, field in kind.model_fields.items() if field.is_required()}
-    values: dict[str, Any] = required | ({"type": ""} if issubclass(kind, Choice) else {})
-    return kind.model_construct(**values)
+def _with_defaults(method_class: type[Section]) -> Section:
+    """Returns an instance of a section with default options, and an empty value for each required option."""
+    required = {
+        key: _empty_value(field.annotation) for key, field in method_class.model_fields.items() if field.is_required()
+    }
+    values: dict[str, Any] = required | ({"type": ""} if issubclass(method_class, Choice) else {})
+    return method_class.model_construct(**values)
 
 
-def _empty(annotation: Any) -> Any:
-    """Returns an empty value of an option's type; of a choice its first kind."""
+def _empty_value(annotation: Any) -> Any:
+    """Returns an empty value for the annotation of an option: "", 0, [], the first of a Literal, and for a section one
+    with default options."""
     if isinstance(annotation, type) and issubclass(annotation, Choice):
         annotation = kind_of(annotation, {"type": next(iter(annotation.kinds))})
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return _sketch(annotation)
-    kind = typing.get_origin(annotation) or annotation
-    return typing.get_args(annotation)[0] if kind is typing.Literal else kind()
+        return _with_defaults(annotation)
+    value_type = typing.get_origin(annotation) or annotation
+    return typing.get_args(annotation)[0] if value_type is typing.Literal else value_type()
 
 
 @cache
-def offers() -> dict[str, frozenset[Offer]]:
-    """Returns what each kind of decision supports, as its model declares it."""
-    offered = {}
+def features_by_decision() -> dict[str, frozenset[Offer]]:
+    """Returns, for each kind of decision, the features that methods may need of it, as its model declares them."""
+    features = {}
     for name, tree in DECISIONS.items():
         tree = {"run_dir": "unset", "algorithm": {"type": "grpo"}, **tree}
         config = make(job(tree), tree)
-        offered[name] = config.offered.offers
-    return offered
+        features[name] = config.offered.offers
+    return features
 
 
 def decisions_of(needs: Needs) -> list[str]:
-    """Returns the kinds of decision that support a method; trees only where it needs them."""
-    supported = [name for name, offered in offers().items() if needs.required <= offered]
-    return [name for name in supported if name != TREE or "nodes" in needs.required]
+    """Returns the kinds of decision that have all features in `needs`. Tokens of trees are listed only if the needs
+    include "nodes"."""
+    supporting = [name for name, features in features_by_decision().items() if needs.required <= features]
+    return [name for name in supporting if name != TREE or "nodes" in needs.required]
 
 
 def cost_of(needs: Needs) -> str:
-    """Returns the model passes that a method adds to a step."""
+    """Returns what a method adds to the cost of a step, such as further forward passes, as one line."""
     costs = []
     if needs.statistics:
         costs.append("a forward pass of every rollout before the advantages")
@@ -276,9 +296,9 @@ def cost_of(needs: Needs) -> str:
     costs += dict.fromkeys(measurement.cost for measurement in needs.measurements if measurement.cost)
     if needs.whole_groups:
         costs.append("micro-batches that hold whole groups")
-    return "; ".join(costs) or "no pass of its own"
+    return "; ".join(costs) or "no forward pass of its own"
 
 
-def vars_of(kind: type[Choice], attribute: str) -> str:
-    """Returns a class variable of a choice, which may be inherited; "" where it has none."""
-    return next((vars(c)[attribute] for c in kind.__mro__ if attribute in vars(c)), "")
+def class_variable(method_class: type[Choice], attribute: str) -> str:
+    """Returns a class variable of a method, its own or an inherited one; "" if it has none."""
+    return next((vars(c)[attribute] for c in method_class.__mro__ if attribute in vars(c)), "")

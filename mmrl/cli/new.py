@@ -9,8 +9,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mmrl.errors import UserError
 
-# The section of a method's recipe, and the lines in it that name the method.
-METHODS = {
+# By type of method: the section of the recipe that names it, and the YAML lines in that section.
+METHOD_SECTIONS = {
     "algorithm": ("algorithm", "type: {module}:{name}\n  scale_by: 1.0"),
     "term": ("algorithm", "terms:\n    - {{type: '{module}:{name}', coefficient: 0.01}}"),
     "shaper": ("algorithm", "shaping:\n    - {{type: '{module}:{name}', gamma: 0.99}}"),
@@ -25,27 +25,28 @@ METHODS = {
     "source": ("rollout", "extras: [{{type: '{module}:{name}', least: 0.5}}]"),
     "sampler": ("rollout", "sampler: {{type: '{module}:{name}', floor: 0.1}}"),
 }
-WHOLE = ("transition", "head")  # parts with a recipe of their own and the test of a method
-KINDS = (*METHODS, *WHOLE, "tool", "task", "reward", "simulator", "environment")
+PARTS_WITH_RECIPE = ("transition", "head")  # these have recipes of their own, and share the test of methods
+KINDS = (*METHOD_SECTIONS, *PARTS_WITH_RECIPE, "tool", "task", "reward", "simulator", "environment")
 
 
 def write(kind: str, name: str, folder: Path) -> list[Path]:
-    """Writes a module, a recipe and a test into `folder`. Returns the files.
+    """Writes the skeleton of a part: a module, a recipe and a test in `folder`. Returns their paths.
 
-    Raises UserError for a name that is not a name of a class, and where one of the files exists.
+    kind: one of KINDS. name: of the class, in CamelCase; the module has the same name in snake_case. Raises UserError
+    if the name is not in CamelCase, the folder cannot be made, or one of the files exists.
     """
     if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name):
-        raise UserError(f"{name!r} is not a name of a class; write it like MyAlgorithm")
+        raise UserError(f"{name!r} is not a class name in CamelCase; write it like MyAlgorithm")
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     variables = {"name": name, "module": module, "rollout": "", "algorithm": ""}
     shared = kind
-    if kind in METHODS:
-        section, line = METHODS[kind]
+    if kind in METHOD_SECTIONS:
+        section, line = METHOD_SECTIONS[kind]
         line = line.format(**variables)
         variables[section] = f"\n  {line}" if section == "rollout" else f"\nalgorithm:\n  {line}"
         shared = "method"
     templates = {f"{module}.py": f"{kind}.py", f"{module}.yaml": f"{shared}.yaml"}
-    templates[f"test_{module}.py"] = "method_test.py" if kind in WHOLE else f"{shared}_test.py"
+    templates[f"test_{module}.py"] = "method_test.py" if kind in PARTS_WITH_RECIPE else f"{shared}_test.py"
     for file in templates:
         if (folder / file).exists():
             raise UserError(f"{folder / file} exists; choose another name or remove it")
@@ -53,9 +54,9 @@ def write(kind: str, name: str, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--folder={folder}: {error}") from None
-    templates_in = Environment(
+    environment = Environment(
         loader=PackageLoader("mmrl.cli", "skeletons"), undefined=StrictUndefined, keep_trailing_newline=True
     )
     for file, template in templates.items():
-        (folder / file).write_text(templates_in.get_template(f"{template}.jinja").render(variables))
+        (folder / file).write_text(environment.get_template(f"{template}.jinja").render(variables))
     return [folder / file for file in templates]

@@ -11,18 +11,18 @@ from mmrl.settings import recipes
 from mmrl.settings.section import nearest
 
 
-def described(name: str | None) -> list[str]:
-    """Returns lines about the shipped recipes by kind, or the text of the recipe `name`. Raises UserError for an
-    unknown one."""
+def describe_recipes(name: str | None) -> list[str]:
+    """Returns the lines of `mmrl recipes`: the text of the recipe `name`, or for None one line about each recipe, by
+    kind of task. Raises UserError for an unknown name."""
     shipped = recipes.shipped()
     if name is not None:
         if name not in shipped:
             raise UserError(f"there is no recipe {name}{nearest(name, shipped)}; mmrl recipes lists them")
         return [f"# {recipes.shown(shipped[name])}", *shipped[name].read_text().splitlines()]
     lines: list[str] = []
-    for kind, members in groupby(shipped.values(), key=lambda path: recipes.run_dir(path).split("/")[1:-1]):
-        lines += ["", "/".join(kind)]
-        lines += [f"  {path.stem:<38} {_first_sentence(path)}" for path in members]
+    for folders, paths in groupby(shipped.values(), key=lambda path: recipes.run_dir(path).split("/")[1:-1]):
+        lines += ["", "/".join(folders)]
+        lines += [f"  {path.stem:<38} {_first_sentence(path)}" for path in paths]
     return lines[1:]
 
 

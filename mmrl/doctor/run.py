@@ -1,5 +1,7 @@
-"""Runs the checks one after the other, each in a process of its own, and writes the report. Findings on the same
-machine are kept, so that the same command continues where it was stopped."""
+"""Runs the checks of `mmrl doctor --gpu` one after the other, each in a process of its own, and writes a report.
+
+Results are kept on disk and reused on the same machine: a second call continues where the first was stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmrl.children.processes import LocalProcess
-from mmrl.doctor.findings import Finding, advice_for
+from mmrl.doctor.results import CheckResult, advice_for
 
 Run = Callable[[Sequence[str], Path, float], str | None]
 RECIPE = "recipe"  # the check of a user's recipe
@@ -23,30 +25,33 @@ RECIPE = "recipe"  # the check of a user's recipe
 
 @dataclass(frozen=True)
 class Check:
-    """A check to run. name: of `checks.CHECKS`, or RECIPE with the recipe and its overrides as arguments."""
+    """A check to run. name: a key of `checks.CHECKS`, or RECIPE. arguments: for RECIPE its path and its overrides."""
 
     name: str
     arguments: tuple[str, ...] = ()
 
     @property
     def folder_name(self) -> str:
-        """The name of its folder."""
+        """The name of the folder with its results; recipes with other overrides have other folders."""
         if not self.arguments:
             return self.name
         return f"{self.name}-{hashlib.sha256(' '.join(self.arguments).encode()).hexdigest()[:8]}"
 
 
-def in_process(command: Sequence[str], log: Path, limit: float) -> str | None:
-    """Runs a command for at most `limit` seconds, with its children. Returns what went wrong, or None."""
+def run_in_process(command: Sequence[str], log: Path, limit: float) -> str | None:
+    """Runs a command for at most `limit` seconds, then ends it and its children. Returns what went wrong, or None.
+
+    log: the file for its output.
+    """
     log.unlink(missing_ok=True)
     child = LocalProcess(command, os.environ, log=log)
     try:
         code = child.wait(limit)
     except subprocess.TimeoutExpired:
-        return f"it took longer than its time limit of {limit:g} s"
+        return f"the check took longer than its time limit of {limit:g} s"
     finally:
         child.kill()
-    return None if code == 0 else f"its process ended with {code}"
+    return None if code == 0 else f"the process of the check ended with exit code {code}"
 
 
 def diagnose(
@@ -55,77 +60,84 @@ def diagnose(
     machine: Mapping[str, str],
     *,
     limit: float = 600.0,
-    again: bool = False,
-    run: Run = in_process,
-    say: Callable[[str], None] = print,
-) -> list[Finding]:
-    """Returns the findings of all checks, earlier ones included. machine: versions and GPUs; on another machine, and
-    with `again`, everything is checked anew. run: starts a check's process."""
+    rerun: bool = False,
+    run: Run = run_in_process,
+    print_line: Callable[[str], None] = print,
+) -> list[CheckResult]:
+    """Runs checks and returns all results, those of earlier calls included.
+
+    folder: for results and report.md. machine: versions and GPUs; results of another machine are discarded. limit:
+    seconds for each check. rerun: whether to discard all earlier results. run: runs a command, see `run_in_process`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     machine_file = folder / "machine.json"
-    if again or not machine_file.is_file() or json.loads(machine_file.read_text()) != dict(machine):
+    if rerun or not machine_file.is_file() or json.loads(machine_file.read_text()) != dict(machine):
         for check in checks:
             shutil.rmtree(folder / check.folder_name, ignore_errors=True)
         machine_file.write_text(json.dumps(dict(machine)))
-    findings: list[Finding] = []
+    results: list[CheckResult] = []
     for check in checks:
-        findings += run_check(check, folder / check.folder_name, limit, run, say)
-        write_report(folder / "report.md", machine, findings)  # in case the next check kills this process
-    return findings
+        results += run_check(check, folder / check.folder_name, limit, run, print_line)
+        write_report(folder / "report.md", machine, results)  # in case the next check kills this process
+    return results
 
 
-def run_check(check: Check, folder: Path, limit: float, run: Run, say: Callable[[str], None]) -> list[Finding]:
-    """Returns the findings of one check. Runs it unless its earlier findings have no failure."""
+def run_check(
+    check: Check, folder: Path, limit: float, run: Run, print_line: Callable[[str], None]
+) -> list[CheckResult]:
+    """Returns the results of one check. It runs unless there are earlier results without a failure."""
     file = folder / "findings.json"
     if file.is_file():
-        before = read(file)
-        if all(finding.status != "fails" for finding in before):
-            say(f"{check.name}: known")
-            return before
+        earlier = read_results(file)
+        if all(result.status != "fails" for result in earlier):
+            print_line(f"{check.name}: passed before")
+            return earlier
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
-    say(f"{check.name}: ...")
+    started = time.monotonic()
+    print_line(f"{check.name}: ...")
     command = [sys.executable, "-m", "mmrl.doctor.checks", check.name, str(folder), *check.arguments]
     problem = run(command, folder / "log.txt", limit)
-    findings = read(file) if problem is None and file.is_file() else []
-    if not findings:
-        message = f"{problem or 'it wrote no findings'} ({folder / 'log.txt'})"
-        findings = [Finding(check.name, "fails", message, advice_for(message))]
-        file.write_text(json.dumps([finding.plain() for finding in findings]))
-    for finding in findings:
-        say(f"  {finding.status}: {finding.name} ({finding.message})")
-    say(f"  {time.monotonic() - begun:.0f} s")
-    return findings
+    results = read_results(file) if problem is None and file.is_file() else []
+    if not results:
+        message = f"{problem or 'the check wrote no results'} ({folder / 'log.txt'})"
+        results = [CheckResult(check.name, "fails", message, advice_for(message))]
+        file.write_text(json.dumps([result.to_dict() for result in results]))
+    for result in results:
+        print_line(f"  {result.status}: {result.name} ({result.message})")
+    print_line(f"  {time.monotonic() - started:.0f} s")
+    return results
 
 
-def read(file: Path) -> list[Finding]:
-    return [Finding.of(values) for values in json.loads(file.read_text())]
+def read_results(file: Path) -> list[CheckResult]:
+    """Reads the results of a check from its JSON file."""
+    return [CheckResult.from_dict(values) for values in json.loads(file.read_text())]
 
 
-def write_report(target: Path, machine: Mapping[str, str], findings: Sequence[Finding]) -> None:
-    """Writes the report in Markdown: the machine, findings, advice, and tables."""
-    failed = [finding for finding in findings if finding.status == "fails"]
-    count = {status: sum(f.status == status for f in findings) for status in ("works", "fails", "needs a GPU")}
+def write_report(target: Path, machine: Mapping[str, str], results: Sequence[CheckResult]) -> None:
+    """Writes the report in Markdown: the machine, all results, advice, and tables."""
+    failed = [result for result in results if result.status == "fails"]
+    counts = {status: sum(f.status == status for f in results) for status in ("works", "fails", "needs a GPU")}
     lines = ["# mmrl doctor --gpu", "", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
-    lines += [", ".join(f"{number} {status}" for status, number in count.items()), ""]
-    lines += ["| what | | found |", "| --- | --- | --- |"]
-    lines += [f"| {f.name} | {f.status} | {cell(f.message)} |" for f in findings]
-    if failed or any(f.advice for f in findings):
+    lines += [", ".join(f"{number} {status}" for status, number in counts.items()), ""]
+    lines += ["| check | status | result |", "| --- | --- | --- |"]
+    lines += [f"| {f.name} | {f.status} | {escape_cell(f.message)} |" for f in results]
+    if failed or any(f.advice for f in results):
         lines += ["", "## What to do", ""]
-        lines += [f"- {f.name}: {f.advice}" for f in findings if f.advice]
-    for finding in findings:
-        if finding.lines:
-            lines += ["", f"## {finding.name}", "", *finding.lines]
+        lines += [f"- {f.name}: {f.advice}" for f in results if f.advice]
+    for result in results:
+        if result.lines:
+            lines += ["", f"## {result.name}", "", *result.lines]
     target.write_text("\n".join(lines) + "\n")
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
+    """Escapes vertical bars, for a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 
 def machine() -> dict[str, str]:
-    """Returns the versions and GPUs that findings are valid for."""
+    """Returns the versions and GPUs of this machine, for which results are valid."""
     import torch
 
     from mmrl.report.run import versions

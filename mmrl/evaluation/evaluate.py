@@ -1,4 +1,4 @@
-"""Measuring a policy on held-out prompts."""
+"""Evaluates a policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from mmrl.runtime.seeds import rollout_seeds
 
 
 class Journal:
-    """Episodes of an evaluation that were played, in a file, so that one that was stopped can go on.
+    """A file with the finished episodes of an evaluation, so that a stopped evaluation can continue.
 
-    A line is a part that was played at once. One that was made under another `digest`, that is, under another protocol
-    or with other weights, is left aside, and so is a last line that was not written to its end.
+    A line holds a batch of episodes and a digest (hash) of the protocol and the weights. Lines with another digest than
+    `digest` and an incomplete last line are removed.
     """
 
     def __init__(self, file: Path, digest: str) -> None:
         self.file, self.digest = file, digest
         self.parts: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-        whole = ""
+        complete_lines = ""
         for line in file.read_text().splitlines(keepends=True) if file.is_file() else []:
             if not line.endswith("\n"):
                 continue
-            part = json.loads(line)
-            if part["digest"] == digest:
-                self.parts[tuple(part["indices"])] = part["episodes"]
-                whole += line
-        file.write_text(whole)
+            batch = json.loads(line)
+            if batch["digest"] == digest:
+                self.parts[tuple(batch["indices"])] = batch["episodes"]
+                complete_lines += line
+        file.write_text(complete_lines)
 
     @property
     def episodes(self) -> int:
-        """The number of episodes that it holds."""
+        """The number of episodes in the file."""
         return sum(map(len, self.parts.values()))
 
     def find(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Sample] | None:
-        """Returns the samples of a part that was played before, or None."""
+        """Returns the samples of a batch if the file has it, else None. indices: of its prompts."""
         if tuple(indices) not in self.parts:
             return None
         episodes = self.parts[tuple(indices)]
@@ -57,6 +57,7 @@ class Journal:
         ]
 
     def add(self, indices: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Appends a batch of episodes, without their frames. indices: of its prompts."""
         records = []
         for sample in samples:
             assert sample.episode is not None
@@ -68,59 +69,63 @@ class Journal:
 def evaluate(
     policy: Responding, task: Task, ranks: Ranks, count: int, config: JobConfig, journal: Journal | None = None
 ) -> tuple[dict[str, float], list[Sample], list[float]]:
-    """Held-out accuracy with its standard error and the task's measures; this rank's samples, and the accuracy of each.
-    journal: of episodes that were played before, and of those that are played now.
+    """Evaluates a policy on the first `count` held-out prompts, of which each rank takes every world-th.
 
-    Every rank takes every world-th prompt. What could not be scored counts for nothing, and its share is reported.
-
-    Raises UserError if more than evaluation.max_unscored could not be scored.
+    Returns the metrics over all ranks, this rank's samples, and the accuracy of each of these (NaN: unscored). Means
+    leave out unscored samples. journal: a file with episodes to reuse, to which new ones are added. Raises UserError if
+    the share of unscored samples exceeds evaluation.max_unscored.
     """
     settings = config.evaluation
     count = min(count, len(task.evaluation))
-    share = -(-count // ranks.world)  # equal on all ranks, as ZeRO-3 needs; the surplus is not counted
-    indices = [min(ranks.rank + i * ranks.world, count - 1) for i in range(share)]
+    num_local = -(
+        -count // ranks.world
+    )  # equal on all ranks, as ZeRO-3 needs; duplicates of the last prompt are dropped below
+    indices = [min(ranks.rank + i * ranks.world, count - 1) for i in range(num_local)]
     samples: list[Sample] = []
-    with display.work("evaluation", share) as work:
-        for start in range(0, share, settings.micro_batch):
-            part = indices[start : start + settings.micro_batch]
-            prompts = [task.evaluation[i] for i in part]
-            answers = None if journal is None else journal.find(part, prompts)
-            if answers is None:
-                answers = policy.respond(prompts, rollout_seeds(config.seed + 1, part, 1))
+    with display.work("evaluation", num_local) as work:
+        for start in range(0, num_local, settings.micro_batch):
+            batch = indices[start : start + settings.micro_batch]
+            prompts = [task.evaluation[i] for i in batch]
+            responses = None if journal is None else journal.find(batch, prompts)
+            if responses is None:
+                responses = policy.respond(prompts, rollout_seeds(config.seed + 1, batch, 1))
                 if journal is not None:
-                    journal.add(part, answers)
-            samples += answers
-            work.advance(len(part))
+                    journal.add(batch, responses)
+            samples += responses
+            work.advance(len(batch))
     columns = {"accuracy": task.accuracy(samples), **task.measures(samples, torch.tensor(indices))}
-    rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(share)]
+    rows = [{name: float(values[i]) for name, values in columns.items()} for i in range(num_local)]
     kinds = [str(s.prompt.metadata.get("kind", "")) for s in samples]
     gathered = ranks.gather(list(zip(indices, rows, kinds, strict=True)))
     by_index = {index: (row, kind) for rank in gathered for index, row, kind in rank}
-    result = summarised(list(by_index.values()), list(columns))
-    for name, wrong in policy.counts().items():
-        result[f"evaluation/{name}"] = float(ranks.sum(torch.tensor(wrong)))
+    result = summarize(list(by_index.values()), list(columns))
+    for name, value in policy.counts().items():
+        result[f"evaluation/{name}"] = float(ranks.sum(torch.tensor(value)))
     if result["evaluation/unscored"] > settings.max_unscored:
         raise UserError(
             f"{result['evaluation/unscored']:.0%} of {len(by_index)} held-out rollouts could not be scored, more than "
-            f"evaluation.max_unscored={settings.max_unscored:g}: the accuracy of the others says little"
+            f"evaluation.max_unscored={settings.max_unscored:g}, so that accuracy would mean little; see the warnings "
+            "above for the cause, or raise that key"
         )
     return result, samples, [row["accuracy"] for row in rows]
 
 
-def summarised(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:
-    """Means of the measured numbers, also by kind of prompt. rows: numbers by column (NaN: not measured), and a
-    kind."""
+def summarize(rows: list[tuple[dict[str, float], str]], columns: list[str]) -> dict[str, float]:
+    """Returns the mean of each column, the accuracy by kind of prompt, its standard error, and the share of unscored
+    samples. rows: for each sample its values by column (NaN: unscored), and the kind of its prompt ("": none)."""
     result = {}
     for name in columns:
         if values := _not_nan([row[name] for row, _ in rows]):
             result[f"evaluation/{name}"] = sum(values) / len(values)
     for kind in sorted({kind for _, kind in rows} - {""}):
-        if values := _not_nan([row["accuracy"] for row, k in rows if k == kind]):
+        if values := _not_nan([row["accuracy"] for row, row_kind in rows if row_kind == kind]):
             result[f"evaluation/accuracy/{kind}"] = sum(values) / len(values)
-    marks = torch.tensor(_not_nan([row["accuracy"] for row, _ in rows]))
-    result["evaluation/n"] = float(len(marks))
-    result["evaluation/unscored"] = 1 - len(marks) / len(rows)
-    result["evaluation/standard_error"] = float(marks.std() / len(marks) ** 0.5) if len(marks) > 1 else 0.0
+    accuracies = torch.tensor(_not_nan([row["accuracy"] for row, _ in rows]))
+    result["evaluation/n"] = float(len(accuracies))
+    result["evaluation/unscored"] = 1 - len(accuracies) / len(rows)
+    result["evaluation/standard_error"] = (
+        float(accuracies.std() / len(accuracies) ** 0.5) if len(accuracies) > 1 else 0.0
+    )
     return result
 
 
@@ -128,12 +133,14 @@ def _not_nan(values: list[Any]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def checkpoint_value(result: dict[str, float], checkpoint: Checkpoint) -> float:
-    """The number by which the best weights are chosen, the higher the better; -inf where nothing could be measured.
-    Raises UserError for a metric that does not exist."""
+def checkpoint_score(result: dict[str, float], checkpoint: Checkpoint) -> float:
+    """Returns the score by which the best checkpoint is selected, the higher the better; -inf without an accuracy.
+
+    result: metrics of an evaluation. Raises UserError if checkpoint.best_by is none of them.
+    """
     if checkpoint.best_by not in result and checkpoint.best_by != "evaluation/accuracy":
         raise UserError(
-            f"checkpoint.best_by={checkpoint.best_by} is not a metric of this evaluation; it has "
+            f"checkpoint.best_by={checkpoint.best_by} is not a metric of this evaluation; choose one of "
             f"{', '.join(sorted(result))}"
         )
     if checkpoint.best_by not in result:

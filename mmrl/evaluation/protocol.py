@@ -1,4 +1,4 @@
-"""The protocol of an evaluation in a simulator, in the words that papers use, so that others can repeat it."""
+"""The protocol of an evaluation in a simulator: everything that others need to repeat it, in the words of papers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from mmrl.rollouts import Sample
 from mmrl.settings import plain
 from mmrl.sims.registry import PACKAGES, resolved
 
-LINES = "evaluations.jsonl"
-PLACEMENT = ("workers", "ray", "turns", "deadline_s")  # of a task: where it plays, which changes no result
+RESULTS_FILE = "evaluations.jsonl"
+EXECUTION_KEYS = ("workers", "ray", "turns", "deadline_s")  # of a task: where episodes run, which changes no result
 
 
 def protocol(config: JobConfig, task: Task, chunk: int) -> dict[str, Any]:
-    """Everything that a success rate depends on but the weights. task: a `mmrl.protocols.parts.SimulatedTask` with
-    settings of `mmrl.tasks.manipulation`."""
+    """Returns everything that a success rate depends on, except for the weights.
+
+    task: a `mmrl.protocols.parts.SimulatedTask` with settings of `mmrl.tasks.manipulation`. chunk: actions that are
+    executed before the next observation.
+    """
     settings = plain(config.task)
     episodes = min(config.evaluation.prompts, len(task.evaluation))
     starts = [task.evaluation[i].metadata["seed"] for i in range(episodes)]
@@ -38,69 +41,71 @@ def protocol(config: JobConfig, task: Task, chunk: int) -> dict[str, Any]:
         "chunk": chunk,
         "action": plain(config.section("action")),
         "evaluation": plain(config.evaluation),
-        "task": {name: value for name, value in settings.items() if name not in PLACEMENT},
-        "versions": versions() | packages(settings["simulator"]),
+        "task": {name: value for name, value in settings.items() if name not in EXECUTION_KEYS},
+        "versions": versions() | simulator_packages(settings["simulator"]),
     }
 
 
-def packages(simulator: str) -> dict[str, str]:
-    """Versions of what a shipped simulator is made of."""
+def simulator_packages(simulator: str) -> dict[str, str]:
+    """Returns the versions of the packages that a shipped simulator uses."""
     installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
     return {name: installed[name] for name in PACKAGES.get(simulator, ()) if name in installed}
 
 
-def digest(facts: dict[str, Any], model: str) -> str:
-    """A digest that tells evaluations apart: of the protocol `facts`, and of the size and age of the files of
-    `model`."""
+def digest(protocol_fields: dict[str, Any], model: str) -> str:
+    """Returns a hash of the protocol and of name, size and modification time of the model's weight files. Episodes of
+    an evaluation with another hash are not reused."""
     folder = Path(model)
     files = sorted(p for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")) if folder.is_dir() else []
     weights = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(json.dumps([facts, model, weights], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([protocol_fields, model, weights], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def described(facts: dict[str, Any], temperature: float) -> list[str]:
-    """Lines for people. temperature: of the decoding that the success rates behind them are of."""
-    action, options = facts["action"], facts["options"]
-    shown = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-    tasks = facts["tasks"]
-    named = ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
-    units = action["statistics_key"] or ("of its own file" if action["statistics"] else "none")
-    pinned = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+def protocol_lines(protocol_fields: dict[str, Any], temperature: float) -> list[str]:
+    """Returns lines that describe a protocol to people. temperature: of sampling; 0 for greedy decoding."""
+    action, options = protocol_fields["action"], protocol_fields["options"]
+    option_texts = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+    tasks = protocol_fields["tasks"]
+    task_names = ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
+    statistics = action["statistics_key"] or ("of its own file" if action["statistics"] else "none")
+    version_texts = ", ".join(f"{name} {version}" for name, version in protocol_fields["versions"].items())
     return [
-        f"simulator   {facts['simulator']}: {shown or 'no options'}",
-        f"tasks       {len(tasks)}: {named}; instructions {facts['instructions']}",
-        f"episodes    {facts['episodes']}, start states {facts['starts'][0]} to {facts['starts'][1]} of each task, "
-        f"{facts['split']}; seed {facts['seed']}",
-        f"policy      chunk {facts['chunk']}, temperature {temperature:g}, crop {action['center_crop']:g}, statistics "
-        f"{units}, state {'read' if action['proprioception'] else 'not read'}",
-        f"versions    {pinned}",
+        f"simulator   {protocol_fields['simulator']}: {option_texts or 'no options'}",
+        f"tasks       {len(tasks)}: {task_names}; instructions {protocol_fields['instructions']}",
+        f"episodes    {protocol_fields['episodes']}, start states {protocol_fields['starts'][0]} to "
+        f"{protocol_fields['starts'][1]} of each task, {protocol_fields['split']}; seed {protocol_fields['seed']}",
+        f"policy      chunk {protocol_fields['chunk']}, temperature {temperature:g}, crop {action['center_crop']:g}, "
+        f"statistics {statistics}, state {'read' if action['proprioception'] else 'not read'}",
+        f"versions    {version_texts}",
     ]
 
 
-def by_task(task: Task, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Success at any time of each task, and of all where there are several, with its Wilson interval; success when the
-    episode ended, and length. Episodes that the simulator lost are left out."""
-    marks = task.accuracy(samples).tolist()
+def rates_by_task(task: Task, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Returns the results of each task by name, see `_summary`, and with several tasks those of "all" together.
+
+    Episodes that the simulator lost, whose accuracy is NaN, are left out.
+    """
+    accuracies = task.accuracy(samples).tolist()
     episodes: dict[str, list[Any]] = {}
-    for sample, mark in zip(samples, marks, strict=True):
-        if mark == mark:  # not lost
+    for sample, accuracy in zip(samples, accuracies, strict=True):
+        if accuracy == accuracy:  # not lost
             episodes.setdefault(sample.prompt.metadata["task"], []).append(sample.episode)
     if len(episodes) > 1:
-        episodes["all"] = [episode for played in episodes.values() for episode in played]
-    return {name: _summary(played) for name, played in episodes.items()}
+        episodes["all"] = [episode for episodes_of_task in episodes.values() for episode in episodes_of_task]
+    return {name: _summary(episodes_of_task) for name, episodes_of_task in episodes.items()}
 
 
-def _summary(played: Sequence[Any]) -> dict[str, float]:
-    """Returns success rate with its Wilson interval at 95 %, success at the end and length of episodes in actions,
-    averaged."""
-    n, solved = len(played), sum(e.success for e in played)
-    low, high = wilson(solved, n)
+def _summary(episodes_of_task: Sequence[Any]) -> dict[str, float]:
+    """Returns the rate of episodes with success at any time and its 95 % Wilson interval (low, high), the rate of
+    success at the end, the mean length in actions, and the number of episodes."""
+    n, num_successes = len(episodes_of_task), sum(e.success for e in episodes_of_task)
+    low, high = wilson(num_successes, n)
     return {
-        "success": solved / n,
+        "success": num_successes / n,
         "low": low,
         "high": high,
-        "success_at_end": sum(e.success_at_end for e in played) / n,
-        "length": sum(e.length for e in played) / n,
+        "success_at_end": sum(e.success_at_end for e in episodes_of_task) / n,
+        "length": sum(e.length for e in episodes_of_task) / n,
         "episodes": n,
     }
 
@@ -112,9 +117,13 @@ def success_line(name: str, decoding: str, rates: dict[str, float]) -> str:
     )
 
 
-def add_line(file: Path, command: Sequence[str], facts: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
-    """One line of JSON for a table, which `scripts/bench/evaluations.py` prints and runs again. results: by decoding,
-    by task."""
-    line = {"command": list(command), "protocol": facts, "found": results}
+def add_line(
+    file: Path, command: Sequence[str], protocol_fields: dict[str, Any], results: dict[str, dict[str, Any]]
+) -> None:
+    """Appends an evaluation as one line of JSON, which `scripts/bench/evaluations.py` prints as a table and repeats.
+
+    command: that made it. results: by decoding, then by task.
+    """
+    line = {"command": list(command), "protocol": protocol_fields, "found": results}
     with file.open("a") as out:
         out.write(json.dumps(line) + "\n")

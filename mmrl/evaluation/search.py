@@ -1,4 +1,4 @@
-"""Search at inference: more than one answer to a prompt is made, and the task's rewards choose one."""
+"""Search at inference: several responses to a prompt are sampled, and the task's rewards select one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Search(Choice):
-    """The search for the answer to a prompt."""
+    """A way to search for the response to a prompt."""
 
     title: ClassVar[str] = "search"
     kinds: ClassVar[dict[str, str]] = {
@@ -30,15 +30,15 @@ class Search(Choice):
 
     @abstractmethod
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Returns one answer a prompt."""
+        """Returns one response for each prompt. seeds: one for each prompt."""
 
     def check(self, offered: Capabilities) -> None:
-        """Raises ValueError in one line for a policy that can not be searched so."""
+        """Raises ValueError, in one line, for a policy that this search does not support."""
 
 
 class BestOf(Search):
-    """Several answers from other seeds, of which the one with the highest reward is kept. Of denoisers that is a search
-    over initial noises; of text it needs evaluation.temperature above 0."""
+    """Samples several responses with different seeds and keeps the one with the highest reward. For diffusion models
+    the seeds are initial noises; text needs evaluation.temperature above 0."""
 
     equation: ClassVar[str] = "argmax_i r(x_i), i from 1 to count"
     source: ClassVar[str] = "random search of Inference-Time Scaling beyond Denoising Steps, arXiv 2501.09732"
@@ -50,30 +50,32 @@ class BestOf(Search):
 
         from mmrl.samplers.chain import derive_seed
 
-        each = [prompt for prompt in prompts for _ in range(self.count)]
-        each_seed = [derive_seed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
-        samples = policy.respond(each, each_seed)
-        earned = rewards_of(task, samples, torch.arange(len(prompts)).repeat_interleave(self.count))
-        return [samples[i * self.count + int(part.argmax())] for i, part in enumerate(earned.view(-1, self.count))]
+        repeated_prompts = [prompt for prompt in prompts for _ in range(self.count)]
+        repeated_seeds = [derive_seed(int(seed), n) % 2**32 for seed in seeds for n in range(self.count)]
+        samples = policy.respond(repeated_prompts, repeated_seeds)
+        rewards = rewards_of(task, samples, torch.arange(len(prompts)).repeat_interleave(self.count))
+        return [
+            samples[i * self.count + int(candidate_rewards.argmax())]
+            for i, candidate_rewards in enumerate(rewards.view(-1, self.count))
+        ]
 
 
 class Particles(Search):
-    """Chains of a prompt are stochastic, and at some of their steps those go on, several times, whose image is
-    expected to earn more (Feynman-Kac steering with potentials of differences). The best at the end is kept."""
+    """Denoises several chains of latents for each prompt and resamples them at some steps by the reward of the image
+    that each is expected to lead to (Feynman-Kac steering, difference potential). The best at the end is kept."""
 
     equation: ClassVar[str] = "resampled with weights softmax_i strength (r(E[x_0 | x_s]) - the same where it was last)"
     source: ClassVar[str] = "A General Framework for Inference-time Scaling and Steering, arXiv 2501.06848"
     type: str = "particles"
     count: int = option(4, "chains a prompt", ge=1)
-    every: int = option(3, "steps of the chain between two choices", unit="steps", ge=1)
-    strength: float = option(1.0, "strength of rewards in the weights; 0: no chain is duplicated", ge=0)
+    every: int = option(3, "denoising steps between two resamplings", unit="steps", ge=1)
+    strength: float = option(1.0, "factor of rewards in the resampling weights; 0: no resampling", ge=0)
     transition: DenoisingTransition = option(FlowSDE(), "the stochastic step")
 
     def check(self, offered: Capabilities) -> None:
         if "steering" not in offered.offers:
             raise ValueError(
-                "sample.search.type=particles steers the denoising chains of model.type=diffusion, which "
-                f"{offered.source} does not have; use best_of"
+                f"sample.search.type=particles needs model.type=diffusion, which {offered.source} is not; use best_of"
             )
 
     def respond(self, policy: Policy, task: Task, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
@@ -93,7 +95,7 @@ class SampleSettings(Section):
 
 @dataclass
 class SearchingPolicy:
-    """A policy whose answers are searched for."""
+    """A policy whose responses are the results of a search."""
 
     policy: Policy
     task: Task
@@ -107,7 +109,8 @@ class SearchingPolicy:
 
 
 def rewards_of(task: Task, samples: Sequence[Sample], group: Tensor) -> Tensor:
-    """[rollout] the weighted sum of rewards; -inf where one could not be scored."""
+    """Returns the weighted sum of rewards [rollout]; -inf where a reward could not be scored. group: [rollout], the
+    index of the prompt."""
     import torch
 
     from mmrl.core.advantages import combined_reward

@@ -6,7 +6,7 @@ from mmrl.settings import Section, option
 
 
 class Evaluation(Section):
-    """Measuring on held-out prompts while training."""
+    """Evaluation on held-out prompts during training."""
 
     every: int = option(50, "steps between two evaluations; 0: only before and after training", unit="steps", ge=0)
     prompts: int = option(256, "the first N held-out prompts", ge=1)

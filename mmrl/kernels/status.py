@@ -1,4 +1,4 @@
-"""The status of the libraries: built or not, loaded or not, and whether their numbers are the reference's."""
+"""The status of the compiled kernels: whether they are built, loaded, and agree with the torch reference."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BUILD = "python -m mmrl.kernels build"
 
 
 class Health(NamedTuple):
-    """The state of one kind of kernels. mend: the command that installs it, where it is missing."""
+    """The state of one backend. summary: a line. fix: the command that repairs it; "" if nothing is wrong."""
 
     summary: str
-    mend: str = ""
+    fix: str = ""
 
 
 def health() -> list[Health]:
@@ -28,17 +28,17 @@ def health() -> list[Health]:
 
 
 def status() -> list[str]:
-    """One line each for the C++ and the CUDA kernels; see `health`."""
+    """Returns one line each on the C++ and the CUDA kernels, see `health`."""
     return [part.summary for part in health()]
 
 
 def _health(kind: compiled.Backend) -> Health:
-    """Returns whether a backend loads and agrees with the torch reference, and the command that mends it."""
+    """Checks that a backend loads and agrees with the torch reference."""
     compiled._load(kind)
     if why := compiled._state[kind]:
         compiler = "sudo apt-get install g++" if kind == "cpu" else "sudo apt-get install nvidia-cuda-toolkit"
-        mend = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
-        return Health(f"{kind}: not usable, the torch reference computes: {why}", mend)
+        fix = BUILD if toolchain.compiler(kind) else f"{compiler} && {BUILD}"
+        return Health(f"{kind}: not usable, the torch reference computes: {why}", fix)
     if wrong := [name for name, call in _calls(kind).items() if not _agree(kind, call)]:
         summary = f"{kind}: {', '.join(wrong)} is wrong: differs from the torch reference; use kernels.backend=torch"
         return Health(summary, f"rm {compiled.loaded[kind]} && {BUILD}")

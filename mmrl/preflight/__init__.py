@@ -1,9 +1,9 @@
-"""Checks of what a job's data, template, rewards, model and simulator do together, before anything slow is paid for.
+"""Checks that a job's data, chat template, rewards, model and simulator work together, before training starts.
 
-A probe is a function that takes what it looks at and yields alarms, each one line that names the key, file or row and
-what to do. `mmrl check` runs all of them, training the quick ones.
+A probe is a function that yields alarms about what it is given. Each alarm is one line that names the key, file or row
+and what to do. `mmrl check` runs all probes, `mmrl train` only the quick ones.
 """
 
-from mmrl.preflight.alarms import Alarm, Findings, one_line
+from mmrl.preflight.alarms import Alarm, CheckReport, one_line
 
-__all__ = ["Alarm", "Findings", "one_line"]
+__all__ = ["Alarm", "CheckReport", "one_line"]

@@ -1,4 +1,4 @@
-"""Alarms of a check, and all that one check came to know."""
+"""Alarms, and the report of a check."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mmrl.errors import UserError
 from mmrl.settings.origins import RecipeNotRun
 
 Severity = Literal["refused", "warned"]
-ROWS_NAMED = 3
+MAX_NAMES = 3  # names that `abbreviate` lists
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that is wrong. part: of the job, such as rewards. refused: training cannot go well with it; warned: it
-    can go on, and the user should look."""
+    """A problem with a job. part: where, such as "rewards". severity: "refused" if training cannot work with it,
+    "warned" if it can and the user should look. text: one line."""
 
     part: str
     severity: Severity
@@ -25,43 +25,45 @@ class Alarm:
 
 
 @dataclass
-class Findings:
-    """Alarms, lines about what was looked at, and what was not looked at, by part of the job."""
+class CheckReport:
+    """The result of a check: its alarms, and lines (part of the job, text) about what was inspected and what was
+    skipped."""
 
     alarms: list[Alarm] = field(default_factory=list)
-    facts: list[tuple[str, str]] = field(default_factory=list)
-    unread: list[tuple[str, str]] = field(default_factory=list)
+    inspected: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def refused(self) -> bool:
         return any(alarm.severity == "refused" for alarm in self.alarms)
 
     def add(self, alarms: Iterable[Alarm]) -> None:
-        """Adds alarms that are not there yet."""
+        """Adds alarms, except those whose text is already there."""
         for alarm in alarms:
-            if alarm.text not in {present.text for present in self.alarms}:
+            if alarm.text not in {known.text for known in self.alarms}:
                 self.alarms.append(alarm)
 
     @contextmanager
-    def guarded(self, part: str) -> Iterator[None]:
-        """Makes an alarm of an error inside: the line of a UserError, type and text of any other. What a recipe that
-        has not been run will leave is noted as not read."""
+    def catch_errors(self, part: str) -> Iterator[None]:
+        """Context that turns an exception into an alarm: a UserError by its text, any other one by type and text. If an
+        input is the output of a recipe that has not been run, it is noted as skipped."""
         try:
             yield
         except RecipeNotRun as error:
-            self.unread.append((part, one_line(str(error))))
+            self.skipped.append((part, one_line(str(error))))
         except UserError as error:
             self.add([Alarm(part, "refused", one_line(str(error)))])
-        except Exception as error:  # whatever somebody else's files and code raise
+        except Exception as error:  # the user's files and code may raise anything
             self.add([Alarm(part, "refused", one_line(f"{type(error).__name__}: {error}"))])
 
 
 def one_line(text: str) -> str:
+    """Joins the lines of a text by spaces."""
     return " ".join(text.split())
 
 
-def some(names: Iterable[str]) -> str:
-    """Returns the first names and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - ROWS_NAMED} more" if len(listed) > ROWS_NAMED else ""
-    return ", ".join(listed[:ROWS_NAMED]) + more
+def abbreviate(names: Iterable[str]) -> str:
+    """Returns the first MAX_NAMES names and the number of further ones, as in "a, b, c and 5 more"."""
+    all_names = list(names)
+    rest = f" and {len(all_names) - MAX_NAMES} more" if len(all_names) > MAX_NAMES else ""
+    return ", ".join(all_names[:MAX_NAMES]) + rest

@@ -1,5 +1,8 @@
-"""Tries golds as responses: full marks for the gold in the required form, the least for an empty response, and not the
-gold's marks for other golds."""
+"""Tests rewards with golds as responses. A gold is the reference answer of a row of data.
+
+A reward that fits its data gives its maximum to the row's own gold, and less to an empty response and to the golds of
+other rows.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,22 @@ from typing import Any
 
 import torch
 
-from mmrl.preflight.alarms import Alarm, one_line, some
+from mmrl.preflight.alarms import Alarm, abbreviate, one_line
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rewards.compose import applies
 from mmrl.rewards.registry import is_custom
 from mmrl.rollouts import Prompt, Sample
 
-OTHERS = 3  # golds of other rows that a row is tried with
-FORMS = ("{gold}", "<answer>{gold}</answer>", "<think>I look.</think><answer>{gold}</answer>", "\\boxed{{{gold}}}")
-LENGTH = 8  # tokens that a tried response is said to have
-# Verifiers whose gold is an answer that a response can give in one of these forms. They ask no judge and no server.
-READING_GOLDS = frozenset(
+NUM_OTHER_GOLDS = 3  # golds of other rows that are scored as responses to a row
+RESPONSE_TEMPLATES = (
+    "{gold}",
+    "<answer>{gold}</answer>",
+    "<think>I look.</think><answer>{gold}</answer>",
+    "\\boxed{{{gold}}}",
+)
+RESPONSE_LENGTH = 8  # length in tokens that rewards are told; the responses are not tokenized
+# Shipped rewards that compare a response in one of these templates with the gold; none of them asks a judge or server.
+GOLD_VERIFIERS = frozenset(
     {
         *("exact_match", "math", "multiple_choice", "numeric", "several_choices", "abstention"),
         *("box_iou", "box_giou", "boxes_matched", "labelled_boxes", "average_precision", "interval_iou"),
@@ -32,177 +40,200 @@ READING_GOLDS = frozenset(
 
 
 @dataclass
-class Marks:
-    """The marks of one component for one row. gold: the most over all forms of its gold; others: by other golds."""
+class GoldScores:
+    """The values of one reward for responses to one prompt.
+
+    gold: the highest value of the prompt's gold over all response templates, NaN if it is not scored. empty: the value
+    of an empty response. other_golds: the highest value of each gold of another row.
+    """
 
     prompt: Prompt
     gold: float
-    silence: float
-    others: dict[str, float] = field(default_factory=dict)
+    empty: float
+    other_golds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def confused(self) -> list[str]:
+    def confused_with(self) -> list[str]:
+        """The golds of other rows that get at least the value of the prompt's own gold."""
         return [
             other
-            for other, paid in self.others.items()
-            if not math.isnan(self.gold) and paid >= self.gold > self.silence
+            for other, value in self.other_golds.items()
+            if not math.isnan(self.gold) and value >= self.gold > self.empty
         ]
 
 
-def written(gold: Any) -> list[str]:
-    """Returns the strings that a gold stands for: each one of a list of strings; of anything else its JSON."""
+def gold_strings(gold: Any) -> list[str]:
+    """Returns a gold as text: a string as it is; a list of strings as each of them and all, joined by commas; anything
+    else as JSON."""
     if isinstance(gold, str):
         return [gold]
-    if isinstance(gold, list | tuple) and gold and all(isinstance(one, str) for one in gold):
+    if isinstance(gold, list | tuple) and gold and all(isinstance(item, str) for item in gold):
         return [*gold, ", ".join(gold)]
     return [json.dumps(gold, ensure_ascii=False, default=str)]
 
 
 def components_to_try(rewards: RewardSet, *, custom: bool) -> list[RewardSpec]:
-    """Returns the components that are tried: verifiers of golds and, where `custom`, the user's own rewards of single
+    """Returns the rewards that are tested: those in GOLD_VERIFIERS, and if `custom` the user's own rewards of single
     samples."""
     scopes = [component.scope for component in rewards.components]
     return [
         spec
         for spec, scope in zip(rewards.specs, scopes, strict=True)
-        if spec.name in READING_GOLDS or (custom and is_custom(spec.name) and scope == "sample")
+        if spec.name in GOLD_VERIFIERS or (custom and is_custom(spec.name) and scope == "sample")
     ]
 
 
-def tried(prompts: Sequence[Prompt], rewards: RewardSet, specs: Sequence[RewardSpec], limit: int) -> list[list[Marks]]:
-    """Returns the marks of the components `specs`, each by the rows that it applies to. limit: tokens that a response
-    may have."""
+def score_golds(
+    prompts: Sequence[Prompt], rewards: RewardSet, specs: Sequence[RewardSpec], limit: int
+) -> list[list[GoldScores]]:
+    """Scores golds as responses. Returns one list for each reward in `specs`, with an item for each prompt that the
+    reward applies to.
+
+    limit: the maximum response length in tokens, for rewards that depend on it.
+    """
     columns, names = [rewards.specs.index(spec) for spec in specs], {spec.column for spec in specs}
-    golds = [written(prompt.answer) for prompt in prompts]
-    marks: list[list[Marks]] = [[] for _ in specs]
+    golds = [gold_strings(prompt.answer) for prompt in prompts]
+    scores: list[list[GoldScores]] = [[] for _ in specs]
     for row, prompt in enumerate(prompts):
-        forms = {gold: _forms(gold) for gold in golds[row]}
-        others = {other: _forms(other) for other in _others(golds, row)}
-        responses = ["", *(text for texts in (*forms.values(), *others.values()) for text in texts)]
-        samples = [Sample(prompt, text, LENGTH if text else 1, False, limit) for text in responses]
-        paid = rewards.score(samples, torch.full((len(samples),), row), only=names)
-        for of_component, spec, column in zip(marks, specs, columns, strict=True):
-            if applies(spec, prompt):
-                by_text = dict(zip(responses, paid[:, column].tolist(), strict=True))
-                best = {gold: _most(by_text[text] for text in texts) for gold, texts in (forms | others).items()}
-                of_component.append(
-                    Marks(prompt, _most(best[gold] for gold in forms), by_text[""], {o: best[o] for o in others})
-                )
-    return marks
+        own = {gold: _responses(gold) for gold in golds[row]}
+        others = {gold: _responses(gold) for gold in _other_golds(golds, row)}
+        responses = ["", *(text for texts in (*own.values(), *others.values()) for text in texts)]
+        samples = [Sample(prompt, text, RESPONSE_LENGTH if text else 1, False, limit) for text in responses]
+        values = rewards.score(samples, torch.full((len(samples),), row), only=names)  # [response, component]
+        for component_scores, spec, column in zip(scores, specs, columns, strict=True):
+            if not applies(spec, prompt):
+                continue
+            by_text = dict(zip(responses, values[:, column].tolist(), strict=True))
+            best = {gold: _max_scored(by_text[text] for text in texts) for gold, texts in (own | others).items()}
+            own_best = _max_scored(best[gold] for gold in own)
+            component_scores.append(GoldScores(prompt, own_best, by_text[""], {gold: best[gold] for gold in others}))
+    return scores
 
 
-def _forms(gold: str) -> list[str]:
-    return [form.format(gold=gold) for form in FORMS]
+def _responses(gold: str) -> list[str]:
+    return [template.format(gold=gold) for template in RESPONSE_TEMPLATES]
 
 
-def _others(golds: Sequence[list[str]], row: int) -> list[str]:
-    """Returns the longest golds of other rows, in which a short one may be contained, that are not this row's."""
-    same = {text.strip().lower() for text in golds[row]}
-    further = [
-        one for texts in (*golds[row + 1 :], *golds[:row]) for one in texts[:1] if one.strip().lower() not in same
+def _other_golds(golds: Sequence[list[str]], row: int) -> list[str]:
+    """Returns up to NUM_OTHER_GOLDS golds of other rows that differ from the row's own. The longest come first: they
+    may contain a short own gold."""
+    own = {text.strip().lower() for text in golds[row]}
+    others = [
+        text for texts in (*golds[row + 1 :], *golds[:row]) for text in texts[:1] if text.strip().lower() not in own
     ]
-    return sorted(dict.fromkeys(further), key=len, reverse=True)[:OTHERS]
+    return sorted(dict.fromkeys(others), key=len, reverse=True)[:NUM_OTHER_GOLDS]
 
 
-def _most(values: Iterator[float]) -> float:
+def _max_scored(values: Iterator[float]) -> float:
+    """Returns the maximum of the values that are not NaN; NaN if all are."""
     scored = [value for value in values if not math.isnan(value)]
     return max(scored, default=math.nan)
 
 
-def probe_golds(spec: RewardSpec, rows: Sequence[Marks], key: str, reason: str = "") -> Iterator[Alarm]:
-    """Finds what is wrong with the marks of one component. key: of the configuration, that holds it; reason: why it
-    left rows unscored, where it said so."""
+def probe_golds(spec: RewardSpec, rows: Sequence[GoldScores], key: str, reason: str = "") -> Iterator[Alarm]:
+    """Yields alarms about the scores of one reward.
+
+    key: of the configuration, that holds the reward. reason: what the reward logged about unscored rows.
+    """
     name = spec.column
     yield from _unscored(name, rows, key, reason)
     scored = [row for row in rows if not math.isnan(row.gold)]
-    paid = {mark for row in scored for mark in (row.gold, row.silence, *row.others.values())}
-    if is_custom(spec.name) and paid == {0.0}:
-        return  # it may ask for a form of its own
-    if len(paid) == 1:
+    values = {value for row in scored for value in (row.gold, row.empty, *row.other_golds.values())}
+    if is_custom(spec.name) and values == {0.0}:
+        return  # it may ask for a response format of its own
+    if len(values) == 1:
         yield Alarm(
             "rewards",
             "warned",
-            f"{key}: {name} pays the same, {scored[0].gold:g}, for golds, golds of other rows and silence (an "
-            f"empty response), such as in {scored[0].prompt.id}: it tells nothing apart",
+            f"{key}: {name} gives the same value, {scored[0].gold:g}, to golds, golds of other rows and an empty "
+            f"response, such as in {scored[0].prompt.id}: it rewards all responses alike; check its options and the "
+            "golds",
         )
         return
-    yield from _silence(name, scored, key)
+    yield from _empty_rewarded(name, scored, key)
     yield from _confused(name, scored, key)
 
 
-def _unscored(name: str, rows: Sequence[Marks], key: str, reason: str) -> Iterator[Alarm]:
-    """Yields an alarm where the gold itself, as a response, is left unscored."""
-    lost = [row for row in rows if math.isnan(row.gold)]
-    if not lost:
+def _unscored(name: str, rows: Sequence[GoldScores], key: str, reason: str) -> Iterator[Alarm]:
+    """Yields an alarm if the gold itself, as a response, is left unscored (NaN)."""
+    unscored = [row for row in rows if math.isnan(row.gold)]
+    if not unscored:
         return
-    what = f"{len(lost)} of {len(rows)} rows" if len(lost) < len(rows) else "every row"
-    why = f": {reason}" if reason else "; the gold is in no form that it reads"
+    share = f"{len(unscored)} of {len(rows)} rows" if len(unscored) < len(rows) else "every row"
+    cause = f": {reason}" if reason else "; the gold is in no form that it reads"
     yield Alarm(
         "rewards",
-        "refused" if len(lost) == len(rows) else "warned",
-        f"{key}: {name} leaves {what} unscored, such as {some(row.prompt.id for row in lost)} with the gold "
-        f"{_short(lost[0].prompt.answer)}{why}",
+        "refused" if len(unscored) == len(rows) else "warned",
+        f"{key}: {name} leaves {share} unscored, such as {abbreviate(row.prompt.id for row in unscored)} with the gold "
+        f"{_short(unscored[0].prompt.answer)}{cause}",
     )
 
 
-def _silence(name: str, rows: Sequence[Marks], key: str) -> Iterator[Alarm]:
-    """Yields alarms where an empty response earns as much as the gold."""
-    paid = [row for row in rows if row.silence >= row.gold and row.gold > 0]
-    if paid:
+def _empty_rewarded(name: str, rows: Sequence[GoldScores], key: str) -> Iterator[Alarm]:
+    """Yields alarms if an empty response gets at least the value of the gold."""
+    rewarded = [row for row in rows if row.empty >= row.gold and row.gold > 0]
+    if rewarded:
         yield Alarm(
             "rewards",
             "warned",
-            f"{key}: {name} pays silence (an empty response) {paid[0].silence:g}, as much as the gold, in "
-            f"{some(row.prompt.id for row in paid)}: saying nothing is learned",
+            f"{key}: {name} gives an empty response {rewarded[0].empty:g}, as much as the gold, in "
+            f"{abbreviate(row.prompt.id for row in rewarded)}: the policy would learn to say nothing",
         )
-    never = [row for row in rows if row.gold <= row.silence and row not in paid]
-    if never:
+    unrewarded = [row for row in rows if row.gold <= row.empty and row not in rewarded]
+    if unrewarded:
         yield Alarm(
             "rewards",
-            "refused" if len(never) == len(rows) else "warned",
-            f"{key}: {name} pays the gold no more than silence ({never[0].gold:g}), in whatever form, in "
-            f"{len(never)} of {len(rows)} rows, such as {some(row.prompt.id for row in never)} with the gold "
-            f"{_short(never[0].prompt.answer)}",
+            "refused" if len(unrewarded) == len(rows) else "warned",
+            f"{key}: {name} gives the gold no more than an empty response ({unrewarded[0].gold:g}), in any format, in "
+            f"{len(unrewarded)} of {len(rows)} rows, such as {abbreviate(row.prompt.id for row in unrewarded)} with "
+            f"the gold {_short(unrewarded[0].prompt.answer)}",
         )
 
 
-def _confused(name: str, rows: Sequence[Marks], key: str) -> Iterator[Alarm]:
-    """A component that pays any gold in any row looks at the form alone, which is not a fault."""
-    if all(len(row.confused) == len(row.others) for row in rows):
+def _confused(name: str, rows: Sequence[GoldScores], key: str) -> Iterator[Alarm]:
+    """Yields an alarm if golds of other rows score as high as the own ones.
+
+    There is none if that holds for all golds in all rows: then the reward judges the format alone.
+    """
+    if all(len(row.confused_with) == len(row.other_golds) for row in rows):
         return
-    confused = [row for row in rows if row.confused]
+    confused = [row for row in rows if row.confused_with]
     if confused:
-        one = confused[0]
+        example = confused[0]
         yield Alarm(
             "rewards",
             "warned",
-            f"{key}: {name} pays {_short(one.confused[0])}, the gold of another row, as much as the gold "
-            f"{_short(one.prompt.answer)} of {some(row.prompt.id for row in confused)}",
+            f"{key}: {name} gives {_short(example.confused_with[0])}, the gold of another row, as much as the gold "
+            f"{_short(example.prompt.answer)} of {abbreviate(row.prompt.id for row in confused)}",
         )
 
 
 def _short(gold: Any) -> str:
+    """Returns the repr of a gold, cut to 60 characters."""
     text = one_line(repr(gold))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def probe_rewards(
     prompts: Sequence[Prompt], rewards: RewardSet, key: str, limit: int, *, custom: bool
-) -> tuple[list[Alarm], dict[str, list[Marks]]]:
-    """Tries the golds of some prompts; returns what is wrong, and the marks by component and row. custom: with rewards
-    of the user's own."""
+) -> tuple[list[Alarm], dict[str, list[GoldScores]]]:
+    """Scores the golds of some prompts as responses. Returns alarms, and the scores by the reward's column.
+
+    key: of the configuration, that holds the rewards. limit: the maximum response length. custom: whether to include
+    the user's own rewards.
+    """
     specs, reasons = components_to_try(rewards, custom=custom), Reasons()
     if not specs:
         return [], {}
     with reasons.collected():
-        marks = tried(prompts, rewards, specs, limit)
-    both = list(zip(specs, marks, strict=True))
-    alarms = [alarm for spec, rows in both for alarm in probe_golds(spec, rows, key, reasons.of(spec.column))]
-    return alarms, {spec.column: rows for spec, rows in both}
+        scores = score_golds(prompts, rewards, specs, limit)
+    by_spec = list(zip(specs, scores, strict=True))
+    alarms = [alarm for spec, rows in by_spec for alarm in probe_golds(spec, rows, key, reasons.first(spec.column))]
+    return alarms, {spec.column: rows for spec, rows in by_spec}
 
 
 class Reasons(logging.Handler):
-    """Collects what rewards say of samples that they could not score, by the reward's name."""
+    """Collects the warnings that rewards log about samples that they cannot score."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -213,6 +244,7 @@ class Reasons(logging.Handler):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
+        """Context in which warnings of rewards are collected."""
         logger = logging.getLogger("mmrl.rewards")
         logger.addHandler(self)
         try:
@@ -220,6 +252,6 @@ class Reasons(logging.Handler):
         finally:
             logger.removeHandler(self)
 
-    def of(self, name: str) -> str:
-        """Returns the first reason of a reward, "" where it gave none."""
+    def first(self, name: str) -> str:
+        """Returns the first warning of the reward `name`; "" if there is none."""
         return next((text for text in self.texts if text.startswith(f"reward {name} ")), "")

@@ -1,4 +1,5 @@
-"""The page of a check: alarms, and prompts with images, text and marks as the model and the rewards have them."""
+"""The HTML page of `mmrl check`: alarms, and prompts with the images and text that the model reads and the scores that
+rewards give to their golds (reference answers)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from mmrl.preflight.alarms import Findings
-from mmrl.preflight.golds import Marks
+from mmrl.preflight.alarms import CheckReport
+from mmrl.preflight.golds import GoldScores
 from mmrl.rollouts import Prompt
 
 FOLDER = Path(__file__).parent / "templates"
@@ -19,11 +20,11 @@ FOLDER = Path(__file__).parent / "templates"
 
 @dataclass
 class Row:
-    """One prompt of the page. text: as the chat template renders it; marks: by component."""
+    """One prompt of the page. text: as the chat template renders it. scores: of its gold, by reward."""
 
     prompt: Prompt
     text: str
-    marks: Mapping[str, Marks] = field(default_factory=dict)
+    scores: Mapping[str, GoldScores] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -43,16 +44,18 @@ class Row:
 
 
 def png_url(image: Image.Image) -> str:
+    """Returns a data URL with the image as PNG."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def write_page(target: Path, name: str, findings: Findings, rows: Sequence[Row]) -> None:
-    """Writes one self-contained HTML file. Raises OSError where it cannot."""
+def write_page(target: Path, name: str, report: CheckReport, rows: Sequence[Row]) -> None:
+    """Writes the page as one self-contained HTML file. name: of the configuration. Raises OSError if it cannot be
+    written."""
     import jinja2
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True)
-    text = environment.get_template("check.html.jinja").render(name=name, findings=findings, rows=rows)
+    text = environment.get_template("check.html.jinja").render(name=name, report=report, rows=rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")

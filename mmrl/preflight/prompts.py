@@ -1,4 +1,4 @@
-"""Probes of prompts: those that are trained on and held out at once, images that show nothing, boxes outside."""
+"""Probes of prompts: training prompts among the held-out ones, and images of a single color."""
 
 from __future__ import annotations
 
@@ -8,62 +8,70 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.preflight.alarms import Alarm, some
+from mmrl.preflight.alarms import Alarm, abbreviate
 from mmrl.protocols.parts import Source
 from mmrl.rollouts import Prompt
 
-EVERY = 2000  # rows of a file up to which all of them are read
-SAMPLE = 200  # rows of a larger one
-MEMORY = 1 << 29  # bytes of images that are held at once
+READ_ALL_UP_TO = 2000  # a source with more prompts is sampled
+SAMPLE_SIZE = 200  # prompts of such a sample
+IMAGE_BYTES = 1 << 29  # memory for the images of all prompts
 
 
-def sampled(source: Source, count: int | None = None) -> list[Prompt]:
-    """Returns `count` prompts of a source, evenly spread; default: all of a small one, as far as their images fit in
-    MEMORY by the size of the first."""
+def sample_prompts(source: Source, num_prompts: int | None = None) -> list[Prompt]:
+    """Returns prompts of a source at evenly spaced indices.
+
+    num_prompts: default: all, or SAMPLE_SIZE of a source larger than READ_ALL_UP_TO. It is lowered so that the images
+    fit into IMAGE_BYTES if all prompts have as many pixels as the first.
+    """
     size = len(source)
-    wanted = min(size, count or (size if size <= EVERY else SAMPLE))
-    if not wanted:
+    num_selected = min(size, num_prompts or (size if size <= READ_ALL_UP_TO else SAMPLE_SIZE))
+    if not num_selected:
         return []
     first = source[0]
     frames = [*first.images, *(frame for video in first.videos for frame in video.frames)]
-    held = 3 * sum(image.width * image.height for image in frames)
-    wanted = max(1, min(wanted, MEMORY // max(1, held)))
-    return [first, *(source[index * size // wanted] for index in range(1, wanted))]
+    bytes_per_prompt = 3 * sum(image.width * image.height for image in frames)
+    num_selected = max(1, min(num_selected, IMAGE_BYTES // max(1, bytes_per_prompt)))
+    return [first, *(source[index * size // num_selected] for index in range(1, num_selected))]
 
 
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Returns `count` of some prompts, evenly spread."""
-    wanted = min(count, len(prompts))
-    return [prompts[index * len(prompts) // wanted] for index in range(wanted)]
+def select_evenly(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+    """Returns up to `num_prompts` prompts at evenly spaced indices."""
+    num_selected = min(num_prompts, len(prompts))
+    return [prompts[index * len(prompts) // num_selected] for index in range(num_selected)]
 
 
 def probe_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt], key: str) -> Iterator[Alarm]:
-    """Finds held-out prompts that are trained on as well. key: of the configuration, that names the held-out ones."""
-    known = {_content(prompt): prompt.id for prompt in train}
-    same = [(prompt.id, known[_content(prompt)]) for prompt in held_out if _content(prompt) in known]
-    if same:
-        pairs = some(f"{one} is {other}" for one, other in same)
+    """Yields an alarm for held-out prompts that are also in the training data. key: of the configuration, that names
+    the held-out data."""
+    train_ids = {_content_hash(prompt): prompt.id for prompt in train}
+    overlap = [
+        (prompt.id, train_ids[_content_hash(prompt)]) for prompt in held_out if _content_hash(prompt) in train_ids
+    ]
+    if overlap:
+        pairs = abbreviate(f"{held_out_id} is {train_id}" for held_out_id, train_id in overlap)
         yield Alarm(
             "data",
             "warned",
-            f"{key}: {len(same)} of {len(held_out)} held-out prompts are trained on too ({pairs}); hold others out",
+            f"{key}: {len(overlap)} of {len(held_out)} held-out prompts are trained on too ({pairs}); remove them from "
+            "one of the two files",
         )
 
 
 def probe_images(prompts: Sequence[Prompt]) -> Iterator[Alarm]:
-    """Finds images of a single colour: a drawing that was lost, such as white strokes on a transparent ground."""
+    """Yields an alarm for images of a single color, such as a white drawing whose transparent background turned
+    white."""
     blank = [prompt.id for prompt in prompts if any(_is_blank(image) for image in prompt.images)]
     if blank:
         yield Alarm(
             "data",
             "warned",
-            f"images of a single colour in {some(blank)} ({len(blank)} of {len(prompts)} rows): if a drawing was "
-            "lost, it is white on a transparent ground, which is shown on white; save it on a ground of another colour",
+            f"images of a single color in {abbreviate(blank)} ({len(blank)} of {len(prompts)} rows): if it is a white "
+            "drawing on a transparent background, which is read as white, save it on a background of another color",
         )
 
 
-def _content(prompt: Prompt) -> str:
-    """Returns a SHA-256 of what a prompt shows and asks, images and frames included, to find duplicates."""
+def _content_hash(prompt: Prompt) -> str:
+    """Returns the SHA-256 of a prompt's texts, answer, seed, images and video frames, to find duplicates."""
     digest = hashlib.sha256(
         repr((prompt.text, str(prompt.answer), prompt.system, prompt.metadata.get("seed"))).encode()
     )

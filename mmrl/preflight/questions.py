@@ -1,4 +1,4 @@
-"""All probes of a job of visual questions, in their order."""
+"""All probes of a visual question answering job, in order. A gold is the reference answer of a row."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.prompts import chat, chat_texts, encode
 from mmrl.policies.vlm.settings import TokenLimits, VisionLanguageModel
 from mmrl.policies.vlm.templates import system_is_moved
-from mmrl.preflight.alarms import Findings
+from mmrl.preflight.alarms import CheckReport
 from mmrl.preflight.boxes import probe_boxes
-from mmrl.preflight.golds import Marks, probe_rewards
+from mmrl.preflight.golds import GoldScores, probe_rewards
 from mmrl.preflight.page import Row
-from mmrl.preflight.prompts import spread
+from mmrl.preflight.prompts import select_evenly
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading, probe_system
 from mmrl.rollouts import Prompt
 from mmrl.tasks.visual_qa.settings import RowReading, VisualQASettings
 from mmrl.tasks.visual_qa.task import VisualQA
 
-TRIED = 24  # rows whose golds are tried
-SHOWN = 8  # prompts on a page
+ROWS_TRIED = 24  # rows whose golds are scored as responses
+ROWS_ON_PAGE = 8  # rows on the HTML page
 REWARDS, ACCURACY = "task.rewards", "task.accuracy"
 
 
@@ -30,47 +30,51 @@ def probe_questions(
     task: VisualQA,
     prompts: Sequence[Prompt],
     processor: Processor | None,
-    findings: Findings,
+    report: CheckReport,
 ) -> list[Row]:
-    """Adds what is wrong with golds, boxes, lengths and templates; returns rows for a page. prompts: those that were
-    read; processor: of the model, None where it is not at hand."""
-    lengths, marks, rows = config.section("rollout"), dict[str, list[Marks]](), spread(prompts, TRIED)
-    if not isinstance(lengths, TokenLimits):
-        findings.unread.append(("rewards", "demonstrations are learned from, and not scored"))
+    """Adds alarms about golds, boxes, lengths and the chat template to the report. Returns rows for the HTML page.
+
+    prompts: a sample of the data. processor: the model's; None if it is not available, then prompts are not rendered.
+    """
+    limits, scores, rows = config.section("rollout"), dict[str, list[GoldScores]](), select_evenly(prompts, ROWS_TRIED)
+    if not isinstance(limits, TokenLimits):
+        report.skipped.append(("rewards", "the job learns from demonstrations, which are not scored"))
     else:
-        limit = int(lengths.max_response_length.extremes[1])
+        limit = int(limits.max_response_length.extremes[1])
         if task.environment is None:
-            marks = _golds(task, rows, limit, findings)
+            scores = _probe_golds(task, rows, limit, report)
             specs = [*settings.rewards, settings.accuracy]
             options = config.model.processor if isinstance(config.model, VisionLanguageModel) else {}
-            findings.add(probe_boxes(prompts, specs, options, REWARDS))
+            report.add(probe_boxes(prompts, specs, options, REWARDS))
         else:
-            findings.unread.append(("rewards", "golds of conversations with an environment are not tried"))
+            report.skipped.append(("rewards", "golds of conversations with an environment are not scored"))
         if processor is None:
-            findings.unread.append(("template", "prompts are not rendered: the model's processor is not at hand"))
+            report.skipped.append(("template", "prompts are not rendered: the model's processor is not available"))
         else:
-            allowed = settings.data.max_bad_share if isinstance(settings.data, RowReading) else 0.0
-            probe_template(prompts, processor, lengths.max_prompt_length, limit, findings, allowed)
+            max_bad_share = settings.data.max_bad_share if isinstance(settings.data, RowReading) else 0.0
+            probe_template(prompts, processor, limits.max_prompt_length, limit, report, max_bad_share)
     return [
         Row(
             prompt,
-            rendered(processor, prompt),
-            {name: mark for name, all_marks in marks.items() for mark in all_marks if mark.prompt is prompt},
+            rendered_text(processor, prompt),
+            {name: score for name, row_scores in scores.items() for score in row_scores if score.prompt is prompt},
         )
-        for prompt in rows[:SHOWN]
+        for prompt in rows[:ROWS_ON_PAGE]
     ]
 
 
-def _golds(task: VisualQA, prompts: Sequence[Prompt], limit: int, findings: Findings) -> dict[str, list[Marks]]:
-    """Tries golds with verifier and rewards; returns the marks of the rewards."""
-    marks: dict[str, list[Marks]] = {}
+def _probe_golds(
+    task: VisualQA, prompts: Sequence[Prompt], limit: int, report: CheckReport
+) -> dict[str, list[GoldScores]]:
+    """Scores golds with the verifier and the rewards, and adds alarms. Returns the scores of the rewards by name."""
+    scores: dict[str, list[GoldScores]] = {}
     for key, rewards in ((ACCURACY, task.verifier), (REWARDS, task.rewards)):
-        with findings.guarded("rewards"):
-            alarms, marks = probe_rewards(prompts, rewards, key, limit, custom=True)
-            findings.add(alarms)
-            if untried := [name for name in rewards.names if name not in marks]:
-                findings.unread.append(("rewards", f"golds are not tried with {', '.join(untried)} of {key}"))
-    return marks
+        with report.catch_errors("rewards"):
+            alarms, scores = probe_rewards(prompts, rewards, key, limit, custom=True)
+            report.add(alarms)
+            if not_tried := [name for name in rewards.names if name not in scores]:
+                report.skipped.append(("rewards", f"golds are not scored with {', '.join(not_tried)} of {key}"))
+    return scores
 
 
 def probe_template(
@@ -78,26 +82,30 @@ def probe_template(
     processor: Processor,
     max_prompt: int,
     max_response: int,
-    findings: Findings,
-    allowed: float = 0.0,
+    report: CheckReport,
+    max_bad_share: float = 0.0,
 ) -> None:
-    """Adds what is wrong with rendered prompts. allowed: share of rows that training leaves out and names."""
+    """Adds alarms about special tokens, system texts, readability and lengths of prompts.
+
+    max_prompt, max_response: limits in tokens. max_bad_share: the share of unreadable rows that training leaves out.
+    """
     tokenizer = processor.tokenizer
     special = [str(token) for token in tokenizer.special_tokens_map.values() if len(str(token)) > 2]
     special += [token for token in tokenizer.get_vocab() if token.startswith("<|") and token.endswith("|>")]
-    findings.add(probe_placeholders(prompts, list(dict.fromkeys(special))))
-    findings.add(probe_system(prompts, lambda prompt: system_is_moved(processor, chat(prompt))))
-    findings.add(probe_reading(prompts, lambda prompt: encode(processor, [prompt], max_prompt), allowed))
-    findings.add(
+    report.add(probe_placeholders(prompts, list(dict.fromkeys(special))))
+    report.add(probe_system(prompts, lambda prompt: system_is_moved(processor, chat(prompt))))
+    report.add(probe_reading(prompts, lambda prompt: encode(processor, [prompt], max_prompt), max_bad_share))
+    report.add(
         probe_lengths(prompts, lambda text: len(tokenizer(text, add_special_tokens=False).input_ids), max_response)
     )
 
 
-def rendered(processor: Processor | None, prompt: Prompt) -> str:
-    """Returns the text that the model reads, as far as it is known."""
+def rendered_text(processor: Processor | None, prompt: Prompt) -> str:
+    """Returns the prompt as the chat template renders it; its plain text if there is no processor or rendering
+    fails."""
     if processor is None:
         return prompt.text
     try:
         return chat_texts(processor, [prompt])[0]
-    except Exception:  # which `probe_reading` has said of this prompt
+    except Exception:  # `probe_reading` has added an alarm about this prompt
         return prompt.text

@@ -1,4 +1,5 @@
-"""The quick part of a check, with which training begins: golds of some rows through verifiers of text."""
+"""The quick probes, which every training run starts with: golds (reference answers) of a few rows as responses, and
+settings of the algorithm."""
 
 from __future__ import annotations
 
@@ -13,32 +14,33 @@ from mmrl.policies.vlm.settings import TokenLimits
 from mmrl.preflight.alarms import Alarm
 from mmrl.preflight.generation import probe_guidance
 from mmrl.preflight.golds import probe_rewards
-from mmrl.preflight.prompts import sampled
+from mmrl.preflight.prompts import sample_prompts
 from mmrl.preflight.questions import ACCURACY, REWARDS
 from mmrl.protocols.parts import Policy, Task
 from mmrl.tasks.visual_qa.task import VisualQA
 
-ROWS = 8
+ROWS = 8  # rows whose golds are scored
 
 
 def probe_quickly(config: Config, task: Task) -> Iterator[Alarm]:
-    """Tries golds before the first step; yields what is wrong with them, and remarks on the algorithm's settings."""
+    """Yields alarms about the algorithm's settings, and about golds of visual questions scored by the shipped
+    rewards."""
     yield from (Alarm("algorithm", "warned", remark) for remark in config.algorithm.remarks(config))
     yield from probe_decay(config)
     if not isinstance(task, VisualQA) or task.environment is not None or task.train is None:
         return
-    lengths = config.section("rollout")
-    if not isinstance(lengths, TokenLimits):
+    limits = config.section("rollout")
+    if not isinstance(limits, TokenLimits):
         return  # it learns from demonstrations, which are not scored
-    rows = sampled(task.train, ROWS)
-    limit = int(lengths.max_response_length.extremes[1])
+    rows = sample_prompts(task.train, ROWS)
+    limit = int(limits.max_response_length.extremes[1])
     for key, rewards in ((REWARDS, task.rewards), (ACCURACY, task.verifier)):
         alarms, _ = probe_rewards(rows, rewards, key, limit, custom=False)
         yield from alarms
 
 
 def probe_decay(config: Config) -> Iterator[Alarm]:
-    """Finds a lambda by length that is 0 for the longest rollout, and so for all."""
+    """Yields an alarm if PPO's lambda by length is 0 even for the longest rollout, and so for all."""
     if not isinstance(config.algorithm, PPO) or not isinstance(decay := config.algorithm.lam, LengthDecay):
         return
     limit = longest_rollout(config)
@@ -47,23 +49,24 @@ def probe_decay(config: Config) -> Iterator[Alarm]:
         yield Alarm(
             "algorithm",
             "warned",
-            f"algorithm.lam=by_length is 0 for all rollouts, the longest of which has {steps} steps ({key}): "
-            "nothing is credited beyond a step's successor; set algorithm.lam.scale above "
-            f"{1 / steps:.3g}, or lam to a number",
+            f"algorithm.lam=by_length is 0 for all rollouts, the longest of which has {steps} steps ({key}), so that "
+            "a reward reaches only the step before it; set algorithm.lam.scale above "
+            f"{1 / steps:.3g}, or algorithm.lam to a number",
         )
 
 
 def longest_rollout(config: Config) -> tuple[str, int] | None:
-    """Returns the most steps that a critic may see in a rollout, and the key that sets it; None where it is not set."""
-    lengths = config.rollout
-    if isinstance(lengths, TokenLimits):
-        return "rollout.max_response_length", int(lengths.max_response_length.extremes[1])
+    """Returns the key that limits the length of a rollout, and the limit in steps of the critic (tokens or chunks);
+    None if nothing limits it."""
+    limits = config.rollout
+    if isinstance(limits, TokenLimits):
+        return "rollout.max_response_length", int(limits.max_response_length.extremes[1])
     if "action" in type(config).model_fields and isinstance(action := config.section("action"), Actions):
         return "action.horizon", -(-action.horizon // action.chunk)
     return None
 
 
 def probe_policy(policy: Policy) -> Iterator[Alarm]:
-    """Finds settings that do not fit what the loaded model is."""
+    """Yields alarms about settings that do not fit the loaded model."""
     if isinstance(policy, DiffusionPolicy):
         yield from probe_guidance(policy.denoising.guidance, policy.family.remarks.held_guidance)

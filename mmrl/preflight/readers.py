@@ -7,60 +7,69 @@ from contextlib import suppress
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.preflight.alarms import Alarm, one_line, some
-from mmrl.preflight.golds import written
+from mmrl.preflight.alarms import Alarm, abbreviate, one_line
+from mmrl.preflight.golds import gold_strings
 from mmrl.rollouts import Prompt
 
-Read = Callable[[Prompt], Any]
+ReadPrompt = Callable[[Prompt], Any]
 
 
-def probe_reading(prompts: Sequence[Prompt], read: Read, allowed: float = 0.0) -> Iterator[Alarm]:
-    """Finds prompts that the model's reader refuses, with the reason; read raises for them. allowed: share of rows that
-    training leaves out and names."""
-    lines: dict[str, list[str]] = {}
+def probe_reading(prompts: Sequence[Prompt], read: ReadPrompt, max_bad_share: float = 0.0) -> Iterator[Alarm]:
+    """Yields alarms for prompts that the model cannot read, one for each error message.
+
+    read: encodes a prompt, and raises if it cannot. max_bad_share: the share of such prompts that training leaves out;
+    up to it alarms are only warnings.
+    """
+    rows_by_message: dict[str, list[str]] = {}
     for prompt in prompts:
         try:
             read(prompt)
         except UserError as error:
-            lines.setdefault(one_line(str(error)).replace(prompt.id, "PROMPT"), []).append(prompt.id)
+            rows_by_message.setdefault(one_line(str(error)).replace(prompt.id, "PROMPT"), []).append(prompt.id)
         except Exception as error:  # of libraries, about a prompt that they do not take
-            lines.setdefault(one_line(f"PROMPT: {type(error).__name__}: {error}"), []).append(prompt.id)
-    within = sum(map(len, lines.values())) <= allowed * len(prompts)
-    for text, rows in lines.items():
-        more = f" ({len(rows)} of {len(prompts)} rows: {some(rows)})" if len(rows) > 1 else ""
-        more += "; left out within task.data.max_bad_share" if within else ""
-        yield Alarm("template", "warned" if within else "refused", text.replace("PROMPT", rows[0]) + more)
+            rows_by_message.setdefault(one_line(f"PROMPT: {type(error).__name__}: {error}"), []).append(prompt.id)
+    tolerated = sum(map(len, rows_by_message.values())) <= max_bad_share * len(prompts)
+    for text, rows in rows_by_message.items():
+        note = f" ({len(rows)} of {len(prompts)} rows: {abbreviate(rows)})" if len(rows) > 1 else ""
+        note += "; left out within task.data.max_bad_share" if tolerated else ""
+        yield Alarm("template", "warned" if tolerated else "refused", text.replace("PROMPT", rows[0]) + note)
 
 
-def probe_system(prompts: Sequence[Prompt], moved: Callable[[Prompt], str | None]) -> Iterator[Alarm]:
-    """Finds system texts that stand elsewhere than where they were put. moved: the line about it, for a prompt."""
+def probe_system(prompts: Sequence[Prompt], system_remark: Callable[[Prompt], str | None]) -> Iterator[Alarm]:
+    """Yields an alarm if the chat template moves the system text to another place.
+
+    system_remark: returns a line about that for a prompt, or None.
+    """
     for prompt in prompts[:1]:
-        with suppress(UserError):  # which `probe_reading` names
-            if line := moved(prompt):
+        with suppress(UserError):  # `probe_reading` adds an alarm about it
+            if line := system_remark(prompt):
                 yield Alarm("template", "warned", line)
 
 
-def probe_placeholders(prompts: Sequence[Prompt], special: Sequence[str]) -> Iterator[Alarm]:
-    """Finds questions whose text holds a special token of the tokenizer, which is read as such."""
-    for token in special:
+def probe_placeholders(prompts: Sequence[Prompt], special_tokens: Sequence[str]) -> Iterator[Alarm]:
+    """Yields an alarm for each special token of the tokenizer that questions contain as text."""
+    for token in special_tokens:
         rows = [prompt.id for prompt in prompts if token in prompt.text]
         if rows:
             yield Alarm(
                 "template",
                 "refused",
-                f"the text of {some(rows)} holds {token}, a special token of the model; take it out or write it in "
-                "another way",
+                f"the text of {abbreviate(rows)} holds {token}, a special token of the model; take it out or write it "
+                "in another way",
             )
 
 
-def probe_lengths(prompts: Sequence[Prompt], count: Callable[[str], int], limit: int) -> Iterator[Alarm]:
-    """Finds golds that no response can hold. count: tokens of a string; limit: rollout.max_response_length."""
+def probe_lengths(prompts: Sequence[Prompt], count_tokens: Callable[[str], int], limit: int) -> Iterator[Alarm]:
+    """Yields an alarm for golds (reference answers) that are too long for any response.
+
+    count_tokens: returns the number of tokens of a text. limit: rollout.max_response_length.
+    """
     golds = [prompt for prompt in prompts if prompt.answer is not None]
-    long = [prompt for prompt in golds if min(count(text) for text in written(prompt.answer)) >= limit]
-    if long:
+    too_long = [prompt for prompt in golds if min(count_tokens(text) for text in gold_strings(prompt.answer)) >= limit]
+    if too_long:
         yield Alarm(
             "rewards",
             "warned",
-            f"the gold of {len(long)} of {len(golds)} rows, such as {some(p.id for p in long)}, has at least "
-            f"rollout.max_response_length={limit} tokens, so no response can hold it; raise it",
+            f"the gold of {len(too_long)} of {len(golds)} rows, such as {abbreviate(p.id for p in too_long)}, has at "
+            f"least rollout.max_response_length={limit} tokens, so that no response can contain it; raise that key",
         )

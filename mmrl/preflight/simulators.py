@@ -1,4 +1,4 @@
-"""Probes of a simulator: starts that follow from seeds, what earns success, whether random actions do."""
+"""Probes of a simulator: whether seeds determine initial states, and whether random actions already succeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.preflight.alarms import Alarm, one_line, some
+from mmrl.preflight.alarms import Alarm, abbreviate, one_line
 from mmrl.rollouts import Prompt
 from mmrl.sims import VectorSim
 from mmrl.sims.vector.simulator import Observation
@@ -22,8 +22,8 @@ SEEDS = (11, 12, 13, 14)
 ROW = re.compile(r"environment \d+ \(task (\S+), seed \d+\)")
 
 
-class Complaints(logging.Handler):
-    """Collects what a simulator warned of while it was tried, one alarm for each kind."""
+class SimulatorWarnings(logging.Handler):
+    """Collects the warnings of a simulator, logged or by `warnings`, and makes one alarm of equal ones."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -34,7 +34,7 @@ class Complaints(logging.Handler):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context in which warnings of simulators are collected in `texts`."""
+        """Context in which the warnings of simulators are added to `texts`."""
         logger = logging.getLogger("mmrl.sims")
         logger.addHandler(self)
         try:
@@ -43,7 +43,7 @@ class Complaints(logging.Handler):
                 yield
         finally:
             logger.removeHandler(self)
-        self.texts += [str(one.message) for one in records if one.category is RuntimeWarning]
+        self.texts += [str(record.message) for record in records if record.category is RuntimeWarning]
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -52,82 +52,88 @@ class Complaints(logging.Handler):
 
 
 def probe_starts(sim: VectorSim, task: str) -> Iterator[Alarm]:
-    """Finds starts that differ between two resets with one seed, and instructions that say nothing."""
+    """Yields alarms if two resets with the same seed differ, or an instruction is empty. task: its name."""
     rows = len(sim)
     seeds = [SEEDS[i % len(SEEDS)] for i in range(rows)]
     first = sim.reset(seeds, [task] * rows)
     again = sim.reset(seeds, [task] * rows)
-    if not _same(first, again):
+    if not _equal(first, again):
         yield Alarm(
             "simulator",
             "warned",
-            f"two resets with the same seed begin with another observation in the task {task!r}: the rollouts of a "
-            "group would have different starts; reset(seed=...) has to decide them",
+            f"two resets with the same seed give different observations in the task {task!r}: the rollouts of a group "
+            "would have different initial states; let reset(seed=...) determine the state",
         )
     if not all(text.strip() for text in again.instructions):
         yield Alarm(
             "simulator",
             "warned",
-            f"the task {task!r} has an empty instruction; set task.options.instruction to what the policy shall do",
+            f"the task {task!r} has an empty instruction; set task.options.instruction to what the policy should do",
         )
 
 
 def probe_instructions(episodes: Sequence[Prompt]) -> Iterator[Alarm]:
-    """Finds demonstrations that do not say what they show."""
-    silent = [episode.id for episode in episodes if not episode.text.strip()]
-    if silent:
+    """Yields an alarm for demonstrations without an instruction."""
+    without_instruction = [episode.id for episode in episodes if not episode.text.strip()]
+    if without_instruction:
         yield Alarm(
             "demonstrations",
             "warned",
-            f"the instruction is empty in {some(silent)} ({len(silent)} of {len(episodes)} episodes); name their task "
-            "in the data set, or leave them out",
+            f"the instruction is empty in {abbreviate(without_instruction)} ({len(without_instruction)} of "
+            f"{len(episodes)} episodes); name their task in the data set, or leave them out",
         )
 
 
 def probe_chunk(chunk: int, options: Mapping[str, Any]) -> Iterator[Alarm]:
-    """Finds chunks of actions that are longer than an episode. options: of the simulator."""
-    longest = options.get("max_steps")
-    if isinstance(longest, int) and chunk > longest:
+    """Yields an alarm if a chunk of actions is longer than an episode.
+
+    chunk: actions that are executed before the next observation. options: the simulator's.
+    """
+    max_steps = options.get("max_steps")
+    if isinstance(max_steps, int) and chunk > max_steps:
         yield Alarm(
             "simulator",
             "warned",
-            f"action.chunk={chunk} is longer than an episode, task.options max_steps={longest}: the policy sees the "
-            "first observation alone; lower action.chunk",
+            f"action.chunk={chunk} is longer than an episode, task.options.max_steps={max_steps}: the policy would see "
+            "the first observation only; lower action.chunk",
         )
 
 
 def probe_success(sim: VectorSim, task: str, steps: int) -> Iterator[Alarm]:
-    """Finds tasks in which random actions always succeed, at once or in the end, or that never end in time."""
+    """Yields an alarm if random actions succeed in every episode of a task, at the first step or later.
+
+    steps: the maximum number of actions.
+    """
     rows, rng = len(sim), np.random.default_rng(0)
     sim.reset([SEEDS[i % len(SEEDS)] + i for i in range(rows)], [task] * rows)
     success, first = np.zeros(rows, bool), np.zeros(rows, bool)
-    for number in range(steps):
+    for step_index in range(steps):
         if not sim.running.any():
             break
         step = sim.step(rng.uniform(-1, 1, (rows, 1, sim.simulator.action_dim)).astype(np.float32))
         reached = step.success.reshape(rows, -1).any(1)
-        first |= reached & (number == 0)
+        first |= reached & (step_index == 0)
         success |= reached
     if first.all():
         yield Alarm(
             "simulator",
             "warned",
-            f"every episode of {task!r} has success at the first step of random actions: look at what "
+            f"random actions succeed at the first step of every episode of {task!r}; check the condition that "
             "task.options.success names",
         )
     elif success.all():
         yield Alarm(
             "simulator",
             "warned",
-            f"random actions have success in every episode of {task!r}: there is nothing to learn, or success "
-            "(task.options.success) is not what was meant",
+            f"random actions succeed in every episode of {task!r}: there is nothing to learn; check the condition that "
+            "task.options.success names",
         )
 
 
-def _same(one: Observation, other: Observation) -> bool:
-    return all(
-        np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(_arrays(one), _arrays(other), strict=True)
-    )
+def _equal(observation: Observation, other: Observation) -> bool:
+    """Returns whether images and states of two observations are equal; NaN equals NaN."""
+    pairs = zip(_arrays(observation), _arrays(other), strict=True)
+    return all(np.array_equal(array, twin, equal_nan=array.dtype.kind == "f") for array, twin in pairs)
 
 
 def _arrays(observation: Observation) -> Sequence[Any]:

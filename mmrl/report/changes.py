@@ -8,13 +8,13 @@ from statistics import median
 
 from mmrl.report.records import Series
 
-LEAST = 3  # values on each side of a change: fewer are a peak, or a start
-EDGE, INSIDE = 8, 48  # candidate cuts next to each end, and between them
+MIN_VALUES = 3  # values on each side of a change; fewer are a peak
+CUTS_AT_ENDS, CUTS_INSIDE = 8, 48  # numbers of candidate cuts next to each end, and between them
 
 
 @dataclass(frozen=True)
 class Change:
-    """A metric's level before and from `step` on, medians both."""
+    """A change of a metric's level. before, after: the medians of the values before `step` and from `step` on."""
 
     before: float
     after: float
@@ -25,9 +25,11 @@ class Change:
         return self.after / self.before if self.before > 0 else 0.0
 
 
-def turn(series: Series, *, factors: bool = False) -> Change | None:
-    """Returns the cut of a series into two levels with the least sum of absolute distances of its finite values from
-    their level; None for too few values. factors: use logarithms, of positive values alone."""
+def find_change(series: Series, *, factors: bool = False) -> Change | None:
+    """Returns the cut of a series into two levels that minimises the sum of absolute deviations from their medians.
+
+    Returns None if there are too few finite values. factors: whether to compare logarithms, of positive values only.
+    """
     points = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
     if factors:
         points = [(s, math.log(v)) for s, v in points if v > 0]
@@ -35,21 +37,22 @@ def turn(series: Series, *, factors: bool = False) -> Change | None:
     cuts = cut_positions(len(values))
     if not cuts:
         return None
-    best = min(cuts, key=lambda cut: spread(values[:cut]) + spread(values[cut:]))
+    best = min(cuts, key=lambda cut: absolute_deviation(values[:cut]) + absolute_deviation(values[cut:]))
     before, after = median(values[:best]), median(values[best:])
     return Change(*((math.exp(before), math.exp(after)) if factors else (before, after)), points[best][0])
 
 
-def spread(values: list[float]) -> float:
+def absolute_deviation(values: list[float]) -> float:
+    """Returns the sum of absolute deviations from the median."""
     middle = median(values)
     return sum(abs(value - middle) for value in values)
 
 
 def cut_positions(count: int) -> list[int]:
-    """Returns candidate positions for cutting `count` values in two: all next to the ends, some in between."""
-    first, last = LEAST, count - LEAST
+    """Returns candidate positions for cutting `count` values in two: all near the ends, evenly spaced ones between."""
+    first, last = MIN_VALUES, count - MIN_VALUES
     if last < first:
         return []
-    ends = {*range(first, first + EDGE), *range(last - EDGE + 1, last + 1)}
-    between = {first + (last - first) * i // INSIDE for i in range(INSIDE + 1)}
+    ends = {*range(first, first + CUTS_AT_ENDS), *range(last - CUTS_AT_ENDS + 1, last + 1)}
+    between = {first + (last - first) * i // CUTS_INSIDE for i in range(CUTS_INSIDE + 1)}
     return sorted(position for position in ends | between if first <= position <= last)

@@ -1,6 +1,7 @@
-"""Health checks of a run by its metrics: sentences that say what is wrong and what to try.
+"""Health checks of a run by its metrics. A finding says what is wrong and what to try.
 
-The limits in the checks are rules of thumb. `mmrl/report/README.md` explains the metrics.
+The limits are rules of thumb. `mmrl/report/README.md` explains the metrics. "Early" and "late" are the first and the
+last quarter of a metric's values.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean, median
 
-from mmrl.report.changes import turn
+from mmrl.report.changes import find_change
 from mmrl.report.records import RunRecord, Series
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}  # the ratio's gap that rounding alone can make
-FEW = 4  # values that a check of a course needs at least
-TOO_FEW = 20  # held-out prompts, with which a gain can not be distinguished from chance
-SIZE = 0.05  # of a metric's level: a smaller change is none, however calm the metric was before
-FAR = 0.1  # gap of an engine's log-probabilities from the trained model's, in nats a token: more than rounding makes
+ROUNDING_GAP = {
+    "float32": 1e-4,
+    "bfloat16": 0.05,
+    "float16": 0.01,
+}  # distance of the importance ratio from 1 by rounding
+MIN_VALUES = 4  # values that a check of a metric over the steps needs
+MIN_PROMPTS = 20  # with fewer held-out prompts a gain cannot be distinguished from chance
+MIN_RELATIVE_CHANGE = 0.05  # a smaller change of a metric's level is ignored
+MAX_LOGP_GAP = 0.1  # nats a token between the log-probabilities of engine and trainer; rounding makes less
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,15 @@ Check = Callable[[RunRecord], Iterator[HealthFinding]]
 
 
 def examine(run: RunRecord) -> list[HealthFinding]:
-    """Returns the findings of all checks whose metrics the run has, the bad ones first."""
+    """Returns the findings of all checks for which the run has metrics, the bad ones first."""
     findings = [finding for check in CHECKS for finding in check(run)]
     return sorted(findings, key=lambda finding: (BAD, WARNING, GOOD).index(finding.verdict))
 
 
-def judged(
+def judge(
     name: str, wrong: bool, good: str, bad: str, advice: str, *metrics: str, verdict: str = WARNING
 ) -> HealthFinding:
+    """Returns a finding with the sentence `bad`, advice and `verdict` if `wrong`, else with the sentence `good`."""
     return HealthFinding(name, verdict, bad, advice, metrics) if wrong else HealthFinding(name, GOOD, good, "", metrics)
 
 
@@ -54,18 +60,18 @@ def rewards(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges whether each reward varies over the steps: always 0, constant, or moving."""
     for name in (n for n in run.names if n.startswith("reward/")):
         values = run.series(name).finite
-        if len(values) < FEW:
+        if len(values) < MIN_VALUES:
             continue
         low, high = min(values), max(values)
         if low == high == 0:
-            sentence = f"{name} is 0 in all {len(values)} steps: nothing earns it."
+            sentence = f"{name} is 0 in all {len(values)} steps: no rollout was rewarded."
             advice = (
                 "Look at the answers in the galleries. If none is right, begin with easier prompts, a warm start or "
                 "partial credit; if some are right, the reward is wrong."
             )
             yield HealthFinding(f"Reward {name[7:]}", BAD, sentence, advice, (name,))
         elif low == high:
-            sentence = f"{name} is {low:.4g} in all {len(values)} steps: it does not tell rollouts apart."
+            sentence = f"{name} is {low:.4g} in all {len(values)} steps: it does not distinguish rollouts."
             yield HealthFinding(
                 f"Reward {name[7:]}", BAD, sentence, "Try harder prompts, or a reward with more levels.", (name,)
             )
@@ -85,7 +91,7 @@ def signal(run: RunRecord) -> Iterator[HealthFinding]:
     flat = run.series("advantages/zero_variance_groups")
     if flat.finite:
         share = mean(flat.late)
-        yield judged(
+        yield judge(
             "Groups without signal",
             share > 0.8,
             f"{share:.0%} of the groups in the last quarter have equal rewards and teach nothing; the others do.",
@@ -95,13 +101,13 @@ def signal(run: RunRecord) -> Iterator[HealthFinding]:
             flat.name,
         )
     norm = run.series("grad_norm")
-    if len(norm.finite) >= FEW:
-        still = sum(value == 0 for value in norm.finite)
-        yield judged(
+    if len(norm.finite) >= MIN_VALUES:
+        num_zero = sum(value == 0 for value in norm.finite)
+        yield judge(
             "Learning at all",
-            still > len(norm) / 2,
-            f"The gradient is above 0 in {len(norm.finite) - still} of {len(norm)} steps.",
-            f"The gradient is exactly 0 in {still} of {len(norm)} steps, so nothing was learned in them.",
+            num_zero > len(norm) / 2,
+            f"The gradient is above 0 in {len(norm.finite) - num_zero} of {len(norm)} steps.",
+            f"The gradient is exactly 0 in {num_zero} of {len(norm)} steps, so nothing was learned in them.",
             "All rewards of every group are equal, a weight is 0, or a mask leaves nothing: look at the rewards and "
             "their weights.",
             norm.name,
@@ -111,19 +117,19 @@ def signal(run: RunRecord) -> Iterator[HealthFinding]:
 
 def unscored(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges the share of rollouts that no reward could score."""
-    lost = run.series("unscored")
-    if not lost.finite:
+    unscored_share = run.series("unscored")
+    if not unscored_share.finite:
         return
     parts = [run.series(name) for name in run.names if name.startswith("unscored/")]
-    blamed = [f"{part.name[9:]} {mean(part.finite):.1%}" for part in parts if part.finite and max(part.finite) > 0]
-    share, most = mean(lost.finite), max(lost.finite)
-    yield judged(
+    causes = [f"{part.name[9:]} {mean(part.finite):.1%}" for part in parts if part.finite and max(part.finite) > 0]
+    share, most = mean(unscored_share.finite), max(unscored_share.finite)
+    yield judge(
         "Unscored rollouts",
         share > 0.01,
         f"{share:.1%} of the rollouts could not be scored.",
-        f"{share:.1%} of the rollouts could not be scored, {most:.1%} in the worst step ({', '.join(blamed)}).",
+        f"{share:.1%} of the rollouts could not be scored, {most:.1%} in the worst step ({', '.join(causes)}).",
         "Warnings above the step lines say why: the reward raises, is too slow, or answers nonsense.",
-        lost.name,
+        unscored_share.name,
         verdict=BAD if share > 0.2 else WARNING,
     )
 
@@ -132,15 +138,15 @@ def unscored(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges how far the policy ratio is from 1, where it should be 1 by definition."""
+    """Judges how far the importance ratio is from 1. With one update a step it is 1 by definition."""
     gap = run.series("surrogate/ratio_gap_max")
     if not gap.finite:
         return
     updates = int(run.key("algorithm.epochs", 1)) * int(run.key("algorithm.minibatches", 1))
-    limit, most = ROUNDING.get(str(run.key("model.dtype", "float32")), 1e-4), max(gap.finite)
+    limit, most = ROUNDING_GAP.get(str(run.key("model.dtype", "float32")), 1e-4), max(gap.finite)
     if updates > 1:
         later = f"The largest gap of the ratio from 1 is {most:.3g}, with {updates} updates a step, of which all but "
-        yield judged(
+        yield judge(
             "On-policy gap",
             median(gap.late) > 10,
             f"{later}the first may differ.",
@@ -149,7 +155,7 @@ def ratio_gap(run: RunRecord) -> Iterator[HealthFinding]:
             gap.name,
         )
         return
-    yield judged(
+    yield judge(
         "On-policy gap",
         most > limit,
         "With one update a step the ratio is 1 by definition: nothing is compared.",
@@ -168,7 +174,7 @@ def clipped(run: RunRecord) -> Iterator[HealthFinding]:
     if not low.finite or not high.finite:
         return
     share = mean(low.late) + mean(high.late)
-    yield judged(
+    yield judge(
         "Clip shares",
         share > 0.3,
         f"{share:.1%} of the decisions are clipped in the last quarter.",
@@ -180,19 +186,19 @@ def clipped(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges whether the sampling engine's log-probabilities drift from the trained model's, and whether weights
-    arrived."""
+    """Judges whether the engine that samples has the trained model's weights, by their log-probabilities, by a probe
+    (fixed prompts after each transfer), and by the effective sample size of the correction weights."""
     gap = run.series("correction/logp_gap")
-    if len(gap.finite) >= FEW:
-        early, late, change = median(gap.early), median(gap.late), turn(gap, factors=True)
-        turned = change is not None and change.factor > 3 and change.after > 0.02
+    if len(gap.finite) >= MIN_VALUES:
+        early, late, change = median(gap.early), median(gap.late), find_change(gap, factors=True)
+        changed = change is not None and change.factor > 3 and change.after > 0.02
         drifts = late > 3 * early and late > 0.02
         course = f"{early:.3g} in the first quarter of the steps, {late:.3g} in the last"
-        if not drifts and turned and change is not None:
+        if not drifts and changed and change is not None:
             course = f"{change.before:.3g} before step {change.step}, {change.after:.3g} from then on"
-        yield judged(
+        yield judge(
             "Engine that samples",
-            drifts or turned or late > FAR,
+            drifts or changed or late > MAX_LOGP_GAP,
             f"Its log-probabilities are {late:.3g} from the trained model's in the last quarter, and "
             f"{early:.3g} in the first.",
             f"Its log-probabilities are away from the trained model's: {course}. It looks as if it still had older "
@@ -205,7 +211,7 @@ def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
     probe, limit = run.series("generation/probe_gap"), run.series("generation/probe_limit")
     if probe.finite and limit.finite:
         over = [s for s, v, most in zip(probe.steps, probe.values, limit.values, strict=False) if not v <= most]
-        yield judged(
+        yield judge(
             "Weights in the engine",
             bool(over),
             f"They were proved to have arrived in all {len(probe)} steps.",
@@ -217,7 +223,7 @@ def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
         )
     size = run.series("correction/effective_sample_size")
     if size.finite:
-        yield judged(
+        yield judge(
             "Effective sample size",
             mean(size.late) < 0.5,
             f"{mean(size.late):.0%} of the rollouts count in the last quarter, by the weights that correct for the "
@@ -229,21 +235,21 @@ def stale_engine(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def staleness(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges how many steps ago the oldest rollouts were sampled, beside the limit of the configuration."""
-    behind = run.series("generation/staleness_max")
-    behind = behind if behind.finite else run.series("generation/staleness")
-    if not behind.finite:
+    """Judges how many steps ago the oldest rollouts were sampled, against the limit in the configuration."""
+    age = run.series("generation/staleness_max")
+    age = age if age.finite else run.series("generation/staleness")
+    if not age.finite:
         return
-    most, workers = max(behind.finite), run.key("rollout.workers", None)
+    most, workers = max(age.finite), run.key("rollout.workers", None)
     generator = "rollout.generator" if workers is None else "rollout.workers"
     allowed = run.key(f"{generator}.partial.max_staleness", run.key(f"{generator}.async_steps", 0))
-    yield judged(
+    yield judge(
         "Staleness",
         most > allowed,
         f"The oldest rollouts were made {most:.0f} steps ago, and {allowed} are allowed.",
         f"Rollouts were made up to {most:.0f} steps ago, more than the {allowed} that are allowed.",
         f"Lower {generator}.async_steps, so that rollouts come in time.",
-        behind.name,
+        age.name,
     )
 
 
@@ -251,23 +257,25 @@ def staleness(run: RunRecord) -> Iterator[HealthFinding]:
 
 
 def gradient(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges the gradient's norm: growth over the run, jumps and peaks."""
+    """Judges the norm of the gradient: whether it grew by a factor of 10, or has peaks above 30 times its median."""
     norm = run.series("grad_norm")
     positive = [value for value in norm.finite if value > 0]
-    if len(positive) < FEW:
+    if len(positive) < MIN_VALUES:
         return
-    usual, change = median(positive), turn(norm, factors=True)
+    typical, change = median(positive), find_change(norm, factors=True)
     early, late = ([value for value in part if value > 0] for part in (norm.early, norm.late))
-    turned = change is not None and change.factor > 10
-    grown = turned or (bool(early and late) and median(late) > 10 * median(early))
-    peaks = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= 30 * usual]
-    if grown or peaks:
-        if turned and change is not None:
+    changed = change is not None and change.factor > 10
+    grown = changed or (bool(early and late) and median(late) > 10 * median(early))
+    peak_steps = [s for s, v in zip(norm.steps, norm.values, strict=True) if not v <= 30 * typical]
+    if grown or peak_steps:
+        if changed and change is not None:
             course = f"its norm was {change.before:.3g} before step {change.step}, and {change.after:.3g} from then on"
         elif grown:
             course = f"its norm was {median(early):.3g} in the first quarter, and {median(late):.3g} in the last"
         else:
-            course = f"its norm is {usual:.3g} as a rule, and it jumped to {max(positive):.3g} at step {peaks[0]}"
+            course = (
+                f"its norm is {typical:.3g} as a rule, and it jumped to {max(positive):.3g} at step {peak_steps[0]}"
+            )
         yield HealthFinding(
             "Gradient",
             BAD if grown else WARNING,
@@ -278,7 +286,7 @@ def gradient(run: RunRecord) -> Iterator[HealthFinding]:
         )
     else:
         yield HealthFinding(
-            "Gradient", GOOD, f"Its norm is {usual:.3g} as a rule, and {max(positive):.3g} at most.", "", (norm.name,)
+            "Gradient", GOOD, f"Its norm is {typical:.3g} as a rule, and {max(positive):.3g} at most.", "", (norm.name,)
         )
 
 
@@ -286,9 +294,9 @@ def skipped(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges updates that were skipped, and metrics that are NaN or infinite."""
     share = run.series("updates_skipped")
     wrong = [step for step, value in zip(share.steps, share.values, strict=True) if value > 0]
-    odd = sorted({n for n in run.names for v in run.series(n).values if not math.isfinite(v)})
+    not_finite = sorted({n for n in run.names for v in run.series(n).values if not math.isfinite(v)})
     if share.finite:
-        yield judged(
+        yield judge(
             "Skipped updates",
             bool(wrong),
             "No update was skipped.",
@@ -298,23 +306,24 @@ def skipped(run: RunRecord) -> Iterator[HealthFinding]:
             share.name,
             verdict=BAD,
         )
-    if odd:
+    if not_finite:
         yield HealthFinding(
             "Values that are not finite",
             WARNING,
-            f"{', '.join(odd[:5])} {'is' if len(odd) == 1 else 'are'} not finite in some steps; curves have gaps.",
+            f"{', '.join(not_finite[:5])} {'is' if len(not_finite) == 1 else 'are'} not finite in some steps; curves "
+            "have gaps.",
             "Look at the first such step: what came before it is the cause.",
-            tuple(odd),
+            tuple(not_finite),
         )
 
 
 def entropy(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges whether the policy's entropy collapses."""
     course = run.series("entropy")
-    if len(course.finite) < FEW:
+    if len(course.finite) < MIN_VALUES:
         return
     early, late = mean(course.early), mean(course.late)
-    yield judged(
+    yield judge(
         "Entropy",
         early > 0 and late < 0.1 * early,
         f"It goes from {early:.3g} in the first quarter to {late:.3g} in the last.",
@@ -326,81 +335,82 @@ def entropy(run: RunRecord) -> Iterator[HealthFinding]:
 
 def responses(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges the share of truncated responses."""
-    cut = run.series("response/truncated")
-    if cut.finite:
-        share = mean(cut.late)
-        yield judged(
+    truncated = run.series("response/truncated")
+    if truncated.finite:
+        share = mean(truncated.late)
+        yield judge(
             "Truncated responses",
             share > 0.5,
             f"{share:.0%} of the responses are cut off in the last quarter.",
             f"{share:.0%} of the responses are cut off in the last quarter, before they end.",
             "Raise rollout.max_response_length, set algorithm.masks=[truncated], or add the reward overlong_penalty.",
-            cut.name,
+            truncated.name,
         )
 
 
 # --- is the reward hacked? ---
 
 
-def risen(series: Series) -> bool:
-    """Returns whether the mean of the last quarter exceeds that of the first by more than `noise`."""
-    return len(series.finite) >= FEW and mean(series.late) > mean(series.early) + noise(series)
+def has_risen(series: Series) -> bool:
+    """Returns whether the mean of the late values exceeds that of the early ones by more than `noise`."""
+    return len(series.finite) >= MIN_VALUES and mean(series.late) > mean(series.early) + noise(series)
 
 
-def fallen(series: Series) -> bool:
-    """Returns whether the mean of the last quarter is below that of the first by more than `noise`."""
-    return len(series.finite) >= FEW and mean(series.late) < mean(series.early) - noise(series)
+def has_fallen(series: Series) -> bool:
+    """Returns whether the mean of the late values is below that of the early ones by more than `noise`."""
+    return len(series.finite) >= MIN_VALUES and mean(series.late) < mean(series.early) - noise(series)
 
 
 def noise(series: Series) -> float:
-    """Returns the change that a series has to exceed: the first quarter's range, and a share of its level."""
+    """Returns the size up to which a change of a series is ignored: the range of its early values, or 5 % of its
+    level."""
     level = max(abs(mean(series.early)), abs(mean(series.late)))
-    return max(max(series.early) - min(series.early), SIZE * level, 1e-9)
+    return max(max(series.early) - min(series.early), MIN_RELATIVE_CHANGE * level, 1e-9)
 
 
 def guards(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges signs of reward hacking: pixel values out of range, a second scorer that falls while the reward rises, and
-    the like."""
-    up = [name for name in run.names if name.startswith("reward/") and risen(run.series(name))]
+    """Judges signs of reward hacking: pixel values out of range, images of a group that look alike, and a second scorer
+    or held-out accuracy that falls while the reward rises."""
+    rising = [name for name in run.names if name.startswith("reward/") and has_risen(run.series(name))]
     gamut = run.series("guard/out_of_gamut")
-    if len(gamut.finite) >= FEW:
-        early, late, change = mean(gamut.early), mean(gamut.late), turn(gamut)
+    if len(gamut.finite) >= MIN_VALUES:
+        early, late, change = mean(gamut.early), mean(gamut.late), find_change(gamut)
         course = f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter"
-        turned = change is not None and change.after > change.before + 0.25
-        if turned and change is not None:
+        changed = change is not None and change.after > change.before + 0.25
+        if changed and change is not None:
             course = (
                 f"{change.after:.0%} of the pixel values are beyond what a viewer can show from step {change.step} on, "
                 f"{change.before:.0%} before"
             )
-        yield judged(
+        yield judge(
             "Out of gamut",
-            turned or late > early + 0.25 or late > 0.8,
+            changed or late > early + 0.25 or late > 0.8,
             f"{late:.0%} of the pixel values are beyond what a viewer can show, {early:.0%} in the first quarter.",
             f"{course}"
-            f"{', while ' + ', '.join(up) + ' rises' if up else ''}: the reward is hacked with values that no reader "
-            "can see.",
+            f"{', while ' + ', '.join(rising) + ' rises' if rising else ''}: the reward is hacked with values that no "
+            "reader can see.",
             "Add a kl term, lower optim.lr, or stop at an earlier checkpoint; look at the images before and after.",
             gamut.name,
-            *up,
+            *rising,
             verdict=BAD,
         )
     second = run.series("guard/second_scorer")
-    if len(second.finite) >= FEW and up:
-        yield judged(
+    if len(second.finite) >= MIN_VALUES and rising:
+        yield judge(
             "Second scorer",
-            fallen(second),
-            f"It does not fall while {', '.join(up)} rises ({mean(second.early):.3g} to {mean(second.late):.3g}).",
-            f"It falls from {mean(second.early):.3g} to {mean(second.late):.3g} while {', '.join(up)} rises: what is "
-            "learned is the scorer, not the task.",
+            has_fallen(second),
+            f"It does not fall while {', '.join(rising)} rises ({mean(second.early):.3g} to {mean(second.late):.3g}).",
+            f"It falls from {mean(second.early):.3g} to {mean(second.late):.3g} while {', '.join(rising)} rises: what "
+            "is learned is the scorer, not the task.",
             "Reward with both scorers, add a kl term, or stop at an earlier checkpoint.",
             second.name,
-            *up,
+            *rising,
             verdict=BAD,
         )
     diversity = run.series("guard/diversity")
-    if len(diversity.finite) >= FEW:
+    if len(diversity.finite) >= MIN_VALUES:
         early, late = mean(diversity.early), mean(diversity.late)
-        yield judged(
+        yield judge(
             "Diversity",
             late < 0.3 * early,
             f"Images of a group differ by {late:.3g} in the last quarter, {early:.3g} in the first.",
@@ -409,16 +419,16 @@ def guards(run: RunRecord) -> Iterator[HealthFinding]:
             diversity.name,
         )
     accuracy = run.series("evaluation/accuracy")
-    if len(accuracy.finite) >= 2 and up:
+    if len(accuracy.finite) >= 2 and rising:
         loss, error = accuracy.finite[0] - accuracy.finite[-1], standard_error(run)
-        yield judged(
+        yield judge(
             "Held-out accuracy beside the reward",
             loss > 2 * error,
-            f"It does not fall while {', '.join(up)} rises.",
-            f"It falls by {loss:.3g} while {', '.join(up)} rises: what is rewarded is not what is wanted.",
+            f"It does not fall while {', '.join(rising)} rises.",
+            f"It falls by {loss:.3g} while {', '.join(rising)} rises: what is rewarded is not what is wanted.",
             "Look at answers with a high reward that are wrong, in the galleries, and mend the reward.",
             accuracy.name,
-            *up,
+            *rising,
             verdict=BAD,
         )
 
@@ -430,40 +440,42 @@ def standard_error(run: RunRecord) -> float:
 
 
 def evaluated_prompts(run: RunRecord) -> int:
-    """Returns the prompts of the smaller one of the first and the last evaluation; TOO_FEW where that is unknown."""
+    """Returns the smaller number of prompts of the first and the last evaluation; MIN_PROMPTS if it is unknown."""
     counts = run.series("evaluation/n").finite
-    return int(min(counts[0], counts[-1])) if counts else TOO_FEW
+    return int(min(counts[0], counts[-1])) if counts else MIN_PROMPTS
 
 
 def gain(run: RunRecord) -> Iterator[HealthFinding]:
-    """Judges whether the change of held-out accuracy is beyond two standard errors."""
+    """Judges whether the change of held-out accuracy is above two standard errors."""
     accuracy = run.series("evaluation/accuracy")
     if len(accuracy.finite) < 2:
         return
     change, error = accuracy.finite[-1] - accuracy.finite[0], standard_error(run)
-    prompts, beside = evaluated_prompts(run), sampled(run)
-    if prompts < TOO_FEW:
+    prompts, beside = evaluated_prompts(run), sampled_accuracy(run)
+    if prompts < MIN_PROMPTS:
         difference = f"{change:+.4f} on {prompts} prompts: too few to tell a gain from chance{beside}."
-        advice = f"Evaluate on more prompts: evaluation.prompts of {TOO_FEW} and more, some hundreds for small gains."
+        advice = (
+            f"Evaluate on more prompts: evaluation.prompts of {MIN_PROMPTS} and more, some hundreds for small gains."
+        )
         yield HealthFinding("Held-out accuracy", WARNING, f"It changes by {difference}", advice, (accuracy.name,))
         return
     difference = f"{change:+.4f}, with a standard error of {error:.4f}"
-    yield judged(
+    yield judge(
         "Held-out accuracy",
         change <= 2 * error,
         f"It changes by {difference}: more than chance would give.",
-        f"It changes by {difference}: that can not be distinguished from chance{beside}.",
+        f"It changes by {difference}: that cannot be distinguished from chance{beside}.",
         "Train longer, or evaluate on more prompts (evaluation.prompts). Believe a gain only after three seeds and a "
         "control with task.rewards=[{name: random}].",
         accuracy.name,
     )
 
 
-def sampled(run: RunRecord) -> str:
-    """Returns the course of accuracy on sampled rollouts where it rises; evaluation may decode greedily, and see none
-    of it."""
+def sampled_accuracy(run: RunRecord) -> str:
+    """Returns a clause on the accuracy of sampled training rollouts if it rises, else "". Greedy evaluation may not
+    show such a rise."""
     training = run.series("accuracy")
-    if not risen(training):
+    if not has_risen(training):
         return ""
     return f"; sampled, on training prompts, it went from {mean(training.early):.3g} to {mean(training.late):.3g}"
 
@@ -474,14 +486,14 @@ def sampled(run: RunRecord) -> str:
 def stragglers(run: RunRecord) -> Iterator[HealthFinding]:
     """Judges how much longer the slowest rank takes than the median, in rollouts and updates."""
     for phase in ("rollout", "update"):
-        most, usual = run.series(f"time/{phase}_max"), run.series(f"time/{phase}_median")
-        if len(most.finite) < FEW or not usual.finite:
+        most, typical = run.series(f"time/{phase}_max"), run.series(f"time/{phase}_median")
+        if len(most.finite) < MIN_VALUES or not typical.finite:
             continue
-        factor = mean(most.finite) / max(mean(usual.finite), 1e-9)
+        factor = mean(most.finite) / max(mean(typical.finite), 1e-9)
         slowest = [int(v) for v in run.series(f"time/{phase}_slowest").finite]
         rank = max(set(slowest), key=slowest.count) if slowest else 0
         often = slowest.count(rank) / max(1, len(slowest))
-        yield judged(
+        yield judge(
             f"Stragglers in {phase}",
             factor > 1.5,
             f"The slowest rank takes {factor:.2f} times the median.",
@@ -494,7 +506,7 @@ def stragglers(run: RunRecord) -> Iterator[HealthFinding]:
         )
 
 
-COUNTED = {
+FAILURE_METRICS = {
     "simulator/dropped": (
         "Episodes that the simulator lost",
         "Look at the simulator's own log, and at task.deadline_s.",
@@ -506,11 +518,12 @@ COUNTED = {
 }
 
 
-def mishaps(run: RunRecord) -> Iterator[HealthFinding]:
-    for name, (title, advice) in COUNTED.items():
+def failures(run: RunRecord) -> Iterator[HealthFinding]:
+    """Judges the sums of FAILURE_METRICS over the run, evaluations included; each should be 0."""
+    for name, (title, advice) in FAILURE_METRICS.items():
         values = [*run.series(name).finite, *run.series(f"evaluation/{name}").finite]
         if values:
-            yield judged(
+            yield judge(
                 title, sum(values) > 0, "None.", f"{name} adds up to {sum(values):.4g} over the run.", advice, name
             )
 
@@ -530,5 +543,5 @@ CHECKS: tuple[Check, ...] = (
     responses,
     guards,
     stragglers,
-    mishaps,
+    failures,
 )

@@ -1,4 +1,7 @@
-"""Locks a run directory, so that it holds one run at a time."""
+"""Locks a run directory, so that only one process at a time trains in it.
+
+The owner of a lock is a mapping with the keys host, process (its id), started (ticks since boot) and since (a date).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from typing import Any, TextIO
 
 from mmrl.errors import UserError
 
-NAME = "run.lock"
-POLL_S = 0.5  # between two looks whether a run directory is free
+LOCK_FILE = "run.lock"
+POLL_S = 0.5  # seconds between two checks whether a run directory is free
 
 
 class RunLock:
@@ -24,21 +27,21 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if another process holds it, OSError if the folder can not be written."""
-        self._file = (folder / NAME).open("a+")
+        """Takes the lock. Raises UserError if another process holds it, OSError if the folder cannot be written."""
+        self._file = (folder / LOCK_FILE).open("a+")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows either
-            owner = named(self._file)
+            owner = read_owner(self._file)
             self._file.close()
-            raise in_use(folder, owner) from None
+            raise in_use_error(folder, owner) from None
         except OSError:  # no locks on this file system: the owner in the file decides
             pass
-        owner = named(self._file)
-        if owner.get("process") != os.getpid() and lives(owner):
+        owner = read_owner(self._file)
+        if owner.get("process") != os.getpid() and is_alive(owner):
             self._file.close()
-            raise in_use(folder, owner)
-        self._write(me())
+            raise in_use_error(folder, owner)
+        self._write(this_process())
 
     def release(self) -> None:
         if not self._file.closed:
@@ -54,36 +57,38 @@ class RunLock:
 def check_free(folder: Path) -> None:
     """Raises UserError if another process runs in `folder`. Changes nothing."""
     if (owner := owner_of(folder)) is not None:
-        raise in_use(folder, owner)
+        raise in_use_error(folder, owner)
 
 
 def owner_of(folder: Path) -> dict[str, Any] | None:
-    """Returns the other process that runs in `folder`, as its lock names it; None without one. Changes nothing."""
-    if (folder / NAME).is_file() and os.access(folder / NAME, os.W_OK):
-        with (folder / NAME).open("r+") as file:
+    """Returns the other process that runs in `folder`; None if there is none. Changes nothing."""
+    if (folder / LOCK_FILE).is_file() and os.access(folder / LOCK_FILE, os.W_OK):
+        with (folder / LOCK_FILE).open("r+") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                return named(file)
+                return read_owner(file)
             except OSError:  # no locks on this file system: the owner in the file decides
-                owner = named(file)
-                return owner if owner.get("process") != os.getpid() and lives(owner) else None
+                owner = read_owner(file)
+                return owner if owner.get("process") != os.getpid() and is_alive(owner) else None
     return None
 
 
-def await_free(folder: Path, why: str) -> bool:
-    """Waits while another process runs in `folder`, and says so in one line that ends with `why`. Returns whether it
-    had to wait."""
+def await_free(folder: Path, reason: str) -> bool:
+    """Waits until no other process runs in `folder`. Returns whether it had to wait.
+
+    reason: the end of the line that is printed while waiting.
+    """
     if (owner := owner_of(folder)) is None:
         return False
-    print(f"waiting for {described(owner)}, which runs in {folder}: {why}", flush=True)
+    print(f"waiting for {owner_text(owner)}, which runs in {folder}: {reason}", flush=True)
     while owner_of(folder) is not None:
         time.sleep(POLL_S)
     return True
 
 
-def named(file: TextIO) -> dict[str, Any]:
-    """Returns the owner that a lock file names; empty where it names none or is damaged."""
+def read_owner(file: TextIO) -> dict[str, Any]:
+    """Returns the owner in a lock file; {} if there is none or the file is damaged."""
     file.seek(0)
     try:
         owner = json.loads(file.read())
@@ -92,31 +97,34 @@ def named(file: TextIO) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def in_use(folder: Path, owner: dict[str, Any]) -> UserError:
-    since = owner.get("since", "an unknown time")
+def in_use_error(folder: Path, owner: dict[str, Any]) -> UserError:
+    """Returns the error for a run directory that `owner` uses."""
+    time_text = owner.get("since", "an unknown time")
     return UserError(
-        f"run_dir={folder} is in use by {described(owner)} since {since}; wait for it, end it, or name another run_dir"
+        f"run_dir={folder} is in use by {owner_text(owner)} since {time_text}; wait for it, end it, or name another "
+        "run_dir"
     )
 
 
-def described(owner: dict[str, Any]) -> str:
+def owner_text(owner: dict[str, Any]) -> str:
     return f"process {owner.get('process', 'unknown')} on {owner.get('host', 'an unknown host')}"
 
 
-def me() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Returns this process as the owner of a lock."""
     pid = os.getpid()
-    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    return {"host": socket.gethostname(), "process": pid, "started": started(pid), "since": since}
+    time_text = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return {"host": socket.gethostname(), "process": pid, "started": start_ticks(pid), "since": time_text}
 
 
-def lives(owner: dict[str, Any]) -> bool:
-    """Returns whether the owner is a process of this host that still runs. Process ids are reused, so the start time
-    has to match too."""
+def is_alive(owner: dict[str, Any]) -> bool:
+    """Returns whether the owner is a process of this host that still runs. Its start time must match too, since
+    process ids are reused."""
     on_this_host = owner.get("host") == socket.gethostname()
-    return on_this_host and owner.get("started") is not None and started(owner["process"]) == owner["started"]
+    return on_this_host and owner.get("started") is not None and start_ticks(owner["process"]) == owner["started"]
 
 
-def started(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Returns the start time of a process in ticks since boot; None where it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

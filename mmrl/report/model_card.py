@@ -1,4 +1,4 @@
-"""Model cards of trained models, and their way to a hub: what was trained, what it reached, how to load it."""
+"""`mmrl push`: writes a hub repository with a run's weights and a model card, and uploads it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mmrl.errors import UserError
 from mmrl.report.html.page import number, paragraph
 from mmrl.report.records import RunRecord, read_run
 
-# The file that says which library reads a folder, that library, and the line that reads it.
+# For each library: the file by which its model folders are recognised, its name, and the code that loads a folder.
 LIBRARIES = (
     ("adapter_config.json", "peft", "PeftModel.from_pretrained(base, {name!r})"),
     ("model_index.json", "diffusers", "DiffusionPipeline.from_pretrained({name!r})"),
     ("config.json", "transformers", "AutoModelForImageTextToText.from_pretrained({name!r})"),
 )
-# Files of a run that say how its numbers came about, and are pushed beside the weights.
+# Files of a run that document how its results were made; they are pushed beside the weights.
 EVIDENCE = ("config.yaml", "versions.json", "evaluations.jsonl")
 
 
@@ -30,14 +30,14 @@ def model_card(run: RunRecord, weights: Path, name: str) -> str:
 
 
 def _metadata(run: RunRecord, library: tuple[str, str, str] | None) -> dict[str, Any]:
-    """Returns the metadata of a card, with names that hubs know."""
-    facts: dict[str, Any] = {"tags": ["mmrl", "reinforcement-learning", str(run.key("algorithm.type"))]}
+    """Returns the YAML metadata of a card, in the hub's terms."""
+    metadata: dict[str, Any] = {"tags": ["mmrl", "reinforcement-learning", str(run.key("algorithm.type"))]}
     if library is not None:
-        facts["library_name"] = library[1]
+        metadata["library_name"] = library[1]
     base = run.key("model.path")
     if isinstance(base, str) and not Path(base).exists():
-        facts["base_model"] = base
-    return facts
+        metadata["base_model"] = base
+    return metadata
 
 
 def _title(run: RunRecord, weights: Path, name: str) -> str:
@@ -80,23 +80,24 @@ def _details(run: RunRecord) -> str:
 
 
 def chosen_weights(run: RunRecord, best: bool) -> Path:
-    """Returns the folder of a run's weights. Raises UserError where there is none yet."""
+    """Returns the folder of a run's final or best weights. Raises UserError if there is none yet."""
     folder = run.folder / ("best" if best else "final")
     if not folder.is_dir():
-        other = "" if best or not (run.folder / "best").is_dir() else "; --best takes best/"
+        other = "" if best or not (run.folder / "best").is_dir() else "; add --best to push best/"
         raise UserError(f"{run.folder} has no {folder.name}/: {run.ending.sentence}{other}")
     return folder
 
 
 def write_repository(run_directory: Path, name: str, folder: Path, *, best: bool = False) -> list[str]:
-    """Writes the files of a hub repository into `folder`, which must be new or empty; returns their names.
+    """Writes the files of a hub repository into `folder`, and returns their names.
 
-    Raises UserError where the run has no weights, or the folder holds files.
+    best: the best weights instead of the final ones. Raises UserError if the run has no such weights, or the folder is
+    not empty.
     """
     run = read_run(run_directory)
     weights = chosen_weights(run, best)
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: a repository is written into a new folder")
+        raise UserError(f"--folder={folder} is not empty; name a new folder")
     shutil.copytree(weights, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
     for evidence in EVIDENCE:
         if (run.folder / evidence).is_file():
@@ -106,9 +107,9 @@ def write_repository(run_directory: Path, name: str, folder: Path, *, best: bool
 
 
 def upload(folder: Path, name: str, *, private: bool) -> str:
-    """Uploads a written repository to the Hugging Face hub; returns its address.
+    """Uploads a repository folder to the Hugging Face hub, and returns its address.
 
-    Raises UserError with the hub's own words where it refuses.
+    Raises UserError with the hub's message if it refuses.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError

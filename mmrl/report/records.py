@@ -1,4 +1,4 @@
-"""Reads a run directory: logged metrics, how the run ended, and what can not be read."""
+"""Reads a run directory: configuration, logged metrics, and how the run ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mmrl.report import lock
 from mmrl.runtime.progress import duration_text
 
 Row = dict[str, float]
-END = "end.json"  # how a run ended, as it recorded itself
-WEIGHTS = "run.json"  # beside final weights: their step
+END = "end.json"  # written by a run when it ends: its state and a sentence
+WEIGHTS = "run.json"  # a file beside the final weights, with their step
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of a run directory. rows, evaluations: the lines of metrics.jsonl by kind."""
+    """The content of a run directory. rows: the metrics of training steps. evaluations: those of evaluations."""
 
     folder: Path
     config: dict[str, Any]
@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
-        """The number of steps in the configuration; None where it can not be read."""
+        """The number of steps in the configuration; None where it cannot be read."""
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -90,8 +90,8 @@ class RunRecord:
         return [name for name in names if name not in ("step", "time")]
 
     def series(self, name: str) -> Series:
-        """Returns a metric of the training steps, or of the evaluations if its name begins with evaluation/ or is
-        time/evaluation."""
+        """Returns the values of a metric: over evaluations if its name begins with evaluation/ or is time/evaluation,
+        else over training steps."""
         held_out = name.startswith("evaluation/") or name == "time/evaluation"
         rows = [row for row in (self.evaluations if held_out else self.rows) if name in row]
         return Series(name, [int(row["step"]) for row in rows], [row[name] for row in rows])
@@ -120,35 +120,41 @@ def read_run(folder: str | Path) -> RunRecord:
     ending = _ending(folder, rows, evaluations, config, problems)
     steps, last = config.get("steps"), max((int(row["step"]) for row in rows), default=0)
     if ending.state == "finished" and isinstance(steps, int) and rows and last < steps:
-        problems.append(f"metrics.jsonl breaks off at step {last}, though the run reached its end, step {steps}.")
-    if bad := sorted(path.name for path in folder.glob("bad-step-*.jsonl")):
-        problems.append(f"Updates were skipped; their rollouts are in {', '.join(bad[:3])}{', ...' * (len(bad) > 3)}.")
+        problems.append(f"metrics.jsonl ends at step {last}, but the run finished at step {steps}.")
+    if skipped_files := sorted(path.name for path in folder.glob("bad-step-*.jsonl")):
+        problems.append(
+            f"Updates were skipped; their rollouts are in "
+            f"{', '.join(skipped_files[:3])}{', ...' * (len(skipped_files) > 3)}."
+        )
     version_texts = {str(name): str(version) for name, version in versions.items()}
     return RunRecord(folder, config, config_text or "", version_texts, rows, evaluations, ending, problems)
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of metrics.jsonl. Returns None for an incomplete or damaged one."""
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Parses a line of metrics.jsonl. Returns None if it is incomplete or damaged."""
     try:
         row = json.loads(line)
     except ValueError:  # no JSON, or no UTF-8
         return None
-    whole = isinstance(row, dict) and isinstance(row.get("step"), int) and line.endswith(b"\n")
-    return row if whole else None
+    complete = isinstance(row, dict) and isinstance(row.get("step"), int) and line.endswith(b"\n")
+    return row if complete else None
 
 
 def _text(path: Path, problems: list[str]) -> str | None:
-    """Returns a file's text; None, with an entry in `problems`, where it can not be read."""
+    """Returns the text of a file. If it cannot be read, adds a sentence to `problems` and returns None."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"can not be read ({error})"
-        problems.append(f"{path.name} {why}.")
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        problems.append(f"{path.name} {reason}.")
         return None
 
 
 def _mapping(path: Path, read: Callable[[], object], text: str | None, problems: list[str]) -> dict[str, Any]:
-    """Reads a mapping from YAML or JSON; {} for a missing file. What is wrong with it is appended to `problems`."""
+    """Returns the mapping that `read` parses; {} if the file is missing or damaged, with a sentence in `problems`.
+
+    path: for messages. text: the content of the file, None if it could not be read.
+    """
     if text is None:
         return {}
     if not text.strip():
@@ -166,28 +172,31 @@ def _mapping(path: Path, read: Callable[[], object], text: str | None, problems:
 
 
 def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
-    """Returns training steps and evaluations, by step. Of a step with several lines the last one counts."""
+    """Reads metrics.jsonl. Returns the rows of training steps and of evaluations, sorted by step.
+
+    If a step has several lines the last one is used. Damaged lines are left out and noted in `problems`.
+    """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"can not be read ({error.strerror})"
-        problems.append(f"{path.name} {why}, so there are no curves.")
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        problems.append(f"{path.name} {reason}, so there are no curves.")
         return [], []
     by_step: tuple[dict[int, Row], dict[int, Row]] = ({}, {})
-    torn, odd = 0, 0
+    num_damaged, num_non_numeric = 0, 0
     for number, line in enumerate(lines):
-        row = parsed(line)
+        row = parse_row(line)
         if row is None:
-            torn += number + 1 < len(lines) or line.endswith(b"\n")  # the last one may be half written
+            num_damaged += number + 1 < len(lines) or line.endswith(b"\n")  # the last line may still be being written
             continue
         numbers = {n: float(v) for n, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        odd += len(numbers) < len(row)
+        num_non_numeric += len(numbers) < len(row)
         held_out = any(name.startswith("evaluation/") for name in numbers)
         by_step[held_out][row["step"]] = numbers
-    if torn:
-        problems.append(f"{torn} of {len(lines)} lines of {path.name} are damaged and left out.")
-    if odd:
-        problems.append(f"{odd} lines of {path.name} hold something else than numbers, which is left out.")
+    if num_damaged:
+        problems.append(f"{num_damaged} of {len(lines)} lines of {path.name} are damaged and left out.")
+    if num_non_numeric:
+        problems.append(f"{num_non_numeric} lines of {path.name} have values that are not numbers; these are left out.")
     if not lines:
         problems.append(f"{path.name} is empty.")
     rows, evaluations = ([part[step] for step in sorted(part)] for part in by_step)
@@ -197,37 +206,39 @@ def _metrics(path: Path, problems: list[str]) -> tuple[list[Row], list[Row]]:
 def _ending(
     folder: Path, rows: list[Row], evaluations: list[Row], config: dict[str, Any], problems: list[str]
 ) -> Ending:
-    """Returns how a run ended, or that it is running, from its lock, its end file, its final weights and its
-    metrics."""
+    """Returns how a run ended, or that it is running, by its lock, its end file, its final weights and its metrics."""
     step = int(max((row["step"] for row in [*rows, *evaluations]), default=0))
     steps = config.get("steps")
-    reached = f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
-    owner = _owner(folder / lock.NAME)
-    who = f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}"
-    if owner and lock.lives(owner):
-        return Ending("running", f"It is running ({who}) and has logged {reached}.")
-    if owner and owner.get("host") != lock.me()["host"]:
+    progress = f"step {step}" + (f" of {steps}" if isinstance(steps, int) else "")
+    owner = _owner(folder / lock.LOCK_FILE)
+    owner_text = f"process {owner.get('process')} on {owner.get('host')}, since {owner.get('since')}"
+    if owner and lock.is_alive(owner):
+        return Ending("running", f"It is running ({owner_text}) and has logged {progress}.")
+    if owner and owner.get("host") != lock.this_process()["host"]:
         ago = f", {duration_text(time.time() - rows[-1]['time'])} ago" if rows and "time" in rows[-1] else ""
-        return Ending("unknown", f"It may be running on another host ({who}); the last it logged is {reached}{ago}.")
+        return Ending(
+            "unknown", f"It may be running on another host ({owner_text}); the last it logged is {progress}{ago}."
+        )
     end = _json(folder / END)
     if not end and (folder / END).exists():
-        problems.append(f"{END} is damaged: how the run ended is read from what else there is.")
+        problems.append(f"{END} is damaged: how the run ended is concluded from the other files.")
     if end:
         return Ending(str(end.get("state", "unknown")), str(end.get("sentence", "")))
     if ended := _json(folder / "final" / WEIGHTS):
         return Ending("finished", f"It reached its end at step {ended.get('step', step)}.")
     if owner:
-        return Ending("killed", f"It was killed at {reached}: {who}, is gone and has not said how it ended.")
+        return Ending("killed", f"It was killed at {progress}: {owner_text}, ended without recording why.")
     if not rows and not evaluations:
         return Ending("empty", "It has not logged anything.")
-    return Ending("unknown", f"It ended at {reached} without reaching its end, and has not said why.")
+    return Ending("unknown", f"It stopped at {progress} without recording why.")
 
 
 def _owner(path: Path) -> dict[str, Any]:
+    """Returns the owner in a lock file; {} if there is no file, or it names no process."""
     if not path.is_file():
         return {}
     with path.open() as file:
-        owner = lock.named(file)
+        owner = lock.read_owner(file)
     return owner if isinstance(owner.get("process"), int) else {}
 
 
@@ -240,12 +251,15 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def flattened(tree: object, path: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested mappings by dotted keys. A list is a leaf unless it holds mappings."""
+def flatten(tree: object, path: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested mappings by dotted keys. A list is a leaf unless it contains mappings.
+
+    path: the dotted key of `tree` itself.
+    """
     if isinstance(tree, Mapping):
         inner = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
     elif isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
         inner = ((f"{path}.{i}", value) for i, value in enumerate(tree))
     else:
         return {path: tree}
-    return {key: value for prefix, item in inner for key, value in flattened(item, prefix).items()}
+    return {key: value for prefix, item in inner for key, value in flatten(item, prefix).items()}

@@ -24,7 +24,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.report.conversations import conversation_html, data_url, film_url, save_film
 from mmrl.report.lock import RunLock
-from mmrl.report.records import END, parsed
+from mmrl.report.records import END, parse_row
 from mmrl.report.settings import Log
 from mmrl.report.trackers import Tracker, trackers
 from mmrl.rollouts import Episode, Prompt, Rollouts, Sample
@@ -48,18 +48,18 @@ STYLE = (
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where the block can not write to the run directory: it is full, read-only or gone."""
+    """Context that raises UserError if the block cannot write to the run directory, such as on a full disk."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"run_dir={folder} can not be written: {error}; once it can be, the same command goes on from the newest "
+            f"run_dir={folder} cannot be written: {error}; once it can be, the same command continues from the newest "
             "checkpoint"
         ) from error
 
 
 class Run:
-    """The log of a run: metrics.jsonl, trackers on request, and printed lines."""
+    """The log of a run: metrics.jsonl, samples, printed lines, and the trackers that the section `log` names."""
 
     def __init__(
         self,
@@ -68,17 +68,18 @@ class Run:
         *,
         writes: bool,
         log: Log | None = None,
-        each_step: Callable[[int, Mapping[str, float]], None] | None = None,
+        on_step: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
-        """log: which trackers to use. each_step: is called with all metrics too, on every rank."""
-        self.folder, self.each_step = folder, each_step
+        """writes: whether this rank writes the run directory. log: its trackers. on_step: a function that gets the step
+        and its metrics, on every rank."""
+        self.folder, self.on_step = folder, on_step
         self.writes = writes
         self._trackers: list[Tracker] = []
         if not writes:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = RunLock(folder)
-        (folder / END).unlink(missing_ok=True)  # of the run that goes on now
+        (folder / END).unlink(missing_ok=True)  # of the earlier part of a run that is resumed
         replace(folder / "config.yaml", config_yaml.encode())
         replace(folder / "versions.json", json.dumps(versions(), indent=2).encode())
         self._metrics = (folder / "metrics.jsonl").open("a", buffering=1)
@@ -86,8 +87,8 @@ class Run:
             self._trackers = trackers(log, folder, config_yaml)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if self.each_step is not None:
-            self.each_step(step, metrics)
+        if self.on_step is not None:
+            self.on_step(step, metrics)
         if not self.writes:
             return
         with writing(self.folder):
@@ -101,9 +102,9 @@ class Run:
             with writing(self.folder):
                 os.fsync(self._metrics.fileno())
 
-    def forget_after(self, step: int) -> None:
-        """Drops metrics of steps beyond `step`, which a resumed run repeats, and damaged lines. If more than the last
-        line is damaged, a copy of the file is kept."""
+    def drop_after(self, step: int) -> None:
+        """Removes the metrics of steps after `step`, which a resumed run repeats, and damaged lines. If other lines
+        than the last one are damaged, a copy of the file is kept."""
         if not self.writes:
             return
         path = self.folder / "metrics.jsonl"
@@ -115,19 +116,19 @@ class Run:
         self._metrics.close()
         if (damaged := steps[:-1].count(None)) > 0:
             replace(path.with_suffix(".damaged.jsonl"), data)
-            self.line(f"{path}: {damaged} damaged lines are left out; as it was it is {path.stem}.damaged.jsonl")
+            self.line(f"{path}: {damaged} damaged lines are removed; {path.stem}.damaged.jsonl is a copy with them")
         replace(path, b"".join(line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step))
         self._metrics = path.open("a", buffering=1)
         for tracker in self._trackers:
-            tracker.forget_after(step)
+            tracker.drop_after(step)
 
     def line(self, text: str) -> None:
         if self.writes:
             display.line(text)
 
     def end(self, state: str, sentence: str) -> None:
-        """Records how the run ended, for its report; see `mmrl.report.records.Ending`. Where that can not be written
-        it prints why: an error here would hide the one that ended the run."""
+        """Records how the run ended, see `mmrl.report.records.Ending`. If that cannot be written, a line says so: an
+        exception here would hide the one that ended the run."""
         if self.writes:
             try:
                 replace(self.folder / END, json.dumps({"state": state, "sentence": sentence}, indent=2).encode())
@@ -135,9 +136,10 @@ class Run:
                 self.line(f"how the run ended is not recorded: {error}")
 
     def samples(self, kind: str, step: int, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> None:
-        """Writes samples/KIND-STEP.html with prompt, images, response, answer and `columns` of each sample, a PNG of
-        that name with generated images side by side, and a GIF with generated videos. Trackers get images and texts
-        too."""
+        """Writes samples/KIND-STEP.html with a table of samples, see `write_samples`, and gives them to the trackers.
+
+        kind: train or evaluation. columns: further numbers of each sample, by name.
+        """
         if not self.writes:
             return
         with writing(self.folder):
@@ -148,7 +150,8 @@ class Run:
                     tracker.samples(kind, step, sheet, table)
 
     def skipped_update(self, step: int, rank: int, micro_batches: Sequence[Rollouts]) -> Path:
-        """Writes the rollouts of a skipped update, one a line. Returns the file."""
+        """Writes the rollouts of a skipped update to bad-step-STEP-rankRANK.jsonl, one on each line. Returns the
+        file."""
         path = self.folder / f"bad-step-{step}-rank{rank}.jsonl"
         rows: list[dict[str, Any]] = []
         for micro in micro_batches:
@@ -169,7 +172,7 @@ class Run:
 
 def logged_step(line: bytes) -> int | None:
     """Returns the step of a line of metrics.jsonl; None for an incomplete or damaged one."""
-    row = parsed(line)
+    row = parse_row(line)
     return None if row is None else row["step"]
 
 
@@ -184,8 +187,8 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, mmrl and PACKAGES, the machine and GPU, and the commit where mmrl runs from a
-    checkout."""
+    """Returns the versions of Python, mmrl and the installed PACKAGES, the machine, the GPU, and the git commit if mmrl
+    runs from a checkout."""
     distributions = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in PACKAGES}
     packages = {name: one.version for name, one in distributions.items() if one is not None}
     environment = {"python": platform.python_version(), "machine": platform.machine(), "mmrl": VERSION}
@@ -197,7 +200,7 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """Returns the commit of a checkout, with "-dirty" where files are changed; None without a checkout or git."""
+    """Returns the git commit of a checkout, with "-dirty" if files are changed; None without a checkout or git."""
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
@@ -206,34 +209,39 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def write_samples(target: Path, samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -> list[Path]:
-    """Writes the HTML page `target` and, beside it, a PNG grid of generated images, a GIF and a PNG of generated
-    videos, and an MP4 of each filmed episode. Images and videos of a group are in one row. Returns the files."""
+    """Writes an HTML table of samples to `target`, and beside it a PNG grid of generated images, a GIF and a PNG of
+    generated videos, and an MP4 of each recorded episode. Images of a group are in one row. Returns the files.
+
+    columns: further numbers of each sample, by name.
+    """
     target.parent.mkdir(exist_ok=True)
     episodes = {number: s.episode for number, s in enumerate(samples) if s.episode is not None}
-    films = {n: f"{target.stem}-{n:03d}.mp4" for n, episode in episodes.items() if episode.frames is not None}
-    target.write_text(sample_table(samples, columns, films))
-    written, together = [target], group_size([sample.prompt for sample in samples])
-    drawn = [pil_image(s.image) for s in samples if s.image is not None]
-    if drawn:
-        grid(drawn, columns=together or 10).save(target.with_suffix(".png"))
+    video_names = {n: f"{target.stem}-{n:03d}.mp4" for n, episode in episodes.items() if episode.frames is not None}
+    target.write_text(sample_table(samples, columns, video_names))
+    written, row_length = [target], group_size([sample.prompt for sample in samples])
+    images_of_samples = [pil_image(s.image) for s in samples if s.image is not None]
+    if images_of_samples:
+        grid(images_of_samples, columns=row_length or 10).save(target.with_suffix(".png"))
         written.append(target.with_suffix(".png"))
-    videos = [pages(s.frames) for s in samples if s.frames is not None]
+    videos = [video_frames(s.frames) for s in samples if s.frames is not None]
     if videos:
-        written += write_videos(target, videos, columns=together or 8)
-    written += [film(target.with_name(name), episodes[number]) for number, name in films.items()]
+        written += write_videos(target, videos, columns=row_length or 8)
+    written += [write_episode_video(target.with_name(name), episodes[number]) for number, name in video_names.items()]
     return written
 
 
-def pages(video: Tensor) -> list[Image.Image]:
+def video_frames(video: Tensor) -> list[Image.Image]:
     """Returns the frames of a video [frame, 1 or 3, height, width] as PIL images."""
     return [pil_image(frame) for frame in video]
 
 
 def write_videos(target: Path, videos: Sequence[list[Image.Image]], columns: int = 8) -> list[Path]:
-    """Writes NAME.gif, in which all videos play side by side, and NAME.png, with a row of frames for each video.
-    Returns both files."""
+    """Writes a GIF in which all videos play side by side, and a PNG with a row of frames for each video.
+
+    target: the path whose suffix is replaced. columns: videos in a row of the GIF. Returns both files.
+    """
     moving, still = target.with_suffix(".gif"), target.with_suffix(".png")
-    sheets = [grid(moment, columns=columns) for moment in zip(*videos, strict=True)]
+    sheets = [grid(frames, columns=columns) for frames in zip(*videos, strict=True)]
     save_film(moving, sheets)
     rows = [grid(video, columns=len(video)) for video in videos]
     sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
@@ -243,18 +251,21 @@ def write_videos(target: Path, videos: Sequence[list[Image.Image]], columns: int
     return [moving, still]
 
 
-def film(target: Path, episode: Episode, least: int = 256, actions_per_second: int = 20) -> Path:
-    """Writes the frames of an episode as a video, enlarged, with its instruction and outcome above. Frames are taken as
-    evenly spaced over its actions, from start to end. Returns the file."""
+def write_episode_video(target: Path, episode: Episode, min_width: int = 256, actions_per_second: int = 20) -> Path:
+    """Writes the frames of an episode as a video with its instruction and outcome above. Returns the file.
+
+    min_width: pixels to which frames are enlarged. The frames are assumed to be evenly spaced over the actions, of
+    which `actions_per_second` are played.
+    """
     import imageio.v3  # comes with the simulators
 
     assert episode.frames is not None
     between = max(1, len(episode.frames) - 1)  # two frames
     actions = max(episode.length, between) / between
     per_second = max(1, round(actions_per_second / actions))
-    height, width = (max(1, -(-least // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
+    height, width = (max(1, -(-min_width // episode.frames.shape[2])) * side for side in episode.frames.shape[1:3])
     outcome = "lost" if episode.lost else "success" if episode.success else "failure"
-    pages = []
+    video_frames = []
     for number, frame in enumerate(episode.frames):
         page = Image.new("RGB", (width, height + 32), "black")
         page.paste(Image.fromarray(frame).resize((width, height), Image.Resampling.NEAREST), (0, 32))
@@ -263,14 +274,15 @@ def film(target: Path, episode: Episode, least: int = 256, actions_per_second: i
         last = number + 1 == len(episode.frames)
         caption = f"{round(number * actions)}" + (f"  {outcome}" if last else "")
         pen.text((4, 16), caption, fill="lime" if episode.success else "red")
-        pages.append(np.asarray(page))
-    pages += [pages[-1]] * max(1, per_second // 2)  # long enough to read how it ended
-    imageio.v3.imwrite(target, np.stack(pages), fps=per_second, macro_block_size=1)
+        video_frames.append(np.asarray(page))
+    video_frames += [video_frames[-1]] * max(1, per_second // 2)  # long enough to read how it ended
+    imageio.v3.imwrite(target, np.stack(video_frames), fps=per_second, macro_block_size=1)
     return target
 
 
 def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns the 95 % interval of a share (Wilson, 1927)."""
+    """Returns the Wilson interval (1927) of the rate successes / n. z: half its width in standard errors; 1.96: 95
+    %."""
     share, spread = successes / n, z * z / n
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * (share * (1 - share) / n + spread / (4 * n)) ** 0.5
@@ -278,16 +290,16 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def pil_image(image: Tensor) -> Image.Image:
-    """Returns [1 or 3, height, width], clamped to 0 to 1, as a PIL image."""
+    """Converts an image [1 or 3, height, width], clamped to 0 .. 1, to PIL."""
     pixels = (image.clamp(0, 1) * 255).round().byte()
     return Image.fromarray(rearrange(pixels, "c h w -> h w c").squeeze(-1).numpy())
 
 
-def grid(images: Sequence[Image.Image], columns: int = 10, least: int = 48) -> Image.Image:
-    """Returns images of one size in rows, in order, enlarged by a whole factor to a width of at least `least`
+def grid(images: Sequence[Image.Image], columns: int = 10, min_width: int = 48) -> Image.Image:
+    """Returns images of equal size in a grid, row by row, each enlarged by an integer factor to at least `min_width`
     pixels."""
     width, height = images[0].size
-    scale = max(1, -(-least // width))
+    scale = max(1, -(-min_width // width))
     width, height = width * scale, height * scale
     columns = min(columns, len(images))
     sheet = Image.new("RGB", (columns * (width + 2), -(-len(images) // columns) * (height + 2)), "white")
@@ -299,21 +311,25 @@ def grid(images: Sequence[Image.Image], columns: int = 10, least: int = 48) -> I
 
 
 def contact_sheet(samples: Sequence[Sample]) -> Image.Image | None:
-    """Returns generated images, or else those of the prompts, side by side; None unless they are of one size."""
-    drawn = [pil_image(s.image) for s in samples if s.image is not None]
-    drawn += [one for s in samples if s.frames is not None for one in pages(s.frames)]
-    drawn = drawn or [image for s in samples for image in s.prompt.images]
-    return grid(drawn) if len({image.size for image in drawn}) == 1 else None
+    """Returns a grid of the generated images and video frames, or else of the prompts' images; None if they differ in
+    size or there are none."""
+    images_of_samples = [pil_image(s.image) for s in samples if s.image is not None]
+    images_of_samples += [one for s in samples if s.frames is not None for one in video_frames(s.frames)]
+    images_of_samples = images_of_samples or [image for s in samples for image in s.prompt.images]
+    return grid(images_of_samples) if len({image.size for image in images_of_samples}) == 1 else None
 
 
 def sample_table(
-    samples: Sequence[Sample], columns: dict[str, Sequence[float]], films: Mapping[int, str] | None = None
+    samples: Sequence[Sample], columns: dict[str, Sequence[float]], video_names: Mapping[int, str] | None = None
 ) -> str:
-    """Returns a self-contained HTML page, except for `films`: file names of MP4 videos beside it, by sample index."""
-    named = films or {}
+    """Returns an HTML page with a table of samples. Images are embedded.
+
+    video_names: the file names of MP4 videos in the page's folder, by index of the sample.
+    """
+    names = video_names or {}
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in ("images", "prompt", "answer", "response", *columns))
-    alike = groups_of([sample.prompt for sample in samples])
-    rows = [_row(s, [v[i] for v in columns.values()], alike[i], named.get(i)) for i, s in enumerate(samples)]
+    row_spans = run_lengths([sample.prompt for sample in samples])
+    rows = [_row(s, [v[i] for v in columns.values()], row_spans[i], names.get(i)) for i, s in enumerate(samples)]
     body = f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
     return f"<!doctype html><meta charset=utf-8><title>samples</title><style>{STYLE}</style>{body}"
 
@@ -329,45 +345,45 @@ def text_table(samples: Sequence[Sample], columns: dict[str, Sequence[float]]) -
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def groups_of(prompts: Sequence[Prompt]) -> list[int]:
-    """Returns for the first of a run of equal prompts the length of the run, for the others 0."""
+def run_lengths(prompts: Sequence[Prompt]) -> list[int]:
+    """Returns for each prompt the number of equal prompts from it on, if it is the first of them; else 0."""
     sizes = [0] * len(prompts)
     first = 0
     for i, prompt in enumerate(prompts):
-        before = prompts[first]
+        previous = prompts[first]
         if (prompt.id, prompt.text, prompt.images, prompt.videos) != (
-            before.id,
-            before.text,
-            before.images,
-            before.videos,
+            previous.id,
+            previous.text,
+            previous.images,
+            previous.videos,
         ):
             first = i
         sizes[first] += 1
     return sizes
 
 
-def group_size(prompts: Sequence[Prompt], most: int = 16) -> int | None:
-    """Returns the number of samples of each prompt, if it is equal, above 1 and at most `most`; else None."""
-    sizes = {size for size in groups_of(prompts) if size}
-    return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= most else None
+def group_size(prompts: Sequence[Prompt], max_size: int = 16) -> int | None:
+    """Returns the number of samples of each prompt if all have as many, from 2 to `max_size`; else None."""
+    sizes = {size for size in run_lengths(prompts) if size}
+    return next(iter(sizes)) if len(sizes) == 1 and 1 < max(sizes) <= max_size else None
 
 
-def _row(sample: Sample, numbers: Sequence[float], same: int, video: str | None) -> str:
-    """Returns a table row. same: number of rows that share the prompt, which the first of them shows; 0: it is shown
-    above. video: the file name, if the episode was filmed."""
-    shown = [data_url(pil_image(sample.image))] if sample.image is not None else []
-    shown += [] if sample.frames is None else [video_url(sample.frames)]
+def _row(sample: Sample, values: Sequence[float], row_span: int, video: str | None) -> str:
+    """Returns the table row of a sample. values: of the further columns. row_span: the number of rows that the prompt's
+    cells span; 0: an earlier row shows them. video: the file name of the episode's video, if there is one."""
+    image_urls = [data_url(pil_image(sample.image))] if sample.image is not None else []
+    image_urls += [] if sample.frames is None else [video_url(sample.frames)]
     response = f"<pre>{html.escape(sample.response)}</pre>"
     content = response if sample.conversation is None else conversation_html(sample.conversation)
     content += "" if video is None else VIDEO.format(html.escape(video))
-    cells = [f"<td>{_images(shown)}{content}</td>", *(f"<td>{number:.3g}</td>" for number in numbers)]
-    if same:
+    cells = [f"<td>{_images(image_urls)}{content}</td>", *(f"<td>{number:.3g}</td>" for number in values)]
+    if row_span:
         prompt_cells = [
             _images(_prompt_image_urls(sample.prompt)),
             f"<pre>{html.escape(_prompt_text(sample))}</pre>",
         ]
         prompt_cells.append(f"<pre>{html.escape(str(sample.prompt.answer))}</pre>")
-        cells[:0] = [f'<td rowspan="{same}">{cell}</td>' for cell in prompt_cells]
+        cells[:0] = [f'<td rowspan="{row_span}">{cell}</td>' for cell in prompt_cells]
     return f"<tr>{''.join(cells)}</tr>"
 
 
@@ -385,4 +401,4 @@ def _prompt_text(sample: Sample) -> str:
 
 
 def video_url(video: Tensor) -> str:
-    return film_url(pages(video))
+    return film_url(video_frames(video))

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from mmrl.errors import UserError
-from mmrl.report.records import flattened
+from mmrl.report.records import flatten
 from mmrl.report.settings import Log
 from mmrl.runtime.installation import extra_command
 
@@ -27,8 +27,8 @@ class Tracker(Protocol):
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
         """Logs images side by side, if there are any, and a Markdown table."""
 
-    def forget_after(self, step: int) -> None:
-        """Drops steps beyond `step`, which a resumed run repeats."""
+    def drop_after(self, step: int) -> None:
+        """Removes the metrics of steps after `step`, which a resumed run repeats."""
 
     def close(self) -> None: ...
 
@@ -44,7 +44,7 @@ class TensorBoard:
         self._hook = threading.excepthook
         threading.excepthook = self._failed
         self._board = self._opened()
-        keys = flattened(yaml.safe_load(config_yaml) or {})
+        keys = flatten(yaml.safe_load(config_yaml) or {})
         hyperparameters = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in keys.items()}
         for part in hparams(hyperparameters, {"evaluation/accuracy": 0.0}):
             self._board.file_writer.add_summary(part)
@@ -56,8 +56,8 @@ class TensorBoard:
         return SummaryWriter(self._folder, **options)
 
     def _failed(self, failed: threading.ExceptHookArgs) -> None:
-        """Prints the errors of threads as ever, but for those with which a disk ends TensorBoard's own: its next call
-        raises them in the thread that logs."""
+        """Handles uncaught exceptions of threads as before, except for an OSError in TensorBoard's writer thread, such
+        as of a full disk: its next call raises it again in the thread that logs."""
         writes = type(failed.thread).__module__.startswith("tensorboard.")
         if not (writes and isinstance(failed.exc_value, OSError)):
             self._hook(failed)
@@ -71,7 +71,7 @@ class TensorBoard:
             self._board.add_image(f"samples/{kind}", np.asarray(sheet), step, dataformats="HWC")
         self._board.add_text(f"samples/{kind}", table, step)
 
-    def forget_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         self._board.close()
         self._board = self._opened(purge_step=step + 1)
 
@@ -94,8 +94,8 @@ class WeightsAndBiases:
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
         """Logs nothing: tables stay in the run directory."""
 
-    def forget_after(self, step: int) -> None:
-        """Drops nothing: Weights & Biases keeps the first log of a step."""
+    def drop_after(self, step: int) -> None:
+        """Does nothing: Weights & Biases keeps the first values of a step."""
 
     def close(self) -> None:
         self._run.finish()
@@ -107,7 +107,7 @@ class Trackio:
     def __init__(self, folder: Path, project: str, config_yaml: str) -> None:
         import trackio
 
-        keys = flattened(yaml.safe_load(config_yaml) or {})
+        keys = flatten(yaml.safe_load(config_yaml) or {})
         self._run: Any = trackio.init(project=project, name=folder.name, config=keys, resume="allow", embed=False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -116,8 +116,8 @@ class Trackio:
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
         """Logs nothing: tables stay in the run directory."""
 
-    def forget_after(self, step: int) -> None:
-        """Drops nothing: Trackio keeps what was logged."""
+    def drop_after(self, step: int) -> None:
+        """Does nothing: Trackio keeps all values."""
 
     def close(self) -> None:
         self._run.finish()
@@ -144,7 +144,7 @@ class MLflow:
         number = known.experiment_id if known else self._client.create_experiment(experiment)
         self._run = str(self._client.create_run(number, run_name=folder.name).info.run_id)
         identity.write_text(self._run)
-        self._log_parameters(flattened(yaml.safe_load(config_yaml) or {}))
+        self._log_parameters(flatten(yaml.safe_load(config_yaml) or {}))
 
     def _log_parameters(self, keys: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -162,15 +162,15 @@ class MLflow:
     def samples(self, kind: str, step: int, sheet: Image.Image | None, table: str) -> None:
         self._client.log_text(self._run, table, f"samples/{kind}-{step:06d}.md")
 
-    def forget_after(self, step: int) -> None:
-        """Drops nothing: MLflow keeps the values of a step that is made again beside the earlier ones."""
+    def drop_after(self, step: int) -> None:
+        """Does nothing: MLflow keeps the values of a repeated step beside the earlier ones."""
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
 
 def trackers(log: Log, folder: Path, config_yaml: str) -> list[Tracker]:
-    """Returns the trackers of the section `log`. `check_trackers` comes first."""
+    """Starts the trackers that the section `log` names. Their packages must be installed, see `check_trackers`."""
     active: list[Tracker] = [TensorBoard(folder, config_yaml)] if log.tensorboard else []
     active += [] if log.wandb is None else [WeightsAndBiases(folder, log.wandb)]
     active += [] if log.trackio is None else [Trackio(folder, log.trackio, config_yaml)]
@@ -178,16 +178,16 @@ def trackers(log: Log, folder: Path, config_yaml: str) -> list[Tracker]:
 
 
 def check_trackers(log: Log) -> None:
-    """Raises UserError where a tracker of the section is not installed."""
-    wanted = {
+    """Raises UserError if the package of a tracker in the section `log` is not installed."""
+    requested = {
         "tensorboard": ("true" if log.tensorboard else None, "false"),
         **{
             name: (value, "null")
             for name, value in (("wandb", log.wandb), ("trackio", log.trackio), ("mlflow", log.mlflow))
         },
     }
-    for name, (value, without) in wanted.items():
+    for name, (value, off) in requested.items():
         if value is not None and importlib.util.find_spec(name) is None:
             raise UserError(
-                f"log.{name}={value}: {name} is not installed; {extra_command(name)}, or set log.{name}={without}"
+                f"log.{name}={value}: {name} is not installed; {extra_command(name)}, or set log.{name}={off}"
             )

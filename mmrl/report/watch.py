@@ -19,15 +19,24 @@ from mmrl.report.records import RunRecord, Series, read_run
 from mmrl.runtime.progress import duration_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SHOWN = ("accuracy", "reward/", "guard/", "entropy", "loss", "grad_norm", "advantages/zero_variance_groups", "unscored")
+METRIC_PREFIXES = (
+    "accuracy",
+    "reward/",
+    "guard/",
+    "entropy",
+    "loss",
+    "grad_norm",
+    "advantages/zero_variance_groups",
+    "unscored",
+)
 TIMES = ("time/step", "time/rollout", "time/update", "throughput/rollouts_per_second")
 RECENT = 20  # steps for the means and for the estimate of the time left
 
 
 def watch(folder: Path, *, every: float = 2.0, once: bool = False) -> None:
-    """Shows the run in `folder` until it has ended, or once. Where there is no terminal it shows it once.
+    """Shows the run in `folder` until it has ended; only once if `once`, or if the output is not a terminal.
 
-    Raises UserError if there is no such folder.
+    every: seconds between two updates. Raises UserError if there is no such folder.
     """
     console = Console(highlight=False)
     run = read_run(folder)
@@ -35,18 +44,19 @@ def watch(folder: Path, *, every: float = 2.0, once: bool = False) -> None:
         console.print(screen(run))
         return
     with Live(screen(run), console=console, auto_refresh=False) as live:
-        while run.ending.state in ("running", "empty") or maybe_elsewhere(run):
+        while run.ending.state in ("running", "empty") or may_run_elsewhere(run):
             time.sleep(every)
             run = read_run(folder)
             live.update(screen(run), refresh=True)
 
 
-def maybe_elsewhere(run: RunRecord) -> bool:
+def may_run_elsewhere(run: RunRecord) -> bool:
     """Returns whether the run may still be running on another host."""
     return run.ending.state == "unknown" and "may be running" in run.ending.sentence
 
 
 def screen(run: RunRecord) -> RenderableType:
+    """Returns the panel of a run: its state, progress, metrics, and problems with advice."""
     parts: list[RenderableType] = [Text(printable(run.ending.sentence)), *progress(run)]
     parts += [table(run, metrics_of(run))] if run.names else []
     parts += [Text(printable(f"- {problem}"), style="yellow") for problem in run.problems]
@@ -58,7 +68,7 @@ def screen(run: RunRecord) -> RenderableType:
 
 
 def progress(run: RunRecord) -> list[RenderableType]:
-    """Returns a bar of the steps and the time left."""
+    """Returns a progress bar over the steps, and a line with the time left; [] before the first step."""
     if run.steps is None or not run.step:
         return []
     left = time_left(run)
@@ -67,7 +77,8 @@ def progress(run: RunRecord) -> list[RenderableType]:
 
 
 def time_left(run: RunRecord) -> float | None:
-    """Returns the seconds left at the pace of the last RECENT steps, evaluations and checkpoints included."""
+    """Returns the seconds left at the speed of the last RECENT steps, with evaluations and checkpoints; None if it is
+    unknown."""
     last = [row["time"] for row in run.rows if "time" in row][-RECENT:]
     if run.steps is None or len(last) < 2:
         return None
@@ -75,8 +86,13 @@ def time_left(run: RunRecord) -> float | None:
 
 
 def metrics_of(run: RunRecord) -> list[str]:
+    """Returns the names of the metrics to show, held-out accuracy first."""
     held_out = [name for name in run.names if name.startswith("evaluation/accuracy")]
-    return [*held_out, *(name for name in run.names if name.startswith(SHOWN)), *(n for n in TIMES if n in run.names)]
+    return [
+        *held_out,
+        *(name for name in run.names if name.startswith(METRIC_PREFIXES)),
+        *(n for n in TIMES if n in run.names),
+    ]
 
 
 def table(run: RunRecord, names: list[str]) -> Table:
@@ -89,13 +105,13 @@ def table(run: RunRecord, names: list[str]) -> Table:
         if series.values:
             recent = series.finite[-RECENT:]
             mean = f"{sum(recent) / len(recent):.4g}" if recent else ""
-            grid.add_row(name, f"{series.values[-1]:.4g}", mean, course(series))
+            grid.add_row(name, f"{series.values[-1]:.4g}", mean, sparkline(series))
     return grid
 
 
-def course(series: Series, width: int = 32) -> str:
-    """Returns a sparkline: each block is the mean of an equal share of the values, scaled to the range of these
-    means."""
+def sparkline(series: Series, width: int = 32) -> str:
+    """Returns a line of up to `width` block characters. Each shows the mean of an equal share of the values, scaled to
+    the range of all means."""
     values = series.finite
     count = min(width, len(values))
     shares = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]

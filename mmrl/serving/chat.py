@@ -1,7 +1,7 @@
 """An endpoint of OpenAI's protocol for a policy that answers in text: POST /v1/chat/completions, GET /v1/models.
 
-Requests are answered one at a time by the policy's own sampler, as in an evaluation. For many callers start vLLM on the
-weights that a run left: its final/ is an ordinary folder of transformers.
+Requests are answered one at a time by the policy's own sampler, as in an evaluation. For many clients start vLLM on the
+run's final/, which is an ordinary folder of transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mmrl.runtime.jsonl import RowError
 from mmrl.tasks.data.image_files import ImageFiles
 
 MAX_BYTES = 64 << 20  # of a request
-MAX_CHOICES = 64
-SILENT_S = 120  # a connection may be silent
+MAX_CHOICES = 64  # responses to one request
+IDLE_TIMEOUT_S = 120  # an idle connection is closed after it
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNSUPPORTED = ("tools", "functions", "stop", "logprobs", "response_format")
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ChatPolicy(Protocol):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request as the policy gets it. limit: tokens of a response."""
+    """A parsed request. choices: the number of responses. limit: the maximum number of tokens of each."""
 
     prompt: Prompt
     choices: int
@@ -59,7 +59,7 @@ class ChatRequest:
 
 
 class BadRequest(ValueError):
-    """A request that cannot be answered; the text says why. status: of HTTP."""
+    """A request that cannot be answered. text: the reason, for the client. status: the HTTP status."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
@@ -67,24 +67,26 @@ class BadRequest(ValueError):
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Serves `policy` under the name `model` until `shutdown`. longest: tokens that a response may have. key: callers
-    have to send it as a bearer token; None: anybody who reaches the address is answered."""
+    """Serves `policy` under the name `model` until `shutdown`.
+
+    max_tokens: the limit of a response. key: the bearer token that clients have to send; None: no token is needed.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(
-        self, policy: ChatPolicy, model: str, longest: int, *, host: str, port: int, key: str | None = None
+        self, policy: ChatPolicy, model: str, max_tokens: int, *, host: str, port: int, key: str | None = None
     ) -> None:
-        self.policy, self.model, self.longest, self.key = policy, model, longest, key
-        self._one_at_a_time, self._numbers = threading.Lock(), count(1)
+        self.policy, self.model, self.max_tokens, self.key = policy, model, max_tokens, key
+        self._policy_lock, self._request_numbers = threading.Lock(), count(1)
         super().__init__((host, port), ChatHandler)
 
     def complete(self, body: bytes) -> dict[str, Any]:
-        """Returns the answer to a request. Raises BadRequest for one that cannot be answered."""
-        request = self.read(body)
+        """Answers a request: returns the fields of a chat completion. Raises BadRequest if it cannot be answered."""
+        request = self.parse_request(body)
         seeds = [request.seed + i for i in range(request.choices)]
-        with self._one_at_a_time:
+        with self._policy_lock:
             try:
                 rollouts = self.policy.rollout(
                     [request.prompt],
@@ -112,8 +114,8 @@ class ChatServer(ThreadingHTTPServer):
             "choices": choices,
         }
 
-    def read(self, body: bytes) -> ChatRequest:
-        """Reads a request. Raises BadRequest, which names the field."""
+    def parse_request(self, body: bytes) -> ChatRequest:
+        """Parses the JSON body of a request. Raises BadRequest, which names the field, if it is invalid."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -121,98 +123,101 @@ class ChatServer(ThreadingHTTPServer):
         if not isinstance(fields, dict):
             raise BadRequest("the request is not a JSON object")
         if fields.get("stream"):
-            raise BadRequest("stream: answers come whole; leave it out")
+            raise BadRequest("stream: streaming is not supported; leave it out")
         unsupported = [name for name in _UNSUPPORTED if fields.get(name)]
         if unsupported:
             raise BadRequest(f"{unsupported[0]} is not supported; start vLLM on the run's final/ for it")
         if fields.get("model", self.model) != self.model:
             raise BadRequest(f"there is no model {fields['model']!r} here, only {self.model!r}", 404)
-        limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or self.longest
+        limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or self.max_tokens
         seed = fields.get("seed")
-        number = f"chatcmpl-{next(self._numbers)}"
+        request_id = f"chatcmpl-{next(self._request_numbers)}"
         return ChatRequest(
-            Prompt(number, "", messages=read_messages(fields.get("messages"))),
+            Prompt(request_id, "", messages=parse_messages(fields.get("messages"))),
             int(_number("n", fields.get("n") or 1, 1, MAX_CHOICES)),
             _number("temperature", fields.get("temperature", self.policy.evaluation_temperature), 0, 10),
-            int(_number("max_tokens", limit, 1, self.longest)),
-            zlib.crc32(number.encode()) if seed is None else int(_number("seed", seed, 0, 2**62)),
+            int(_number("max_tokens", limit, 1, self.max_tokens)),
+            zlib.crc32(request_id.encode()) if seed is None else int(_number("seed", seed, 0, 2**62)),
         )
 
 
-def read_messages(messages: object) -> tuple[Message, ...]:
-    """Reads the messages of a request. An image is a `data:` URL; nothing is fetched. Raises BadRequest."""
+def parse_messages(messages: object) -> tuple[Message, ...]:
+    """Parses the messages of a request. Raises BadRequest if one is invalid, or the last is not from a user or tool."""
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list of at least one message is needed")
-    read = tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
-    if read[-1].role not in ("user", "tool"):
-        raise BadRequest(f"messages: the last one is of the {read[-1].role}, so there is nothing to answer")
-    return read
+    parsed = tuple(_parse_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+    if parsed[-1].role not in ("user", "tool"):
+        raise BadRequest(f"messages: the last one has the role {parsed[-1].role}; it must be of a user or a tool")
+    return parsed
 
 
-def _message(where: str, message: object) -> Message:
-    """Parses one message of a chat request. where: its place in the request, for errors. Raises BadRequest."""
+def _parse_message(location: str, message: object) -> Message:
+    """Parses one message. location: its path in the request, for errors. Raises BadRequest if it is invalid."""
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise BadRequest(f"{where}: expected an object with a role of {', '.join(ROLES)}")
+        raise BadRequest(f"{location}: expected an object with a role of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else str(message["role"])
     content = message.get("content")
     if isinstance(content, str):
         return Message(role, (content,))
     if not isinstance(content, list):
-        raise BadRequest(f"{where}.content: expected a string or a list of parts")
-    return Message(role, tuple(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)))
+        raise BadRequest(f"{location}.content: expected a string or a list of parts")
+    return Message(role, tuple(_parse_part(f"{location}.content[{i}]", part) for i, part in enumerate(content)))
 
 
-def _part(where: str, part: object) -> Any:
-    """Parses a part of a message: text, or an image as a data: URL. Raises BadRequest."""
+def _parse_part(location: str, part: object) -> Any:
+    """Parses a part of a message: text, or an image as a `data:` URL. No other URL is fetched. Raises BadRequest if it
+    is neither."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
     if not isinstance(part, Mapping) or kind != "image_url":
-        raise BadRequest(f"{where}: expected a part of type text or image_url")
+        raise BadRequest(f"{location}: expected a part of type text or image_url")
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str) or not url.startswith("data:"):
-        raise BadRequest(f"{where}: an image is a data: URL, as data:image/png;base64,...; nothing is fetched")
+        raise BadRequest(f"{location}: send the image as a data: URL, data:image/png;base64,...; nothing is fetched")
     try:
         return ImageFiles().decode(url)
     except RowError as error:
-        raise BadRequest(f"{where}: {error}") from None
+        raise BadRequest(f"{location}: {error}") from None
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
+    """Returns the value of the field `name`. Raises BadRequest if it is not a number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise BadRequest(f"{name} must be a number from {low:g} to {high:g}, not {value!r:.80}")
     return value
 
 
 class ChatHandler(BaseHTTPRequestHandler):
-    """Answers the two paths of the protocol."""
+    """Handles the requests of one connection: GET /v1/models and POST /v1/chat/completions."""
 
     server: ChatServer
-    timeout = SILENT_S
+    timeout = IDLE_TIMEOUT_S
 
     def do_GET(self) -> None:
-        self._send(*self._checked(lambda: self._models()))
+        self._send(*self._handle(lambda: self._models()))
 
     def do_POST(self) -> None:
-        self._send(*self._checked(lambda: self._completion()))
+        self._send(*self._handle(lambda: self._completion()))
 
-    def _checked(self, answer: Any) -> tuple[int, dict[str, Any]]:
+    def _handle(self, answer: Any) -> tuple[int, dict[str, Any]]:
+        """Returns the HTTP status, and the result of `answer()` or the error that it raised, as JSON fields."""
         try:
             self._authorise()
             return 200, answer()
         except BadRequest as error:
             return error.status, {"error": {"message": str(error), "type": "invalid_request_error"}}
-        except Exception as error:  # it is reported to the caller, and the server goes on
+        except Exception as error:  # the client gets the error, and the server continues
             _log.exception("the request failed")
             return 500, {"error": {"message": repr(error), "type": "server_error"}}
 
     def _authorise(self) -> None:
-        """Raises BadRequest for a caller without the key, and for a page elsewhere that makes a browser ask."""
+        """Raises BadRequest for a client without the key, and for requests of web pages, which a browser sends."""
         if self.headers.get("Origin") is not None:
-            raise BadRequest("pages of browsers are not answered", 403)
-        sent = (self.headers.get("Authorization") or "").encode()
-        if self.server.key is not None and not hmac.compare_digest(sent, f"Bearer {self.server.key}".encode()):
+            raise BadRequest("requests of web pages (with an Origin header) are not answered", 403)
+        header = (self.headers.get("Authorization") or "").encode()
+        if self.server.key is not None and not hmac.compare_digest(header, f"Bearer {self.server.key}".encode()):
             raise BadRequest("the key is missing or wrong: Authorization: Bearer KEY", 401)
 
     def _models(self) -> dict[str, Any]:
@@ -232,7 +237,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         return self.server.complete(self.rfile.read(int(length)))
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
-        """Sends a JSON answer; after an error the connection is closed."""
+        """Sends `answer` as JSON. After an error the connection is closed."""
         text = json.dumps(answer).encode()
         self.close_connection |= status != 200  # the unread rest of a refused request would be taken for the next one
         self.send_response(status)
@@ -245,12 +250,13 @@ class ChatHandler(BaseHTTPRequestHandler):
         _log.debug(format, *arguments)
 
 
-def serve(policy: ChatPolicy, model: str, longest: int, *, host: str, port: int, key: str | None) -> None:
-    """Serves a policy until Ctrl-C. Raises UserError for an address that is in use or not this machine's."""
+def serve(policy: ChatPolicy, model: str, max_tokens: int, *, host: str, port: int, key: str | None) -> None:
+    """Serves a policy until Ctrl-C, see `ChatServer`. Raises UserError if the address is in use or not this
+    machine's."""
     try:
-        server = ChatServer(policy, model, longest, host=host, port=port, key=key)
+        server = ChatServer(policy, model, max_tokens, host=host, port=port, key=key)
     except OSError as error:
-        raise UserError(f"{host}:{port} can not be listened at: {error}") from None
+        raise UserError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from None
     with server:
-        print(f"http://{host}:{server.server_port}/v1 answers as {model!r}; Ctrl-C ends it", flush=True)
+        print(f"http://{host}:{server.server_port}/v1 serves {model!r}; Ctrl-C ends it", flush=True)
         server.serve_forever()

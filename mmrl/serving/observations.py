@@ -1,4 +1,4 @@
-"""Observations that robots send, in the shape in which the run's policy was trained."""
+"""Parses observations that robots send, and checks them against those that the policy was trained on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from mmrl.policies.vla.settings import Actions
 from mmrl.sims import Observation, VectorSim
 
-NUMBERED = ("image", "wrist_image")  # LIBERO's keys in openpi, for a first and a second camera
+LIBERO_CAMERA_KEYS = ("image", "wrist_image")  # openpi's keys for LIBERO's first and second camera
 
 
 class ActingPolicy(Protocol):
-    """A policy that acts on observations of single robots."""
+    """A robot policy that maps observations to chunks of actions."""
 
     action: Actions
     sim: VectorSim
@@ -25,7 +25,7 @@ class ActingPolicy(Protocol):
 
 
 class BadObservation(ValueError):
-    """An observation that the policy cannot act on; the text names the key."""
+    """An observation that the policy cannot use. The text names the key."""
 
 
 class RobotReader:
@@ -39,16 +39,16 @@ class RobotReader:
 
     def __init__(self, policy: ActingPolicy) -> None:
         sim = policy.sim
-        self.every_camera = sim.cameras
+        self.all_cameras = sim.cameras
         self.cameras = tuple(policy.action.cameras or sim.cameras)
         height, width, _ = sim.simulator.image_shape
         self.size = (height, width // len(sim.cameras))
-        self.hidden = policy.action.privileged
-        self.state_dim = sim.simulator.state_dim - self.hidden
+        self.privileged_dim = policy.action.privileged
+        self.state_dim = sim.simulator.state_dim - self.privileged_dim
         self.action_dim, self.chunk = sim.simulator.action_dim, policy.action.chunk
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a client has to send and what it gets."""
+        """Returns the cameras and sizes of the observations and actions, which clients get first."""
         return {
             "cameras": list(self.cameras),
             "image_size": list(self.size),
@@ -58,22 +58,22 @@ class RobotReader:
         }
 
     def read(self, tree: object) -> Observation:
-        """Returns the observation of one row; cameras that the policy does not see are black, numbers for a critic
-        alone are 0. Raises BadObservation."""
+        """Parses an observation into one row. Cameras that the policy does not use are black; the privileged part of
+        the state, which only critics use, is 0. Raises BadObservation if a part is missing or invalid."""
         if not isinstance(tree, Mapping):
-            raise BadObservation("an observation is a map of observation/..., state and prompt")
+            raise BadObservation("an observation must be a map with the keys observation/..., state and prompt")
         prompt = tree.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
             raise BadObservation("prompt: the instruction is missing or not a string")
         images = [
             self._image(camera, tree) if camera in self.cameras else np.zeros((*self.size, 3), np.uint8)
-            for camera in self.every_camera
+            for camera in self.all_cameras
         ]
-        return Observation(np.concatenate(images, 1)[None], self._state(tree)[None], [prompt], self.every_camera)
+        return Observation(np.concatenate(images, 1)[None], self._state(tree)[None], [prompt], self.all_cameras)
 
     def _image(self, camera: str, tree: Mapping[Any, Any]) -> NDArray[np.uint8]:
-        """Returns a camera's image [height, width, 3] uint8 from an observation, also from [3, height, width]. Raises
-        BadObservation."""
+        """Returns the image [height, width, 3] of a camera. Raises BadObservation if it is missing, or has another type
+        or size than in training."""
         if not self.size[0]:
             return np.zeros((*self.size, 3), np.uint8)
         key, image = next(self._candidates(camera, tree), (None, None))
@@ -81,7 +81,9 @@ class RobotReader:
             keys = ", ".join(str(name) for name in tree)
             raise BadObservation(f"observation/{camera}: the image of this camera is missing; there are {keys:.200}")
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3:
-            raise BadObservation(f"{key}: an image is an array [height, width, 3] of uint8, not {described(image)}")
+            raise BadObservation(
+                f"{key}: an image is an array [height, width, 3] of uint8, not {type_and_shape(image)}"
+            )
         if image.shape[0] == 3 and image.shape[2] != 3:
             image = image.transpose(1, 2, 0)
         if image.shape != (*self.size, 3):
@@ -93,9 +95,10 @@ class RobotReader:
         return image
 
     def _candidates(self, camera: str, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the key and the value of everything in an observation that may be the camera's image."""
         names = [camera]
-        if (number := self.cameras.index(camera)) < len(NUMBERED):
-            names.append(NUMBERED[number])
+        if (camera_index := self.cameras.index(camera)) < len(LIBERO_CAMERA_KEYS):
+            names.append(LIBERO_CAMERA_KEYS[camera_index])
         nested = tree.get("images")
         for name in names:
             for key in (f"observation/{name}", f"observation/images/{name}", name):
@@ -105,19 +108,20 @@ class RobotReader:
                 yield f"images.{name}", nested[name]
 
     def _state(self, tree: Mapping[Any, Any]) -> NDArray[np.float32]:
+        """Returns the state of the robot, followed by zeros for its privileged part. Raises BadObservation."""
         key = "state" if "state" in tree else "observation/state"
         if not self.state_dim:
-            return np.zeros(self.hidden, np.float32)
+            return np.zeros(self.privileged_dim, np.float32)
         state = tree.get(key)
         if not isinstance(state, np.ndarray) or state.dtype.kind not in "iuf" or state.shape != (self.state_dim,):
-            raise BadObservation(f"{key}: the robot's state is {self.state_dim} numbers, not {described(state)}")
+            raise BadObservation(f"{key}: the robot's state is {self.state_dim} numbers, not {type_and_shape(state)}")
         if not np.isfinite(state).all():
             raise BadObservation(f"{key}: number {int(np.isfinite(state).argmin())} is {state[~np.isfinite(state)][0]}")
-        return np.concatenate([state.astype(np.float32), np.zeros(self.hidden, np.float32)])
+        return np.concatenate([state.astype(np.float32), np.zeros(self.privileged_dim, np.float32)])
 
 
-def described(value: object) -> str:
-    """Returns the type of a value, and the shape of an array, for messages."""
+def type_and_shape(value: object) -> str:
+    """Returns the type of a value, and for an array its shape, for messages."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return "missing" if value is None else type(value).__name__

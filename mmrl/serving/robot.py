@@ -1,7 +1,8 @@
-"""An endpoint of openpi's protocol for a policy that acts: msgpack over a websocket, an observation in, a chunk out.
+"""An endpoint of openpi's protocol for robot policies: msgpack over a websocket, an observation in, a chunk of actions
+out.
 
-A connection begins with a map that says what the policy was trained on. The n-th chunk of a connection is the n-th of
-an episode of an evaluation with seed 0, at the temperature of evaluation.
+The server first sends a map with the cameras and sizes that the policy was trained on. It samples at the temperature of
+evaluation; the seed of a chunk is its index in the connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from websockets.sync.server import serve as listen
 
 from mmrl.errors import UserError
 from mmrl.samplers.chain import derive_seed
-from mmrl.serving.arrays import packed, unpacked
+from mmrl.serving.arrays import pack, unpack
 from mmrl.serving.observations import ActingPolicy, BadObservation, RobotReader
 
 MAX_BYTES = 64 << 20  # of a message
@@ -29,19 +30,22 @@ _log = logging.getLogger(__name__)
 
 
 class RobotServer:
-    """Serves `policy` under the name `model` until `shutdown`. key: clients have to send it as `api_key`; None: anybody
-    who reaches the address is answered. Raises OSError for an address that can not be listened at."""
+    """Serves `policy` under the name `model` until `shutdown`.
+
+    key: the `api_key` that clients have to send; None: none is needed. Raises OSError if the address cannot be listened
+    at.
+    """
 
     def __init__(self, policy: ActingPolicy, model: str, *, host: str, port: int, key: str | None = None) -> None:
         self.policy, self.model, self.key = policy, model, key
         self.reader = RobotReader(policy)
-        self._one_at_a_time = threading.Lock()
+        self._policy_lock = threading.Lock()
         self._server = listen(
-            self._converse,
+            self._serve_connection,
             host,
             port,
-            process_request=self._refused,
-            compression=None,  # as openpi's: images of a local network are sent as they are
+            process_request=self._refuse,
+            compression=None,  # as in openpi: on a local network compression costs more time than it saves
             max_size=MAX_BYTES,
         )
 
@@ -55,61 +59,71 @@ class RobotServer:
     def shutdown(self) -> None:
         self._server.shutdown()
 
-    def infer(self, data: str | bytes, number: int) -> dict[str, Any]:
-        """Returns the answer to the message `data`, the `number`-th of its connection, with "actions" [chunk, action]
-        in the robot's units. Raises BadObservation."""
+    def infer(self, data: str | bytes, message_index: int) -> dict[str, Any]:
+        """Answers a message with "actions" [chunk, action] in the robot's units.
+
+        data: the message. message_index: its index in the connection, the seed. Raises BadObservation if the message or
+        the observation in it is invalid.
+        """
         if isinstance(data, str):
-            raise BadObservation("a message is msgpack, not text")
+            raise BadObservation("a message must be msgpack, not text")
         try:
-            tree = unpacked(data)
+            tree = unpack(data)
         except ValueError as error:
-            raise BadObservation(f"the message can not be read: {error}") from None
+            raise BadObservation(f"the message cannot be read: {error}") from None
         observation = self.reader.read(tree)
-        began = time.monotonic()
-        with self._one_at_a_time:
+        started = time.monotonic()
+        with self._policy_lock:
             try:
-                actions = self.policy.act(observation, [derive_seed(0, number)], self.policy.evaluation_temperature)[0]
+                actions = self.policy.act(
+                    observation, [derive_seed(0, message_index)], self.policy.evaluation_temperature
+                )[0]
             except UserError as error:
                 raise BadObservation(str(error)) from None
         if not np.isfinite(actions).all():
-            raise BadObservation("the policy's actions are not finite; nothing is sent to the robot")
-        return {"actions": actions, "server_timing": {"infer_ms": (time.monotonic() - began) * 1000}}
+            raise BadObservation("the policy's actions are not finite, so they are not sent to the robot")
+        return {"actions": actions, "server_timing": {"infer_ms": (time.monotonic() - started) * 1000}}
 
-    def _refused(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Returns the refusal of a connection: of a page of a browser, and of a caller without the key."""
+    def _refuse(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Returns an HTTP error for a web page or a client without the key, 200 for /healthz, and None to accept the
+        connection."""
         if request.headers.get("Origin") is not None:
-            return connection.respond(HTTPStatus.FORBIDDEN, "pages of browsers are not answered\n")
+            return connection.respond(
+                HTTPStatus.FORBIDDEN, "requests of web pages (with an Origin header) are not answered\n"
+            )
         if request.path == "/healthz":
             return connection.respond(HTTPStatus.OK, "OK\n")
-        sent = request.headers.get("Authorization", "").encode()
-        if self.key is not None and not hmac.compare_digest(sent, f"Api-Key {self.key}".encode()):
+        header = request.headers.get("Authorization", "").encode()
+        if self.key is not None and not hmac.compare_digest(header, f"Api-Key {self.key}".encode()):
             return connection.respond(HTTPStatus.UNAUTHORIZED, "the key is missing or wrong: api_key=KEY\n")
         return None
 
-    def _converse(self, connection: ServerConnection) -> None:
+    def _serve_connection(self, connection: ServerConnection) -> None:
+        """Answers the messages of a connection until it is closed."""
         try:
-            connection.send(packed({"model": self.model, **self.reader.describe()}))
-            for number, data in enumerate(connection):
-                connection.send(self._answer(data, number))
-        except ConnectionClosed:  # without a farewell, as robots do that are switched off
+            connection.send(pack({"model": self.model, **self.reader.describe()}))
+            for message_index, data in enumerate(connection):
+                connection.send(self._answer(data, message_index))
+        except ConnectionClosed:  # without a closing handshake, as when a robot is switched off
             _log.debug("a connection broke off")
 
-    def _answer(self, data: str | bytes, number: int) -> str | bytes:
-        """Returns an answer, or a string, which clients take for an error."""
+    def _answer(self, data: str | bytes, message_index: int) -> str | bytes:
+        """Returns the msgpack answer to a message, or a string, which clients read as an error."""
         try:
-            return packed(self.infer(data, number))
+            return pack(self.infer(data, message_index))
         except BadObservation as error:
             return str(error)
-        except Exception as error:  # it is reported to the caller, and the server goes on
+        except Exception as error:  # the client gets the error, and the server continues
             _log.exception("the request failed")
             return repr(error)
 
 
 def serve(policy: ActingPolicy, model: str, *, host: str, port: int, key: str | None) -> None:
-    """Serves a policy until Ctrl-C. Raises UserError for an address that is in use or not this machine's."""
+    """Serves a robot policy until Ctrl-C, see `RobotServer`. Raises UserError if the address is in use or not this
+    machine's."""
     try:
         server = RobotServer(policy, model, host=host, port=port, key=key)
     except OSError as error:
-        raise UserError(f"{host}:{port} can not be listened at: {error}") from None
-    print(f"ws://{host}:{server.port} answers openpi's clients as {model!r}; Ctrl-C ends it", flush=True)
+        raise UserError(f"cannot listen at {host}:{port}: {error}; choose another --host or --port") from None
+    print(f"ws://{host}:{server.port} serves {model!r} to openpi's clients; Ctrl-C ends it", flush=True)
     server.serve_forever()

@@ -86,7 +86,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("still: methods do not tell it", "mmrl/cli/methods.py", '("equation", "at_one_update", "source", "test")', '("equation", "source", "test")', STILL),
     ("still: a lambda that is 0 at the limit is not told", "mmrl/preflight/quick.py", "limit[1] * decay.scale <= 1", "limit[1] * decay.scale < 1", STILL),
     ("still: a robot's steps are its actions", "mmrl/preflight/quick.py", "-(-action.horizon // action.chunk)", "action.horizon", STILL),
-    ("still: methods with options that must be given have none", "mmrl/cli/methods.py", "if field.is_required()}", "if False}",
+    ("still: methods with options that must be given have none", "mmrl/cli/methods.py", "model_fields.items() if field.is_required()\n", "model_fields.items() if False\n",
      ("cli/test_reference.py::test_every_method_is_described",)),
     ("turns: unpaid credit is taken", "mmrl/build.py", "if shaper is not None:", "if False:", TURNS),
 ]

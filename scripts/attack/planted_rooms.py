@@ -20,7 +20,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("control: the simulator pays on", C, '"algorithm.simulator_reward=0.0"', '"algorithm.simulator_reward=1.0"',
      CONTROLS),
     ("control: the environment pays on", C, "if not shaper.paid_by_environment", "if True", CONTROLS),
-    ("control: every shaper goes", C, "plain(shaper) for shaper in unpaid", "plain(shaper) for shaper in unpaid[:0]",
+    ("control: every shaper goes", C, "plain(shaper) for shaper in without_rewards", "plain(shaper) for shaper in unpaid[:0]",
      CONTROLS),
     ("control: it writes over the run", C, "{config.run_dir}_control", "{config.run_dir}", CONTROLS),
     ("control: demonstrations have one", C, 'config.algorithm.collects == "demonstrations" or', "", CONTROLS),

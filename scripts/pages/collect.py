@@ -97,12 +97,12 @@ def key_pages() -> dict[str, str]:
 
 def _key_row(path: str, meaning: Meaning) -> str:
     """Returns the row of a key: a default of more than a line is that of a section, whose keys have rows."""
-    from mmrl.cli.keys import type_name, written
+    from mmrl.cli.keys import type_name, yaml_default
 
     field = meaning.field
-    default = "must be given" if field.is_required() else f"`{written(field.default)}`"
-    kinds = [kind for kind in meaning.kinds if kind]
-    where = f" With {' or '.join(f'`{kind}`' for kind in kinds[:4])}." if kinds else ""
+    default = "must be given" if field.is_required() else f"`{yaml_default(field.default)}`"
+    conditions = [condition for condition in meaning.conditions if condition]
+    where = f" With {' or '.join(f'`{condition}`' for condition in conditions[:4])}." if conditions else ""
     cells = ("" if len(default) > 50 else default, f"{field.description} ({type_name(field.annotation)}).{where}")
     return f"| `{path}` | {' | '.join(map(_cell, cells))} |"
 

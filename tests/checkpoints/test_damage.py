@@ -190,7 +190,7 @@ def test_a_damaged_log_stops_nothing(run, broken, copied):
     path.write_bytes(before)
     step, said = resumed(run)
     assert step == 3 and [r["step"] for r in metrics(run) if "loss" in r] == [1, 2, 3]
-    assert len([line for line in said if "damaged lines are left out" in line]) == copied
+    assert len([line for line in said if "damaged lines are removed" in line]) == copied
     assert [p.read_bytes() for p in run.glob("*.damaged.jsonl")] == [before] * copied
 
 

@@ -13,5 +13,5 @@ def test_a_base_that_shows_all_is_no_alarm_and_what_learns_from_it_holds_out(rec
     check = JobCheck(recipe)
     assert config.task.shows_held_out
     check._prompts(config, build_task(config))
-    assert not check.findings.alarms
+    assert not check.report.alarms
     assert not load(recipe.removesuffix("_base")).task.shows_held_out

@@ -11,14 +11,22 @@ import torch
 from PIL import Image
 
 from mmrl.build import build_task
-from mmrl.cli.check import JobCheck, lines
+from mmrl.cli.check import JobCheck, report_lines
 from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.preflight import Alarm, Findings
+from mmrl.preflight import Alarm, CheckReport
 from mmrl.preflight.boxes import probe_boxes
-from mmrl.preflight.golds import Marks, Reasons, components_to_try, probe_golds, probe_rewards, tried, written
-from mmrl.preflight.prompts import probe_images, probe_overlap, sampled, spread
+from mmrl.preflight.golds import (
+    GoldScores,
+    Reasons,
+    components_to_try,
+    gold_strings,
+    probe_golds,
+    probe_rewards,
+    score_golds,
+)
+from mmrl.preflight.prompts import probe_images, probe_overlap, sample_prompts, select_evenly
 from mmrl.preflight.readers import probe_lengths, probe_placeholders, probe_reading
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rollouts import Prompt, Sample
@@ -34,8 +42,8 @@ def alarms(case, folder, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     for name in case.unset:
         monkeypatch.delenv(name, raising=False)
-    findings = JobCheck(str(made.config), made.overrides).run()
-    return "\n".join(alarm.text for alarm in findings.alarms)
+    report = JobCheck(str(made.config), made.overrides).run()
+    return "\n".join(alarm.text for alarm in report.alarms)
 
 
 def marked(cases):
@@ -66,16 +74,16 @@ def prompts(*golds, **fields):
 
 def marks_of(name, *golds, **options):
     rewards = RewardSet([RewardSpec(name=name, options=options)])
-    (marks,) = tried(prompts(*golds), rewards, rewards.specs, 32)
+    (marks,) = score_golds(prompts(*golds), rewards, rewards.specs, 32)
     return marks
 
 
 def test_marks_of_a_verifier_by_hand():
     found = marks_of("exact_match", "red", "blue", ["green", "lime"])
-    assert [(mark.gold, mark.silence) for mark in found] == [(1.0, 0.0)] * 3
-    assert found[0].others == {"green": 0.0, "blue": 0.0} and found[2].others == {"blue": 0.0, "red": 0.0}
+    assert [(mark.gold, mark.empty) for mark in found] == [(1.0, 0.0)] * 3
+    assert found[0].other_golds == {"green": 0.0, "blue": 0.0} and found[2].other_golds == {"blue": 0.0, "red": 0.0}
     form = marks_of("think_answer", "red", "blue")
-    assert [(mark.gold, mark.silence, *mark.others.values()) for mark in form] == [(1.0, 0.0, 1.0)] * 2
+    assert [(mark.gold, mark.empty, *mark.other_golds.values()) for mark in form] == [(1.0, 0.0, 1.0)] * 2
 
 
 def test_a_component_is_tried_on_its_own_rows():
@@ -141,7 +149,7 @@ def test_reasons_are_those_of_the_reward():
     [("a", ["a"]), (["a", "b"], ["a", "b", "a, b"]), ([1, 2], ["[1, 2]"]), ({"x": 1}, ['{"x": 1}']), (3, ["3"])],
 )
 def test_texts_that_a_gold_stands_for(gold, texts):
-    assert written(gold) == texts
+    assert gold_strings(gold) == texts
 
 
 def said(marks):
@@ -152,24 +160,27 @@ def said(marks):
 
 
 def mark(row, gold, silence=0.0, **others):
-    return Marks(Prompt(f"rows:{row}", "q", answer="gold"), gold, silence, others)
+    return GoldScores(Prompt(f"rows:{row}", "q", answer="gold"), gold, silence, others)
 
 
 def test_what_marks_say_by_hand():
     assert said([mark(1, 1, a=0), mark(2, 1, a=0.5)]) == []
     assert said([mark(1, 1, a=1), mark(2, 1, a=1)]) == []  # the form alone is looked at
     ((severity, text),) = said([mark(1, 1, a=1), mark(2, 1, a=0)])
-    assert severity == "warned" and "pays 'a', the gold of another row, as much as the gold 'gold' of rows:1" in text
+    assert severity == "warned" and "gives 'a', the gold of another row, as much as the gold 'gold' of rows:1" in text
     ((severity, text),) = said([mark(1, math.nan), mark(2, 1, a=0)])
     assert severity == "warned" and "leaves 1 of 2 rows unscored, such as rows:1" in text
     ((severity, text),) = said([mark(1, math.nan), mark(2, math.nan)])
     assert severity == "refused" and "leaves every row unscored" in text
     ((severity, text),) = said([mark(1, 1, silence=1, a=0), mark(2, 1, a=0)])
-    assert severity == "warned" and "pays silence (an empty response) 1, as much as the gold, in rows:1" in text
+    assert severity == "warned" and "gives an empty response 1, as much as the gold, in rows:1" in text
     ((severity, text),) = said([mark(1, 0, a=1), mark(2, 1, a=0)])
-    assert severity == "warned" and "pays the gold no more than silence (0), in whatever form, in 1 of 2 rows" in text
+    assert (
+        severity == "warned"
+        and "gives the gold no more than an empty response (0), in any format, in 1 of 2 rows" in text
+    )
     ((_, text),) = said([mark(1, 2, silence=2, a=2), mark(2, 2, silence=2, a=2)])
-    assert "pays the same, 2, for golds" in text
+    assert "gives the same value, 2, to golds" in text
 
 
 # --- prompts by hand ---
@@ -197,7 +208,7 @@ def test_overlap_looks_at_images_text_and_answer():
 def test_images_that_show_nothing():
     rows = [Prompt("a:1", "q", (image("red", dot=(0, 0, 1)),)), Prompt("a:2", "q", (image("red"),)), Prompt("a:3", "q")]
     (text,) = texts(probe_images(rows))
-    assert "images of a single colour in a:2 (1 of 3 rows)" in text
+    assert "images of a single color in a:2 (1 of 3 rows)" in text
 
 
 def test_boxes_and_their_frames():
@@ -240,28 +251,32 @@ def test_readers_by_hand():
 
 def test_rows_of_a_large_source_are_spread_evenly():
     source = [Prompt(str(n), "q") for n in range(5000)]
-    assert [prompt.id for prompt in sampled(source, 4)] == ["0", "1250", "2500", "3750"]
-    assert len(sampled(source)) == 200 and len(sampled(source[:30])) == 30 and sampled(source[:0]) == []
-    assert [prompt.id for prompt in spread(source[:6], 3)] == ["0", "2", "4"] and spread([], 3) == []
+    assert [prompt.id for prompt in sample_prompts(source, 4)] == ["0", "1250", "2500", "3750"]
+    assert (
+        len(sample_prompts(source)) == 200
+        and len(sample_prompts(source[:30])) == 30
+        and sample_prompts(source[:0]) == []
+    )
+    assert [prompt.id for prompt in select_evenly(source[:6], 3)] == ["0", "2", "4"] and select_evenly([], 3) == []
 
 
 def test_large_images_are_read_as_far_as_they_fit(monkeypatch):
-    monkeypatch.setattr("mmrl.preflight.prompts.MEMORY", 3 * 8 * 8 * 5)
+    monkeypatch.setattr("mmrl.preflight.prompts.IMAGE_BYTES", 3 * 8 * 8 * 5)
     source = [Prompt(str(n), "q", (image("red"),)) for n in range(20)]
-    assert [prompt.id for prompt in sampled(source)] == ["0", "4", "8", "12", "16"]
+    assert [prompt.id for prompt in sample_prompts(source)] == ["0", "4", "8", "12", "16"]
     source[0] = Prompt("0", "q", (image("red", (900, 900)),))
-    assert len(sampled(source)) == 1
+    assert len(sample_prompts(source)) == 1
 
 
 def test_findings_hold_an_alarm_once_and_errors_as_lines():
-    findings = Findings()
-    findings.add([Alarm("data", "warned", "x"), Alarm("data", "warned", "x")])
-    with findings.guarded("model"):
+    report = CheckReport()
+    report.add([Alarm("data", "warned", "x"), Alarm("data", "warned", "x")])
+    with report.catch_errors("model"):
         raise UserError("a\n  b")
-    with findings.guarded("model"):
+    with report.catch_errors("model"):
         raise KeyError("c")
-    assert lines(findings)[:-1] == ["warned    data   x", "refused   model  a b", "refused   model  KeyError: 'c'"]
-    assert lines(findings)[-1] == "3 alarms" and findings.refused and lines(Findings()) == ["no alarm"]
+    assert report_lines(report)[:-1] == ["warned    data   x", "refused   model  a b", "refused   model  KeyError: 'c'"]
+    assert report_lines(report)[-1] == "3 alarms" and report.refused and report_lines(CheckReport()) == ["no alarm"]
 
 
 # --- the command ---

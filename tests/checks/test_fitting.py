@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 from mmrl.job import check_start
 from mmrl.policies.vlm import prompts
 from mmrl.policies.vlm.responses.fitting import PromptEncoder
-from mmrl.preflight.fitting import LEAST, try_rows
+from mmrl.preflight.fitting import MIN_ROWS, try_rows
 from mmrl.tasks.visual_qa.data.files import FileSource
 from mmrl.tasks.visual_qa.task import with_instruction
 from tests.whole_runs.parts import model_folder
@@ -116,14 +116,14 @@ def test_a_checked_prompt_is_encoded_once(tmp_path, processor, monkeypatch):
 
 def test_of_a_large_file_the_share_is_judged_from_the_rows_that_were_tried(tmp_path, processor):
     """Ten bad of 200 that are tried, of 400, all at the beginning: 5 %, of which three standard errors leave 2.02 %."""
-    some = source(written(tmp_path, 400, long=range(0, 20, 2), placeholder=()), processor, share=0.0255)
-    assert try_rows(some, 400) == 200 and len(some.rows.bad) == 10
+    abbreviate = source(written(tmp_path, 400, long=range(0, 20, 2), placeholder=()), processor, share=0.0255)
+    assert try_rows(abbreviate, 400) == 200 and len(abbreviate.rows.bad) == 10
     many = source(tmp_path / "train.jsonl", processor, share=0.0201)
     many.rows.max_bad_share = 0.5  # of the whole file, as if it were larger
-    with pytest.raises(UserError, match=r"10 of the \d+ rows that were tried do not fit, see above.*=0.0201"):
+    with pytest.raises(UserError, match=r"10 of \d+ checked rows cannot be used, see the warnings above.*=0.0201"):
         try_rows(many, 400)
     every = source(written(tmp_path, 400, long=range(400), placeholder=()), processor, share=0.2)
-    with pytest.raises(UserError, match=f"{LEAST} of the {LEAST} rows that were tried do not fit"):
+    with pytest.raises(UserError, match=f"{MIN_ROWS} of {MIN_ROWS} checked rows cannot be used"):
         try_rows(every, 400)
 
 

@@ -13,8 +13,8 @@ def test_a_misconfiguration_is_named(case, tmp_path, monkeypatch):
     made = case.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    findings = JobCheck(str(made.config), made.overrides).run()
-    text = "\n".join(alarm.text for alarm in findings.alarms)
+    report = JobCheck(str(made.config), made.overrides).run()
+    text = "\n".join(alarm.text for alarm in report.alarms)
     assert named_by(case, text), text
 
 

@@ -198,7 +198,7 @@ def test_a_run_is_evaluated_and_sampled_with_its_own_configuration(warm, tmp_pat
     assert (result.code, result.err) == (0, "") and len(result.out.splitlines()) == 3 + 1
     assert (warm / "final" / "samples.html").unlink() is None
     result = mmrl(tmp_path, "eval", warm, "seed=3", WARM_START, "also.yaml")
-    assert (result.code, result.err) == (2, f"mmrl: one configuration is enough: {WARM_START} also.yaml\n")
+    assert (result.code, result.err) == (2, f"mmrl: give one configuration, not 2: {WARM_START} also.yaml\n")
     result = mmrl(tmp_path, "eval", warm, "none.yaml")
     assert (result.code, result.err) == (2, "mmrl: no configuration file none.yaml\n")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmrl.cli.convert import convert
+from mmrl.cli.convert import convert_robot_recipe
 from mmrl.config import load
 from mmrl.errors import UserError
 from tests.helpers.command_line import mmrl
@@ -83,7 +83,7 @@ def written(folder, text, name):
 
 
 def test_a_script_of_simplevla(tmp_path):
-    found = convert(written(tmp_path, SCRIPT, "long.sh"))
+    found = convert_robot_recipe(written(tmp_path, SCRIPT, "long.sh"))
     config = load(written(tmp_path, found.text("long.sh"), "ours.yaml"))
     rollout, action, algorithm = config.rollout, config.section("action"), config.algorithm
     assert (rollout.prompts, rollout.group_size, rollout.temperature.value) == (64, 4, 1.6)
@@ -98,17 +98,17 @@ def test_a_script_of_simplevla(tmp_path):
     assert config.task.tasks == tuple(f"libero_10/{i}" for i in range(10)) and config.evaluation.prompts == 500
     assert config.task.options == {"suites": ["libero_10"], "image_size": 256, "step_limit": "simplevla"}
     assert action.resize == "openvla" and action.cameras is None and config.evaluation.every == 4
-    assert set(found.without) == {
+    assert set(found.unmatched) == {
         "data.num_trials_per_task",
         "actor_rollout_ref.actor.ppo_micro_batch_size",
         "algorithm.odd_key",
     }
-    assert any("run_dir=$CKPT/x: the script does not say" in remark for remark in found.remarks)
-    assert any("published ones, on which the recipe trains" in remark for remark in found.remarks)
+    assert any("run_dir=$CKPT/x: the script does not set this variable" in comment for comment in found.comments)
+    assert any("published ones, on which the recipe trains" in comment for comment in found.comments)
 
 
 def test_a_recipe_of_cosmos(tmp_path):
-    found = convert(written(tmp_path, TOML, "oft.toml"))
+    found = convert_robot_recipe(written(tmp_path, TOML, "oft.toml"))
     text = found.text("oft.toml")
     config = load(written(tmp_path, text, "ours.yaml"))
     assert (config.rollout.prompts, config.rollout.group_size) == (32, 8)  # 2 x 128 episodes in groups of 8
@@ -119,12 +119,17 @@ def test_a_recipe_of_cosmos(tmp_path):
     assert (config.engine.micro_batch, config.engine.steps_at_once) == (16, 16)
     assert (config.run_dir, config.model.path) == ("./outputs/oft", "someone/oft")
     assert config.section("action").proprioception is False and len(config.task.tasks) == 10
-    assert set(found.without) == {"redis", "train.fsdp_offload", "policy.parallelism.n_init_replicas", "vla.continuous"}
+    assert set(found.unmatched) == {
+        "redis",
+        "train.fsdp_offload",
+        "policy.parallelism.n_init_replicas",
+        "vla.continuous",
+    }
     assert "#   vla.continuous\n" in text and "see engine and configs/scaling.md" in text
 
 
 def test_a_policy_of_two_cameras(tmp_path):
-    found = convert(written(tmp_path, TOML.replace("in_input = 1", "in_input = 2"), "oft.toml"))
+    found = convert_robot_recipe(written(tmp_path, TOML.replace("in_input = 1", "in_input = 2"), "oft.toml"))
     config = load(written(tmp_path, found.text("oft.toml"), "ours.yaml"))
     both = ["agentview", "robot0_eye_in_hand"]
     assert config.section("action").cameras == both and config.task.options["cameras"] == both
@@ -141,16 +146,24 @@ def test_a_policy_of_two_cameras(tmp_path):
         ),
         ("a.toml", "[train]\noptm_lr = 1\n", "vla.vla_type is not set, so this is not a recipe of cosmos-rl"),
         ("a.toml", "[train\n", "a.toml: Expected"),
-        ("a.toml", TOML.replace("libero_spatial", "robotwin"), "the suite robotwin has no simulator here; there are"),
-        ("a.toml", TOML.replace('"openvla-oft"', '"pi05"'), "a policy of kind pi05 can not be converted"),
-        ("a.toml", TOML.replace("in_input = 1", "in_input = 3"), "num_images_in_input=3: LIBERO has two cameras"),
-        ("a.sh", SCRIPT.replace("rloo", "gae"), "advantages by gae can not be converted; there are grpo and rloo"),
+        (
+            "a.toml",
+            TOML.replace("libero_spatial", "robotwin"),
+            "the suite robotwin has no simulator here; choose one of",
+        ),
+        ("a.toml", TOML.replace('"openvla-oft"', '"pi05"'), "a policy of type pi05 cannot be converted"),
+        (
+            "a.toml",
+            TOML.replace("in_input = 1", "in_input = 3"),
+            "num_images_in_input=3: LIBERO has two cameras; set it to 1 or 2",
+        ),
+        ("a.sh", SCRIPT.replace("rloo", "gae"), "adv_estimator=gae cannot be converted; choose grpo or rloo"),
         ("a.toml", TOML.replace("optm_lr = 5e-6", "optm_lr = 0.0"), "a.toml as converted: optim.lr"),
     ],
 )
 def test_what_can_not_be_converted(tmp_path, name, text, message):
     with pytest.raises(UserError, match=message):
-        convert(written(tmp_path, text, name)).text(name)
+        convert_robot_recipe(written(tmp_path, text, name)).text(name)
 
 
 def test_a_missing_file_is_one_line(tmp_path):

@@ -4,7 +4,7 @@ ours: the converted file loads, and its values are those that were written."""
 import pytest
 
 from mmrl.cli.external_files import python_settings, read_settings
-from mmrl.cli.external_recipes import RULES, SYSTEMS, convert_theirs, external_key_table
+from mmrl.cli.external_recipes import LIBRARIES, RULES, convert_external, external_key_table
 from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.errors import UserError
@@ -168,7 +168,7 @@ critic: {use_critic_model: false}
 
 def converted(folder, text, name, function=""):
     (folder / name).write_text(text)
-    ours = convert_theirs(folder / (name + function))
+    ours = convert_external(folder / (name + function))
     (folder / "ours.yaml").write_text(ours.text(name))
     return ours, load(folder / "ours.yaml")
 
@@ -198,8 +198,8 @@ def test_a_script_of_verl(tmp_path):
     )
     assert (config.steps, config.evaluation.every, config.checkpoint.every) == (60, 5, 0)
     assert config.evaluation.before and config.log.wandb == "geo" and config.engine.micro_batch == 10
-    assert ours.without["actor_rollout_ref.rollout.val_kwargs.n"].startswith("evaluation is greedy")
-    assert {"data.filter_overlong_prompts", "actor_rollout_ref.ref.fsdp_config.param_offload"} <= set(ours.without)
+    assert ours.unmatched["actor_rollout_ref.rollout.val_kwargs.n"].startswith("evaluation is greedy")
+    assert {"data.filter_overlong_prompts", "actor_rollout_ref.ref.fsdp_config.param_offload"} <= set(ours.unmatched)
 
 
 def test_a_file_of_easyr1_and_its_script(tmp_path):
@@ -221,7 +221,7 @@ def test_a_file_of_easyr1_and_its_script(tmp_path):
     assert config.engine.zero_stage == 3 and config.optim.clip_grad_norm == 0.5 and config.checkpoint.keep == 3
     reward = config.task.rewards[0]
     assert (reward.name, reward.signature) == ("examples.reward_function.math:compute_score", "easyr1")
-    assert ours.without["data.format_prompt"] == "is task.instruction and task.system here"
+    assert ours.unmatched["data.format_prompt"] == "is task.instruction and task.system here"
     script = "python3 -m verl.trainer.main \\\n  config=config.yaml worker.rollout.n=7 worker.actor.optim.lr=5e-7\n"
     _, changed = converted(tmp_path, script, "run.sh")
     assert (changed.rollout.group_size, changed.optim.lr, changed.rollout.prompts) == (7, 5e-7, 64)
@@ -249,7 +249,7 @@ def test_the_arguments_of_trl(tmp_path):
     )
     assert (config.rollout.top_p, config.rollout.allow_truncated_sampling) == (0.95, True)
     assert [mask.type for mask in config.algorithm.masks] == ["truncated"]
-    assert set(ours.without) == {"config_file", "vllm_odd"}
+    assert set(ours.unmatched) == {"config_file", "vllm_odd"}
 
 
 def test_a_script_of_ms_swift(tmp_path):
@@ -263,11 +263,11 @@ def test_a_script_of_ms_swift(tmp_path):
     first, second = config.task.rewards
     assert (first.name, first.signature, second.name) == ("rewards:external_r1v_acc", "trl", "think_answer")
     assert config.task.accuracy.name == "rewards:external_r1v_acc"
-    assert any("external_r1v_acc is a function of yours" in remark for remark in ours.remarks)
+    assert any("external_r1v_acc is your own function" in comment for comment in ours.comments)
 
 
 def test_a_function_of_flow_grpo(tmp_path):
-    with pytest.raises(UserError, match=r"name one as .*grpo.py:FUNCTION, of shared, geneval_fast"):
+    with pytest.raises(UserError, match=r"choose one with .*grpo.py:FUNCTION, out of shared, geneval_fast"):
         converted(tmp_path, FLOW, "grpo.py")
     ours, config = converted(tmp_path, FLOW, "grpo.py", ":geneval_fast")
     # 48 / (32 x 9 / 24) = 4 batches of 9 images on 32 GPUs are 1152 images, 48 prompts; 2 of the 4 are accumulated.
@@ -288,7 +288,7 @@ def test_a_function_of_flow_grpo(tmp_path):
         "dataset/geneval/test_metadata.jsonl",
     )
     assert (config.run_dir, config.evaluation.every, config.checkpoint.every) == ("logs/geneval/512", 30, 60)
-    assert "per_prompt_stat_tracking" in ours.without
+    assert "per_prompt_stat_tracking" in ours.unmatched
 
 
 def test_nothing_of_a_python_file_is_run(tmp_path):
@@ -310,11 +310,13 @@ def test_a_robot_of_rlinf(tmp_path):
     assert config.task.tasks == tuple(f"libero_10/{index}" for index in range(10))
     assert (config.optim.lr, config.optim.betas, config.optim.eps) == (2e-5, (0.9, 0.99), 1e-5)
     assert (config.steps, config.evaluation.every, config.checkpoint.every, config.seed) == (300, 0, 25, 1234)
-    assert ours.without["actor.global_batch_size"].startswith("is algorithm.minibatches")
+    assert ours.unmatched["actor.global_batch_size"].startswith("is algorithm.minibatches")
     assert read_settings(tmp_path / "libero.yaml")["rollout.channel.name"] == "env_buffer_list"
-    with pytest.raises(UserError, match="the suite maniskill_carrot has no simulator here; there are libero_spatial"):
+    with pytest.raises(
+        UserError, match="the suite maniskill_carrot has no simulator here; choose one of libero_spatial"
+    ):
         converted(tmp_path, RLINF.replace("libero_10_grpo", "maniskill_carrot"), "other.yaml")
-    with pytest.raises(UserError, match="a policy of kind openpi can not be converted"):
+    with pytest.raises(UserError, match="model_type=openpi cannot be converted"):
         converted(tmp_path, RLINF.replace("openvla_oft", "openpi"), "other.yaml")
 
 
@@ -332,9 +334,9 @@ def test_a_divergence_in_the_reward_and_whitened_advantages_of_verl(tmp_path):
     [
         (
             VERL.replace("=rloo", "=remax"),
-            "advantages by remax can not be converted; there are grpo, rloo, gae, reinforce",
+            "adv_estimator=remax cannot be converted; choose one of grpo, rloo, gae, reinforce",
         ),
-        (VERL.replace("low_var_kl", "mse"), "a divergence of kind mse can not be converted"),
+        (VERL.replace("low_var_kl", "mse"), "kl_loss_type=mse cannot be converted"),
         (
             TRL.replace("--num_generations 4", "--num_generations 5"),
             "128 responses is not a multiple of num_generations=5",
@@ -363,4 +365,4 @@ def test_every_rule_of_the_table_exists_and_every_rule_is_used():
     named = {entry[2] for entry in external_key_table().values() if len(entry) > 2}
     assert named == set(RULES)
     systems = {key.partition(":")[0] for key in external_key_table() if ":" in key}
-    assert systems <= {system.name for system in SYSTEMS}
+    assert systems <= {library.name for library in LIBRARIES}

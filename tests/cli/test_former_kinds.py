@@ -10,7 +10,7 @@ from mmrl import moved
 from mmrl.algorithms.algorithm import Algorithm
 from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.surrogates.surrogate import Surrogate
-from mmrl.cli.former_kinds import with_present_kinds
+from mmrl.cli.former_kinds import with_current_names
 from mmrl.cli.main import main
 from mmrl.config import configure
 from mmrl.errors import UserError
@@ -81,16 +81,16 @@ LISTED = [(key, *case) for key, (_, cases) in PLACES.items() for case in cases]
 def test_each_is_rewritten(key, former, now):
     base = PLACES[key][0]
     for text in (f"algorithm: {{{key}: [{former}]}}\n", f"algorithm:\n  {key}:\n    - {former}\n"):
-        (item,) = yaml.safe_load(with_present_kinds(text))["algorithm"][key]
+        (item,) = yaml.safe_load(with_current_names(text))["algorithm"][key]
         assert item == yaml.safe_load(now)
         assert plain(choose(base, item)) == plain(choose(base, yaml.safe_load(now)))
-        assert with_present_kinds(with_present_kinds(text)) == with_present_kinds(text)
+        assert with_current_names(with_current_names(text)) == with_current_names(text)
 
 
 @pytest.mark.parametrize("former", ["{type: sqrt_clip, delta: 0.3}", "{type: sqrt_clip, delta: 0.3, cap: null}"])
 def test_an_option_without_an_equal_is_dropped(former):
     """RIPO's bounds are not a function of the former distance: the present ones are those of its released code."""
-    found = yaml.safe_load(with_present_kinds(f"algorithm: {{surrogate: {former}}}\n"))["algorithm"]["surrogate"]
+    found = yaml.safe_load(with_current_names(f"algorithm: {{surrogate: {former}}}\n"))["algorithm"]["surrogate"]
     assert found == {key: value for key, value in yaml.safe_load(former).items() if key != "delta"}
     with pytest.raises(SettingsError, match="sqrt_clip"):
         choose(Surrogate, yaml.safe_load(former))
@@ -98,7 +98,7 @@ def test_an_option_without_an_equal_is_dropped(former):
 
 @pytest.mark.parametrize(("former", "now"), ALGORITHMS)
 def test_an_algorithm_is_rewritten(former, now):
-    found = yaml.safe_load(with_present_kinds(f"algorithm: {former}\n"))["algorithm"]
+    found = yaml.safe_load(with_current_names(f"algorithm: {former}\n"))["algorithm"]
     assert found == yaml.safe_load(now)
     assert plain(choose(Algorithm, found)) == plain(choose(Algorithm, yaml.safe_load(now)))
 
@@ -133,13 +133,13 @@ def test_one_becomes_two_where_it_stood(former, now):
         f"algorithm: {{terms: [{{type: entropy}}, {former}, {{type: kl}}]}}\n",
         f"algorithm:\n  terms:\n  - type: entropy\n  - {former}  # mine\n  - {{type: kl}}\n",
     ):
-        assert yaml.safe_load(with_present_kinds(text))["algorithm"]["terms"] == expected
+        assert yaml.safe_load(with_current_names(text))["algorithm"]["terms"] == expected
 
 
 @pytest.mark.parametrize("terms", ["[{type: of_part, term: double_entropy}]", "{0: double_entropy}"])
 def test_two_do_not_fit_where_there_is_room_for_one(terms):
     with pytest.raises(UserError, match="^double_entropy is {type: likelihood, .* and {type: .* has room for one$"):
-        with_present_kinds(f"algorithm: {{terms: {terms}}}")
+        with_current_names(f"algorithm: {{terms: {terms}}}")
 
 
 FORMER = """\
@@ -197,15 +197,15 @@ def test_what_stands_around_it_stays(tmp_path, capsys):
 
 def test_lists_by_number_and_shared_nodes_are_rewritten_too():
     text = "one: &same {type: view_kl}\nalgorithm: {terms: {0: {type: view_kl, bound: 2}, 1: *same}}\n"
-    terms = yaml.safe_load(with_present_kinds(text + "again: {terms: [*same]}\n"))["algorithm"]["terms"]
+    terms = yaml.safe_load(with_current_names(text + "again: {terms: [*same]}\n"))["algorithm"]["terms"]
     assert terms[0] == {"type": "kl", "against": {"type": "view", "bound": 2}}
     assert terms[1] == {"type": "kl", "against": {"type": "view"}}
-    assert with_present_kinds("steps: 3  # only\n") == "steps: 3  # only\n" and with_present_kinds("") == ""
+    assert with_current_names("steps: 3  # only\n") == "steps: 3  # only\n" and with_current_names("") == ""
 
 
 def test_what_a_mapping_takes_over_from_another_stays():
     text = "near: &near {coefficient: 0.3}\nalgorithm:\n  terms:\n"
-    found = with_present_kinds(text + "  - type: old_kl\n    <<: *near\n    normalised: true\n")
+    found = with_current_names(text + "  - type: old_kl\n    <<: *near\n    normalised: true\n")
     assert "    <<: *near" in found
     expected = {"type": "kl", "coefficient": 0.3, "against": {"type": "old"}, "estimator": "k1"}
     assert yaml.safe_load(found)["algorithm"]["terms"] == [expected]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mmrl.cli import new
-from mmrl.cli.main import KINDS_OF_NEW, main
+from mmrl.cli.main import SKELETONS, main
 from mmrl.config import load
 from mmrl.errors import UserError
 
@@ -33,7 +33,7 @@ def written(tmp_path_factory):
 
 
 def test_the_command_line_knows_all_kinds_and_says_how_to_go_on(tmp_path, capsys):
-    assert sorted(KINDS_OF_NEW) == sorted(new.KINDS)
+    assert sorted(SKELETONS) == sorted(new.KINDS)
     with pytest.raises(SystemExit) as ended:
         main(["new", "reward", "Polite", "--folder", str(tmp_path)])
     recipe = tmp_path / "polite.yaml"
@@ -60,7 +60,7 @@ def test_every_kind_is_a_module_a_valid_recipe_and_a_test(kind, tmp_path, monkey
 
 
 def test_what_it_refuses(tmp_path):
-    with pytest.raises(UserError, match="'my_task' is not a name of a class; write it like MyAlgorithm"):
+    with pytest.raises(UserError, match="'my_task' is not a class name in CamelCase; write it like MyAlgorithm"):
         new.write("task", "my_task", tmp_path)
     new.write("task", "MyTask", tmp_path)
     with pytest.raises(UserError, match="my_task.py exists; choose another name or remove it"):

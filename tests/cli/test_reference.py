@@ -8,7 +8,15 @@ import pytest
 
 from mmrl.algorithms.surrogates.surrogate import Clip
 from mmrl.cli.keys import all_keys, describe_keys
-from mmrl.cli.methods import RECOMMENDED, describe_method, describe_methods, first_sentence, methods, rewards, vars_of
+from mmrl.cli.methods import (
+    RECOMMENDED,
+    class_variable,
+    describe_method,
+    describe_methods,
+    first_sentence,
+    methods,
+    rewards,
+)
 from mmrl.config import Config
 from mmrl.errors import UserError
 from mmrl.settings import option
@@ -35,7 +43,7 @@ def test_every_key_has_a_description(known):
 def test_every_method_has_a_sentence_and_a_test_that_exists():
     for base, name, kind in methods():
         assert first_sentence(kind), (base.title, name)
-        named = vars_of(kind, "test")
+        named = class_variable(kind, "test")
         assert named == "" or (ROOT / named).exists(), (base.title, name, named)
         if base.title in ("algorithm", "surrogate", "loss term", "advantage shaper", "mask", "transition"):
             assert named, (base.title, name)
@@ -51,7 +59,7 @@ def test_every_method_is_described():
     """Also those with options that must be given, on which their needs depend."""
     described = {method[1]: describe_method(*method) for method in methods()}
     assert all(lines[0].startswith(f"{name} (") for name, lines in described.items())
-    assert "  cost: no pass of its own" in described["stratified"]
+    assert "  cost: no forward pass of its own" in described["stratified"]
     assert "  decisions: text token" in described["distillation"]  # the algorithm
 
 
@@ -93,7 +101,10 @@ def test_every_method_has_an_equation_a_source_and_a_test():
     found = [(base.title, name, kind) for base, name, kind in methods() if base.title in COMPLETE]
     assert {title for title, _, _ in found} == set(COMPLETE)
     lacking = [
-        (t, n, word) for t, n, kind in found for word in ("equation", "source", "test") if not vars_of(kind, word)
+        (t, n, word)
+        for t, n, kind in found
+        for word in ("equation", "source", "test")
+        if not class_variable(kind, word)
     ]
     assert lacking == []
 
@@ -104,9 +115,9 @@ def test_the_test_of_a_method_names_it():
     missing = []
     for base, name, kind in methods():
         if base.title in COMPLETE and name != "grpo":
-            text = (ROOT / vars_of(kind, "test")).read_text()
+            text = (ROOT / class_variable(kind, "test")).read_text()
             if not re.search(rf"\b({re.escape(name)}|{kind.__name__})\b", text):
-                missing.append((base.title, name, vars_of(kind, "test")))
+                missing.append((base.title, name, class_variable(kind, "test")))
     assert missing == []
 
 
@@ -120,7 +131,7 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     assert f"{tokens}, action token, action\n" in said("entropy_redistribution")
     assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
     assert "every view" in said("view") and "micro-batches that hold whole groups" in said("preference")
-    assert "cost: no pass of its own" in said("rank")
+    assert "cost: no forward pass of its own" in said("rank")
 
 
 def test_every_reward_says_what_it_is():

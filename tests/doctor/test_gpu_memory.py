@@ -12,7 +12,7 @@ from mmrl.cli.main import main
 from mmrl.config import load
 from mmrl.doctor import memory_plan
 from mmrl.doctor.checks import IMAGES
-from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, described, fitted, memory_lines, moves
+from mmrl.doctor.memory_plan import Gpu, Peaks, Plan, fit_overrides, memory_lines, memory_saving_overrides, plan_job
 from mmrl.engine.memory import GIB, MemoryModel, peak_activations, static_memory
 from mmrl.errors import UserError
 from mmrl.settings import plain
@@ -20,7 +20,7 @@ from mmrl.settings.recipes import shipped
 from mmrl.tasks.image_generation.tiny.pipeline import build_digits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-BIG = Gpu.of("80")
+BIG = Gpu.parse("80")
 PEAKS = Peaks()  # of all tests
 SD35, FLUX, KONTEXT = (
     "stabilityai/stable-diffusion-3.5-medium",
@@ -84,14 +84,14 @@ def test_a_recipe_fits_an_80_gib_gpu_and_says_so(recipe, path, billions):
     made = config.model.memory_model(config, path)
     weights = sum(p.numel() for p in made.module.parameters()) / 1e9
     assert weights == pytest.approx(billions, rel=0.03)
-    found = described(config, path, 8, BIG, PEAKS)
+    found = plan_job(config, path, 8, BIG, PEAKS)
     print("\n".join(found.lines()))
-    assert found.fits(BIG) and found.most < 72 * GIB
+    assert found.fits(BIG) and found.max_bytes < 72 * GIB
     assert sum(found.training.values()) > weights * 1e9 / 8  # at ZeRO-3 a rank has its share
     assert found.training["activations"] > 0
     said, command = header(recipe)
     if f"model.path={path}" in command:
-        assert found.most / GIB == pytest.approx(said, abs=0.06)
+        assert found.max_bytes / GIB == pytest.approx(said, abs=0.06)
 
 
 @pytest.mark.parametrize("recipe", sorted({recipe for recipe, _, _ in TABLE}))
@@ -182,7 +182,7 @@ def test_what_zero_shares_out_over_four_ranks(stage, gradients, weights, optimiz
 
 
 def parts(*overrides):
-    return described(maker("image_sd35_ocr", SD35, *overrides)(), SD35, 8, BIG, PEAKS)
+    return plan_job(maker("image_sd35_ocr", SD35, *overrides)(), SD35, 8, BIG, PEAKS)
 
 
 def test_the_parts_of_stable_diffusion_by_hand():
@@ -205,7 +205,10 @@ def test_the_parts_of_stable_diffusion_by_hand():
 
 
 def test_the_larger_phase_decides():
-    assert (Plan({"a": 1.0, "b": 1.0}, {"a": 3.0}, ()).most, Plan({"a": 4.0}, {"a": 3.0}, ()).most) == (3.0, 4.0)
+    assert (Plan({"a": 1.0, "b": 1.0}, {"a": 3.0}, ()).max_bytes, Plan({"a": 4.0}, {"a": 3.0}, ()).max_bytes) == (
+        3.0,
+        4.0,
+    )
 
 
 def test_a_peak_is_computed_again_where_settings_differ(monkeypatch):
@@ -215,8 +218,8 @@ def test_a_peak_is_computed_again_where_settings_differ(monkeypatch):
     made, peaks = MemoryModel(nn.Linear(1, 1), lambda rows: None, sample=lambda: None), Peaks()
     changes = ([], ["engine.zero_stage=1"], ["denoising.likelihood.window.size=3"], [])
     jobs = [maker("image_sd35_ocr", SD35, *change)() for change in changes]
-    assert [peaks.of(job, made, trains=True) for job in jobs] == [1.0, 1.0, 2.0, 1.0]
-    assert [peaks.of(job, made, trains=False) for job in jobs[:2]] == [3.0, 3.0]
+    assert [peaks.compute(job, made, trains=True) for job in jobs] == [1.0, 1.0, 2.0, 1.0]
+    assert [peaks.compute(job, made, trains=False) for job in jobs[:2]] == [3.0, 3.0]
 
 
 def test_suggestions_add_up(monkeypatch):
@@ -227,10 +230,10 @@ def test_suggestions_add_up(monkeypatch):
         size = 100 * GIB * (0.5 if told["model"]["activation_checkpointing"] else 1.0)
         return Plan({"all": size * {4: 1.0, 2: 0.8, 1: 0.64}[told["engine"]["micro_batch"]]}, {}, ())
 
-    monkeypatch.setattr(memory_plan, "described", shown)
+    monkeypatch.setattr(memory_plan, "plan_job", shown)
     make = maker("visual_qa_geometry3k", QWEN3, "model.activation_checkpointing=false")
-    chosen, found = fitted(make, QWEN3, 8, Gpu.of("40"), PEAKS)
-    assert chosen == ["model.activation_checkpointing=true", "engine.micro_batch=1"] and found.most == 32 * GIB
+    chosen, found = fit_overrides(make, QWEN3, 8, Gpu.parse("40"), PEAKS)
+    assert chosen == ["model.activation_checkpointing=true", "engine.micro_batch=1"] and found.max_bytes == 32 * GIB
 
 
 def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
@@ -241,7 +244,7 @@ def test_rows_of_a_micro_batch_are_its_steps_too(tmp_path):
     def activations(micro, window, *more):
         limits = [f"engine.micro_batch={micro}", f"denoising.likelihood.window={{type: random, size: {window}}}", *more]
         config = load(tmp_path / "recipe.yaml", [*limits, "denoising.steps=8", "run_dir=none"])
-        return described(config, str(tmp_path / "model"), 1, BIG, PEAKS).training["activations"]
+        return plan_job(config, str(tmp_path / "model"), 1, BIG, PEAKS).training["activations"]
 
     assert activations(2, 4) == pytest.approx(activations(4, 2), rel=0.01)
     assert activations(4, 2) == pytest.approx(2 * activations(2, 2), rel=0.1)
@@ -254,7 +257,7 @@ def test_steps_in_parts_are_offered_where_a_micro_batch_is_one_image(tmp_path):
     part = "engine.steps_at_once=1"
     for keys, offered in (["engine.micro_batch=2"], False), (["engine.micro_batch=1"], True), ([part], False):
         config = load(tmp_path / "recipe.yaml", ["run_dir=none", "engine.micro_batch=1", *keys])
-        assert (part in moves(config, 1)) == offered
+        assert (part in memory_saving_overrides(config, 1)) == offered
 
 
 @pytest.mark.slow
@@ -268,10 +271,10 @@ def test_a_micro_batch_counts_its_window_and_checkpoints_help():
 
 def test_vllm_takes_its_share_while_rollouts_are_made():
     make = maker("visual_qa_geometry3k", QWEN3, "rollout.generator={type: vllm_colocated, memory: 0.3}")
-    found = described(make(), QWEN3, 8, BIG, PEAKS)
+    found = plan_job(make(), QWEN3, 8, BIG, PEAKS)
     assert found.sampling["vLLM's share"] == 0.3 * 80 * GIB and "vLLM's share" not in found.training
     assert found.sampling["keys and values"] == found.sampling["activations"] == 0
-    own = described(maker("visual_qa_geometry3k", QWEN3, "rollout.generator=transformers")(), QWEN3, 8, BIG, PEAKS)
+    own = plan_job(maker("visual_qa_geometry3k", QWEN3, "rollout.generator=transformers")(), QWEN3, 8, BIG, PEAKS)
     # 64 responses of 3072 tokens: keys and values of 36 layers, 2 heads of 128 numbers of 2 bytes.
     assert own.sampling["keys and values"] == 64 * 3072 * 2 * 36 * 2 * 128 * 2
     # 1024 tokens' logits and their gradient, fp32, over the vocabulary.
@@ -282,7 +285,7 @@ def test_a_bound_on_tokens_is_a_bound_on_long_responses():
     """The longest response is of 3072 tokens, prompt included."""
     make = maker("visual_qa_geometry3k", QWEN3, "engine.micro_batch=4")
     told = {
-        setting: described(make([setting]), QWEN3, 8, BIG, PEAKS).training
+        setting: plan_job(make([setting]), QWEN3, 8, BIG, PEAKS).training
         for setting in (
             "engine.micro_batch=1",
             "engine.micro_tokens=3072",
@@ -293,8 +296,8 @@ def test_a_bound_on_tokens_is_a_bound_on_long_responses():
     assert told["engine.micro_tokens=3072"] == told["engine.micro_batch=1"]
     assert told["engine.micro_tokens=7000"] == told["engine.micro_batch=2"]
     assert told["engine.micro_batch=2"]["activations"] > told["engine.micro_batch=1"]["activations"]
-    assert "engine.micro_tokens=3500" in moves(make(["engine.micro_tokens=7000"]), 8)
-    assert not [move for move in moves(make(["engine.micro_tokens=1"]), 8) if "micro_tokens" in move]
+    assert "engine.micro_tokens=3500" in memory_saving_overrides(make(["engine.micro_tokens=7000"]), 8)
+    assert not [move for move in memory_saving_overrides(make(["engine.micro_tokens=1"]), 8) if "micro_tokens" in move]
 
 
 @pytest.mark.slow
@@ -303,8 +306,8 @@ def test_looks_are_computed_in_parts():
     make = maker("manipulation_libero_spatial", "openvla/openvla-7b")
     config = make()
     at_once = config.engine.steps_at_once
-    part = described(config, "openvla/openvla-7b", 8, BIG, PEAKS).training["activations"]
-    every = described(make(["engine.steps_at_once=28"]), "openvla/openvla-7b", 8, BIG, PEAKS)
+    part = plan_job(config, "openvla/openvla-7b", 8, BIG, PEAKS).training["activations"]
+    every = plan_job(make(["engine.steps_at_once=28"]), "openvla/openvla-7b", 8, BIG, PEAKS)
     assert every.training["activations"] > 0.9 * 28 / at_once * part and not every.fits(BIG)
 
 
@@ -314,23 +317,23 @@ def test_looks_are_computed_in_parts():
 @pytest.mark.slow
 def test_settings_that_fit_are_found_and_do():
     make = maker("visual_qa_geometry3k", QWEN7, "model.activation_checkpointing=false")
-    small = Gpu.of("48")
-    assert not described(make(), QWEN7, 8, small, PEAKS).fits(small)
-    chosen, found = fitted(make, QWEN7, 8, small, PEAKS)
+    small = Gpu.parse("48")
+    assert not plan_job(make(), QWEN7, 8, small, PEAKS).fits(small)
+    chosen, found = fit_overrides(make, QWEN7, 8, small, PEAKS)
     assert found.fits(small) and "model.activation_checkpointing=true" in chosen
-    again = described(make(chosen), QWEN7, 8, small, PEAKS)
+    again = plan_job(make(chosen), QWEN7, 8, small, PEAKS)
     assert again == found
 
 
 @pytest.mark.slow
 def test_what_can_not_fit_is_said_to():
-    lines = memory_lines(maker("image_flux_ocr", FLUX), 1, [Gpu.of("16")])
+    lines = memory_lines(maker("image_flux_ocr", FLUX), 1, [Gpu.parse("16")])
     assert "16 GiB: does not fit" in lines[-1] and "nothing here makes it fit" in lines[-1]
 
 
 def test_a_plan_by_hand():
     plan = Plan({"weights": 3 * GIB, "activations": 70 * GIB}, {"weights": 3 * GIB}, ())
-    assert plan.most == 73 * GIB and not plan.fits(BIG) and plan.fits(Gpu.of("h200"))
+    assert plan.max_bytes == 73 * GIB and not plan.fits(BIG) and plan.fits(Gpu.parse("h200"))
     assert plan.lines()[-1].split() == ["sum", "73.00", "3.00"]
     assert Plan({"weights": 72 * GIB}, {"weights": 72 * GIB}, ()).fits(BIG)
 
@@ -338,7 +341,7 @@ def test_a_plan_by_hand():
 @pytest.mark.parametrize("text", ["", "-3", "h1000", "nan", "1e9"])
 def test_a_gpu_that_is_none_is_refused(text):
     with pytest.raises(UserError, match="GiB"):
-        Gpu.of(text)
+        Gpu.parse(text)
 
 
 def test_a_small_network_and_a_model_without_a_path_are_refused(tmp_path):
@@ -369,8 +372,8 @@ def test_the_command_line_prints_parts_and_what_fits(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpu", "80"], "belong to --dry-run"),
-        (["--dry-run", "--ranks", "2"], "--ranks belongs to --gpu"),
+        (["--gpu", "80"], "need --dry-run"),
+        (["--dry-run", "--ranks", "2"], "--ranks needs --gpu"),
         (["--dry-run", "--gpu", "80,h1000"], "--gpu=h1000: give GiB"),
     ],
 )
@@ -383,10 +386,10 @@ def test_a_wrong_question_is_one_line(words, said, capsys):
 
 def test_simulators_by_rule_of_thumb():
     libero = maker("manipulation_libero_spatial", "x")()
-    assert memory_plan.simulators(libero) == 16 * memory_plan.RENDERER
+    assert memory_plan.simulator_bytes(libero) == 16 * memory_plan.RENDERER
     pickcube = maker("manipulation_maniskill_pickcube", "x")()
-    assert memory_plan.simulators(pickcube) == memory_plan.PHYSX + 256 * 224 * 224 * 12
-    assert memory_plan.simulators(maker("image_sd35_ocr", "x")()) == 0
+    assert memory_plan.simulator_bytes(pickcube) == memory_plan.PHYSX + 256 * 224 * 224 * 12
+    assert memory_plan.simulator_bytes(maker("image_sd35_ocr", "x")()) == 0
 
 
 def test_teachers_lie_beside_the_policy(tmp_path):
@@ -396,5 +399,5 @@ def test_teachers_lie_beside_the_policy(tmp_path):
         config = load(
             "visual_qa_geometry3k", [f"run_dir={tmp_path}", f"algorithm={{type: distillation, teacher: {teacher}}}"]
         )
-        assert memory_plan.teachers(config) == 8_292_166_656
-    assert memory_plan.teachers(load("visual_qa_geometry3k", [f"run_dir={tmp_path}"])) == 0
+        assert memory_plan.teacher_weights(config) == 8_292_166_656
+    assert memory_plan.teacher_weights(load("visual_qa_geometry3k", [f"run_dir={tmp_path}"])) == 0

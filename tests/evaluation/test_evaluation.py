@@ -8,7 +8,7 @@ import torch
 from mmrl.build import build_policy, build_task
 from mmrl.config import load
 from mmrl.evaluation.evaluate import Journal, evaluate
-from mmrl.evaluation.protocol import by_task, described, digest, packages, protocol
+from mmrl.evaluation.protocol import digest, protocol, protocol_lines, rates_by_task, simulator_packages
 from mmrl.report.run import wilson
 from mmrl.rollouts import Episode, Prompt, Sample
 from mmrl.sims.registry import resolved
@@ -118,7 +118,7 @@ class TestProtocol:
         assert told["options"] == {"poison": 5.0, "unstartable": ()}
         assert (told["tasks"], told["episodes"], told["starts"], told["chunk"]) == (["go", "stay"], 10, [40, 44], 4)
         assert told["versions"]["torch"] == torch.__version__ or told["versions"]["torch"]
-        text = "\n".join(described(told, 0.5))
+        text = "\n".join(protocol_lines(told, 0.5))
         for part in ("2: go, stay", "10, start states 40 to 44", "seed 0", "chunk 4", "temperature 0.5", "poison 5.0"):
             assert part in text
 
@@ -126,13 +126,16 @@ class TestProtocol:
         pytest.importorskip("mujoco")
         found = resolved("tabletop", {"image_size": 32})
         assert found["image_size"] == 32 and found["objects"] == 3 and found["reward"] == "sparse"
-        assert set(packages("tabletop")) == {"mujoco"} and packages("tests.sims.line_simulator:Line") == {}
+        assert (
+            set(simulator_packages("tabletop")) == {"mujoco"}
+            and simulator_packages("tests.sims.line_simulator:Line") == {}
+        )
 
     def test_success_by_task_and_over_all(self):
         samples = [sample("a"), sample("a", False, 5), sample("b", length=7), sample("b", lost=True)]
         marks = torch.tensor([1.0, 0.0, 1.0, torch.nan])
-        found = by_task(SimpleNamespace(accuracy=lambda _: marks), samples)
+        found = rates_by_task(SimpleNamespace(accuracy=lambda _: marks), samples)
         assert list(found) == ["a", "b", "all"]
         assert found["a"]["success"] == 0.5 and found["a"]["length"] == 4 and found["b"]["episodes"] == 1
         assert (found["all"]["low"], found["all"]["high"]) == wilson(2, 3)
-        assert list(by_task(SimpleNamespace(accuracy=lambda _: marks[:2]), samples[:2])) == ["a"]
+        assert list(rates_by_task(SimpleNamespace(accuracy=lambda _: marks[:2]), samples[:2])) == ["a"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.build import check_abilities
-from mmrl.cli.methods import DECISIONS, offers
+from mmrl.cli.methods import DECISIONS, features_by_decision
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
 from mmrl.prompts.views import View
@@ -177,7 +177,7 @@ def test_settings_offer_what_their_policy_has(decision):
     """The abilities that a kind of decision offers are methods of its policy."""
     policy, offered = (
         locate(POLICIES[decision], "policy"),
-        [kind for kind in offers()[decision] if type(kind) is not str],
+        [kind for kind in features_by_decision()[decision] if type(kind) is not str],
     )
     assert decision in DECISIONS and offered
     source = inspect.getsource(policy.__init__)

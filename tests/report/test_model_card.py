@@ -92,12 +92,12 @@ def test_best_weights_and_what_is_refused(run, tmp_path):
     (run / "best/config.json").write_text("best")
     write_repository(run, "me/reader", tmp_path / "out", best=True)
     assert (tmp_path / "out/config.json").read_text() == "best"
-    with pytest.raises(UserError, match="out is not empty: a repository is written into a new folder"):
+    with pytest.raises(UserError, match="out is not empty; name a new folder"):
         write_repository(run, "me/reader", tmp_path / "out")
     for file in (run / "final").iterdir():
         file.unlink()
     (run / "final").rmdir()
-    with pytest.raises(UserError, match=r"mine has no final/: It reached its end, step 20.; --best takes best/"):
+    with pytest.raises(UserError, match=r"mine has no final/: It reached its end, step 20.; add --best to push best/"):
         write_repository(run, "me/reader", tmp_path / "other")
 
 

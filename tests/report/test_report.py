@@ -13,11 +13,11 @@ import yaml
 
 from mmrl.errors import UserError
 from mmrl.report import lock
-from mmrl.report.changes import cut_positions, turn
+from mmrl.report.changes import cut_positions, find_change
 from mmrl.report.health import examine
 from mmrl.report.html.cards import cards
 from mmrl.report.html.explanations import explanation
-from mmrl.report.html.galleries import data_url, galleries, ranked
+from mmrl.report.html.galleries import by_priority, data_url, galleries
 from mmrl.report.html.page import differences, paragraph, report_html
 from mmrl.report.records import Series, duration_text, read_run
 from mmrl.report.run import Run, write_samples
@@ -226,7 +226,7 @@ FAULTS = [
     (changed(generation__probe_gap=lambda s: 0.5 if s > 20 else 1e-7), "generation/probe_gap", "step 21", "bad"),
     (changed(grad_norm=lambda s: 1.5 * 1.3**s), "grad_norm", "explodes", "bad"),
     (changed(grad_norm=lambda s: 90.0 if s == 17 else 1.5), "grad_norm", "step 17", "warning"),
-    (changed(reward__exact_match=lambda s: 0.0), "reward/exact_match", "0 in all 40 steps: nothing earns it", "bad"),
+    (changed(reward__exact_match=lambda s: 0.0), "reward/exact_match", "0 in all 40 steps: no rollout", "bad"),
     (changed(reward__exact_match=lambda s: 0.5), "reward/exact_match", "0.5 in all 40 steps", "bad"),
     (changed(surrogate__ratio_gap_max=lambda s: 0.01 if s == 3 else 0.0), "surrogate/ratio_gap_max", "0.01", "bad"),
     (changed(surrogate__clip_low=lambda s: 0.39), "surrogate/clip_low", "40.0%", "warning"),
@@ -309,10 +309,12 @@ def test_changes_are_looked_for_near_both_ends_and_between():
     many = cut_positions(10_000)
     assert many[:3] == [3, 4, 5] and many[-1] == 9997 and 50 < len(many) < 70
     values = [1.0, math.nan, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
-    found = turn(Series("x", list(range(1, 9)), values))
+    found = find_change(Series("x", list(range(1, 9)), values))
     assert (found.before, found.after, found.step) == (1.0, 5.0, 5)
-    assert turn(Series("x", [1, 2, 3], [1.0, 2.0, 3.0])) is None
-    found = turn(Series("x", list(range(1, 10)), [0.0, 1e-4, 1e-4, 1e-4, 3e-4, 1.0, 1.0, 1.0, 2.0]), factors=True)
+    assert find_change(Series("x", [1, 2, 3], [1.0, 2.0, 3.0])) is None
+    found = find_change(
+        Series("x", list(range(1, 10)), [0.0, 1e-4, 1e-4, 1e-4, 3e-4, 1.0, 1.0, 1.0, 2.0]), factors=True
+    )
     assert found.step == 6 and found.factor == pytest.approx(1e4) and found.after == pytest.approx(1.0)
 
 
@@ -350,7 +352,7 @@ def test_how_a_run_ended(tmp_path):
             (folder / file.replace("__", ".")).write_text(text)
         return read_run(folder).ending
 
-    here, gone = lock.me(), lock.me() | {"process": 2**22 - 3, "started": 1}
+    here, gone = lock.this_process(), lock.this_process() | {"process": 2**22 - 3, "started": 1}
     assert ending("alive", run__lock=json.dumps(here)).state == "running"
     killed = ending("killed", run__lock=json.dumps(gone))
     assert (
@@ -360,7 +362,7 @@ def test_how_a_run_ended(tmp_path):
     assert (
         away.state == "unknown" and "may be running on another host" in away.sentence and "elsewhere" in away.sentence
     )
-    assert ending("silent").state == "unknown" and "without reaching its end" in ending("silent").sentence
+    assert ending("silent").state == "unknown" and "without recording why" in ending("silent").sentence
     failed = ending("failed", end__json=json.dumps({"state": "failed", "sentence": "It ended at step 9 of 40: no."}))
     assert (failed.state, failed.sentence) == ("failed", "It ended at step 9 of 40: no.")
     (tmp_path / "old" / "final").mkdir(parents=True)
@@ -397,7 +399,7 @@ def test_a_run_says_how_it_ended_and_forgets_when_it_goes_on(tmp_path):
     assert "with an error: &lt;no&gt;" in report_html([read_run(run.folder)])
     again = Run(tmp_path / "run", "steps: 3", writes=True)
     assert read_run(run.folder).ending.state == "running"
-    gone = lock.me() | {"process": 2**22 - 3, "started": 1}
+    gone = lock.this_process() | {"process": 2**22 - 3, "started": 1}
     (run.folder / "run.lock").write_text(json.dumps(gone))  # as after a kill: the end before is not this one's
     assert read_run(run.folder).ending.state == "killed"
     again.close()
@@ -427,11 +429,12 @@ def test_a_damaged_run_says_what_is_damaged(tmp_path):
     assert [int(row["step"]) for row in found.rows] == [1, 3, 5, 6] and "loss" not in found.rows[2]
     told = " ".join(found.problems)
     assert (
-        "2 of 7 lines of metrics.jsonl are damaged" in told and "1 lines of metrics.jsonl hold something else" in told
+        "2 of 7 lines of metrics.jsonl are damaged" in told
+        and "1 lines of metrics.jsonl have values that are not numbers" in told
     )
-    assert "config.yaml is damaged" in told and "versions.json can not be read" in told
+    assert "config.yaml is damaged" in told and "versions.json cannot be read" in told
     assert "bad-step-3-rank0.jsonl" in told
-    assert "configuration can not be read" in report_html([found])
+    assert "configuration cannot be read" in report_html([found])
 
 
 @pytest.mark.parametrize(
@@ -439,9 +442,9 @@ def test_a_damaged_run_says_what_is_damaged(tmp_path):
     [
         ("config.yaml", "", "config.yaml is empty."),
         ("versions.json", " \n", "versions.json is empty."),
-        ("end.json", "", "end.json is damaged: how the run ended is read from what else there is."),
-        ("end.json", '{"state": "fini', "end.json is damaged: how the run ended is read from what else there is."),
-        ("metrics.jsonl", None, "metrics.jsonl breaks off at step 20, though the run reached its end, step 40."),
+        ("end.json", "", "end.json is damaged: how the run ended is concluded from the other files."),
+        ("end.json", '{"state": "fini', "end.json is damaged: how the run ended is concluded from the other files."),
+        ("metrics.jsonl", None, "metrics.jsonl ends at step 20, but the run finished at step 40."),
     ],
 )
 def test_each_file_that_is_damaged_is_named(tmp_path, file, content, told):
@@ -549,8 +552,8 @@ def test_what_does_not_fit_is_left_out_and_counted(tmp_path):
     size = galleries(read_run(folder))[0].moments[0].size
     kept = galleries(read_run(folder), budget=3 * size + 20)[0]
     assert [m.step for m in kept.moments] == [0, 50, 90] and kept.left_out == 7
-    assert [step for _, step in ranked([10, 20, 30])] == [30, 10, 20] and list(ranked([])) == []
-    assert [step for _, step in ranked([None])] == [None]
+    assert [step for _, step in by_priority([10, 20, 30])] == [30, 10, 20] and list(by_priority([])) == []
+    assert [step for _, step in by_priority([None])] == [None]
 
 
 # --- the page as a whole ---

@@ -22,13 +22,13 @@ from mmrl.errors import UserError
 from mmrl.report.run import (
     Run,
     commit_of,
-    film,
     grid,
     group_size,
     pil_image,
     sample_table,
     versions,
     wilson,
+    write_episode_video,
     write_samples,
 )
 from mmrl.rollouts import Episode, Prompt, Sample
@@ -99,7 +99,7 @@ def test_versions_name_the_commit_and_only_what_is_installed(tmp_path):
 def test_forget_after_drops_later_steps_and_goes_on(run):
     for step in range(5):
         run.log(step, {"loss": float(step)})
-    run.forget_after(2)
+    run.drop_after(2)
     assert steps(run) == [0, 1, 2]
     run.log(3, {"loss": 9.0})
     assert steps(run) == [0, 1, 2, 3]
@@ -115,7 +115,7 @@ def test_forget_after_drops_a_line_torn_by_a_kill(run):
     run.log(1, {"loss": 1.0})
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    run.forget_after(1)
+    run.drop_after(1)
     run.log(2, {"loss": 2.0})
     assert steps(run) == [1, 2]
 
@@ -134,7 +134,7 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
     other.log(1, {"loss": 1.0})
     other.samples("train", 1, [sample()], {})
     other.line("hello")
-    other.forget_after(0)
+    other.drop_after(0)
     other.close()
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr().out == ""
 
@@ -179,7 +179,7 @@ def test_a_film_of_looks_takes_as_long_as_one_of_actions(tmp_path):
     """Nine frames of eight actions play at 20 a second; three, which follow four actions each, at 5."""
     for count, per_second, numbers in ((9, 20, range(9)), (3, 5, (0, 4, 8))):
         frames = np.zeros((count, 16, 16, 3), np.uint8)
-        path = film(tmp_path / f"{count}.mp4", Episode("reach", True, True, 8, 1.0, frames=frames))
+        path = write_episode_video(tmp_path / f"{count}.mp4", Episode("reach", True, True, 8, 1.0, frames=frames))
         assert imageio.v3.immeta(path)["fps"] == per_second
         shown = imageio.v3.imread(path)
         assert len(shown) == count + per_second // 2
@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_run_in_one_line(run, capsys):
     """The metrics of a step; closing afterwards hides nothing."""
     usual, run._metrics = run._metrics, open("/dev/full", "a", buffering=1)  # noqa: SIM115
     usual.close()
-    with pytest.raises(UserError, match=r"can not be written: .*No space left.*the same command goes on") as caught:
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left.*the same command continues") as caught:
         run.log(1, {"loss": 0.0})
     assert "\n" not in str(caught.value)
     run.close()
@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_when_metrics_are_flushed_ends_the_run_in_one_line(r
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"can not be written: .*No space left"):
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
         run.sync()
 
 
@@ -242,5 +242,5 @@ def test_a_run_directory_that_is_gone_is_one_line(run, act, capsys, monkeypatch)
         run.sync()
     else:
         monkeypatch.setattr(Path, "mkdir", lambda path, **options: path.stat())  # of a file system that is read-only
-        with pytest.raises(UserError, match=f"run_dir={run.folder} can not be written"):
+        with pytest.raises(UserError, match=f"run_dir={run.folder} cannot be written"):
             run.samples("train", 1, [sample()], {}) if act == "samples" else run.skipped_update(1, 0, [])

@@ -42,7 +42,7 @@ def test_tensorboard_has_metrics_and_forgets_steps_that_are_made_again(tmp_path)
     run = begun(tmp_path, tensorboard=True)
     for step in range(1, 4):
         run.log(step, {"loss": 0.5 / step})
-    run.forget_after(1)
+    run.drop_after(1)
     run.log(2, {"loss": 9.0})
     run.close()
     assert [(event.step, event.value) for event in board(run).Scalars("loss")] == [(1, 0.5), (2, 9.0)]
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_for_tensorboard_alone_is_one_line(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RecordWriter, "write", full)
-    with pytest.raises(UserError, match=r"run_dir=.* can not be written: .*No space left") as caught:
+    with pytest.raises(UserError, match=r"run_dir=.* cannot be written: .*No space left") as caught:
         for step in range(1000):
             run.log(step, {"loss": 1.0})
             time.sleep(0.01)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mmrl.report import lock
 from mmrl.report.records import Series, read_run
-from mmrl.report.watch import course, screen, time_left
+from mmrl.report.watch import screen, sparkline, time_left
 from tests.report.made import evaluations, healthy, write_run
 
 
@@ -35,7 +35,7 @@ def test_it_shows_the_last_numbers_the_time_left_and_what_is_wrong(tmp_path):
 
 def test_the_course_of_a_metric():
     def of(*values):
-        return course(Series("x", list(range(len(values))), list(values)))
+        return sparkline(Series("x", list(range(len(values))), list(values)))
 
     assert of(0.0, 1.0, 0.5) == "▁█▅" and of(2.0, 2.0) == "▄▄" and of() == "" and of(float("nan"), 1.0) == "▄"
     assert of(*range(64)) == of(*range(0, 64, 2)) and len(of(*range(1000))) == 32
@@ -54,14 +54,14 @@ def test_an_empty_folder(tmp_path):
 
 def test_without_a_terminal_it_is_shown_once(tmp_path):
     folder = write_run(tmp_path / "run", healthy(5), [])
-    (folder / "run.lock").write_text(json.dumps(lock.me()))  # it runs, as long as this process
+    (folder / "run.lock").write_text(json.dumps(lock.this_process()))  # it runs, as long as this process
     done = subprocess.run([sys.executable, "-m", "mmrl", "watch", folder], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and "It is running" in done.stdout and "grad_norm" in done.stdout
 
 
 def test_on_a_terminal_it_follows_the_run_until_its_end(tmp_path):
     folder = write_run(tmp_path / "run", healthy(5), [], end=None)
-    (folder / "run.lock").write_text(json.dumps(lock.me()))
+    (folder / "run.lock").write_text(json.dumps(lock.this_process()))
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": "120", "TERM": "xterm"}
     process = subprocess.Popen(

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmrl.errors import UserError
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.rollouts import Message, Prompt
-from mmrl.serving.chat import BadRequest, ChatServer, read_messages
+from mmrl.serving.chat import BadRequest, ChatServer, parse_messages
 from tests.helpers.pages import ROOT
 from tests.helpers.tiny_models import build
 
@@ -104,16 +104,16 @@ def test_a_conversation_is_read_in_order(server, policy):
         {"role": "assistant", "content": "seven"},
         {"role": "user", "content": "Are you sure?"},
     ]
-    roles = [(message.role, message.text) for message in read_messages(messages)]
+    roles = [(message.role, message.text) for message in parse_messages(messages)]
     assert roles == [
         ("system", "Be short."),
         ("user", "What digit?"),
         ("assistant", "seven"),
         ("user", "Are you sure?"),
     ]
-    assert read_messages(messages)[1].parts[0].getpixel((0, 0)) == (255, 0, 0)
+    assert parse_messages(messages)[1].parts[0].getpixel((0, 0)) == (255, 0, 0)
     status, answer = post(server, {"messages": messages, "temperature": 0})
-    prompt = Prompt("p", "", messages=read_messages(messages))
+    prompt = Prompt("p", "", messages=parse_messages(messages))
     assert status == 200
     assert (
         answer["choices"][0]["message"]["content"]
@@ -201,7 +201,7 @@ def test_a_run_is_served(tmp_path):
     subprocess.run([*command, "train", str(recipe), *build, *sizes], check=True, env=environment, timeout=250)
     serving = [*command, "serve", str(tmp_path / "run"), "--port", "0", "--key-env", "THE_KEY"]
     with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        line = next(line for line in process.stdout if "answers as 'run'" in line)
+        line = next(line for line in process.stdout if "serves 'run'" in line)
         port = int(line.split("/v1")[0].rsplit(":", 1)[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         body = json.dumps({"messages": [{"role": "user", "content": "7?"}]})

@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import ActionStatistics
 from mmrl.rollouts import Prompt
 from mmrl.serving import robot
-from mmrl.serving.arrays import packed, unpacked
+from mmrl.serving.arrays import pack, unpack
 from mmrl.serving.observations import BadObservation, RobotReader
 from mmrl.serving.robot import RobotServer
 from mmrl.sims import build
@@ -113,7 +113,7 @@ def test_chunks_are_those_of_an_evaluation(server, policy):
     assert len(record) == 2
     assert np.abs(record[0][1] - record[1][1]).max() > 1e-3  # chunks that follow what is seen
     with opened(server) as robot:
-        facts = unpacked(robot.recv(timeout=20))
+        facts = unpack(robot.recv(timeout=20))
         assert facts == {
             "model": "line",
             "cameras": ["wrist", "front"],
@@ -124,8 +124,8 @@ def test_chunks_are_those_of_an_evaluation(server, policy):
         }
         for seen, actions in record:
             tree = {f"observation/{name}": seen.image(name)[0] for name in seen.cameras}
-            robot.send(packed({**tree, "observation/state": seen.state[0], "prompt": seen.instructions[0]}))
-            answer = unpacked(robot.recv(timeout=20))
+            robot.send(pack({**tree, "observation/state": seen.state[0], "prompt": seen.instructions[0]}))
+            answer = unpack(robot.recv(timeout=20))
             np.testing.assert_allclose(answer["actions"], actions, rtol=0, atol=1e-6)
             assert answer["actions"].shape == (CHUNK, 1)
             assert answer["server_timing"]["infer_ms"] > 0
@@ -139,9 +139,9 @@ def test_noise_is_that_of_an_evaluation(make, kind):  # noqa: F811
     with serving(policy) as server:
         for number, (seen, actions) in enumerate(record):
             tree = {"observation/image": seen.image("front")[0], "state": seen.state[0], "prompt": seen.instructions[0]}
-            answer = server.infer(packed(tree), number)["actions"]
+            answer = server.infer(pack(tree), number)["actions"]
             np.testing.assert_allclose(answer, actions, rtol=0, atol=1e-6)
-        other = server.infer(packed(tree), 0)["actions"]  # the same observation as the first of a connection
+        other = server.infer(pack(tree), 0)["actions"]  # the same observation as the first of a connection
     assert len(record) == 2 and np.abs(other - answer).max() > 1e-3
 
 
@@ -200,7 +200,7 @@ def array(data=b"\0" * 8, dtype="<f8", shape=(1,)):
     "data",
     [
         b"\xc1",
-        packed({"a": 1})[:-1],
+        pack({"a": 1})[:-1],
         array(dtype="|O"),
         array(dtype="<f16"),
         array(dtype="f8,f8"),
@@ -209,7 +209,7 @@ def array(data=b"\0" * 8, dtype="<f8", shape=(1,)):
         array(shape=(-1,)),
         array(shape=(2,)),
         array(data="text"),
-        packed([1]) + b"\0",
+        pack([1]) + b"\0",
         b"\x91" * 5000,
     ],
 )
@@ -218,9 +218,9 @@ def test_a_message_that_can_not_be_read_is_answered_and_the_next_one_too(server,
         robot.recv(timeout=20)
         robot.send(data)
         answer = robot.recv(timeout=20)
-        assert isinstance(answer, str) and answer.startswith("the message can not be read") and "\n" not in answer
-        robot.send(packed(shown()))
-        assert unpacked(robot.recv(timeout=20))["actions"].shape == (CHUNK, 1)
+        assert isinstance(answer, str) and answer.startswith("the message cannot be read") and "\n" not in answer
+        robot.send(pack(shown()))
+        assert unpack(robot.recv(timeout=20))["actions"].shape == (CHUNK, 1)
 
 
 def test_text_is_no_message(server):
@@ -232,11 +232,11 @@ def test_text_is_no_message(server):
 
 def test_arrays_come_back_as_they_went():
     tree = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": [np.float32(0.5), "x"], "c": np.zeros((0, 3))}
-    read = unpacked(packed(tree))
+    read = unpack(pack(tree))
     np.testing.assert_array_equal(read["a"], tree["a"])
     assert read["a"].dtype == np.int16 and read["b"] == [0.5, "x"] and read["c"].shape == (0, 3)
     with pytest.raises(TypeError, match="neither a number"):
-        packed({"a": np.array([None])})
+        pack({"a": np.array([None])})
 
 
 def test_the_door(server):
@@ -249,7 +249,7 @@ def test_the_door(server):
 def test_actions_that_are_not_finite_do_not_reach_the_robot(policy, server, monkeypatch):
     monkeypatch.setattr(policy, "act", lambda *a: np.full((1, CHUNK, 1), np.nan))
     with pytest.raises(BadObservation, match="not finite"):
-        server.infer(packed(shown()), 0)
+        server.infer(pack(shown()), 0)
 
 
 def test_a_failure_costs_its_request(policy, server, monkeypatch):
@@ -257,12 +257,12 @@ def test_a_failure_costs_its_request(policy, server, monkeypatch):
         robot.recv(timeout=20)
         with monkeypatch.context() as patch:
             patch.setattr(policy, "act", lambda *a: 1 / 0)
-            robot.send(packed(shown()))
+            robot.send(pack(shown()))
             assert robot.recv(timeout=20) == "ZeroDivisionError('division by zero')"
-        robot.send(packed(shown()))
+        robot.send(pack(shown()))
         assert isinstance(robot.recv(timeout=20), bytes)
 
 
 def test_an_address_in_use_is_one_line(policy, server):
-    with pytest.raises(UserError, match=f"127.0.0.1:{server.port} can not be listened at"):
+    with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1:{server.port}"):
         robot.serve(policy, "line", host="127.0.0.1", port=server.port, key=None)

@@ -9,7 +9,7 @@ import torch
 
 from mmrl.config import load
 from mmrl.core.credit import leave_one_out_returns
-from mmrl.doctor.memory_plan import trained_copy
+from mmrl.doctor.memory_plan import trained_copy_bytes
 from mmrl.errors import UserError
 from mmrl.measurements.implicit import outcome_loss
 from mmrl.protocols.auxiliary import AuxiliaryModule, AuxiliaryModules
@@ -100,7 +100,7 @@ def test_small_updates_of_rounded_weights_add_up(step):
 
 
 def test_memory_of_a_copy():
-    assert trained_copy(10, 10, 4) == 10 * 16 and trained_copy(10, 2, 2) == 20 + 2 * 18
+    assert trained_copy_bytes(10, 10, 4) == 10 * 16 and trained_copy_bytes(10, 2, 2) == 20 + 2 * 18
 
 
 # --- a tiny real policy ---

@@ -20,7 +20,7 @@ from mmrl import checkpoints, job
 from mmrl.cli import main as cli
 from mmrl.config import load
 from mmrl.errors import UserError
-from mmrl.report.lock import NAME, RunLock, me, started
+from mmrl.report.lock import LOCK_FILE, RunLock, start_ticks, this_process
 from tests.helpers.command_line import mmrl
 from tests.whole_runs.parts import MODEL, TINY, command, final, metrics, model_folder, start, wait
 
@@ -191,21 +191,23 @@ def test_a_file_system_without_locks_is_told_by_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     parent = os.getppid()
     for owner, held in [
-        ({**me(), "process": parent, "started": started(parent)}, True),
-        ({**me(), "process": parent, "started": started(parent) - 1}, False),
-        ({**me(), "process": 2**22 + 1, "started": 5}, False),
+        ({**this_process(), "process": parent, "started": start_ticks(parent)}, True),
+        ({**this_process(), "process": parent, "started": start_ticks(parent) - 1}, False),
+        ({**this_process(), "process": 2**22 + 1, "started": 5}, False),
         ({}, False),
     ]:
-        (tmp_path / NAME).write_text(json.dumps(owner))
+        (tmp_path / LOCK_FILE).write_text(json.dumps(owner))
         if held:
             with pytest.raises(UserError, match=f"in use by process {parent} on"):
                 RunLock(tmp_path)
         else:
             RunLock(tmp_path).release()
-    (tmp_path / NAME).write_bytes(b"\0" * 20)  # after a power loss
+    (tmp_path / LOCK_FILE).write_bytes(b"\0" * 20)  # after a power loss
     RunLock(tmp_path).release()
     ended = subprocess.Popen(["sleep", "1000"])
-    (tmp_path / NAME).write_text(json.dumps({**me(), "process": ended.pid, "started": started(ended.pid)}))
+    (tmp_path / LOCK_FILE).write_text(
+        json.dumps({**this_process(), "process": ended.pid, "started": start_ticks(ended.pid)})
+    )
     with pytest.raises(UserError, match="in use by process"):
         RunLock(tmp_path)
     ended.kill()
@@ -224,7 +226,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     (saved,) = checkpoints.list_finished(run / "checkpoints")
     step = steps(run)[-1]
     assert saved.name == f"step-{step:06d}" and not (run / "final").exists()
-    assert f"stopped at step {step} and saved; the same command goes on" in said and "Traceback" not in said
+    assert f"stopped at step {step} and saved; to continue, repeat the command" in said and "Traceback" not in said
     assert "resumed from" in ends(run, f"steps={step + 1}")
     assert steps(run) == list(range(1, step + 2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrl.report.health import BAD, GOOD, TOO_FEW, WARNING, HealthFinding, evaluated_prompts, standard_error
+from mmrl.report.health import BAD, GOOD, MIN_PROMPTS, WARNING, HealthFinding, evaluated_prompts, standard_error
 from mmrl.report.records import RunRecord
 from mmrl.runtime.progress import duration_text
 
@@ -14,7 +14,7 @@ MARKS = {"finished": GOOD, "failed": BAD, "killed": WARNING, "stopped": WARNING}
 
 @dataclass(frozen=True)
 class Card:
-    """A number with its label and a note. mark: good, warning, bad or "", its colour."""
+    """A number with its label and a note. mark: the class of its color: "good", "warning", "bad" or ""."""
 
     label: str
     value: str
@@ -23,20 +23,20 @@ class Card:
 
 
 def cards(run: RunRecord, findings: Sequence[HealthFinding]) -> list[Card]:
-    """Returns the cards of a run, those that it has numbers for."""
-    shown = (accuracy(run), best(run), progress(run), duration(run), health(findings), following(run))
-    return [card for card in shown if card is not None]
+    """Returns the cards of a run, without those for which it has no numbers."""
+    candidates = (accuracy(run), best(run), progress(run), duration(run), health(findings), next_command(run))
+    return [card for card in candidates if card is not None]
 
 
 def accuracy(run: RunRecord) -> Card | None:
-    """Returns held-out accuracy before and after, coloured where the change exceeds two standard errors."""
+    """Returns held-out accuracy before and after training; good or bad if the change exceeds its 95 % interval."""
     values = run.series("evaluation/accuracy").finite
     if not values:
         return None
     if len(values) == 1:
         return Card("held-out accuracy", f"{values[0]:.3f}")
     change, prompts = values[-1] - values[0], evaluated_prompts(run)
-    if prompts < TOO_FEW:
+    if prompts < MIN_PROMPTS:
         return Card(
             "held-out accuracy", f"{values[0]:.3f} → {values[-1]:.3f}", f"on {prompts} prompts: too few", WARNING
         )
@@ -71,17 +71,17 @@ def duration(run: RunRecord) -> Card | None:
 def health(findings: Sequence[HealthFinding]) -> Card | None:
     if not findings:
         return None
-    wrong = [finding for finding in findings if finding.verdict != GOOD]
-    if not wrong:
+    problems = [finding for finding in findings if finding.verdict != GOOD]
+    if not problems:
         return Card("health", "good", f"{len(findings)} checks", GOOD)
-    mark = BAD if any(finding.verdict == BAD for finding in wrong) else WARNING
-    return Card("health", f"{len(wrong)} to look at", ", ".join(finding.name for finding in wrong[:2]), mark)
+    mark = BAD if any(finding.verdict == BAD for finding in problems) else WARNING
+    return Card("health", f"{len(problems)} to look at", ", ".join(finding.name for finding in problems[:2]), mark)
 
 
-def following(run: RunRecord) -> Card | None:
-    """Returns the command that one runs next: evaluate what has ended, go on with what has not."""
+def next_command(run: RunRecord) -> Card | None:
+    """Returns the command to run next: evaluate a finished run, continue an interrupted one."""
     if run.ending.state == "finished":
         return Card("next", f"mmrl eval {run.folder}")
     if run.ending.state in ("stopped", "killed", "failed"):
-        return Card("next", "the same command", "goes on from the last checkpoint")
+        return Card("next", "the same command", "continues from the last checkpoint")
     return None

@@ -11,10 +11,10 @@ from typing import Any
 from mmrl.report.html.explanations import explanation
 from mmrl.report.records import RunRecord, Series
 
-POINTS = 2000  # at most in a curve: more steps are thinned out evenly; the last one stays
-COLOURS = ("#4269d0", "#d1671b", "#2f9e44", "#c2368f", "#7b4fd0", "#0f8b8d", "#a3752d", "#d64545")
+MAX_POINTS = 2000  # at most in a curve: more steps are thinned out evenly; the last one stays
+COLORS = ("#4269d0", "#d1671b", "#2f9e44", "#c2368f", "#7b4fd0", "#0f8b8d", "#a3752d", "#d64545")
 DASHES = ("solid", "dot", "dash", "dashdot")
-WIDE = 1.96  # standard errors on either side make an interval of 95 %
+Z_95 = 1.96  # standard errors on either side make an interval of 95 %
 
 LEARNING, GUARDED, TIMES = "Learning", "Rewards, and the guards beside them", "Time and memory"
 HEADINGS: dict[str, tuple[str, ...]] = {  # with prefixes of the metrics below each
@@ -35,12 +35,13 @@ HEADINGS: dict[str, tuple[str, ...]] = {  # with prefixes of the metrics below e
     TIMES: ("time/", "throughput/", "memory/"),
     "Responses, episodes, engines and others": ("",),
 }
-TOGETHER = {"accuracy", "evaluation/accuracy", "evaluation/standard_error", "evaluation/n"}  # in one figure
+ACCURACY_METRICS = {"accuracy", "evaluation/accuracy", "evaluation/standard_error", "evaluation/n"}  # in one figure
 
 
 @dataclass(frozen=True)
 class FigureGroup:
-    """A heading with its figures. constants: the value in each run of the metrics that never moved, which have none."""
+    """A heading with its figures. constants: metrics that never changed, which get no figure, with their value in each
+    run."""
 
     title: str
     figures: list[dict[str, Any]]
@@ -48,29 +49,42 @@ class FigureGroup:
 
 
 def groups(runs: Sequence[RunRecord]) -> list[FigureGroup]:
-    """Returns a figure for each metric of the runs, under the first heading with a prefix of its name."""
-    named: dict[str, list[str]] = {title: [] for title in HEADINGS}
+    """Returns the figures of all metrics of the runs. A metric is under the first heading that has a prefix of its
+    name."""
+    names_by_title: dict[str, list[str]] = {title: [] for title in HEADINGS}
     for name in dict.fromkeys(name for run in runs for name in run.names):
-        title = next(title for title, beginnings in HEADINGS.items() if name.startswith(beginnings))
-        if name not in TOGETHER:
-            named[title].append(name)
-    named[GUARDED] = interleaved(named[GUARDED])
-    still = {name: constants(runs, name) for names in named.values() for name in names if is_constant(runs, name)}
-    figures = {title: [curve(runs, name) for name in names if name not in still] for title, names in named.items()}
+        title = next(title for title, prefixes in HEADINGS.items() if name.startswith(prefixes))
+        if name not in ACCURACY_METRICS:
+            names_by_title[title].append(name)
+    names_by_title[GUARDED] = interleaved(names_by_title[GUARDED])
+    constant_values = {
+        name: constants(runs, name) for names in names_by_title.values() for name in names if is_constant(runs, name)
+    }
+    figures = {
+        title: [curve(runs, name) for name in names if name not in constant_values]
+        for title, names in names_by_title.items()
+    }
     figures[LEARNING][:0] = accuracy(runs)
     figures[TIMES][:0] = phases(runs)
-    folded = {title: {name: still[name] for name in names if name in still} for title, names in named.items()}
-    return [FigureGroup(title, charts, folded[title]) for title, charts in figures.items() if charts or folded[title]]
+    constants_by_title = {
+        title: {name: constant_values[name] for name in names if name in constant_values}
+        for title, names in names_by_title.items()
+    }
+    return [
+        FigureGroup(title, charts, constants_by_title[title])
+        for title, charts in figures.items()
+        if charts or constants_by_title[title]
+    ]
 
 
 def is_constant(runs: Sequence[RunRecord], name: str) -> bool:
-    """Returns True where a metric has three values or more in a run, and one value alone in each."""
+    """Returns True if a metric has at least three values in one run, and in each run all its values are equal."""
     series = [run.series(name).values for run in runs]
     return max(map(len, series)) >= 3 and all(len(set(values)) <= 1 for values in series)
 
 
 def constants(runs: Sequence[RunRecord], name: str) -> list[float | None]:
-    """Returns the one value of a metric in each run; None where a run has none."""
+    """Returns the first value of a metric in each run; None if a run has none."""
     return [next(iter(run.series(name).values), None) for run in runs]
 
 
@@ -80,7 +94,8 @@ def axes(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def hours(run: RunRecord) -> dict[int, float]:
-    """Returns hours since the first line of metrics, by step. Time between an end and going on counts too."""
+    """Returns the hours since the first line of metrics, by step. The time between an interruption and its resumption
+    is included."""
     times = {int(row["step"]): float(row["time"]) for row in [*run.evaluations, *run.rows] if "time" in row}
     first = min(times.values(), default=0.0)
     return {step: round((time - first) / 3600, 5) for step, time in sorted(times.items())}
@@ -105,7 +120,8 @@ def curve(runs: Sequence[RunRecord], name: str) -> dict[str, Any]:
 
 
 def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Returns accuracy on training prompts as a thin line, on held-out prompts as points with 95 % intervals."""
+    """Returns the figure of accuracy: on training prompts as a thin line, on held-out ones as points with 95 %
+    intervals; [] if there is none."""
     lines = []
     for number, run in enumerate(runs):
         if len(training := run.series("accuracy")):
@@ -113,19 +129,23 @@ def accuracy(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         held_out, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
         if len(held_out):
             by_step = dict(zip(errors.steps, errors.values, strict=True))
-            spread = [clean(WIDE * by_step.get(step, math.nan)) for step in held_out.steps]
+            spread = [finite_or_none(Z_95 * by_step.get(step, math.nan)) for step in held_out.steps]
             lines.append(line(held_out, run, number, label="held out", markers=True) | {"errors": spread})
     return [figure("accuracy (95 % intervals on held-out prompts)", lines, wide=True)] if lines else []
 
 
 def phases(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Returns the mean seconds of a step by phase, a bar a run."""
-    spent = [mean_seconds(run) for run in runs]
-    if not any(any(parts.values()) for parts in spent):
+    """Returns a bar chart with the mean seconds of each phase of a step, one bar for each run."""
+    seconds_by_run = [mean_seconds(run) for run in runs]
+    if not any(any(parts.values()) for parts in seconds_by_run):
         return []
     parts = [
-        {"name": name, "values": [seconds[name] for seconds in spent], "color": COLOURS[(number + 3) % len(COLOURS)]}
-        for number, name in enumerate(spent[0])
+        {
+            "name": name,
+            "values": [seconds[name] for seconds in seconds_by_run],
+            "color": COLORS[(number + 3) % len(COLORS)],
+        }
+        for number, name in enumerate(seconds_by_run[0])
     ]
     chart = figure("mean seconds of a step, by phase", [])
     return [chart | {"bars": {"rows": [run.name for run in runs], "parts": parts}}]
@@ -148,17 +168,20 @@ def line(
     opacity: float = 1.0,
     width: float = 1.8,
 ) -> dict[str, Any]:
-    """Returns the line of a series. Values that are not finite are gaps. run, number: for the legend and the colour."""
-    indices = thinned(len(series))
+    """Returns the line of a series for a chart. Values that are not finite become gaps.
+
+    number: the index of the run, which determines color and dashes. markers: whether to draw points.
+    """
+    indices = thinned_indices(len(series))
     return {
         "name": f"{run.name} {label}".strip(),
         "x": [series.steps[i] for i in indices],
-        "y": [clean(series.values[i]) for i in indices],
+        "y": [finite_or_none(series.values[i]) for i in indices],
         "markers": markers or len(series) <= 2,
         "opacity": opacity,
-        "color": COLOURS[number % len(COLOURS)],
+        "color": COLORS[number % len(COLORS)],
         "width": width,
-        "dash": DASHES[number // len(COLOURS) % len(DASHES)],
+        "dash": DASHES[number // len(COLORS) % len(DASHES)],
         "run": number,
         "metric": series.name,
     }
@@ -170,15 +193,15 @@ def figure(title: str, lines: Iterable[dict[str, Any]], *, wide: bool = False) -
     return {"title": title, "explanation": explanation(title), "lines": list(lines), "wide": wide, "height": height}
 
 
-def thinned(count: int, most: int = POINTS) -> list[int]:
+def thinned_indices(count: int, max_points: int = MAX_POINTS) -> list[int]:
     """Returns the indices of `count` points to draw: all, or evenly spaced ones and the last."""
-    if count <= most:
+    if count <= max_points:
         return list(range(count))
-    every = math.ceil(count / most)
-    return sorted({*range(0, count, every), count - 1})
+    stride = math.ceil(count / max_points)
+    return sorted({*range(0, count, stride), count - 1})
 
 
-def clean(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -13,21 +13,21 @@ import nh3
 from mmrl.report.records import RunRecord
 
 BUDGET = 1_700_000  # characters of all galleries of a page, so that it stays below 2 MB
-KINDS = {".png": "image/png", ".gif": "image/gif", ".mp4": "video/mp4"}
+MEDIA_TYPES = {".png": "image/png", ".gif": "image/gif", ".mp4": "video/mp4"}
 STEP = re.compile(r"(?P<kind>[a-z]+)-(?P<step>\d{6})(?:-\d{3})?")
 TITLES = {"evaluation": "Held-out prompts", "train": "Training prompts", "samples": "Written by mmrl sample"}
 # HTML of tables of samples (`mmrl.report.run.sample_table`). Anything else in a file is removed, so that the page of a
-# run from elsewhere can not run scripts.
+# run from elsewhere cannot run scripts.
 TAGS = {"table", "tbody", "tr", "th", "td", "div", "pre", "b", "i", "img", "video"}
-SHOWS = {"src", "controls", "loop", "muted", "playsinline"}
-ATTRIBUTES = {"img": {"src"}, "video": SHOWS, "b": {"class"}, "td": {"rowspan"}}
+VIDEO_ATTRIBUTES = {"src", "controls", "loop", "muted", "playsinline"}
+ATTRIBUTES = {"img": {"src"}, "video": VIDEO_ATTRIBUTES, "b": {"class"}, "td": {"rowspan"}}
 
 
 @dataclass
 class Moment:
-    """One step's images, videos and table of samples."""
+    """The images, videos and table of samples of one step."""
 
-    step: int | None  # None: by mmrl sample
+    step: int | None  # None: written by mmrl sample
     table: str = ""  # HTML that has been cleaned
     images: list[str] = field(default_factory=list)  # data URLs
     videos: list[str] = field(default_factory=list)
@@ -43,7 +43,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Moments of one kind, by step. left_out: the number that exceeded the budget."""
+    """The samples of one kind (a key of TITLES) over the steps. left_out: the number of steps that exceeded the
+    budget."""
 
     title: str
     moments: list[Moment]
@@ -51,28 +52,29 @@ class Gallery:
 
     @property
     def compared(self) -> list[Moment]:
-        """The first and the last moment, if they have images of the same prompts from the same noise; else nothing."""
+        """The first and the last step, for a comparison side by side; [] unless both have images of the same prompts
+        from the same noise."""
         ends = [self.moments[0], self.moments[-1]] if len(self.moments) > 1 else []
         return ends if self.title == TITLES["evaluation"] and all(moment.images for moment in ends) else []
 
 
 def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
-    """Returns the galleries of a run within `budget` characters. Where not all steps fit, the last and the first go
-    before those in between."""
+    """Returns the galleries of a run within `budget` characters. If not all steps fit, the last and the first of each
+    kind are taken before those in between, see `by_priority`."""
     by_kind = {kind: files(run.folder, kind) for kind in TITLES}
-    wanted = sorted(
-        ((rank, kind, step) for kind, by_step in by_kind.items() for rank, step in ranked(list(by_step))),
+    candidates = sorted(
+        ((rank, kind, step) for kind, by_step in by_kind.items() for rank, step in by_priority(list(by_step))),
         key=lambda entry: entry[0],
     )
-    chosen: dict[str, list[Moment]] = {kind: [] for kind in TITLES}
-    for _, kind, step in wanted:
+    selected: dict[str, list[Moment]] = {kind: [] for kind in TITLES}
+    for _, kind, step in candidates:
         moment = moment_of(step, by_kind[kind][step])
         if moment.size <= budget:
             budget -= moment.size
-            chosen[kind].append(moment)
+            selected[kind].append(moment)
     return [
         Gallery(TITLES[kind], sorted(moments, key=lambda moment: moment.step or 0), len(by_kind[kind]) - len(moments))
-        for kind, moments in chosen.items()
+        for kind, moments in selected.items()
         if by_kind[kind]
     ]
 
@@ -80,8 +82,8 @@ def galleries(run: RunRecord, budget: int = BUDGET) -> list[Gallery]:
 def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
     """Returns the files of a kind by step."""
     if kind == "samples":
-        ours = sorted(path for path in folder.glob("samples*") if path.is_file())
-        return {None: ours} if ours else {}
+        paths = sorted(path for path in folder.glob("samples*") if path.is_file())
+        return {None: paths} if paths else {}
     by_step: dict[int | None, list[Path]] = {}
     for path in sorted((folder / "samples").glob(f"{kind}-*")):
         if named := STEP.fullmatch(path.stem):
@@ -89,8 +91,9 @@ def files(folder: Path, kind: str) -> dict[int | None, list[Path]]:
     return by_step
 
 
-def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
-    """Ranks steps by priority: the last, the first, then always the one farthest from those before."""
+def by_priority(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
+    """Returns (rank, step) in order of priority: the last, the first, then always the one farthest from those already
+    taken."""
     order, left = [], list(range(len(steps)))
     for index in (len(steps) - 1, 0):
         if index in left:
@@ -104,11 +107,11 @@ def ranked(steps: Sequence[int | None]) -> Iterable[tuple[int, int | None]]:
 
 
 def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
-    """Returns one step's images, videos and table of samples, from its files. A video that the table names is embedded
-    in its row, the others are listed above the table. step: None for files written by `mmrl sample`."""
-    shown = {path: data_url(path) for path in paths if path.suffix in KINDS}
-    videos = {path.name: url for path, url in shown.items() if path.suffix == ".mp4"}
-    moment = Moment(step, images=[url for path, url in shown.items() if path.suffix != ".mp4"])
+    """Reads the files of one step. A video that the table of samples names is embedded in the table, others are listed
+    beside it. step: None for files written by `mmrl sample`."""
+    urls = {path: data_url(path) for path in paths if path.suffix in MEDIA_TYPES}
+    videos = {path.name: url for path, url in urls.items() if path.suffix == ".mp4"}
+    moment = Moment(step, images=[url for path, url in urls.items() if path.suffix != ".mp4"])
     for page in (path.read_text(errors="replace") for path in paths if path.suffix == ".html"):
         named = {name: url for name, url in videos.items() if f'<video src="{name}"' in page}
         for name, url in named.items():
@@ -120,11 +123,11 @@ def moment_of(step: int | None, paths: Sequence[Path]) -> Moment:
 
 
 def data_url(path: Path) -> str:
-    return f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f"data:{MEDIA_TYPES[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def table_of(page: str) -> str:
-    """Returns the sanitised table of a page of samples, complete even where the file is cut off."""
+    """Returns the table in a page of samples, sanitised; closed properly even if the file is cut off."""
     start = page.find("<table")
     if start < 0:
         return ""
@@ -132,12 +135,12 @@ def table_of(page: str) -> str:
         page[start:],
         tags=TAGS,
         attributes=ATTRIBUTES,
-        attribute_filter=inside,
+        attribute_filter=allowed_attribute,
         url_schemes={"data"},
         link_rel=None,
     )
 
 
-def inside(tag: str, attribute: str, value: str) -> str | None:
+def allowed_attribute(tag: str, attribute: str, value: str) -> str | None:
     """Returns the value of an attribute; None for a `src` outside the page."""
     return None if attribute == "src" and not value.startswith("data:") else value

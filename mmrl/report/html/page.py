@@ -10,20 +10,20 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from mmrl.report.health import BAD, TOO_FEW, WARNING, HealthFinding, evaluated_prompts, examine, standard_error
+from mmrl.report.health import BAD, MIN_PROMPTS, WARNING, HealthFinding, evaluated_prompts, examine, standard_error
 from mmrl.report.html.cards import Card, cards
-from mmrl.report.html.figures import COLOURS, FigureGroup, axes, groups
+from mmrl.report.html.figures import COLORS, FigureGroup, axes, groups
 from mmrl.report.html.galleries import BUDGET, Gallery, galleries
-from mmrl.report.records import RunRecord, flattened
+from mmrl.report.records import RunRecord, flatten
 from mmrl.runtime.progress import duration_text
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """The part of the page about one run."""
+    """The part of the report about one run. color: of its curves. paragraph: a summary in words."""
 
     run: RunRecord
-    colour: str
+    color: str
     cards: list[Card]
     paragraph: str
     findings: list[HealthFinding]
@@ -31,7 +31,7 @@ class Chapter:
 
 
 def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
-    """Writes the page about `runs` to `target`. Returns `target`. Raises OSError."""
+    """Writes the report about `runs` to `target`, and returns `target`. Raises OSError if it cannot be written."""
     target.write_text(report_html(runs))
     return target
 
@@ -39,7 +39,7 @@ def write_report(runs: Sequence[RunRecord], target: Path) -> Path:
 def report_html(runs: Sequence[RunRecord]) -> str:
     """Renders the report page of one or several runs, with everything embedded."""
     chapters = [
-        chapter(run, COLOURS[i % len(COLOURS)], galleries(run, BUDGET // len(runs))) for i, run in enumerate(runs)
+        chapter(run, COLORS[i % len(COLORS)], galleries(run, BUDGET // len(runs))) for i, run in enumerate(runs)
     ]
     curves = groups(runs)
     names = list(dict.fromkeys(run.name for run in runs))
@@ -50,7 +50,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             title=", ".join(names),
             chapters=chapters,
             groups=curves,
-            figures=embedded(curves, runs),
+            figures=figures_json(curves, runs),
             results=results(chapters),
             differences=differences([run.config for run in runs]),
             version_differences=differences([run.versions for run in runs]),
@@ -58,9 +58,9 @@ def report_html(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def chapter(run: RunRecord, colour: str, shown: list[Gallery]) -> Chapter:
+def chapter(run: RunRecord, color: str, run_galleries: list[Gallery]) -> Chapter:
     findings = examine(run)
-    return Chapter(run, colour, cards(run, findings), paragraph(run), findings, shown)
+    return Chapter(run, color, cards(run, findings), paragraph(run), findings, run_galleries)
 
 
 def environment() -> Environment:
@@ -76,7 +76,7 @@ def environment() -> Environment:
     return templates
 
 
-def embedded(curves: Sequence[FigureGroup], runs: Sequence[RunRecord]) -> str:
+def figures_json(curves: Sequence[FigureGroup], runs: Sequence[RunRecord]) -> str:
     """Returns all figures and the runs' axes as JSON that is safe inside a script element."""
     figures = [figure for group in curves for figure in group.figures]
     return json.dumps({"figures": figures, "runs": axes(runs)}, allow_nan=False).replace("<", "\\u003c")
@@ -87,34 +87,38 @@ def embedded(curves: Sequence[FigureGroup], runs: Sequence[RunRecord]) -> str:
 
 def paragraph(run: RunRecord) -> str:
     """Returns a summary: what was trained on what, how the run ended, how long it took, and the held-out accuracy."""
-    return " ".join(part for part in (trained(run), run.ending.sentence, lasted(run), outcome(run)) if part)
+    return " ".join(
+        part
+        for part in (training_sentence(run), run.ending.sentence, duration_sentence(run), accuracy_sentence(run))
+        if part
+    )
 
 
-def trained(run: RunRecord) -> str:
+def training_sentence(run: RunRecord) -> str:
     """Returns the sentence on what a run trains: model, task, data, algorithm, step size."""
     if not run.config:
-        return f"What {run.name} trained is unknown, since its configuration can not be read."
+        return f"What {run.name} trained is unknown, since its configuration cannot be read."
     model, task = str(run.key("model.type", "model")).replace("_", "-"), str(run.key("task.type", "a task"))
     origin = run.key("model.path") or run.key("model.build")
     data = run.key("task.data.type") or run.key("task.simulator") or run.key("task.game.type")
     prompts, size = run.key("rollout.prompts"), run.key("rollout.group_size")
-    each = f"{prompts} prompts" + (f" with {size} rollouts each" if size else "")
+    per_step = f"{prompts} prompts" + (f" with {size} rollouts each" if size else "")
     text = f"{run.name} trains a {model} model" + (f" ({origin})" if origin else "")
     text += f" on {task.replace('_', ' ')}" + (f" ({data})" if data else "")
-    text += f" with {run.key('algorithm.type')}: a step is {each}, the learning rate {run.key('optim.lr')}"
+    text += f" with {run.key('algorithm.type')}: a step is {per_step}, the learning rate {run.key('optim.lr')}"
     return f"{text}, the seed {run.key('seed')}, and {run.steps} steps are planned."
 
 
-def lasted(run: RunRecord) -> str:
+def duration_sentence(run: RunRecord) -> str:
     times = [row["time"] for row in [*run.rows, *run.evaluations] if "time" in row]
     steps = run.series("time/step").finite
     if not times or not steps:
         return ""
-    each = f"a step took {sum(steps) / len(steps):.3g} s"
-    return f"From its first line to its last it took {duration_text(max(times) - min(times))}; {each} on average."
+    per_step = f"a step took {sum(steps) / len(steps):.3g} s"
+    return f"From its first line to its last it took {duration_text(max(times) - min(times))}; {per_step} on average."
 
 
-def outcome(run: RunRecord) -> str:
+def accuracy_sentence(run: RunRecord) -> str:
     """Returns the sentence on held-out accuracy, first and last, with standard errors."""
     accuracy, errors = run.series("evaluation/accuracy"), run.series("evaluation/standard_error")
     if not len(accuracy):
@@ -126,8 +130,8 @@ def outcome(run: RunRecord) -> str:
     if len(points) == 1:
         return f"Held-out accuracy was {points[0]}."
     change, error, prompts = accuracy.values[-1] - accuracy.values[0], standard_error(run), evaluated_prompts(run)
-    times = f", {abs(change) / error:.1f} standard errors" if error > 0 and prompts >= TOO_FEW else ""
-    times += f", on {prompts} prompts: too few to tell it from chance" if prompts < TOO_FEW else ""
+    times = f", {abs(change) / error:.1f} standard errors" if error > 0 and prompts >= MIN_PROMPTS else ""
+    times += f", on {prompts} prompts: too few to tell it from chance" if prompts < MIN_PROMPTS else ""
     return f"Held-out accuracy went from {points[0]} to {points[-1]}: {change:+.4f}{times}."
 
 
@@ -167,9 +171,10 @@ def results(chapters: Sequence[Chapter]) -> dict[str, list[Any]]:
     return {name: column for name, column in columns.items() if any(value is not None for value in column)}
 
 
-def end(run: RunRecord, name: str, which: int) -> float | None:
+def end(run: RunRecord, name: str, position: int) -> float | None:
+    """Returns the value of a metric at `position`: 0 is the first, -1 the last; None if it has none."""
     values = run.series(name).values
-    return values[which] if values else None
+    return values[position] if values else None
 
 
 def average(run: RunRecord, name: str) -> float | None:
@@ -178,14 +183,16 @@ def average(run: RunRecord, name: str) -> float | None:
 
 
 def differences(trees: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Returns the dotted keys whose values differ between trees, with the value in each; a dash where it has none."""
-    flat = [flattened(tree) for tree in trees]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    by_key = {key: [str(one.get(key, "–")) for one in flat] for key in keys}
+    """Returns the dotted keys whose values differ between the trees, with the value in each tree; a dash if it has no
+    such key."""
+    flat = [flatten(tree) for tree in trees]
+    keys = dict.fromkeys(key for leaves in flat for key in leaves)
+    by_key = {key: [str(leaves.get(key, "–")) for leaves in flat] for key in keys}
     return {key: values for key, values in by_key.items() if len(set(values)) > 1}
 
 
 def number(value: object) -> str:
+    """Returns a value as text for a table: floats with four digits, None as a dash."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "–" if value is None else str(value)

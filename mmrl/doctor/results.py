@@ -1,4 +1,4 @@
-"""Findings of checks, and advice by error message."""
+"""Results of the checks of `mmrl doctor --gpu`, and advice for error messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ Status = Literal["works", "fails", "needs a GPU", "not installed"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of one check. message: one line. advice: what to do about a failure. lines: Markdown for the report,
-    such as a table."""
+class CheckResult:
+    """The result of one check.
+
+    name: what works if the check passes, such as "MuJoCo renders". message: one line. advice: what to do about a
+    failure. lines: Markdown for the report, such as a table.
+    """
 
     name: str
     status: Status
@@ -20,15 +23,15 @@ class Finding:
     advice: str = ""
     lines: tuple[str, ...] = field(default=())
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "lines": list(self.lines)}
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Finding:
+    def from_dict(cls, values: dict[str, Any]) -> CheckResult:
         return cls(**{**values, "lines": tuple(values["lines"])})
 
 
-# Patterns of error messages, and advice; the first match counts.
+# (regular expression, advice) for error messages; the first match is used.
 ADVICE = (
     (
         r"driver version is insufficient|driver too old",
@@ -50,11 +53,11 @@ ADVICE = (
     (
         r"NCCL|nccl[SU]",
         "set NCCL_DEBUG=INFO and run again; NCCL_SOCKET_IFNAME names the network, NCCL_P2P_DISABLE=1 and "
-        "NCCL_IB_DISABLE=1 tell whether links between GPUs or hosts are at fault",
+        "NCCL_IB_DISABLE=1 show whether links between GPUs or hosts are the cause",
     ),
     (
         r"GLOO|gloo|Connection (refused|reset)|getaddrinfo",
-        "GLOO_SOCKET_IFNAME names the network where host names do not resolve, such as lo for one host",
+        "set GLOO_SOCKET_IFNAME to the network interface if host names do not resolve, such as lo on one host",
     ),
     (r"no C\+\+ compiler|nvcc", "install g++ and the CUDA toolkit (nvcc), or a wheel with prebuilt kernels"),
     (
@@ -63,8 +66,8 @@ ADVICE = (
     ),
     (
         r"EGL|egl[A-Z]|osmesa|GLX|libGL",
-        "bash scripts/system_packages.sh installs what renders; on a GPU libegl1 and the driver's own EGL, and "
-        "MUJOCO_EGL_DEVICE_ID must name a GPU that is there",
+        "install the renderers with bash scripts/system_packages.sh; a GPU needs libegl1 and the driver's own EGL, and "
+        "MUJOCO_EGL_DEVICE_ID must be the number of an existing GPU",
     ),
     (
         r"[Vv]ulkan|physx|sapien",
@@ -72,10 +75,10 @@ ADVICE = (
         "NVIDIA_DRIVER_CAPABILITIES=all)",
     ),
     (r"vLLM|vllm", "see mmrl/generation/README.md; rollout.generator=transformers needs no vLLM"),
-    (r"time limit", "run it again with a higher --limit, or look at its log for where it stands"),
+    (r"time limit", "run it again with a higher --limit, or see in its log where it stopped"),
 )
 
 
 def advice_for(message: str) -> str:
-    """Returns advice for an error message."""
-    return next((advice for pattern, advice in ADVICE if re.search(pattern, message)), "read its log, named beside it")
+    """Returns the advice of the first pattern in ADVICE that the error message matches."""
+    return next((advice for pattern, advice in ADVICE if re.search(pattern, message)), "read its log file, named above")
