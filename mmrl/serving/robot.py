@@ -75,9 +75,8 @@ class RobotServer:
         started = time.monotonic()
         with self._policy_lock:
             try:
-                actions = self.policy.act(
-                    observation, [derive_seed(0, message_index)], self.policy.evaluation_temperature
-                )[0]
+                seeds = [derive_seed(0, message_index)]
+                actions = self.policy.act(observation, seeds, self.policy.evaluation_temperature)[0]
             except UserError as error:
                 raise BadObservation(str(error)) from None
         if not np.isfinite(actions).all():

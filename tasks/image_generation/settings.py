@@ -134,7 +134,7 @@ class ShapesData(GeneratedPrompts):
             "max_count": self.max_count,
             "layout": self.layout,
         }
-        train = ShapesSource(self.combinations, size=self.train_size, seed=seed, careless=self.careless, **allowed)
+        train = ShapesSource(self.combinations, size=self.train_size, seed=seed, wrong_share=self.careless, **allowed)
         return train, ShapesSource("heldout", size=self.eval_size, seed=self.eval_seed, **allowed)
 
 
