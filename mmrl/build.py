@@ -89,7 +89,7 @@ def check_turns(config: Config, task: Task) -> None:
     """Raises ValueError for an advantage of each turn where neither tools nor the task reward single turns."""
     if not isinstance(task, ConversationTask) or task.environment is None or task.environment.pays_turns:
         return
-    unpaid = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
+    unpaid = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_turn_rewards), None)
     if unpaid is not None:
         raise ValueError(
             f"algorithm.shaping ({unpaid}) credits rewards of turns, and task.environment gives none, so nothing would "

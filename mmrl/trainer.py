@@ -94,7 +94,7 @@ class Trainer:
                 shuffle = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
                 minibatches, batch = self.preparation.minibatches(rollouts, self.step, shuffle, metrics)
                 for minibatch in self.preparation.epochs(minibatches, shuffle):
-                    if self.algorithm.enough(self.update(minibatch, metrics)):
+                    if self.algorithm.should_stop_early(self.update(minibatch, metrics)):
                         break
             self.collector.observe(batch)
             if self.sampling_policy is not None:
@@ -106,7 +106,7 @@ class Trainer:
             self.stopping = self.engine.max(self.interruption.signum)
             self.ends = bool(self.engine.max(int(self.ends)))
             self.saver.poll()
-            if self.stopping or self.ends or (self.guards.within and due(self.step, self.config.checkpoint.every)):
+            if self.stopping or self.ends or (self.guards.all_in_band and due(self.step, self.config.checkpoint.every)):
                 self.save()
         self.saver.finish()
         if self.step >= self.config.steps:
@@ -122,7 +122,7 @@ class Trainer:
             name: self.engine.sum(torch.stack([part[name] for part in denominators]).sum()) for name in denominators[0]
         }
         loss_parts: list[dict[str, Tensor]] = []
-        watched = {name: torch.zeros(2) for name in self.algorithm.watched}  # sum and count
+        watched = {name: torch.zeros(2) for name in self.algorithm.early_stop_statistics}  # sum and count
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
@@ -154,7 +154,7 @@ class Trainer:
         """Groups statistics by the mask of the entries that they are averaged over: (bool mask, statistics by name)."""
         groups: dict[tuple[int, torch.device], tuple[Tensor, dict[str, Tensor]]] = {}
         for name, values in stats.items():
-            counted = self.algorithm.counted(name, micro)
+            counted = self.algorithm.statistic_mask(name, micro)
             check_values(f"the statistic {name}", values, counted.shape)
             groups.setdefault((id(counted), values.device), (counted, {}))[1][name] = values
         return [(counted.to(device), columns) for (_, device), (counted, columns) in groups.items()]

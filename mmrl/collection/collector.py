@@ -20,7 +20,7 @@ from mmrl.collection.pending_batches import GeneratorWeights, PendingBatches, St
 from mmrl.collection.rounds import DemonstratedRounds, PooledRounds, Rounds, SampledRounds
 from mmrl.collection.settings import DynamicSampling
 from mmrl.core.advantages import combined_reward
-from mmrl.core.filters import groups_within
+from mmrl.core.filters import groups_in_range
 from mmrl.engine import Ranks
 from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.batch import Batch
@@ -137,10 +137,10 @@ class Collector:
         learns from others too, and its accuracy is within the bounds."""
         weights, algorithm = torch.tensor(self.task.reward_weights), self.config.algorithm
         teaches = algorithm.informative(batch, weights, list(self.task.reward_names))
-        if any(shaper.of_flat_groups for shaper in algorithm.shapers):
+        if any(shaper.learns_from_equal_rewards for shaper in algorithm.shapers):
             teaches = torch.ones_like(teaches)
         accuracy = require(batch.accuracy, "accuracy")
-        return teaches & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
+        return teaches & groups_in_range(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _outcomes(self, fresh: Rollouts, rewards: Tensor) -> list[Outcome]:
         """Returns the outcomes of a round's groups on all ranks, in the order of their draw. A collective."""

@@ -167,7 +167,7 @@ def test_a_step_ends_where_the_policy_has_gone_far_enough(given):
             made.module.logp[1, 1] = 0.5  # where no decision counts
         means = made.trainer.update(made.minibatches[0], made.metrics)
         close(means["surrogate/old_kl"], far, atol=1e-5)
-        assert made.trainer.algorithm.enough(means) == stops
+        assert made.trainer.algorithm.should_stop_early(means) == stops
         assert made.trainer.engine.losses and made.metrics.result()["updates"] == 1
 
 
