@@ -21,7 +21,7 @@ def overrides(config: Config, recipe: str) -> list[str]:
     if "simulator_reward" in type(config.algorithm).model_fields:
         changes.append("algorithm.simulator_reward=0.0")
     shapers = config.algorithm.shapers
-    unpaid = [shaper for shaper in shapers if not shaper.paid_by_environment]
+    unpaid = [shaper for shaper in shapers if not shaper.uses_environment_rewards]
     if len(unpaid) < len(shapers):
         changes.append(f"algorithm.shaping={json.dumps([plain(shaper) for shaper in unpaid])}")
     return changes
