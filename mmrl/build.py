@@ -89,7 +89,7 @@ def check_turns(config: Config, task: Task) -> None:
     """Raises ValueError for a shaper that needs rewards of single turns where the environment gives none."""
     if not isinstance(task, ConversationTask) or task.environment is None or task.environment.pays_turns:
         return
-    shaper = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_paid_turns), None)
+    shaper = next((shaper.type for shaper in config.algorithm.shapers if shaper.needs_turn_rewards), None)
     if shaper is not None:
         raise ValueError(
             f"algorithm.shaping ({shaper}) computes advantages from rewards of turns, but task.environment gives none, "

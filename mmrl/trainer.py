@@ -109,7 +109,7 @@ class Trainer:
             self.stop_signal = self.engine.max(self.interruption.signum)
             self.stop_requested = bool(self.engine.max(int(self.stop_requested)))
             self.saver.poll()
-            save_due = self.guards.within and due(self.step, self.config.checkpoint.every)
+            save_due = self.guards.all_in_band and due(self.step, self.config.checkpoint.every)
             if self.stop_signal or self.stop_requested or save_due:
                 self.save()
         self.saver.finish()
@@ -119,7 +119,7 @@ class Trainer:
     # --- updates ---
 
     def update(self, minibatch: Minibatch, metrics: Metrics) -> dict[str, float]:
-        """Performs one optimizer step on a minibatch. Returns the means of the statistics `Algorithm.watched` over all
+        """Performs one optimizer step on a minibatch. Returns the means of `Algorithm.early_stop_statistics` over all
         decisions and ranks. A loss or gradient that is not finite skips the step. Raises UserError after
         engine.max_bad_steps skipped steps in a row."""
         denominators = [self.algorithm.denominators(micro) for micro in minibatch]
@@ -127,7 +127,7 @@ class Trainer:
             name: self.engine.sum(torch.stack([part[name] for part in denominators]).sum()) for name in denominators[0]
         }
         loss_parts: list[dict[str, Tensor]] = []
-        watched = {name: torch.zeros(2) for name in self.algorithm.watched}  # sum and count
+        early_stop = {name: torch.zeros(2) for name in self.algorithm.early_stop_statistics}  # sum and count
         for micro in minibatch:
             parts, stats = self.losses(micro, totals)
             loss = torch.stack(list(parts.values())).sum()
@@ -139,8 +139,8 @@ class Trainer:
             metrics.add("loss", loss[None] / self.algorithm.updates, sums=True)
             for mask, columns in self.by_mask(stats, micro):
                 metrics.add_all(columns, where=mask)
-                for name in watched.keys() & columns.keys():
-                    watched[name] += torch.stack([columns[name].where(mask, 0.0).sum(), mask.sum()]).cpu()
+                for name in early_stop.keys() & columns.keys():
+                    early_stop[name] += torch.stack([columns[name].where(mask, 0.0).sum(), mask.sum()]).cpu()
         metrics.set({"lr": self.engine.lr})
         changed, norm = self.engine.step()
         metrics.add("grad_norm", torch.tensor([norm]))
@@ -152,7 +152,7 @@ class Trainer:
         if not changed:
             not_finite = [name for parts in reversed(loss_parts) for name, part in parts.items() if not part.isfinite()]
             self._report_bad_step(minibatch, not_finite[0] if not_finite else "gradient")
-        sums = {name: self.engine.sum(values) for name, values in watched.items()}
+        sums = {name: self.engine.sum(values) for name, values in early_stop.items()}
         return {name: float(total / count.clamp(min=1)) for name, (total, count) in sums.items()}
 
     def by_mask(self, stats: dict[str, Tensor], micro: Rollouts) -> list[tuple[Tensor, dict[str, Tensor]]]:

@@ -1,5 +1,8 @@
-"""Base classes of algorithms. Users' algorithms inherit from `Algorithm` or from a shipped one, and are named in the
-configuration as `algorithm.type=package.module:Class`."""
+"""Base classes of algorithms.
+
+An algorithm of your own inherits from `Algorithm` or from a shipped one; the YAML names it as
+`algorithm.type: package.module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,22 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Prompt, Replay, Rollouts
 
 SEGMENT_IDS = SegmentIds()
-IDLE, ACTS = "at one update a step", "it acts from the second on: set algorithm.minibatches or algorithm.epochs above 1"
+# parts of a warning about options without an effect at the first update of a step: "KEY {ONE_UPDATE}: WHY; {REMEDY}"
+ONE_UPDATE = "with one update per step"
+REMEDY = "it acts from the second update on: set algorithm.minibatches or algorithm.epochs above 1"
 ReduceMode = Literal["token_mean", "segment_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of values [rollout, decision] to a loss. totals: the algorithm's `denominators`, summed over all
-    micro-batches of the optimizer step on all ranks, so that a loss does not depend on how rollouts are cut into
-    micro-batches."""
+    """A reduction of values [rollout, decision] of a micro-batch to its part of the loss, 0-d.
+
+    Its denominators are totals over the whole optimizer step, so that the loss does not depend on the micro-batches.
+    """
 
     mode: ReduceMode
-    mask: Tensor  # [rollout, decision] bool, which decisions count
-    totals: dict[str, Tensor]
+    mask: Tensor  # [rollout, decision] bool, the decisions that are trained on
+    totals: dict[str, Tensor]  # `Algorithm.denominators`, summed over the micro-batches of all ranks
     length: int  # decisions of the longest rollout
     segments: Tensor | None = None  # [rollout, decision] int64, the segment of a decision, for segment_mean
 
@@ -48,8 +54,8 @@ class Reduction:
         return reduce(values, self.mask, mode=self.mode, total=total, length=length, segments=self.segments)
 
     def as_decisions(self) -> tuple[ReduceMode, Tensor | None]:
-        """Returns a mode without segments, and the weights of decisions [rollout, decision] with which it is this
-        reduction; None: all 1."""
+        """Returns an equivalent reduction without segments: its mode, and weights of decisions [rollout, decision]
+        (None: all 1)."""
         from mmrl.core.reduce import segment_weights
 
         if self.mode != "segment_mean":
@@ -58,16 +64,16 @@ class Reduction:
 
 
 class SamplingPolicy(Section):
-    """Rollouts come from an average of the weights, whose decay grows as slope x (step - start), up to `most`
+    """An EMA of the weights that samples the rollouts. Its decay is slope x (step - start), at most `most`
     (DiffusionNFT, arXiv 2509.16117)."""
 
-    slope: float = option(0.001, "growth of the decay a step", ge=0)
+    slope: float = option(0.001, "growth of the decay per step", ge=0)
     most: float = option(0.5, "largest decay", ge=0, lt=1)
-    start: int = option(0, "step from which on it grows", unit="steps", ge=0)
+    start: int = option(0, "step at which the decay starts to grow", unit="steps", ge=0)
 
 
 class Algorithm(Choice):
-    """An algorithm: computes advantages once a step, then a loss for every micro-batch."""
+    """Base class of algorithms, which compute advantages once per step, and then a loss for each micro-batch."""
 
     title: ClassVar[str] = "algorithm"
     kinds: ClassVar[dict[str, str]] = {
@@ -92,96 +98,103 @@ class Algorithm(Choice):
         "tilt_matching": "mmrl.algorithms.denoising.tilt_matching:TiltMatching",
     }
     test: ClassVar[str] = "tests/joints/test_surrogates.py"
-    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it learns from
-    collection: ClassVar[CollectionSettings] = Groups  # the settings of that, as `rollout`
-    weighs_decisions: ClassVar[bool] = True  # whether a decision that `Replay.weight` has at 0 leaves its objective
-    pairs_decisions: ClassVar[bool] = False  # compares rollouts of a group decision by decision
+    collects: ClassVar[Literal["groups", "rollouts", "demonstrations"]] = "groups"  # what it is trained on
+    collection: ClassVar[CollectionSettings] = Groups  # the class of the section `rollout` of such a job
+    weighs_decisions: ClassVar[bool] = True  # whether the objective multiplies decisions by `Replay.weight`
+    pairs_decisions: ClassVar[bool] = False  # whether it compares rollouts of a group decision by decision
 
     type: str = "grpo"
     reduce: ReduceMode | None = option(
         None,
-        "how the losses of decisions are averaged; constant divides by the length of the longest rollout; segment_mean "
-        "gives every segment the same weight (GCPO's chunks); null: token_mean, or sequence_mean or segment_mean where "
-        "a rollout or a segment has a single importance weight",
+        "reduction of the values of decisions to the loss. constant: divide by the longest rollout; segment_mean: "
+        "equal weights of segments of any length (GCPO's chunks); null: token_mean, but sequence_mean if all decisions "
+        "of a rollout have one ratio, and segment_mean if those of a segment have",
     )
     terms: list[Term] = option([], "loss terms that are added")
-    masks: list[Mask] = option([], "masks: decisions or rollouts that are left out of the loss")
-    epochs: int = option(1, "passes over a step's rollouts", ge=1)
-    minibatches: int = option(1, "optimizer steps in each pass", ge=1)
+    masks: list[Mask] = option([], "masks of rollouts and decisions that are not trained on")
+    epochs: int = option(1, "passes over the rollouts of a step", ge=1)
+    minibatches: int = option(1, "optimizer steps per epoch", ge=1)
 
     @property
     def shapers(self) -> list[Shaper]:
+        """Returns the advantage shapers, in the order in which they are applied."""
         return []
 
     @property
     def slow_sampling(self) -> SamplingPolicy | None:
+        """Returns the settings of the EMA that samples rollouts; None: the trained weights sample."""
         return None
 
-    # --- what it needs ---
+    # --- requirements ---
 
     @property
     def base_needs(self) -> Needs:
+        """Returns what the algorithm itself requires of the policy and the job, without its terms, shapers and
+        masks."""
         return Needs()
 
     def parts(self) -> Iterable[tuple[str, Needs]]:
-        """Yields every part of the algorithm that has needs, with its key."""
+        """Yields each part of the algorithm as its key in the YAML and its requirements."""
         yield f"algorithm.type={self.type}", self.base_needs
-        added: dict[str, Sequence[Term | Shaper | Mask]]
-        added = {"terms": self.terms, "shaping": self.shapers, "masks": self.masks}
-        for name, members in added.items():
+        lists: dict[str, Sequence[Term | Shaper | Mask]]
+        lists = {"terms": self.terms, "shaping": self.shapers, "masks": self.masks}
+        for key, members in lists.items():
             for i, member in enumerate(members):
-                yield f"algorithm.{name}.{i} ({member.type})", member.needs
+                yield f"algorithm.{key}.{i} ({member.type})", member.needs
         if self.reduce_mode == "segment_mean":
             yield "algorithm.reduce=segment_mean", Needs(measurements=(SEGMENT_IDS,))
 
     def remarks(self, config: JobConfig) -> Iterable[str]:
-        """Yields what a user should know of the settings of its parts, with their keys."""
-        still = has_ratios_of_one(self, config)
+        """Yields warnings about the settings of its parts, with their keys."""
+        ratios_are_one = has_ratios_of_one(self, config)
         for i, term in enumerate(self.terms):
             if term.remark:
                 yield f"algorithm.terms.{i} ({term.type}): {term.remark}"
-            if still and term.at_rest:
-                yield f"algorithm.terms.{i} ({term.type}) {IDLE}: {term.at_rest}; {ACTS}"
+            if ratios_are_one and term.at_rest:
+                yield f"algorithm.terms.{i} ({term.type}) {ONE_UPDATE}: {term.at_rest}; {REMEDY}"
         if config.rollout.filters is None:
             return
         for i, shaper in enumerate(self.shapers):
             if shaper.at_dynamic_sampling:
-                idle = f"does nothing with rollout.dynamic_sampling: {shaper.at_dynamic_sampling}"
-                yield f"algorithm.shaping.{i} ({shaper.type}) {idle}"
+                reason = f"has no effect with rollout.dynamic_sampling: {shaper.at_dynamic_sampling}"
+                yield f"algorithm.shaping.{i} ({shaper.type}) {reason}"
 
     @property
     def needs(self) -> Needs:
+        """Returns the requirements of all parts together."""
         return merge_needs(needs for _, needs in self.parts())
 
     @property
     def reduce_mode(self) -> ReduceMode:
-        """Returns how values of decisions become the loss, if `reduce` is not set."""
+        """Returns the reduction to the loss: `reduce`, or its default."""
         return self.reduce or "token_mean"
 
     @property
     def updates(self) -> int:
-        """Returns the number of optimizer steps a step."""
+        """Returns the number of optimizer steps per training step."""
         return self.epochs * self.minibatches
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
-        """Raises ValueError for settings of other sections that do not fit."""
+        """Raises ValueError if settings of other sections do not fit. offered: what the policy offers."""
 
     def check_rewards(self, names: list[str]) -> None:
-        """Raises ValueError for a reward that is none of the task's."""
+        """Raises ValueError if an option names a reward that is not among the task's rewards `names`."""
 
     @property
     def by_step(self) -> bool:
-        """Returns whether updates use single steps of episodes in random order, instead of whole episodes."""
+        """Returns whether minibatches consist of single steps of episodes, instead of whole episodes."""
         return False
 
     def start(self, policy: Policy, engine: Ranks) -> None:
-        """Receives the policy and its engine, once, for an objective that needs more of the policy than its replay."""
+        """Receives the policy and its engine once, before training, for objectives that need more than replays."""
 
-    # --- what it computes ---
+    # --- computation ---
 
-    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns prompts with their demonstrations, for an algorithm that collects demonstrations; of each prompt as
-        many in a row as there are rollouts a prompt."""
+    def prepare_demonstrations(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Returns the prompts whose demonstrations are trained on, for an algorithm that collects demonstrations.
+
+        Each prompt becomes `rollouts_per_prompt` consecutive prompts (1 by default), with changed metadata if needed.
+        """
         return list(prompts)
 
     @abstractmethod
@@ -189,61 +202,75 @@ class Algorithm(Choice):
         """Computes the advantages of this rank's rollouts, [rollout] or [rollout, decision]."""
 
     def prepare(self, batch: Batch) -> None:
-        """Lets the parts store what they need in `batch.rollouts.extras`, after advantages and masks are set."""
+        """Prepares the parts for a step once advantages and masks are set. They may store columns in
+        `batch.rollouts.extras`."""
         for term in self.terms:
             term.prepare(batch)
 
     def prepare_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
-        """May change the advantages of an optimizer step's micro-batches, before the first update. total: sums a tensor
-        over ranks, a collective."""
+        """Prepares the micro-batches of an optimizer step before the first update, and may change their advantages.
+
+        total: sums a tensor over ranks; all ranks must call it.
+        """
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """Returns the names of statistics of the loss that `enough` needs."""
+    def early_stop_statistics(self) -> tuple[str, ...]:
+        """Returns the names of the loss statistics that `ends_epochs` needs."""
         return ()
 
     def ends_epochs(self, means: dict[str, float]) -> bool:
-        """Returns whether a step ends after the update that was just made. means: of `watched`, over all decisions of
-        the update on all ranks, before the update."""
+        """Returns whether to skip the remaining updates of the step.
+
+        means: of the `early_stop_statistics` in the last update, over the decisions of all ranks.
+        """
         return False
 
     @abstractmethod
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes values to minimise and statistics to average, [rollout, decision], on the device of `replay`."""
+        """Computes values to minimize and statistics to average, [rollout, decision], on the device of `replay`.
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes this micro-batch's part of the loss without the terms, 0-d, and statistics.
+        micro: a micro-batch of rollouts; replay: log-probabilities and other outputs of the policy for it, with
+        gradients.
+        """
 
-        To be overridden by an algorithm that computes values and reduction in one pass, or several losses.
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes this micro-batch's part of the loss without the terms, 0-d, and statistics [rollout, decision].
+
+        Override it if values and reduction are computed in one pass, or if there are several losses.
         """
         from mmrl.protocols.checks import check_values
 
         values, stats = self.loss(micro, replay)
         check_values(f"algorithm.type={self.type}", values, micro.mask.shape)
-        return over(values if replay.weight is None else values * replay.weight), stats
+        return reduction(values if replay.weight is None else values * replay.weight), stats
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
-        """Computes what a micro-batch adds to `Reduction.totals`, 0-d each."""
+        """Computes this micro-batch's contribution to `Reduction.totals`, 0-d each."""
         from mmrl.core.reduce import denominator
 
         return {"decisions": denominator(micro.mask, mode=self.reduce_mode, segments=self.segments(micro))}
 
     def reduction(self, micro: Rollouts, totals: dict[str, Tensor], length: int, device: torch.device) -> Reduction:
-        """Returns how values of a micro-batch become its part of the loss. length: decisions of the longest rollout."""
+        """Returns the reduction of a micro-batch's values to its part of the loss. length: decisions of the longest
+        rollout."""
         segments = self.segments(micro)
-        placed = None if segments is None else segments.to(device)
-        return Reduction(self.reduce_mode, micro.mask.to(device), totals, length, placed)
+        segments = None if segments is None else segments.to(device)
+        return Reduction(self.reduce_mode, micro.mask.to(device), totals, length, segments)
 
     def segments(self, micro: Rollouts) -> Tensor | None:
-        """Returns the segment of each decision where `reduce` needs them, [rollout, decision] int64."""
+        """Returns the segment of each decision, [rollout, decision] int64; None if the reduction needs no segments."""
         from mmrl.rollouts import DecisionColumn
 
-        wanted = self.reduce_mode == "segment_mean"
-        return micro.extra(SEGMENT_IDS.name, DecisionColumn).values if wanted else None
+        if self.reduce_mode != "segment_mean":
+            return None
+        return micro.extra(SEGMENT_IDS.name, DecisionColumn).values
 
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
-        """Returns whether each rollout's group is informative, for dynamic sampling, [rollout] bool: by default,
-        whether the combined reward differs in it. rollouts: whole groups. weights, names: of the reward components."""
+        """Returns whether each rollout's group has a learning signal, for dynamic sampling, [rollout] bool.
+
+        By default it has if its combined rewards differ. rollouts: whole groups; weights, names: of the reward
+        components.
+        """
         from mmrl.core.advantages import combined_reward
         from mmrl.core.filters import varied_groups
 
@@ -251,31 +278,30 @@ class Algorithm(Choice):
         return varied_groups(combined_reward(rollouts.rewards, weights), rollouts.group)
 
     def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
-        """Returns the entries over which the statistic `name` is averaged: bool, of the statistic's shape."""
+        """Returns the mask over which the statistic `name` is averaged: bool, of the statistic's shape."""
         return micro.mask
 
 
 def has_ratios_of_one(algorithm: Algorithm, config: JobConfig) -> bool:
-    """Returns whether a step has one update, of rollouts whose likelihoods are those of the trained weights."""
+    """Returns whether all likelihood ratios are 1: a step has one update, and the trained weights made all rollouts."""
     return algorithm.updates == 1 and algorithm.slow_sampling is None and not config.rollout.extra_sources
 
 
 class RewardedAlgorithm(Algorithm):
-    """An algorithm that learns from rewards: advantages may be shaped, and an average of the weights may roll out."""
+    """Base class of algorithms that learn from rewards. It adds advantage shapers, and sampling by an EMA of the
+    weights."""
 
-    shaping: list[Shaper] = option([], "changes of advantages, in this order")
-    sampling_policy: SamplingPolicy | None = option(
-        None, "sample rollouts with a moving average of the weights; null: with the trained weights"
-    )
+    shaping: list[Shaper] = option([], "advantage shapers, applied in this order")
+    sampling_policy: SamplingPolicy | None = option(None, "sample rollouts with an EMA of the weights; null: do not")
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)
         filters = config.rollout.filters
-        of_flat = next((shaper.type for shaper in self.shaping if shaper.of_flat_groups), None)
-        if filters is not None and of_flat is not None and filters.low is filters.high is None:
+        shaper_type = next((shaper.type for shaper in self.shaping if shaper.learns_from_equal_rewards), None)
+        if filters is not None and shaper_type is not None and filters.low is filters.high is None:
             raise ValueError(
-                f"rollout.dynamic_sampling drops nothing, for {of_flat} (algorithm.shaping) learns from groups of "
-                "equal rewards as well; set it to null, or give it low or high"
+                f"rollout.dynamic_sampling drops nothing, since {shaper_type} (algorithm.shaping) learns from groups "
+                "of equal rewards too; set it to null, or set its low or high"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student learns from a teacher on the student's own rollouts, whatever they earn."""
+"""On-policy distillation: the policy (student) is fitted to a teacher on its own rollouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class OnPolicyDistillation(TeacherDivergence, Algorithm):
-    """The divergence from a teacher, decision by decision, where the student's own rollouts went. Rewards are logged,
-    and nothing is learned from them; a prompt needs one rollout."""
+    """The divergence from a teacher at each decision of the student's own rollouts.
+
+    Rewards are only logged. One rollout per prompt is enough.
+    """
 
     equation: ClassVar[str] = "KL(pi(. | x, y_<t) || pi_T(. | x, y_<t)) of each t, y ~ pi; or the other direction"
     source: ClassVar[str] = "GKD, arXiv 2306.13649; on-policy distillation, Thinking Machines 2025"

@@ -1,4 +1,4 @@
-"""Advantages of one reward, composed of transforms, a baseline and a scale."""
+"""The estimator of advantages from one reward, which is composed of reward transforms, a baseline and a scale."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mmrl.algorithms.scales.scale import BatchStd, NoScale, Scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.algorithms.baselines.baseline import Total
+    from mmrl.algorithms.baselines.baseline import CombineRewards
     from mmrl.algorithms.reward_transforms.transform import Transform
     from mmrl.protocols.batch import Batch
 
-# Cases that one fused kernel computes, by their names in the kernel. The keys are methods, so that a class which
-# inherits from one of these and computes something else is composed.
-FUSED_BASELINES = {Mean.centre: "mean", LeaveOneOut.centre: "leave_one_out", Baseline.centre: "none"}
+# Combinations that one fused kernel computes; values are its names for them. The keys are methods, not classes, so
+# that a subclass which overrides them is not taken for a fused one.
+FUSED_BASELINES = {Mean.center: "mean", LeaveOneOut.center: "leave_one_out", Baseline.center: "none"}
 FUSED_SCALES = {
     (Scale.buckets, Scale.divide): "group_std",
     (BatchStd.buckets, Scale.divide): "batch_std",
@@ -26,48 +26,49 @@ FUSED_SCALES = {
 
 
 class Estimator:
-    """An estimator of advantages from one reward, [rollout of all ranks] -> [rollout of all ranks]; 0 where it is NaN.
+    """Computes advantages [rollout of all ranks] from one reward [rollout of all ranks]; 0 where the reward is NaN.
 
-    total: [rollout, component] -> [rollout], as the algorithm combines rewards. groups: the group of each rollout, from
-    0, and their number.
+    combine: combines reward components [rollout, component] to one reward [rollout]. The attribute `groups` is the
+    group of each rollout, from 0, and the number of groups.
     """
 
     def __init__(
-        self, transforms: Sequence[Transform], baseline: Baseline, scale: Scale, batch: Batch, total: Total
+        self, transforms: Sequence[Transform], baseline: Baseline, scale: Scale, batch: Batch, combine: CombineRewards
     ) -> None:
         from mmrl.core.advantages import group_index
 
-        self.transforms, self.baseline, self.scale, self.batch, self.total = transforms, baseline, scale, batch, total
+        self.transforms, self.baseline, self.scale, self.batch = transforms, baseline, scale, batch
+        self.combine = combine
         self.groups = group_index(batch.column("group"))
         methods = (type(scale).buckets, type(scale).divide)
-        self._names = FUSED_BASELINES.get(type(baseline).centre), FUSED_SCALES.get(methods)
-        # Once for all rewards; the fused pass needs none.
-        self._buckets = self.groups[0] if all(self._names) else group_index(scale.buckets(batch))[0]
+        self._fused_names = FUSED_BASELINES.get(type(baseline).center), FUSED_SCALES.get(methods)
+        # computed once for all rewards; the fused kernel needs no buckets
+        self._buckets = self.groups[0] if all(self._fused_names) else group_index(scale.buckets(batch))[0]
 
     def __call__(self, reward: Tensor) -> Tensor:
-        return self.compare(self.transform(reward))
+        return self.normalize(self.transform(reward))
 
     def transform(self, reward: Tensor) -> Tensor:
-        """Applies all transforms and subtracts the baseline's `of`. NaN stays NaN."""
+        """Applies all transforms and subtracts the baseline of each rollout (`Baseline.compute`). NaN stays NaN."""
         for transform in self.transforms:
             reward = transform.change(reward, self.batch)
-        return reward - self.baseline.of(reward, self.batch, self.total)
+        return reward - self.baseline.compute(reward, self.batch, self.combine)
 
-    def compare(self, reward: Tensor) -> Tensor:
-        """Subtracts the statistic of the group from a transformed reward and divides by the scale."""
+    def normalize(self, reward: Tensor) -> Tensor:
+        """Subtracts the group's baseline (`Baseline.center`) from a transformed reward and divides by the scale."""
         from mmrl import kernels
         from mmrl.core.advantages import moments
 
-        (index, groups), (baseline, scale) = self.groups, self._names
+        (index, groups), (baseline, scale) = self.groups, self._fused_names
         if baseline is not None and scale is not None:
             return kernels.group_advantage(reward, index, groups, baseline=baseline, scale=scale).advantages
-        difference = self.baseline.centre(reward, index, moments(reward, index, groups), self.batch)
+        difference = self.baseline.center(reward, index, moments(reward, index, groups), self.batch)
         return self.scale.divide(difference, reward, self._buckets).where(~reward.isnan(), 0)
 
-    def silent(self, reward: Tensor) -> Tensor:
-        """Returns where a transformed reward can not differ from its baseline, for the whole group has the same,
+    def has_no_signal(self, reward: Tensor) -> Tensor:
+        """Returns where the advantage of a transformed reward must be 0, since all rewards of the group are equal,
         [rollout] bool."""
         from mmrl.core.advantages import moments
 
         index, groups = self.groups
-        return moments(reward, index, groups).equal[index] & self.baseline.within_group
+        return moments(reward, index, groups).equal[index] & self.baseline.zero_if_equal

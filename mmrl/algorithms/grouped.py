@@ -1,4 +1,4 @@
-"""Advantages of rollouts against the others of their group."""
+"""Base class of algorithms whose advantages compare the rollouts of a group."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ if TYPE_CHECKING:
 
 
 class GroupedAlgorithm(RewardedAlgorithm):
-    """An algorithm that compares the rollouts of one prompt with one another."""
+    """Base class of algorithms that compare the rollouts of a group, which answer the same prompt."""
 
-    baseline: Baseline = option(Mean(), "baseline that is subtracted from a reward")
+    baseline: Baseline = option(Mean(), "baseline that is subtracted from the reward")
     scale: Scale = option(
         GroupStd(),
-        "what the difference is divided by; by default what the baseline's source divides by: group_std "
-        "of mean, batch_std of batch_mean and running, none of leave_one_out, length_weighted, greedy and none",
+        "divisor of the difference; the default depends on the baseline: group_std for mean, batch_std for batch_mean "
+        "and running, none for leave_one_out, length_weighted, greedy and none",
     )
-    components: Components = option(SumOfComponents(), "how several rewards are combined into one advantage")
-    transforms: list[Transform] = option([], "changes of the reward before the baseline, in this order")
+    components: Components = option(SumOfComponents(), "combination of several rewards to one advantage")
+    transforms: list[Transform] = option([], "reward transforms before the baseline, applied in this order")
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_baseline_has_it(cls, values: Any) -> Any:
-        """Fills in the usual scale of a baseline that comes without one."""
+    def _fill_in_scale(cls, values: Any) -> Any:
+        """Sets the scale to the baseline's default if only the baseline is set."""
         if not isinstance(values, dict) or "scale" in values or "baseline" not in values:
             return values
-        if type(cls.model_fields["scale"].default) is not GroupStd:  # a class with a scale of its own
+        if type(cls.model_fields["scale"].default) is not GroupStd:  # a subclass with a default scale of its own
             return values
-        chosen, key = values["baseline"], ("algorithm", "baseline")
-        kind = type(chosen) if isinstance(chosen, Baseline) else kind_of(Baseline, chosen, key)
-        return {**values, "scale": kind_of(Scale, kind.usual_scale).model_validate({"type": kind.usual_scale})}
+        baseline, key = values["baseline"], ("algorithm", "baseline")
+        baseline_class = type(baseline) if isinstance(baseline, Baseline) else kind_of(Baseline, baseline, key)
+        scale = baseline_class.default_scale
+        return {**values, "scale": kind_of(Scale, scale).model_validate({"type": scale})}
 
     def parts(self) -> Iterable[tuple[str, Needs]]:
         yield from super().parts()
@@ -59,35 +60,35 @@ class GroupedAlgorithm(RewardedAlgorithm):
 
     def check(self, config: JobConfig, offered: Capabilities) -> None:
         super().check(config, offered)
-        compared = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
-        if (self.baseline.compares or self.transforms) and config.group_size < 2:
+        group_option = next((t.type for t in self.transforms), f"algorithm.baseline={self.baseline.type}")
+        if (self.baseline.uses_other_rollouts or self.transforms) and config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with {compared}: a group of one has "
+                f"rollout.group_size={config.group_size} with {group_option}: a group of one has "
                 "no baseline and learns nothing; raise group_size or set algorithm.baseline=running, greedy, "
                 "batch_mean or none"
             )
-        if self.scale.of_group and config.group_size < 2:
+        if self.scale.needs_group and config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with algorithm.scale={self.scale.type}: the deviation of a "
-                "group of one is 0, so nothing is learned; raise group_size or set algorithm.scale=none or batch_std"
+                f"rollout.group_size={config.group_size} with algorithm.scale={self.scale.type}: the std of a group of "
+                "one is 0, so nothing is learned; raise group_size or set algorithm.scale=none or batch_std"
             )
-        if self.baseline.single and (self.transforms or self.components.type not in ("sum", "gated")):
+        if self.baseline.single_reward_only and (self.transforms or self.components.type not in ("sum", "gated")):
             raise ValueError(
-                f"algorithm.baseline={self.baseline.type} is of one combined reward: set algorithm.transforms=[] and "
-                "algorithm.components=sum or gated"
+                f"algorithm.baseline={self.baseline.type} works with one combined reward only: set "
+                "algorithm.transforms=[] and algorithm.components=sum or gated"
             )
         self.baseline.check(config)
         for i, transform in enumerate(self.transforms):
-            if transform.finished and (self.baseline.type, self.scale.type) != ("none", "none"):
+            if transform.returns_advantages and (self.baseline.type, self.scale.type) != ("none", "none"):
                 raise ValueError(
-                    f"algorithm.transforms.{i} ({transform.type}) gives advantages already; set "
+                    f"algorithm.transforms.{i} ({transform.type}) already returns advantages; set "
                     "algorithm.baseline=none and algorithm.scale=none"
                 )
-        shared = (self.baseline.type, self.components.type) == ("mean", "sum") and not self.transforms
-        if "nodes" in offered.offers and not (shared and self.scale.type in ("group_std", "none")):
+        fits_trees = (self.baseline.type, self.components.type) == ("mean", "sum") and not self.transforms
+        if "nodes" in offered.offers and not (fits_trees and self.scale.type in ("group_std", "none")):
             raise ValueError(
-                "the nodes of a tree are compared (denoising.likelihood.branching, rollout.extras branches): set "
-                "algorithm.baseline=mean, algorithm.components=sum, algorithm.transforms=[] and "
+                "rollouts are trees (denoising.likelihood.branching, rollout.extras branches), whose advantages "
+                "compare nodes: set algorithm.baseline=mean, algorithm.components=sum, algorithm.transforms=[] and "
                 "algorithm.scale=group_std or none"
             )
 
@@ -95,40 +96,43 @@ class GroupedAlgorithm(RewardedAlgorithm):
         self.components.check_names(names)
 
     def advantages(self, batch: Batch) -> Tensor:
-        return self._of_trees(batch) if batch.rollouts.nodes is not None else self._of_groups(batch)
+        return self._tree_advantages(batch) if batch.rollouts.nodes is not None else self._group_advantages(batch)
 
-    def _of_groups(self, batch: Batch) -> Tensor:
-        """Computes advantages from the rewards of all ranks, [rollout], so that sharding changes nothing."""
+    def _group_advantages(self, batch: Batch) -> Tensor:
+        """Computes advantages [rollout] from the rewards of all ranks, so that they do not depend on sharding."""
         rewards, weights, names = batch.column("rewards"), batch.reward_weights, batch.reward_names
 
-        def total(rewards: Tensor) -> Tensor:
+        def combine(rewards: Tensor) -> Tensor:
             return self.components.total(rewards, weights, names)
 
-        estimate = Estimator(self.transforms, self.baseline, self.scale, batch, total)
+        estimate = Estimator(self.transforms, self.baseline, self.scale, batch, combine)
         varied = self.components.varied(rewards, estimate.groups[0], weights, names)
-        self._report(batch, total(rewards), varied, *estimate.groups)
+        self._report(batch, combine(rewards), varied, *estimate.groups)
         return batch.local(self.components.combine(estimate, rewards, weights, names))
 
-    def _report(self, batch: Batch, total: Tensor, varied: Tensor, index: Tensor, groups: int) -> None:
-        """Reports statistics of the combined reward [rollout of all ranks] before transforms."""
-        from mmrl.core.advantages import lone_groups, reward_statistics
+    def _report(self, batch: Batch, combined: Tensor, varied: Tensor, index: Tensor, groups: int) -> None:
+        """Logs statistics of the combined reward [rollout of all ranks] before transforms. Warns about groups of one.
 
-        if self.baseline.compares and lone_groups(total, index):
+        varied: [rollout], whether the group's rewards differ; index: [rollout], the group from 0 .. groups - 1.
+        """
+        from mmrl.core.advantages import has_singleton_group, reward_statistics
+
+        if self.baseline.uses_other_rollouts and has_singleton_group(combined, index):
             warnings.warn("a group of one rollout has no baseline: its advantage is 0", stacklevel=2)
-        stats = reward_statistics(total, varied, index, groups)
+        stats = reward_statistics(combined, varied, index, groups)
         batch.report({f"advantages/{name}": float(value) for name, value in stats.items()})
 
-    def _of_trees(self, batch: Batch) -> Tensor:
-        """Computes advantages of trees of rollouts, [rollout, decision]; a tree lies on one rank."""
+    def _tree_advantages(self, batch: Batch) -> Tensor:
+        """Computes advantages of rollouts that form trees, [rollout, decision]; a tree lies on one rank."""
         from mmrl.core.credit import branch_advantages
 
         rollouts = batch.rollouts
         assert rollouts.nodes is not None
-        total = batch.local(batch.combined_rewards())
-        return branch_advantages(total, rollouts.group, rollouts.nodes, scale=self.scale.type)
+        rewards = batch.local(batch.combined_rewards())
+        return branch_advantages(rewards, rollouts.group, rollouts.nodes, scale=self.scale.type)
 
     def informative(self, rollouts: Rollouts, weights: Tensor, names: list[str]) -> Tensor:
-        """Returns where the combined reward, or with normalise_each any component, differs in the group, [rollout]
-        bool."""
+        """Returns whether the combined reward differs within the rollout's group, or with components=normalise_each any
+        component, [rollout] bool."""
         assert rollouts.rewards is not None
         return self.components.varied(rollouts.rewards, rollouts.group, weights, names)

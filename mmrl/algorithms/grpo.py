@@ -9,8 +9,10 @@ from mmrl.algorithms.ratio import RatioAlgorithm
 
 
 class GRPO(GroupedAlgorithm, RatioAlgorithm):
-    """Every rollout is compared with the others that answer the same prompt; its decisions share the difference. By its
-    options it is also Dr.GRPO, RLOO, OPO, DAPO, GSPO, CISPO, Flow-GRPO and others."""
+    """Group-relative policy optimization. All decisions of a rollout have the same advantage, from its group's rewards.
+
+    With other options it is also Dr.GRPO, RLOO, OPO, DAPO, GSPO, CISPO, Flow-GRPO and others.
+    """
 
     equation: ClassVar[str] = "A = (r - baseline) / scale; surrogate(r, A)"
     source: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300"

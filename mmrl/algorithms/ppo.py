@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 
 class PPO(RatioAlgorithm):
-    """Proximal policy optimisation with a critic and generalised advantage estimates. A time step is a policy step with
-    its chunk of actions, a token of a response, or a turn of a conversation, whose value is that of its first token and
-    whose rewards are those of its environment, with the weight simulator_reward. Where a model unmasks several tokens
-    at once, in any order, a time step is a step of unmasking: its reward and value are means over its tokens, and a
-    token differs from its step by its own reward and value (TraceRL)."""
+    """Proximal policy optimization with a critic and generalized advantage estimation (GAE).
+
+    A time step is a policy step of a robot (one chunk of actions), a token, or a turn of a conversation. A turn has the
+    value of its first token, and the environment's reward with the weight simulator_reward. If a masked diffusion
+    model unmasks several tokens at once, a time step is an unmasking step, whose reward and value are means over its
+    tokens; a token's advantage also has the difference of its own reward and value from these means (TraceRL).
+    """
 
     equation: ClassVar[str] = (
-        "A_t = sum_l (gamma lam)^l delta_{t+l}, standardised; delta_t = r_t + gamma V_{t+1} - V_t; "
+        "A_t = sum_l (gamma lam)^l delta_{t+l}, normalized; delta_t = r_t + gamma V_{t+1} - V_t; "
         "surrogate(r, A) + value_coefficient (V - (A + V_old))^2, this A with value_lam; of traces "
         "A_j = A_t + (r_j - r_t) - (V_j - V_t) for token j of step t, r_t and V_t means over the tokens of t"
     )
@@ -46,40 +48,40 @@ class PPO(RatioAlgorithm):
     collection: ClassVar[CollectionSettings] = Independent
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "ppo"
-    gamma: float = option(0.99, "discount factor", gt=0, le=1)
+    gamma: float = option(0.99, "discount per time step", gt=0, le=1)
     lam: TraceDecay = option(
-        ConstantDecay(), "lambda of the policy's advantages. 1: returns; towards 0: the critic's values"
+        ConstantDecay(), "GAE lambda of the policy's advantages. 1: returns; toward 0: the critic's values"
     )
     value_lam: float | None = option(None, "lambda of the critic's targets, 1: returns; null: lam", ge=0, le=1)
     value_coefficient: float = option(0.5, "weight of the critic's loss", gt=0)
     value_clip: float | None = option(
-        None, "how far a value may move from the old value before its loss is clipped; null: no clip", gt=0
+        None, "clip range of the value around the old value, as in PPO's code; null: no clip", gt=0
     )
-    simulator_reward: float = option(0.0, "weight of the simulator's own reward, beside task.rewards", ge=0)
+    simulator_reward: float = option(0.0, "weight of the simulator's own reward, which is added to task.rewards", ge=0)
     reward_kl: RewardKL | None = option(
-        None, "price of the divergence from the reference, paid by the reward of each decision, as in RLHF; null: none"
+        None, "KL penalty from the reference in the reward of each decision, as in RLHF; null: none"
     )
-    critic: CriticSettings = option(SharedCritic(), "estimates the value of an observation")
+    critic: CriticSettings = option(SharedCritic(), "the value network")
     horizon: Literal["infinite", "finite"] = option(
         "infinite",
-        "finite: the estimates over 1, 2, ... steps are weighted by lam^n only as far as the episode was seen, and the "
-        "weights sum to 1; infinite: all weight beyond its end goes to the longest estimate",
+        "infinite: standard GAE; finite: the n-step estimates within the recorded episode are weighted by lam^n, with "
+        "weights that sum to 1 (ManiSkill's PPO)",
     )
     bootstrap: Literal["time_limit", "every_end"] = option(
         "time_limit",
-        "where the critic's value stands for the return after the end: where the time limit cut an episode, or also "
-        "where it ended by itself, so that ending early is not a loss under a reward of every step",
+        "where the critic's value replaces the return after the end. time_limit: of episodes cut by the time limit; "
+        "every_end: of terminated ones too, so that ending early costs nothing under a reward per step",
     )
     standardise: Literal["batch", "minibatch"] = option(
-        "batch", "over which advantages are standardised: a step's, or an optimizer step's"
+        "batch", "normalize advantages over a training step (batch) or an optimizer step (minibatch)"
     )
     time_step: Literal["decision", "turn"] = option(
         "decision",
-        "of conversations: each token that the policy chose is a time step, or each turn; gamma and lam are by it",
+        "time step of conversations, for gamma and lam: a token of the policy (decision), or a turn",
     )
     shuffle: Literal["episodes", "steps"] = option(
         "episodes",
-        "what minibatches are drawn from: whole episodes, or single steps of them (which engine.micro_batch counts)",
+        "unit of minibatches: whole episodes, or single steps (engine.micro_batch then counts steps)",
     )
 
     @property
@@ -100,20 +102,19 @@ class PPO(RatioAlgorithm):
             return
         if self.reduce_mode != "token_mean" or self.level != "decision":
             raise ValueError(
-                "algorithm.shuffle=steps takes episodes apart: it needs algorithm.reduce=token_mean and "
+                "algorithm.shuffle=steps splits episodes, so it needs algorithm.reduce=token_mean and "
                 "algorithm.level=decision"
             )
         for key, needs in self.parts():
             if needs.statistics or needs.whole_groups or needs.prepared:
-                raise ValueError(f"{key} needs whole episodes; use algorithm.shuffle=episodes")
+                raise ValueError(f"{key} needs whole episodes; set algorithm.shuffle=episodes")
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Computes advantages, [rollout, decision], standardised over the steps of all ranks unless `standardise` is
-        minibatch; stores the critic's targets in the rollouts.
+        """Computes advantages, [rollout, decision], and stores the critic's targets in the rollouts.
 
-        The reward of the task is added to an episode's last step, the simulator's reward to every step, from which what
-        `reward_kl` costs its decisions is taken. An unscored
-        rollout gets the advantage 0, and is neither in the standardisation nor among the critic's targets.
+        The task's reward is added to the last time step of an episode, the simulator's reward to each one, and the KL
+        penalties of `reward_kl` are subtracted. Advantages are normalized over the time steps of all ranks, unless
+        `standardise` is minibatch. A rollout whose reward is unknown gets 0 and has no targets.
         """
         import torch
 
@@ -122,70 +123,78 @@ class PPO(RatioAlgorithm):
             rollouts.extras["steps"] = steps_of_turns(rollouts, self.time_step)
         steps = _steps(rollouts)
         total = batch.local(batch.combined_rewards())
-        steps.mask = steps.mask & ~total.isnan()[:, None]  # what could not be scored is not known to be worth 0
+        steps.mask = steps.mask & ~total.isnan()[:, None]  # an unknown reward is not a reward of 0
         moment, exists = moments_of(steps)
         last = moment == exists.sum(1, keepdim=True) - 1
         rewards = self.simulator_reward * steps.rewards + total[:, None].where(last & steps.mask, 0.0)
         if self.reward_kl is not None:
-            costs = _summed(self.reward_kl.costs(batch), steps)
-            rewards = rewards - costs.to(rewards).where(steps.mask, 0.0)
-        estimates = self.estimates if steps.moment is None else self.estimates_of_traces
-        values, steps.returns = estimates(rewards, steps)
+            penalties = _sum_by_step(self.reward_kl.costs(batch), steps)
+            rewards = rewards - penalties.to(rewards).where(steps.mask, 0.0)
+        compute = self.step_estimates if steps.moment is None else self.trace_estimates
+        advantages, steps.returns = compute(rewards, steps)
         if self.standardise == "batch":
-            counted = batch.gather_steps(values, steps.mask)
-            spread = counted.std() if len(counted) > 1 else torch.zeros(())
-            values = ((values - counted.mean()) / (spread + 1e-6)).where(steps.mask, 0.0)
+            known = batch.gather_steps(advantages, steps.mask)
+            std = known.std() if len(known) > 1 else torch.zeros(())
+            advantages = ((advantages - known.mean()) / (std + 1e-6)).where(steps.mask, 0.0)
         for name, column in (("value", steps.values), ("return", steps.returns)):
-            if len(counted := batch.gather_steps(column, steps.mask)):
-                batch.report({f"critic/{name}": float(counted.mean())})
-        return _by_decision(values, rollouts)
+            if len(known := batch.gather_steps(column, steps.mask)):
+                batch.report({f"critic/{name}": float(known.mean())})
+        return _by_decision(advantages, rollouts)
 
-    def estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Computes advantages before they are standardised, and the critic's targets; [rollout, step], of this rank."""
-        advantages, returns = self.estimated_by(self.lam.of(steps.mask.sum(1)), rewards, steps)
-        return advantages, returns if self.value_lam is None else self.estimated(rewards, steps, self.value_lam)[1]
+    def step_estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Computes advantages before normalization, and the critic's targets; both [rollout, step], of this rank.
 
-    def estimated_by(self, lam: Tensor, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Computes advantages and returns, [rollout, step]. lam: of each rollout, [rollout]."""
+        rewards: [rollout, step].
+        """
+        advantages, returns = self._gae_per_rollout(self.lam.lambdas(steps.mask.sum(1)), rewards, steps)
+        return advantages, returns if self.value_lam is None else self._gae(rewards, steps, self.value_lam)[1]
+
+    def _gae_per_rollout(self, lam: Tensor, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Computes advantages and returns, [rollout, step], with a lambda for each rollout, [rollout]."""
         import torch
 
-        present = lam.unique().tolist()
-        if len(present) == 1:
-            return self.estimated(rewards, steps, present[0])
+        lambdas = lam.unique().tolist()
+        if len(lambdas) == 1:
+            return self._gae(rewards, steps, lambdas[0])
         advantages = torch.zeros_like(rewards + steps.values)
         returns = torch.zeros_like(advantages)
-        for value in present:
+        for value in lambdas:
             rows = lam == value
-            advantages[rows], returns[rows] = self.estimated(rewards[rows], steps.select(rows), value)
+            advantages[rows], returns[rows] = self._gae(rewards[rows], steps.select(rows), value)
         return advantages, returns
 
-    def estimates_of_traces(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-        """Computes `estimates` where several decisions may be one step: estimates of the steps, whose rewards and
-        values are means, plus the difference of each decision from its step."""
-        from mmrl.core.credit import mean_by_moment
+    def trace_estimates(self, rewards: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Computes the same as `step_estimates` if several decisions were made at one unmasking step (moment).
+
+        Estimates are computed for moments, whose rewards and values are means over their decisions. To a decision's
+        estimates, the difference of its own reward and value from these means is added.
+        """
+        from mmrl.core.credit import mean_per_moment
         from mmrl.rollouts import Steps
 
         moment, exists = moments_of(steps)
-        earned, worth = (mean_by_moment(each, moment, steps.mask, exists.shape[1]) for each in (rewards, steps.values))
-        advantages, returns = (
-            part.gather(1, moment) for part in self.estimates(earned, Steps.from_decisions(exists, worth))
-        )
-        more = rewards - earned.gather(1, moment)
-        apart = steps.values - worth.gather(1, moment)
-        return (advantages + more - apart).where(steps.mask, 0.0), (returns + more).where(steps.mask, 0.0)
+        num_moments = exists.shape[1]
+        mean_rewards = mean_per_moment(rewards, moment, steps.mask, num_moments)
+        mean_values = mean_per_moment(steps.values, moment, steps.mask, num_moments)
+        by_moment = self.step_estimates(mean_rewards, Steps.from_decisions(exists, mean_values))
+        advantages, returns = (estimate.gather(1, moment) for estimate in by_moment)
+        extra_reward = rewards - mean_rewards.gather(1, moment)
+        extra_value = steps.values - mean_values.gather(1, moment)
+        advantages = (advantages + extra_reward - extra_value).where(steps.mask, 0.0)
+        return advantages, (returns + extra_reward).where(steps.mask, 0.0)
 
-    def estimated(self, rewards: Tensor, steps: Steps, lam: float) -> tuple[Tensor, Tensor]:
-        """Computes advantages and returns with one lambda, [rollout, step]."""
+    def _gae(self, rewards: Tensor, steps: Steps, lam: float) -> tuple[Tensor, Tensor]:
+        """Computes advantages and returns, [rollout, step], with one lambda."""
         import torch
 
         from mmrl.core.advantages import finite_gae, gae
 
         estimate = gae if self.horizon == "infinite" else finite_gae
-        ends = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
+        terminated = steps.terminated if self.bootstrap == "time_limit" else torch.zeros_like(steps.terminated)
         return estimate(
             rewards,
             steps.values,
-            ends,
+            terminated,
             torch.zeros_like(steps.mask),
             gamma=self.gamma,
             lam=lam,
@@ -194,45 +203,50 @@ class PPO(RatioAlgorithm):
         )
 
     def prepare_minibatch(self, minibatch: Sequence[Rollouts], total: Callable[[Tensor], Tensor]) -> None:
-        """Standardises advantages over the decisions that count, of scored rollouts."""
+        """Normalizes advantages over the masked-in decisions of rollouts with known rewards, if `standardise` is
+        minibatch."""
         import torch
 
         if self.standardise == "batch":
             return
-        scored = [
+        pairs = [  # of advantages and masks, [rollout, decision]
             (micro.advantages.double(), micro.mask & _by_decision(_steps(micro).mask, micro))
             for micro in minibatch
             if micro.advantages is not None
         ]
-        sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in scored]).sum(0)
-        added, count = total(sums).tolist()
-        mean = added / max(count, 1.0)
-        squares = torch.stack([(a - mean).square().where(m, 0.0).sum() for a, m in scored]).sum()
-        spread = (float(total(squares)) / max(count - 1, 1.0)) ** 0.5
-        for micro, (a, m) in zip(minibatch, scored, strict=True):
-            micro.advantages = ((a - mean) / (spread + 1e-6)).where(m, 0.0).float()
+        sums = torch.stack([torch.stack([a.where(m, 0.0).sum(), m.sum().double()]) for a, m in pairs]).sum(0)
+        advantage_sum, count = total(sums).tolist()
+        mean = advantage_sum / max(count, 1.0)
+        squares = torch.stack([(a - mean).square().where(m, 0.0).sum() for a, m in pairs]).sum()
+        std = (float(total(squares)) / max(count - 1, 1.0)) ** 0.5
+        for micro, (a, m) in zip(minibatch, pairs, strict=True):
+            micro.advantages = ((a - mean) / (std + 1e-6)).where(m, 0.0).float()
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Adds the critic's loss to the surrogate's."""
         from mmrl.core.reduce import reduce
 
-        loss, stats = super().objective(micro, replay, over)
+        loss, stats = super().objective(micro, replay, reduction)
         assert replay.value is not None
         error = self._value_error(_steps(micro), _steps(micro).at_step_starts(replay.value))
-        counted = _steps(micro).mask.to(error.device)
+        mask = _steps(micro).mask.to(error.device)
         stats["critic/error"] = error.detach()
-        return loss + self.value_coefficient * reduce(error, counted, total=over.totals["steps"]), stats
+        return loss + self.value_coefficient * reduce(error, mask, total=reduction.totals["steps"]), stats
 
     def _value_error(self, steps: Steps, value: Tensor) -> Tensor:
-        """Computes the critic's squared error, [rollout, step]. With `value_clip`, the larger of the errors of the
-        value and of the value clipped around the old one (arXiv 1707.06347's released code)."""
+        """Computes the critic's squared error, [rollout, step].
+
+        With `value_clip` it is the larger of the errors of the value and of the value clipped around the old one, as in
+        the released code of arXiv 1707.06347.
+        """
         import torch
 
         assert steps.returns is not None
-        returns, before = steps.returns.to(value.device), steps.values.to(value.device)
+        returns, old_value = steps.returns.to(value.device), steps.values.to(value.device)
         error = (value - returns).square()
         if self.value_clip is None:
             return error
-        clipped = before + (value - before).clamp(-self.value_clip, self.value_clip)
+        clipped = old_value + (value - old_value).clamp(-self.value_clip, self.value_clip)
         return torch.maximum(error, (clipped - returns).square())
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
@@ -243,51 +257,57 @@ class PPO(RatioAlgorithm):
 
 
 def moments_of(steps: Steps) -> tuple[Tensor, Tensor]:
-    """Returns the moment of each step, [rollout, step] int64 from 0 without gaps among counted steps; and which moments
-    exist, [rollout, moment] bool."""
+    """Returns the moment of each step, [rollout, step] int64, and which moments exist, [rollout, moment] bool.
+
+    A moment is the unmasking step at which a token was filled in, from 0 without gaps within the mask. Without moments,
+    each step is one of its own.
+    """
     import torch
 
-    from mmrl.core.credit import dense_moments
+    from mmrl.core.credit import renumber_moments
 
     if steps.moment is None:
         return torch.arange(steps.mask.shape[1]).expand(steps.mask.shape), steps.mask
-    return dense_moments(steps.moment, steps.mask)
+    return renumber_moments(steps.moment, steps.mask)
 
 
 def steps_of_turns(rollouts: Rollouts, time_step: str) -> Steps:
-    """Returns the steps of conversations, from steps of all decisions: a turn each, or a token that the policy chose
-    each, without the observations in between. The environment's reward of a turn is of its last step."""
+    """Returns the time steps of conversations: turns, or tokens of the policy without the observations in between.
+
+    time_step: turn or decision. The last time step of a turn has the environment's reward for it.
+    """
     import torch.nn.functional as F
 
     from mmrl.rollouts import Turns
 
-    turns, every = rollouts.extra("turns", Turns), _steps(rollouts)
+    turns, all_steps = rollouts.extra("turns", Turns), _steps(rollouts)
     rewards = turns.rewards * turns.mask
     if time_step == "turn":
-        steps = every.merge(turns.number)
+        steps = all_steps.merge(turns.number)
         steps.rewards = rewards[:, : steps.mask.shape[1]].where(steps.mask, 0.0)
         return steps
-    steps = every.merge((every.mask.cumsum(1) - 1).clamp(min=0))
+    steps = all_steps.merge((all_steps.mask.cumsum(1) - 1).clamp(min=0))
     assert steps.begin is not None
-    number = turns.number.gather(1, steps.begin).where(steps.mask, -1)
-    following = F.pad(number[:, 1:], (0, 1), value=-1)
-    steps.rewards = rewards.gather(1, number.clamp(min=0)).where(steps.mask & (number != following), 0.0)
+    turn = turns.number.gather(1, steps.begin).where(steps.mask, -1)
+    next_turn = F.pad(turn[:, 1:], (0, 1), value=-1)
+    steps.rewards = rewards.gather(1, turn.clamp(min=0)).where(steps.mask & (turn != next_turn), 0.0)
     return steps
 
 
-def _summed(costs: Tensor, steps: Steps) -> Tensor:
-    """Returns sums over the decisions of each step, [rollout, decision] -> [rollout, step]."""
+def _sum_by_step(values: Tensor, steps: Steps) -> Tensor:
+    """Sums values [rollout, decision] over the decisions of each time step. Returns [rollout, step]."""
     if steps.index is None:
-        return costs.view(*steps.mask.shape, -1).sum(2)
-    return costs.new_zeros(steps.mask.shape).scatter_add(1, steps.index, costs)
+        return values.view(*steps.mask.shape, -1).sum(2)
+    return values.new_zeros(steps.mask.shape).scatter_add(1, steps.index, values)
 
 
 def _by_decision(values: Tensor, rollouts: Rollouts) -> Tensor:
-    """Repeats values of steps for each of their decisions, [rollout, step] -> [rollout, decision]."""
+    """Repeats values [rollout, step] of time steps for each of their decisions. Returns [rollout, decision]."""
     return _steps(rollouts).by_decision(values, rollouts.mask.shape[1])
 
 
 def _steps(rollouts: Rollouts) -> Steps:
+    """Returns the time steps of the rollouts, which the trainer stored in `extras`."""
     from mmrl.rollouts import Steps
 
     return rollouts.extra("steps", Steps)

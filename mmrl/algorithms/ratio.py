@@ -1,11 +1,11 @@
-"""Base class of algorithms on the ratio of the policy to the policy that sampled."""
+"""Base class of algorithms on the likelihood ratio of the current policy and the old one, which made the rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from mmrl.algorithms.algorithm import ACTS, IDLE, ReduceMode, Reduction, RewardedAlgorithm, has_ratios_of_one
+from mmrl.algorithms.algorithm import ONE_UPDATE, REMEDY, ReduceMode, Reduction, RewardedAlgorithm, has_ratios_of_one
 from mmrl.algorithms.surrogates.surrogate import Clip, Surrogate
 from mmrl.protocols.abilities import Segmented
 from mmrl.protocols.requirements import Needs
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class RatioAlgorithm(RewardedAlgorithm):
-    """An algorithm whose loss is a surrogate of ratios and advantages."""
+    """Base class of algorithms whose loss is a surrogate objective of likelihood ratios and advantages."""
 
     surrogate: Surrogate = option(Clip(), "objective of ratio and advantage")
     level: Literal["decision", "segment", "sequence"] = option(
         "decision",
-        "unit over which log-ratios are averaged; sequence is GSPO (arXiv 2507.18071), with reduce=sequence_mean by "
-        "default; segment is GCPO's chunk, with reduce=segment_mean by default",
+        "unit of the ratio, over which log-ratios are averaged. sequence: GSPO (arXiv 2507.18071), where reduce "
+        "defaults to sequence_mean; segment: GCPO's chunk, where reduce defaults to segment_mean",
     )
     ratio: Literal["plain", "normalised"] = option(
         "plain", "normalised: GRPO-Guard's regulated ratio of Gaussian steps (arXiv 2510.22319)"
@@ -34,8 +34,8 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     target_kl: float | None = option(
         None,
-        "largest mean divergence from the policy that sampled the rollouts, estimated by r - 1 - log r; the first "
-        "update that exceeds it is the last of its step; null: no limit",
+        "skip the remaining updates of a step once the mean estimated divergence from the old policy, r - 1 - log r, "
+        "is larger than this; null: never",
         gt=0,
     )
 
@@ -44,12 +44,12 @@ class RatioAlgorithm(RewardedAlgorithm):
         if not has_ratios_of_one(self, config):
             return
         if "surrogate" in self.model_fields_set and self.surrogate.at_rest:
-            yield f"algorithm.surrogate={self.surrogate.type} {IDLE}: {self.surrogate.at_rest}; {ACTS}"
+            yield f"algorithm.surrogate={self.surrogate.type} {ONE_UPDATE}: {self.surrogate.at_rest}; {REMEDY}"
         if self.target_kl is not None:
-            yield f"algorithm.target_kl {IDLE}: there is no update that it could leave out; {ACTS}"
+            yield f"algorithm.target_kl {ONE_UPDATE}: there is no update that it could skip; {REMEDY}"
 
     @property
-    def watched(self) -> tuple[str, ...]:
+    def early_stop_statistics(self) -> tuple[str, ...]:
         return () if self.target_kl is None else ("surrogate/old_kl",)
 
     def ends_epochs(self, means: dict[str, float]) -> bool:
@@ -66,8 +66,8 @@ class RatioAlgorithm(RewardedAlgorithm):
 
     @property
     def reduce_mode(self) -> ReduceMode:
-        """Returns sequence_mean where a rollout has one weight, as GSPO and GMPO have it, and segment_mean where a
-        segment has, as GCPO has it: token_mean would count it as often as the rollout, or segment, has decisions."""
+        """Returns the reduction to the loss. The default is sequence_mean if all decisions of a rollout have one ratio
+        (GSPO, GMPO), segment_mean if those of a segment have (GCPO), since token_mean would weigh long ones more."""
         if self.reduce is not None:
             return self.reduce
         if self.level == "sequence" or self.surrogate.one_weight:
@@ -79,31 +79,33 @@ class RatioAlgorithm(RewardedAlgorithm):
         self.surrogate.prepare(batch)
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio, stats = self._log_ratio(micro, replay)
-        values, more = self.surrogate.values(ratio, self._advantages(micro, ratio), micro, replay)
-        return values, stats | _named(more)
+        log_ratio, stats = self._log_ratio(micro, replay)
+        values, surrogate_stats = self.surrogate.values(log_ratio, self._advantages(micro, log_ratio), micro, replay)
+        return values, stats | _add_prefix(surrogate_stats)
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio, stats = self._log_ratio(micro, replay)
-        loss, more = self.surrogate.objective(ratio, self._advantages(micro, ratio), micro, replay, over)
-        return loss, stats | _named(more)
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        log_ratio, stats = self._log_ratio(micro, replay)
+        advantages = self._advantages(micro, log_ratio)
+        loss, surrogate_stats = self.surrogate.objective(log_ratio, advantages, micro, replay, reduction)
+        return loss, stats | _add_prefix(surrogate_stats)
 
     def _advantages(self, micro: Rollouts, like: Tensor) -> Tensor:
+        """Returns the micro-batch's advantages on the device of `like`."""
         assert micro.advantages is not None
         return micro.advantages.to(like.device)
 
     def _log_ratio(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes log-ratios to the policy that sampled, at the algorithm's level, and statistics; [rollout,
+        """Computes log-ratios to the old policy, averaged over the unit `level`, and statistics, [rollout,
         decision]."""
-        from mmrl.core.ratios import by_unit, normalised
+        from mmrl.core.ratios import aggregate_log_ratio, regulate_log_ratio
         from mmrl.rollouts import SEGMENTS, log_ratio
 
         ratio = log_ratio(micro, replay)
         if self.ratio == "normalised":
             assert replay.divergence is not None and replay.std is not None
-            ratio = normalised(ratio, replay.divergence, replay.std)
+            ratio = regulate_log_ratio(ratio, replay.divergence, replay.std)
         mask = micro.mask.to(ratio.device)
-        ratio = by_unit(ratio, mask, level=self.level, segments=SEGMENTS.get(replay))
+        ratio = aggregate_log_ratio(ratio, mask, level=self.level, segments=SEGMENTS.get(replay))
         stats = {"surrogate/ratio_gap": (ratio.detach().exp() - 1).abs()}
         if self.target_kl is not None:
             stats["surrogate/old_kl"] = ratio.detach().exp() - 1 - ratio.detach()
@@ -112,5 +114,6 @@ class RatioAlgorithm(RewardedAlgorithm):
         return ratio, stats
 
 
-def _named(stats: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add_prefix(stats: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the statistics under their names as metrics, surrogate/<name>."""
     return {f"surrogate/{name}": values for name, values in stats.items()}

@@ -1,4 +1,4 @@
-"""Supervised learning in which each token is weighted by its probability under the policy (DFT)."""
+"""DFT: supervised learning in which each token is weighted by its probability under the policy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 class ReweightedSupervised(Supervised):
-    """The likelihood of demonstrations, every token weighted by its own probability, without gradient: an unlikely
-    token has a small weight."""
+    """The negative log-likelihood of demonstrations, each token weighted by its own detached probability (DFT)."""
 
     equation: ClassVar[str] = "-p logp, p = exp(logp) detached"
     source: ClassVar[str] = "DFT, arXiv 2508.05629"

@@ -1,4 +1,4 @@
-"""Learning from demonstrations."""
+"""Supervised learning from demonstrations (SFT, behavior cloning)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Supervised(Algorithm):
-    """The likelihood of demonstrations: answers, images, or chunks of an expert's actions."""
+    """The negative log-likelihood of demonstrations: answers, images, or chunks of an expert's actions."""
 
     equation: ClassVar[str] = "-logp"
     source: ClassVar[str] = "maximum likelihood, as in behaviour cloning"

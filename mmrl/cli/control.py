@@ -22,7 +22,7 @@ def overrides(config: Config, recipe: str) -> list[str]:
     if "simulator_reward" in type(config.algorithm).model_fields:
         control.append("algorithm.simulator_reward=0.0")
     shapers = config.algorithm.shapers
-    without_rewards = [shaper for shaper in shapers if not shaper.paid_by_environment]
+    without_rewards = [shaper for shaper in shapers if not shaper.uses_environment_rewards]
     if len(without_rewards) < len(shapers):
         control.append(f"algorithm.shaping={json.dumps([plain(shaper) for shaper in without_rewards])}")
     return control

@@ -20,7 +20,7 @@ from mmrl.collection.pending_batches import GeneratorWeights, PendingBatches, St
 from mmrl.collection.rounds import DemonstratedRounds, PooledRounds, Rounds, SampledRounds
 from mmrl.collection.settings import DynamicSampling
 from mmrl.core.advantages import combined_reward
-from mmrl.core.filters import groups_within
+from mmrl.core.filters import groups_in_range
 from mmrl.engine import Ranks
 from mmrl.prompts.sampler import Outcome
 from mmrl.protocols.batch import Batch
@@ -138,10 +138,10 @@ class Collector:
         differ, or a shaper learns from groups with equal rewards too, and its accuracy is within the bounds."""
         weights, algorithm = torch.tensor(self.task.reward_weights), self.config.algorithm
         informative = algorithm.informative(batch, weights, list(self.task.reward_names))
-        if any(shaper.of_flat_groups for shaper in algorithm.shapers):
+        if any(shaper.learns_from_equal_rewards for shaper in algorithm.shapers):
             informative = torch.ones_like(informative)
         accuracy = require(batch.accuracy, "accuracy")
-        return informative & groups_within(accuracy, batch.group, low=filters.low, high=filters.high)
+        return informative & groups_in_range(accuracy, batch.group, low=filters.low, high=filters.high)
 
     def _outcomes(self, fresh: Rollouts, rewards: Tensor) -> list[Outcome]:
         """Returns prompt, rewards and accuracies of each group of a round on all ranks, for the prompt sampler, in the

@@ -70,7 +70,7 @@ class DemonstratedRounds(Rounds):
         size, (draw, prompts) = self.config.group_size, self.drawn(draw)
         seeds = rollout_seeds(self.config.seed, draw.positions, size)
         shared = [seed for seed in seeds[::size] for _ in range(size)]  # the rollouts of a prompt share a seed
-        batch = self.policy.demonstrate(self.config.algorithm.shown(prompts), shared)
+        batch = self.policy.demonstrate(self.config.algorithm.prepare_demonstrations(prompts), shared)
         batch.group = torch.tensor(draw.positions).repeat_interleave(size)
         return batch
 

@@ -20,27 +20,27 @@ EPS = 1e-6  # added to a standard deviation that divides
 
 
 class Moments(NamedTuple):
-    """Statistics of the scored values of every unit, each [U]; `equal` marks units without two different ones."""
+    """Statistics of the values of each unit that are not NaN; each field has shape [U]."""
 
-    scored: Tensor
+    scored: Tensor  # number of values that are not NaN
     mean: Tensor
-    std: Tensor
-    equal: Tensor
+    std: Tensor  # unbiased
+    equal: Tensor  # bool: the unit has no two different values
 
 
 def moments(values: Tensor, index: Tensor, units: int) -> Moments:
-    """Number of scored values, mean and unbiased std of `values` [B] in every unit of `index` [B] (ids 0 .. units - 1).
+    """Computes the number, mean and unbiased std of `values` [B] in each unit, ignoring NaN.
 
-    NaN values are left out. Where all values of a unit are equal, its mean is that value and its std is 0, both
-    exactly, so that rounding cannot turn "no signal" into a tiny signal that a division then magnifies. A unit without
-    any scored value has mean 0 and std 0, and counts as equal.
+    index: [B] int64, the unit of each value, 0 .. units - 1. If all values of a unit are equal, its mean is that value
+    and its std is 0, both exactly: a rounding error would be magnified by a later division. A unit without values has
+    mean 0 and std 0, and counts as equal.
     """
     fused = kernels.group_advantage(values, index, units, baseline="none", scale="none")
     return Moments(fused.scored, fused.mean, fused.std, fused.equal)
 
 
 def group_index(ids: Tensor) -> tuple[Tensor, int]:
-    """Arbitrary ids [B] -> ids 0 .. U - 1 [B], and U."""
+    """Renumbers arbitrary ids [B] to 0 .. U - 1. Returns the new ids [B] and U, the number of different ids."""
     unique, index = torch.unique(ids, return_inverse=True)
     return index, len(unique)
 
@@ -48,14 +48,14 @@ def group_index(ids: Tensor) -> tuple[Tensor, int]:
 def group_advantages(
     rewards: Tensor, group: Tensor, *, weights: Tensor | None = None, scale: str = "group_std"
 ) -> tuple[Tensor, Moments]:
-    """Advantages [B] of `rewards` [B] or [B, K] with `weights` [K] (None: ones) less the mean of their `group` [B] (any
-    int64 ids), and the statistics of the groups: GRPO's, arXiv 2402.03300, in one pass.
+    """Computes GRPO's advantages [B] (arXiv 2402.03300) and the statistics of the groups, in one fused pass.
 
-    scale: group_std or none, or another that the fused pass of `mmrl.kernels` knows. A group whose scored rewards are
-    all equal, or that has fewer than two of them, gets exactly 0. The whole batch must be present: ranks gather rewards
-    and group first.
+    rewards: [B] or [B, K]; group: [B], any int64 ids; weights: [K], of the reward components (None: ones). scale:
+    group_std or none, or another one that the fused pass of `mmrl.kernels` knows. A group gets exactly 0 if its rewards
+    are all equal or fewer than two are known. The whole batch must be present: gather rewards and groups of all ranks
+    first.
 
-    Raises ValueError for an unknown scale, and for shapes that do not fit.
+    Raises ValueError if the scale is unknown or shapes do not match.
     """
     table = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     index, groups = group_index(group)
@@ -65,99 +65,118 @@ def group_advantages(
     return fused.advantages, Moments(fused.scored, fused.mean, fused.std, fused.equal)
 
 
-# --- several rewards as one ---
+# --- has_several rewards as one ---
 
 
 def combined_reward(rewards: Tensor, weights: Tensor) -> Tensor:
-    """[B, K], [K] -> [B]: the weighted sum of the components that weigh anything; NaN where one of those is.
+    """Returns the weighted sum [B] of reward components [B, K] with weights [K].
 
-    Raises ValueError where there are not as many weights as components.
+    Components of weight 0 are ignored, so a NaN among them does no harm; any other NaN makes the sum NaN.
+
+    Raises ValueError if the number of weights differs from the number of components.
     """
     if weights.shape != rewards.shape[1:]:
-        raise ValueError(f"weights has shape {tuple(weights.shape)}, rewards have {rewards.shape[1]} components")
+        raise ValueError(f"weights have shape {tuple(weights.shape)}, but rewards have {rewards.shape[1]} components")
     return torch.where(weights.to(rewards) != 0, rewards * weights.to(rewards), 0).sum(1)
 
 
 def gated_reward(rewards: Tensor, weights: Tensor, gates: Sequence[int]) -> Tensor:
-    """[B, K], [K] -> [B]: the product of the components `gates`, whose weights are not used, times the weighted sum of
-    the others. A closed gate (0) gives 0 whether or not the others could be scored.
+    """Multiplies the weighted sum of reward components by the product of the gate components. Returns [B].
 
-    Raises ValueError where no component is a gate, or every one.
+    rewards: [B, K]; weights: [K], those of gates are ignored; gates: the column indices of the gates. If a gate is 0,
+    the result is 0, even if another component is NaN.
+
+    Raises ValueError if no component is a gate, or if all are.
     """
     if not 0 < len(gates) < rewards.shape[1]:
         raise ValueError(f"there must be between 1 and {rewards.shape[1] - 1} gates, got {len(gates)}")
-    gate, others = rewards[:, gates], [k for k in range(rewards.shape[1]) if k not in gates]
-    total = gate.prod(1) * combined_reward(rewards[:, others], weights[others])
-    return torch.where((gate == 0).any(1), 0, total)
+    gate_values = rewards[:, gates]
+    ungated = [k for k in range(rewards.shape[1]) if k not in gates]
+    total = gate_values.prod(1) * combined_reward(rewards[:, ungated], weights[ungated])
+    return torch.where((gate_values == 0).any(1), 0, total)
 
 
-# --- less a baseline ---
+# --- subtract a baseline ---
 
 
-def less_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
-    """[B] -> [B]: rewards less the mean of their group, exactly 0 where those of the group are equal; NaN stays NaN. m:
-    the moments of `rewards`. GRPO, arXiv 2402.03300."""
+def subtract_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
+    """Subtracts from rewards [B] the mean of their group (GRPO, arXiv 2402.03300). Returns [B].
+
+    index: [B], the group of each reward; m: the moments of `rewards`. NaN stays NaN. The result is exactly 0 if all
+    rewards of the group are equal.
+    """
     return rewards - m.mean[index]
 
 
-def less_mean_of_others(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
-    """[B] -> [B]: rewards less the mean of the other rollouts of their group, arguments as in `less_mean`:
-    r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean). RLOO, arXiv 2402.14740."""
-    return less_mean(rewards, index, m) * (m.scored / (m.scored - 1).clamp(min=1))[index]
+def subtract_leave_one_out_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
+    """Subtracts from rewards [B] the mean of the other rewards of their group (RLOO, arXiv 2402.14740). Returns [B].
+
+    It is r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean). Arguments as in `subtract_mean`.
+    """
+    return subtract_mean(rewards, index, m) * (m.scored / (m.scored - 1).clamp(min=1))[index]
 
 
-def less_length_weighted_mean(rewards: Tensor, index: Tensor, m: Moments, lengths: Tensor) -> Tensor:
-    """[B] -> [B]: rewards less sum(l r) / sum(l) of their group, for `lengths` l [B]. OPO, arXiv 2505.23585."""
-    centred = less_mean(rewards, index, m)  # weighted around the mean, so that equal rewards stay exactly 0
-    long = lengths.to(centred).where(~rewards.isnan(), 0)
-    none = centred.new_zeros(len(m.scored))
-    weighted = none.index_add(0, index, (long * centred).where(long > 0, 0))
-    return centred - (weighted / none.index_add(0, index, long).clamp(min=1e-12))[index]
+def subtract_length_weighted_mean(rewards: Tensor, index: Tensor, m: Moments, lengths: Tensor) -> Tensor:
+    """Subtracts from rewards [B] the length-weighted mean of their group, sum(l r) / sum(l). Returns [B].
+
+    lengths: [B], the l of the equation (OPO, arXiv 2505.23585). Other arguments as in `subtract_mean`.
+    """
+    centered = subtract_mean(rewards, index, m)  # center first, so that equal rewards stay exactly 0
+    lengths = lengths.to(centered).where(~rewards.isnan(), 0)
+    zeros = centered.new_zeros(len(m.scored))
+    weighted_sum = zeros.index_add(0, index, (lengths * centered).where(lengths > 0, 0))
+    length_sum = zeros.index_add(0, index, lengths)
+    return centered - (weighted_sum / length_sum.clamp(min=1e-12))[index]
 
 
-def less_shrunken_mean(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
-    """[B] -> [B]: rewards less a James-Stein baseline, the idea of arXiv 2511.03710 with the plug-in estimates below.
+def subtract_james_stein_baseline(rewards: Tensor, index: Tensor, m: Moments) -> Tensor:
+    """Subtracts a James-Stein baseline from rewards [B]: the group mean shrunk toward the mean of other groups.
 
-    For rollout i of group g, with n_h, m_h, s_h^2 the count, mean and unbiased variance of group h, and averages over
-    the G' other groups h != g (of at least two scored rollouts):
+    Arguments as in `subtract_mean`. It follows the idea of arXiv 2511.03710 with these plug-in estimates. For rollout i
+    of group g, n_h, m_h, s_h^2 are the count, mean and unbiased variance of group h; averages are over the G' other
+    groups h != g that have at least two rewards:
 
         local  = mean of the other rollouts of g            others = average of m_h
         v      = average of s_h^2 / (n_g - 1)               tau^2  = max(0, var of m_h - average of s_h^2 / n_h)
         b_i    = (1 - q) local + q others                   q      = v / (v + tau^2)
 
-    No term holds reward i, so the policy gradient stays unbiased. With G' < 2 the spread of the groups is unknown and
-    q = 0. Groups of equal rewards get 0 here as under every baseline, which trades that guarantee for them.
+    No term depends on reward i, so the policy gradient stays unbiased. With G' < 2 the variance between groups is
+    unknown and q = 0. Groups of equal rewards get 0, as under every baseline; for them that guarantee does not hold.
     """
     usable = (m.scored > 1).to(rewards.dtype)
-    groups = usable.sum()
-    # Each "others" quantity is the sum over all usable groups minus the group's own share.
-    peers = groups - usable
-    count = peers.clamp(min=1)
-    variance, noise = usable * m.std.square(), usable * m.std.square() / m.scored.clamp(min=1)
-    variance = (variance.sum() - variance) / count
-    noise = (noise.sum() - noise) / count
-    grand = (usable * m.mean).sum() / groups.clamp(min=1)
-    offset = usable * (m.mean - grand)  # sums to 0 over the groups
-    others = grand - offset / count
-    spread = (offset.square().sum() - offset.square() * (1 + 1 / count)).clamp(min=0) / (peers - 1).clamp(min=1)
-    tau2 = (spread - noise).clamp(min=0)
+    num_groups = usable.sum()
+    # an average over the other groups is the sum over all usable groups minus the group's own value
+    num_others = num_groups - usable
+    divisor = num_others.clamp(min=1)
+    variance, mean_variance = usable * m.std.square(), usable * m.std.square() / m.scored.clamp(min=1)
+    variance = (variance.sum() - variance) / divisor
+    mean_variance = (mean_variance.sum() - mean_variance) / divisor
+    grand_mean = (usable * m.mean).sum() / num_groups.clamp(min=1)
+    offset = usable * (m.mean - grand_mean)  # sums to 0 over the groups
+    others_mean = grand_mean - offset / divisor
+    squares = (offset.square().sum() - offset.square() * (1 + 1 / divisor)).clamp(min=0)
+    between_variance = squares / (num_others - 1).clamp(min=1)
+    tau2 = (between_variance - mean_variance).clamp(min=0)
     v = variance / (m.scored - 1).clamp(min=1)
-    q = torch.where((v > 0) & (peers > 1), v / (v + tau2).clamp(min=1e-30), 0)[index]
-    mixed = (1 - q) * less_mean_of_others(rewards, index, m) + q * (rewards - others[index])
-    return torch.where(m.equal[index], 0, mixed)
+    q = torch.where((v > 0) & (num_others > 1), v / (v + tau2).clamp(min=1e-30), 0)[index]
+    shrunk = (1 - q) * subtract_leave_one_out_mean(rewards, index, m) + q * (rewards - others_mean[index])
+    return torch.where(m.equal[index], 0, shrunk)
 
 
-# --- over a scale ---
+# --- divide by a scale ---
 
 
-def over_std(differences: Tensor, rewards: Tensor, index: Tensor, units: int, *, eps: float = EPS) -> Tensor:
-    """[B] -> [B]: differences over the unbiased std + eps of the `rewards` [B] of their unit; 0 where that std is 0."""
+def divide_by_std(differences: Tensor, rewards: Tensor, index: Tensor, units: int, *, eps: float = EPS) -> Tensor:
+    """Divides differences [B] by the unbiased std + eps of the `rewards` [B] of their unit; 0 where that std is 0.
+
+    index: [B], the unit of each reward, 0 .. units - 1. Returns [B].
+    """
     std = moments(rewards, index, units).std[index]
     return torch.where(std > 0, differences / (std + eps), 0)
 
 
-def whitened(values: Tensor, *, eps: float = EPS) -> Tensor:
-    """[B] -> [B]: (values - mean) / (std + eps) over the batch, where NaN stays NaN; 0 if all values are equal."""
+def whiten(values: Tensor, *, eps: float = EPS) -> Tensor:
+    """Returns (values - mean) / (std + eps) of values [B] over the batch; NaN stays NaN; 0 if all values are equal."""
     m = moments(values, torch.zeros(len(values), dtype=torch.int64, device=values.device), 1)
     return torch.where(m.std > 0, (values - m.mean) / (m.std + eps), 0)
 
@@ -166,31 +185,39 @@ def whitened(values: Tensor, *, eps: float = EPS) -> Tensor:
 
 
 def reward_statistics(rewards: Tensor, varied: Tensor, index: Tensor, groups: int) -> dict[str, Tensor]:
-    """Numbers about the combined `rewards` [B] of a step, 0-d each. varied: [B] bool, whether a rollout's group has
-    different rewards.
+    """Computes metrics of the combined `rewards` [B] of a step; each value is a 0-d tensor.
 
-    groups; zero_variance_groups and small_groups, the fractions of groups that do not vary though two are scored, and
-    of those with fewer than two scored; reward_nan_rate, the share of the rollouts; reward_mean and reward_std; and
-    reward_std_within, the std in a group on average over the groups that have one.
+    varied: [B] bool, whether the rollout's group has different rewards; index: [B], the group of each rollout, 0 ..
+    groups - 1. Returns
+
+        groups                  the number of groups
+        zero_variance_groups    fraction of groups with at least two known rewards that are all equal
+        small_groups            fraction of groups with fewer than two known rewards
+        reward_nan_rate         fraction of rollouts whose reward is NaN
+        reward_mean, reward_std over the batch
+        reward_std_within       std within a group, averaged over the groups with at least two known rewards
     """
     within, overall = moments(rewards, index, groups), moments(rewards, torch.zeros_like(index), 1)
-    several = within.scored > 1
-    varying = torch.zeros(groups, dtype=torch.bool, device=index.device).index_put((index,), varied)
+    has_several = within.scored > 1
+    group_varies = torch.zeros(groups, dtype=torch.bool, device=index.device).index_put((index,), varied)
     return {
         "groups": torch.tensor(float(groups)),
-        "zero_variance_groups": (several & ~varying).float().mean(),
-        "small_groups": (~several).float().mean(),
+        "zero_variance_groups": (has_several & ~group_varies).float().mean(),
+        "small_groups": (~has_several).float().mean(),
         "reward_nan_rate": rewards.isnan().float().mean(),
         "reward_mean": overall.mean[0],
         "reward_std": overall.std[0],
-        "reward_std_within": within.std.where(several, 0).sum() / several.sum().clamp(min=1),
+        "reward_std_within": within.std.where(has_several, 0).sum() / has_several.sum().clamp(min=1),
     }
 
 
-def lone_groups(rewards: Tensor, index: Tensor) -> Tensor:
-    """0-d bool: whether some group has a single rollout, and that one is scored."""
-    alone = torch.bincount(index)[index] == 1
-    return (alone & ~rewards.isnan()).any()
+def has_singleton_group(rewards: Tensor, index: Tensor) -> Tensor:
+    """Returns whether some group has exactly one rollout and its reward is known, 0-d bool.
+
+    rewards: [B], NaN where unknown; index: [B], the group of each rollout.
+    """
+    is_single = torch.bincount(index)[index] == 1
+    return (is_single & ~rewards.isnan()).any()
 
 
 # --- advantages of decisions ---
@@ -207,26 +234,27 @@ def finite_gae(
     mask: Tensor,
     bootstrap: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns = advantages + values, all [B, T], as `gae`, with the weights of a finite horizon.
+    """Computes finite-horizon GAE. Returns advantages and returns = advantages + values, both [B, T].
 
         A_t = sum_n lam^n A_t^(n) / sum_n lam^n      A_t^(n) = sum_{k<=n} gamma^k r_{t+k} + gamma^{n+1} v'_{t+n} - v_t
 
-    over the n for which step t + n was still of the same episode (arXiv 1506.02438, equation 16, whose weights
-    (1 - lam) lam^n sum to 1 only over an infinite number of them; ManiSkill's PPO divides as here). v' as in `gae`.
+    The sums run over the n for which step t + n belongs to the same episode. The weights (1 - lam) lam^n of arXiv
+    1506.02438, equation 16, sum to 1 only over an infinite horizon; ManiSkill's PPO normalizes as here. Arguments and
+    the next value v' are as in `gae`.
     """
-    followed = torch.zeros_like(mask)
-    followed[:, :-1] = mask[:, 1:]
-    runs_on = mask & followed & ~terminated & ~truncated
-    after = torch.zeros_like(values)
-    after[:, :-1] = values[:, 1:]
-    after = bootstrap.where(mask & ~terminated & ~runs_on, after.where(runs_on, 0.0))
-    weight = earned = valued = torch.zeros_like(rewards[:, 0])
+    has_next = torch.zeros_like(mask)
+    has_next[:, :-1] = mask[:, 1:]
+    continues = mask & has_next & ~terminated & ~truncated
+    next_values = torch.zeros_like(values)
+    next_values[:, :-1] = values[:, 1:]
+    next_values = bootstrap.where(mask & ~terminated & ~continues, next_values.where(continues, 0.0))
+    weight = reward_sum = value_sum = torch.zeros_like(rewards[:, 0])
     columns = []
     for t in reversed(range(rewards.shape[1])):
-        on = runs_on[:, t]
-        weight = 1 + lam * weight.where(on, 0.0)
-        earned = weight * rewards[:, t] + gamma * lam * earned.where(on, 0.0)
-        valued = gamma * after[:, t] + gamma * lam * valued.where(on, 0.0)
-        columns.append((earned + valued) / weight - values[:, t])
+        alive = continues[:, t]
+        weight = 1 + lam * weight.where(alive, 0.0)
+        reward_sum = weight * rewards[:, t] + gamma * lam * reward_sum.where(alive, 0.0)
+        value_sum = gamma * next_values[:, t] + gamma * lam * value_sum.where(alive, 0.0)
+        columns.append((reward_sum + value_sum) / weight - values[:, t])
     advantages = torch.stack(columns[::-1], 1).where(mask, 0.0)
     return advantages, (advantages + values).where(mask, 0.0)

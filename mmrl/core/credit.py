@@ -1,25 +1,28 @@
-"""Credit assignment: the share of a rollout's credit that each decision gets."""
+"""Credit assignment: how the reward of a rollout becomes advantages of its decisions.
+
+A decision is what has one log-probability: a token, a denoising step, an action. Shapes: B rollouts, T decisions.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmrl.core.turns import discounted
+from mmrl.core.turns import discounted_returns
 
 
 def branch_advantages(
     rewards: Tensor, group: Tensor, nodes: Tensor, *, scale: str = "group_std", eps: float = 1e-6
 ) -> Tensor:
-    """[B, T]: advantages of the decisions of a tree of rollouts, step by step (BranchGRPO, arXiv 2509.06040).
+    """Computes advantages [B, T] of the decisions of a tree of rollouts (BranchGRPO, arXiv 2509.06040).
 
-    rewards [B] (NaN where unscored), group [B], nodes [B, T] int64: rollouts with the same id at t in one group made
-    decision t together; -1 is nobody else's. A node is worth the mean reward of its leaves; its advantage at t is that
-    worth minus the mean over the nodes of its group at t, divided by their unbiased std + eps ("group_std") or not
-    ("none"). Where all nodes of a depth are worth the same, or there is one, it is exactly 0; so it is for nodes
-    without a scored leaf. Without shared nodes every column is the group-normalised reward.
+    rewards: [B], NaN where unknown; group: [B]; nodes: [B, T] int64. Rollouts of a group that have the same node id at
+    t share decision t; -1 marks a decision that no other rollout shares. The value of a node is the mean reward of the
+    rollouts through it. Its advantage is its value minus the mean value of the group's nodes at t, divided by their
+    unbiased std + eps (scale "group_std") or not ("none"). It is exactly 0 if these nodes have equal values, if there
+    is only one, or if no reward of the node is known. Without shared nodes, this is the group-normalized reward.
 
-    Raises ValueError for an unknown scale.
+    Raises ValueError if the scale is unknown.
     """
     if scale not in ("group_std", "none"):
         raise ValueError(f"scale of branch advantages must be group_std or none; got {scale!r}")
@@ -27,131 +30,152 @@ def branch_advantages(
     for g in group.unique():
         rows = (group == g).nonzero().flatten()
         for t in range(nodes.shape[1]):
-            _, node = alone_where_missing(nodes[rows, t]).unique(return_inverse=True)
-            worth = torch.stack([rewards[rows][node == n].nanmean() for n in range(int(node.max()) + 1)])
-            scored = worth[~worth.isnan()]
-            if len(scored) < 2 or bool((scored == scored[0]).all()):
+            _, node = give_missing_nodes_unique_ids(nodes[rows, t]).unique(return_inverse=True)
+            node_values = torch.stack([rewards[rows][node == n].nanmean() for n in range(int(node.max()) + 1)])
+            known = node_values[~node_values.isnan()]
+            if len(known) < 2 or bool((known == known[0]).all()):
                 continue
-            advantage = worth - scored.mean()
+            advantage = node_values - known.mean()
             if scale == "group_std":
-                advantage = advantage / (scored.std() + eps)
+                advantage = advantage / (known.std() + eps)
             result[rows, t] = advantage.nan_to_num(0.0)[node]
     return result
 
 
-def alone_where_missing(ids: Tensor) -> Tensor:
-    """[B] or [B, T]: ids of nodes, in which each -1 is a node that no other row has: what ended earlier shares
-    nothing."""
+def give_missing_nodes_unique_ids(ids: Tensor) -> Tensor:
+    """Replaces each -1 in node ids [B] or [B, T] by a negative id that no other row has.
+
+    So decisions that are missing, since a rollout ended earlier, are not taken for shared ones.
+    """
     row = torch.arange(len(ids), device=ids.device).view(-1, *[1] * (ids.dim() - 1))
     return ids.where(ids >= 0, -1 - row)
 
 
 def subtree_advantages(rewards: Tensor, group: Tensor, nodes: Tensor, *, weights: str = "alike") -> Tensor:
-    """[B]: rewards less the means of the subtrees that a rollout is in, averaged over these. TreePO, arXiv 2508.17445.
+    """Computes TreePO's advantages [B] (arXiv 2508.17445): rewards minus subtree means, averaged over subtrees.
 
         A_i = sum_S w_S (R_i - mean_{j in S} R_j) / sum_S w_S
 
-    over the sets S of at least two scored rollouts: the whole group of i, and those that share a decision with it. w is
-    1 ("alike") or the size of the set ("size"). rewards [B] (NaN where unscored, which gets 0), group [B], nodes [B, T]
-    as in `branch_advantages`. A set of equal rewards adds exactly 0.
+    The sets S are the whole group of rollout i, and for each of its decisions the rollouts that share it; only sets of
+    at least two known rewards are used. w_S is 1 (weights "alike") or the size of S ("size"). rewards: [B], NaN where
+    unknown, which gets 0; group: [B] and nodes: [B, T], as in `branch_advantages`. A set of equal rewards adds exactly
+    0.
     """
     result = torch.zeros_like(rewards)
     for g in group.unique():
         rows = ((group == g) & ~rewards.isnan()).nonzero().flatten()
-        ids, own = alone_where_missing(nodes[rows]), rewards[rows]
-        for member, row in enumerate(rows.tolist()):
-            sharing = torch.cat([torch.ones(len(rows), 1, dtype=torch.bool), ids == ids[member]], 1).unique(dim=1)
-            sets = [own[subtree] for subtree in sharing.unbind(1) if int(subtree.sum()) > 1]
-            gaps = [own[member] - s.mean() if bool((s != s[0]).any()) else own.new_zeros(()) for s in sets]
-            sizes = torch.tensor([len(s) if weights == "size" else 1 for s in sets], dtype=own.dtype)
-            if gaps:
-                result[row] = (sizes * torch.stack(gaps)).sum() / sizes.sum()
+        ids, group_rewards = give_missing_nodes_unique_ids(nodes[rows]), rewards[rows]
+        for i, row in enumerate(rows.tolist()):
+            whole_group = torch.ones(len(rows), 1, dtype=torch.bool)
+            memberships = torch.cat([whole_group, ids == ids[i]], 1).unique(dim=1)  # [rollout of the group, set]
+            subtrees = [group_rewards[member] for member in memberships.unbind(1) if int(member.sum()) > 1]
+            differences = [
+                group_rewards[i] - s.mean() if bool((s != s[0]).any()) else group_rewards.new_zeros(())
+                for s in subtrees
+            ]
+            sizes = [len(s) if weights == "size" else 1 for s in subtrees]
+            set_weights = torch.tensor(sizes, dtype=group_rewards.dtype)
+            if differences:
+                result[row] = (set_weights * torch.stack(differences)).sum() / set_weights.sum()
     return result
 
 
 def shared_means(values: Tensor, group: Tensor, nodes: Tensor) -> Tensor:
-    """[B, T]: for each decision the mean of `values` [B] over the rollouts of its group that share it, as ARPO (arXiv
-    2507.19849) has the advantages of shared tokens. NaN is left out of the means; where nothing is known it is 0."""
+    """Averages `values` [B] over the rollouts that share a decision, for each decision. Returns [B, T].
+
+    ARPO (arXiv 2507.19849) does so with the advantages of shared tokens. group: [B]; nodes: [B, T], as in
+    `branch_advantages`. NaN is left out of the means; a mean of nothing is 0.
+    """
     result = torch.zeros(nodes.shape, dtype=values.dtype)
     for g in group.unique():
         rows = (group == g).nonzero().flatten()
-        ids, own = alone_where_missing(nodes[rows]), values[rows]
-        for member, row in enumerate(rows.tolist()):
-            sharing = (ids == ids[member]) & ~own.isnan()[:, None]
-            total = own.nan_to_num(0.0)[:, None].where(sharing, 0.0).sum(0)
-            result[row] = total / sharing.sum(0).clamp(min=1)
+        ids, group_values = give_missing_nodes_unique_ids(nodes[rows]), values[rows]
+        for i, row in enumerate(rows.tolist()):
+            shared = (ids == ids[i]) & ~group_values.isnan()[:, None]
+            total = group_values.nan_to_num(0.0)[:, None].where(shared, 0.0).sum(0)
+            result[row] = total / shared.sum(0).clamp(min=1)
     return result
 
 
-def gains(worth: Tensor) -> Tensor:
-    """[rollout, step] what each step added: differences of `worth` [rollout, 1 + step], that of the beginning and
-    of the end of each step."""
-    return worth.diff(dim=1)
+def step_gains(values: Tensor) -> Tensor:
+    """Returns the gain in value of each step, [rollout, step].
 
-
-def turned(worth: Tensor) -> Tensor:
-    """`gains`, but of a step at which a chain turns towards its outcome all that comes after its beginning. TP-GRPO,
-    arXiv 2602.06422.
-
-    With d_k the gain of step k, R_K the last worth and s_k the sign of d_k (R_K - R_0), it turns where s_(k-1) < 0 <
-    s_k and R_K - R_k has the sign of d_k; the first step where the latter holds.
+    values: [rollout, 1 + step], before the first step and after each step.
     """
-    added, last = gains(worth), worth[:, -1:]
-    sign = (added * (last - worth[:, :1])).sign()
-    onwards = added * (last - worth[:, 1:]) > 0
-    after_a_step_away = torch.ones_like(onwards)
-    after_a_step_away[:, 1:] = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
-    return (last - worth[:, :-1]).where(onwards & after_a_step_away, added)
+    return values.diff(dim=1)
 
 
-def segment_gains(worth: Tensor, outcome: Tensor, mask: Tensor, *, every: int) -> Tensor:
-    """[rollout, decision]: what the segment that a decision belongs to added, its end's worth less its beginning's.
-    VinePPO, arXiv 2410.01679, with segments in place of steps of reasoning.
+def turning_point_gains(values: Tensor) -> Tensor:
+    """Returns the gain of each step, with the total remaining gain at turning points (TP-GRPO, arXiv 2602.06422).
 
-    worth [rollout, segment]: what is expected at the beginning of each segment of `every` decisions; outcome [rollout]:
-    what came of it, which is the worth of the end of the last one; mask [rollout, decision], where segments are counted
-    by what counts. It is 0 where a worth is unknown (NaN), and outside the mask.
+    values: R_0 .. R_K, [rollout, 1 + step], before the first step and after each step. Returns [rollout, step]. With
+    d_k = R_k - R_(k-1) and s_k the sign of d_k (R_K - R_0), step k is a turning point if s_(k-1) < 0 < s_k (no such
+    condition for the first step) and R_K - R_k has the sign of d_k. A turning point gets R_K - R_(k-1), any other step
+    d_k.
     """
-    lengths, segment = mask.sum(1, keepdim=True), (mask.cumsum(1) - 1).clamp(min=0) // every
-    after = torch.cat([worth[:, 1:], outcome[:, None]], 1).gather(1, segment)
-    last = (segment + 1) * every >= lengths
-    gains = outcome[:, None].where(last, after) - worth.gather(1, segment)
+    gain, last = step_gains(values), values[:, -1:]
+    sign = (gain * (last - values[:, :1])).sign()
+    same_direction_after = gain * (last - values[:, 1:]) > 0
+    sign_turns = torch.ones_like(same_direction_after)
+    sign_turns[:, 1:] = (sign[:, :-1] < 0) & (sign[:, 1:] > 0)
+    return (last - values[:, :-1]).where(same_direction_after & sign_turns, gain)
+
+
+def segment_gains(values: Tensor, outcome: Tensor, mask: Tensor, *, segment_length: int) -> Tensor:
+    """Returns for each decision the gain in value over its segment, [rollout, decision] (VinePPO, arXiv 2410.01679).
+
+    VinePPO cuts responses at reasoning steps; here a segment has `segment_length` decisions. values: [rollout,
+    segment], the expected reward at the beginning of each segment; outcome: [rollout], the reward, which is the value
+    at the end of the last segment; mask: [rollout, decision] bool, the decisions that segments consist of. The gain is
+    0 if a value is unknown (NaN), and outside the mask.
+    """
+    lengths, segment = mask.sum(1, keepdim=True), (mask.cumsum(1) - 1).clamp(min=0) // segment_length
+    next_values = torch.cat([values[:, 1:], outcome[:, None]], 1).gather(1, segment)
+    is_last = (segment + 1) * segment_length >= lengths
+    gains = outcome[:, None].where(is_last, next_values) - values.gather(1, segment)
     return gains.nan_to_num(0.0).where(mask, 0.0)
 
 
-def dense_moments(moment: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The moments [rollout, decision] of decisions that count, numbered from 0 on without gaps, int64; and which there
-    are, [rollout, moment] bool. Moments in which nothing that counts was decided are passed over. What does not count
-    gets number 0."""
+def renumber_moments(moment: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumbers the moments of the masked-in decisions of each rollout from 0 on without gaps.
+
+    A moment is the denoising step at which a token of a masked response was filled in. moment, mask: [rollout,
+    decision]. Returns the new numbers [rollout, decision] int64, 0 outside the mask, and which numbers a rollout has,
+    [rollout, moment] bool.
+    """
     number = torch.zeros_like(moment)
     for row in range(len(moment)):
         _, number[row, mask[row]] = moment[row, mask[row]].unique(return_inverse=True)
-    count = int(number.max()) + 1 if number.numel() else 0
-    counted = mask.any(1) * (number.where(mask, 0).amax(1) + 1)
-    return number, torch.arange(count) < counted[:, None]
+    max_moments = int(number.max()) + 1 if number.numel() else 0
+    num_moments = mask.any(1) * (number.where(mask, 0).amax(1) + 1)
+    return number, torch.arange(max_moments) < num_moments[:, None]
 
 
-def mean_by_moment(values: Tensor, number: Tensor, mask: Tensor, count: int) -> Tensor:
-    """[rollout, moment] means of `values` [rollout, decision] over the decisions that count and have that number; 0 for
-    moments that a rollout does not have. TraceRL, arXiv 2509.06949. count: of moments."""
-    blank = torch.zeros(len(values), count, dtype=values.dtype)
-    added = blank.scatter_add(1, number, values.where(mask, 0.0))
-    return added / blank.scatter_add(1, number, mask.to(values)).clamp(min=1)
+def mean_per_moment(values: Tensor, number: Tensor, mask: Tensor, num_moments: int) -> Tensor:
+    """Averages values over the masked-in decisions of each moment (TraceRL, arXiv 2509.06949).
+
+    values, mask: [rollout, decision]; number: [rollout, decision], as `renumber_moments` returns it. Returns [rollout,
+    moment], 0 for moments that a rollout does not have.
+    """
+    zeros = torch.zeros(len(values), num_moments, dtype=values.dtype)
+    total = zeros.scatter_add(1, number, values.where(mask, 0.0))
+    return total / zeros.scatter_add(1, number, mask.to(values)).clamp(min=1)
 
 
 def leave_one_out_returns(rewards: Tensor, mask: Tensor, group: Tensor, gamma: float) -> Tensor:
-    """Computes returns of the rewards of decisions, less what decisions of the other rollouts of the group earn: each
-    of these rollouts counts by its mean (PRIME, arXiv 2502.01456, equation of section 3).
+    """Computes discounted returns of per-decision rewards, minus a leave-one-out baseline (PRIME, arXiv 2502.01456,
+    section 3).
 
-    rewards, mask: [rollout, decision]; group: [rollout]. Returns [rollout, decision]: sum_{u >= t} gamma^(u - t) (r_u -
-    b); 0 where no decision counts and for a rollout that is alone. A group lies on one rank.
+    rewards, mask: [rollout, decision]; group: [rollout]; all rollouts of a group must be on one rank. Returns [rollout,
+    decision]: sum_{u >= t} gamma^(u - t) (r_u - b), where b is the mean over the group's other rollouts of their mean
+    reward per decision. It is 0 outside the mask, and for a rollout without others.
     """
-    counted = rewards.where(mask, 0)
-    means = counted.sum(1) / mask.sum(1).clamp(min=1)
-    differences = torch.zeros_like(counted)
+    masked_rewards = rewards.where(mask, 0)
+    means = masked_rewards.sum(1) / mask.sum(1).clamp(min=1)
+    differences = torch.zeros_like(masked_rewards)
     for g in group.unique():
         rows = ((group == g) & mask.any(1)).nonzero().flatten()
         if len(rows) > 1:
             baseline = (means[rows].sum() - means[rows]) / (len(rows) - 1)
-            differences[rows] = counted[rows] - baseline[:, None]
-    return discounted(differences.where(mask, 0), gamma).where(mask, 0)
+            differences[rows] = masked_rewards[rows] - baseline[:, None]
+    return discounted_returns(differences.where(mask, 0), gamma).where(mask, 0)

@@ -1,4 +1,4 @@
-"""Dual variables of constraints that a group's numbers determine."""
+"""The Lagrange multiplier of a KL constraint within a group of rollouts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import math
 from torch import Tensor
 
 
-def trust_price(advantages: Tensor, bound: float, least: float, most: float) -> float:
-    """The price l in [least, most] that minimises l bound + l log mean exp(A / l), for `advantages` A [n].
+def solve_trust_region_dual(advantages: Tensor, bound: float, minimum: float, maximum: float) -> float:
+    """Returns the temperature l in [minimum, maximum] that minimizes l bound + l log mean exp(A / l).
 
-    At the minimum the policy that weighs the n samples by exp(A / l) is at a divergence of `bound` from weighing them
-    alike. Its divergence falls as l grows, so the price is found by halving; where even `least` keeps within the bound
-    it is `least`, where even `most` does not, `most`.
+    advantages: A [n]; bound: the largest KL divergence. At the minimum the weights softmax(A / l) of the n samples have
+    the KL divergence `bound` from uniform weights. That divergence falls as l grows, so l is found by bisection of its
+    logarithm. If `minimum` already satisfies the bound, or `maximum` violates it, that limit is returned.
     """
-    a = advantages.double()
-    n = len(a)
+    advantages = advantages.double()
+    n = len(advantages)
 
-    def divergence(price: float) -> float:
-        log_q = (a / price).log_softmax(0)
+    def divergence(temperature: float) -> float:
+        log_q = (advantages / temperature).log_softmax(0)
         return float((log_q.exp() * log_q).sum()) + math.log(n)
 
-    low, high = math.log(least), math.log(most)
-    if divergence(least) <= bound:
-        return least
-    if divergence(most) >= bound:
-        return most
+    if divergence(minimum) <= bound:
+        return minimum
+    if divergence(maximum) >= bound:
+        return maximum
+    low, high = math.log(minimum), math.log(maximum)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if divergence(math.exp(middle)) > bound else (low, middle)

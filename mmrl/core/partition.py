@@ -1,4 +1,7 @@
-"""Partition of a step's rollouts over ranks, optimizer steps and micro-batches."""
+"""Partition of a step's rollouts into minibatches (one optimizer step each) and micro-batches, and over ranks.
+
+A micro-batch is a tensor [n] int64 of rollout indices (rows).
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,33 @@ from torch import Tensor
 def partition(
     group: Tensor, *, minibatches: int, size: int, whole_groups: bool, generator: torch.Generator
 ) -> list[list[Tensor]]:
-    """For each minibatch the rows [n] int64 of its micro-batches, of at most `size` rollouts.
+    """Splits rollouts into minibatches, each a list of micro-batches of at most `size` rollouts.
 
-    The order of groups is random, and rollouts of one `group` [rollout] stay together: a policy may read their prompt
-    once for all. With `whole_groups` no cut goes through a group.
+    group: [rollout] int64. Groups are shuffled, and rollouts of one group stay adjacent, so that a policy can encode
+    their prompt once. With `whole_groups`, no group is split over two micro-batches.
 
-    Raises ValueError if a group is larger than `size` and must stay whole.
+    Raises ValueError if `whole_groups` is set and a group is larger than `size`.
     """
     groups, member = group.unique(return_inverse=True)
     position = torch.randperm(len(groups), generator=generator)[member]
     order = position.argsort(stable=True)
     if not whole_groups:
-        return [list(part.split(size)) for part in order.tensor_split(minibatches)]
-    whole = [order[position[order] == g] for g in range(len(groups))]
-    return [_filled(whole[first:last], size) for first, last in _cuts(len(whole), minibatches)]
+        return [list(rows.split(size)) for rows in order.tensor_split(minibatches)]
+    group_rows = [order[position[order] == g] for g in range(len(groups))]
+    return [_pack_groups(group_rows[begin:end], size) for begin, end in _even_ranges(len(group_rows), minibatches)]
 
 
-def _cuts(count: int, parts: int) -> list[tuple[int, int]]:
-    ends = [round(count * i / parts) for i in range(parts + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+def _even_ranges(total: int, num_ranges: int) -> list[tuple[int, int]]:
+    """Splits range(total) into ranges (begin, end) whose sizes differ by at most 1."""
+    bounds = [round(total * i / num_ranges) for i in range(num_ranges + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _filled(groups: list[Tensor], size: int) -> list[Tensor]:
-    """Groups joined to micro-batches of at most `size` rollouts."""
+def _pack_groups(groups: list[Tensor], size: int) -> list[Tensor]:
+    """Joins groups, each [n] rows, in order into micro-batches of at most `size` rollouts.
+
+    Raises ValueError if a group is larger than `size`.
+    """
     batches: list[list[Tensor]] = []
     for rows in groups:
         if len(rows) > size:
@@ -40,75 +47,87 @@ def _filled(groups: list[Tensor], size: int) -> list[Tensor]:
             batches[-1].append(rows)
         else:
             batches.append([rows])
-    return [torch.cat(parts) for parts in batches]
+    return [torch.cat(batch) for batch in batches]
 
 
-def within_tokens(parts: list[Tensor], length: Tensor, *, tokens: int, rows: int) -> list[Tensor]:
-    """A minibatch cut anew, in its order: micro-batches of at most `rows` rollouts and, filled up to
-    their longest, of at most so many `tokens`. length: [rollout] int64. A rollout that is longer is alone."""
+def split_by_tokens(micro_batches: list[Tensor], length: Tensor, *, max_tokens: int, max_rows: int) -> list[Tensor]:
+    """Splits a minibatch again, in order, into micro-batches of at most `max_rows` rollouts and `max_tokens` tokens.
+
+    length: [rollout] int64. Tokens include padding to the longest rollout. A rollout longer than `max_tokens` gets a
+    micro-batch of its own.
+    """
     batches: list[list[int]] = []
     longest = 0
-    for row in torch.cat(parts).tolist():
+    for row in torch.cat(micro_batches).tolist():
         longest = max(longest, int(length[row]))
-        if batches and len(batches[-1]) < rows and (len(batches[-1]) + 1) * longest <= tokens:
+        if batches and len(batches[-1]) < max_rows and (len(batches[-1]) + 1) * longest <= max_tokens:
             batches[-1].append(row)
         else:
             batches.append([row])
             longest = int(length[row])
-    return [torch.tensor(part) for part in batches]
+    return [torch.tensor(batch) for batch in batches]
 
 
-def halved(parts: list[Tensor], length: Tensor, count: int) -> list[Tensor]:
-    """The micro-batches of a minibatch, as many as `count`: while there are fewer, the one of two or more rollouts that
-    has most tokens, filled up to its longest, falls into halves. Raises ValueError where there are too few rollouts."""
-    batches = list(parts)
+def split_to_count(micro_batches: list[Tensor], length: Tensor, count: int) -> list[Tensor]:
+    """Halves the micro-batch with the most tokens, padding included, until there are `count` micro-batches.
+
+    length: [rollout] int64.
+
+    Raises ValueError if there are fewer than `count` rollouts.
+    """
+    batches = list(micro_batches)
     while len(batches) < count:
-        cost = [len(part) * int(length[part].max()) if len(part) > 1 else 0 for part in batches]
-        if max(cost) == 0:
-            raise ValueError(f"{sum(map(len, parts))} rollouts can not be cut into {count} micro-batches")
-        costliest = cost.index(max(cost))
-        batches[costliest : costliest + 1] = batches[costliest].tensor_split(2)
+        tokens = [len(rows) * int(length[rows].max()) if len(rows) > 1 else 0 for rows in batches]
+        if max(tokens) == 0:
+            num_rollouts = sum(map(len, micro_batches))
+            raise ValueError(f"{num_rollouts} rollouts cannot be split into {count} micro-batches")
+        largest = tokens.index(max(tokens))
+        batches[largest : largest + 1] = batches[largest].tensor_split(2)
     return batches
 
 
-CLOSE = 1.01  # times the mean; what is gained below it is not worth a message
+BALANCED = 1.01  # largest load over the mean load: below it, moving work costs more than it saves
 
 
-def exchanged(cost: Tensor, size: Tensor, rank: Tensor, fixed: Tensor) -> Tensor:
-    """[slot] int64: the piece of work that goes to each slot, where piece i lies in slot i so far.
+def assign_ranks(cost: Tensor, size: Tensor, rank: Tensor, fixed: Tensor) -> Tensor:
+    """Assigns pieces of work to ranks so that their loads are similar. Returns the piece in each slot, [slot] int64.
 
-    Pieces of equal `size` [piece] swap slots between the rank with most to do and another one, as long as the larger
-    load of the two falls. So every rank keeps as many pieces of each size. cost: [piece]; rank: [slot], whose it is;
-    fixed: [rank], the cost of what can not move. All are int64, and equal input gives equal results on all ranks.
+    cost: [piece]; size: [piece], its number of rollouts; rank: [slot], the rank that a slot belongs to; fixed: [rank],
+    the cost of work that stays. Piece i starts in slot i. As long as it lowers the larger of the two loads, a piece of
+    the most loaded rank swaps slots with a piece of equal size of another rank. So each rank keeps its number of pieces
+    of each size. All are int64; equal arguments give equal results on all ranks.
     """
-    held = torch.arange(len(cost))
+    piece = torch.arange(len(cost))  # [slot]
     loads = fixed.index_add(0, rank, cost)
-    limit = CLOSE * float(loads.sum()) / len(loads)
-    while (top := loads.max()) > limit:
-        heaviest = int(loads.argmax())
-        heavy, light = (rank == heaviest).nonzero().flatten(), (rank != heaviest).nonzero().flatten()
-        relief = cost[held[heavy]][:, None] - cost[held[light]]
-        larger = torch.maximum(top - relief, loads[rank[light]] + relief)
-        larger = larger.where(size[held[heavy]][:, None] == size[held[light]], top).flatten()
-        if len(larger) == 0 or larger.min() >= top:
+    limit = BALANCED * float(loads.sum()) / len(loads)
+    while (max_load := loads.max()) > limit:
+        busiest = int(loads.argmax())
+        own_slots, other_slots = (rank == busiest).nonzero().flatten(), (rank != busiest).nonzero().flatten()
+        moved_cost = cost[piece[own_slots]][:, None] - cost[piece[other_slots]]
+        larger_load = torch.maximum(max_load - moved_cost, loads[rank[other_slots]] + moved_cost)
+        same_size = size[piece[own_slots]][:, None] == size[piece[other_slots]]
+        larger_load = larger_load.where(same_size, max_load).flatten()
+        if len(larger_load) == 0 or larger_load.min() >= max_load:
             break
-        best = int(larger.argmin())
-        pair = torch.stack([heavy[best // len(light)], light[best % len(light)]])
-        held[pair] = held[pair.flip(0)]
-        loads = fixed.index_add(0, rank, cost[held])
-    return held
+        best = int(larger_load.argmin())
+        pair = torch.stack([own_slots[best // len(other_slots)], other_slots[best % len(other_slots)]])
+        piece[pair] = piece[pair.flip(0)]
+        loads = fixed.index_add(0, rank, cost[piece])
+    return piece
 
 
-def longest_first(parts: list[Tensor], group: Tensor, length: Tensor) -> list[Tensor]:
-    """The micro-batches `parts` [row] of a minibatch with rollouts of similar `length` [rollout] together, which need
-    less padding: groups by their longest rollout, and the longest rollout of each first. The number of micro-batches
-    and their sizes stay. Nothing changes where groups differ in size, since some algorithms need them whole.
+def sort_by_length(micro_batches: list[Tensor], group: Tensor, length: Tensor) -> list[Tensor]:
+    """Puts rollouts of similar length into the same micro-batch of a minibatch, which needs less padding.
+
+    group, length: [rollout] int64. Groups are sorted by their longest rollout, and rollouts within a group by length,
+    both longest first. The number and the sizes of the micro-batches stay. If groups differ in size, nothing changes,
+    since some algorithms need whole groups in a micro-batch.
     """
-    rows = torch.cat(parts)
+    rows = torch.cat(micro_batches)
     groups, member, counts = group[rows].unique(return_inverse=True, return_counts=True)
     if len(counts.unique()) > 1:
-        return parts
+        return micro_batches
     longest = torch.stack([length[rows][member == g].max() for g in range(len(groups))])
     keys = zip((-longest[member]).tolist(), member.tolist(), (-length[rows]).tolist(), rows.tolist(), strict=True)
     order = torch.tensor([row for *_, row in sorted(keys)])
-    return list(order.split([len(part) for part in parts]))
+    return list(order.split([len(batch) for batch in micro_batches]))

@@ -1,11 +1,14 @@
-"""The only place where per-decision values are averaged, with denominators of the whole batch, not of a part."""
+"""Reduction of per-decision losses to a scalar, with denominators of the whole batch, not of a micro-batch.
+
+No other module averages losses.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmrl.core.ratios import unit_sum
+from mmrl.core.ratios import sum_per_unit
 
 MODES = ("token_mean", "segment_mean", "sequence_mean", "sequence_sum", "constant")
 
@@ -19,23 +22,21 @@ def reduce(
     length: float | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Scalar loss of `values` [B, T] where `mask` [B, T] counts. R is the number of rollouts with a counted decision.
+    """Reduces `values` [B, T] where `mask` [B, T] is set to a scalar. R is the number of rollouts with such a decision.
 
     mode
-      token_mean      sum / number of counted decisions (arXiv 2503.14476)
-      segment_mean    sum over segments of each one's mean / number of segments with a counted decision
-      sequence_mean   sum over rollouts of each one's mean / R (arXiv 2402.03300)
-      sequence_sum    sum over rollouts of each one's sum / R
+      token_mean      sum / number of masked-in decisions (arXiv 2503.14476)
+      segment_mean    mean of the segment means
+      sequence_mean   mean of the rollout means: sum of the means / R (arXiv 2402.03300)
+      sequence_sum    mean of the rollout sums: sum / R
       constant        sum / (R * length) (Dr.GRPO, arXiv 2503.20783)
 
-    When this batch is a part of a larger one, `total` is the sum of `denominator` over all parts; then the reductions
-    of the parts add up to that of the whole, in value and gradient. Values outside the mask may be NaN: they reach
-    neither the result nor the gradient. If nothing counts, the result is 0 with the graph attached.
+    total: if this is a micro-batch of a larger batch, the sum of `denominator` over all micro-batches; then the results
+    add up to that of the whole batch, in value and gradient. segments: [B, T] int64, the segment of each decision, for
+    segment_mean. Values outside the mask may be NaN; they change neither the result nor the gradient. If the mask is
+    empty, the result is 0 with the graph attached.
 
-    segments: [B, T] int64, the segment of its rollout that a decision belongs to, for segment_mean.
-
-    Raises ValueError for an unknown mode, for "constant" without a positive `length`, and for segment_mean without
-    `segments`.
+    Raises ValueError if the mode is unknown, if "constant" has no positive `length`, or segment_mean no `segments`.
     """
     counted = mask.bool()
     local = denominator(counted, mode=mode, segments=segments)
@@ -47,17 +48,17 @@ def reduce(
         if length is None or length <= 0:
             raise ValueError(f"mode 'constant' needs a positive length, got {length}")
         rows = rows / length
-    # A total of 0 means an empty mask everywhere: the sum is 0 and only the division needs care.
+    # a total of 0 means an empty mask everywhere: the sum is 0, and clamp avoids 0 / 0
     return rows.sum() / torch.as_tensor(local if total is None else total, device=rows.device).clamp(min=1)
 
 
 def denominator(mask: Tensor, *, mode: str = "token_mean", segments: Tensor | None = None) -> Tensor:
-    """The part of `mask` [B, T] in the `total` of `reduce`, a 0-d int64.
+    """Returns the contribution of this batch to the `total` of `reduce`, 0-d int64.
 
-    The number of counted decisions for token_mean, of segments with any for segment_mean, of rollouts with any for the
-    other modes.
+    It is the number of masked-in decisions for token_mean, of segments with such a decision for segment_mean, and of
+    rollouts with one for the other modes. mask: [B, T].
 
-    Raises ValueError for an unknown mode, and for segment_mean without `segments`.
+    Raises ValueError if the mode is unknown, or if segment_mean has no `segments`.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -68,11 +69,11 @@ def denominator(mask: Tensor, *, mode: str = "token_mean", segments: Tensor | No
 
 
 def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:
-    """Returns 1 / the number of counted decisions in the segment of each decision, 0 where none counts, [B, T] fp32.
+    """Returns 1 / the number of masked-in decisions in the segment of each decision, [B, T] fp32; 0 outside the mask.
 
-    Raises ValueError without `segments`.
+    Raises ValueError if `segments` is None.
     """
     if segments is None:
         raise ValueError("mode 'segment_mean' needs segments [B, T]")
     counted = mask.float()
-    return counted / unit_sum(counted, segments.to(mask.device)).clamp(min=1)
+    return counted / sum_per_unit(counted, segments.to(mask.device)).clamp(min=1)

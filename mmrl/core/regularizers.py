@@ -1,5 +1,8 @@
-"""Distances between policies: sampled estimates for tokens, sums over alternatives, the exact divergence for Gaussian
-steps."""
+"""KL and other divergences between policies: single-sample estimates, sums over listed tokens, and the exact KL of
+Gaussian steps.
+
+Shapes: B rollouts, T decisions.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,22 @@ KINDS = ("k1", "k2", "k3", "absolute")
 DIVERGENCES = ("tv", "kl")
 REDUCTIONS = ("mean", "sum")
 Direction = Literal["reverse", "forward"]
-LEAST = 1e-7  # probability that is left to alternatives which are not listed, about fp32's rounding of their sum
+MIN_REMAINING = 1e-7  # lower bound of the probability of unlisted tokens, about the fp32 rounding error of the sum
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tensor | None = None) -> Tensor:
-    """Single-sample estimate [B, T] of KL(policy || reference) at decisions drawn from the policy.
+    """Estimates KL(policy || reference) from one sample per decision, which the policy drew. Returns [B, T].
 
-    With d = logp - ref_logp clamped to +-20 (Schulman, "Approximating KL divergence", 2020):
+    logp, ref_logp: [B, T], log-probabilities under the policy and the reference. With d = logp - ref_logp clamped to
+    +-20 (Schulman, "Approximating KL divergence", 2020):
 
         k1 = d            k2 = d^2 / 2            k3 = exp(-d) + d - 1, unbiased like k1 and never negative
         absolute = |d|, not clamped
 
-    As a loss only k2 has the gradient of the KL in expectation; that of k1 is 0 and that of k3 is KL(reference ||
-    policy)'s. With a `mask` [B, T], entries outside it are 0 without gradient, whatever they hold.
+    As a loss, only k2 has the gradient of the KL in expectation; the gradient of k1 is 0 in expectation, and that of k3
+    is the gradient of KL(reference || policy). mask: [B, T]; entries outside it are 0 without a gradient, even if NaN.
 
-    Raises ValueError for an unknown kind.
+    Raises ValueError if the kind is unknown.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
@@ -43,12 +47,13 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, *, kind: str = "k3", mask: Tenso
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Exact KL [B] between Normal(mean, std) and Normal(ref_mean, std): |mean - ref_mean|^2 / (2 std^2).
+    """Computes the KL of Normal(mean, std) and Normal(ref_mean, std), |mean - ref_mean|^2 / (2 std^2). Returns [B].
 
-    `mean`, `ref_mean`: [B, ...]; the elements of one rollout are averaged ("mean", as denoising log-likelihoods are) or
-    summed. `std` is positive and includes sqrt(-dt): [B], 0-d, or any shape of two or more axes that broadcasts.
+    mean, ref_mean: [B, ...]; std: positive, [B], 0-d, or a shape of at least two axes that broadcasts; for a denoising
+    step it includes sqrt(-dt). reduction: over the elements of a rollout, "mean" or "sum"; denoising log-likelihoods
+    use the mean.
 
-    Raises ValueError for an unknown reduction, and for a 1-d std that is not [B].
+    Raises ValueError if the reduction is unknown, or if a 1-d std is not [B].
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
@@ -61,13 +66,14 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor, *, reduction: str =
 
 
 def token_divergence(logp: Tensor, old_logp: Tensor, *, kind: str = "tv") -> Tensor:
-    """Detached divergence [B, T] of "this token or any other", for the surrogate divergence_mask (arXiv 2602.04879).
+    """Computes the divergence of two policies on the event "this token or another one" (arXiv 2602.04879).
 
-    With p, q the probabilities of the sampled token, now and in the old policy:
+    logp, old_logp: [B, T]. Returns [B, T], detached. With p, q the probabilities of the sampled token under the current
+    and the old policy:
 
         tv = |p - q|            kl = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    Raises ValueError for an unknown kind.
+    Raises ValueError if the kind is unknown.
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"kind must be one of {', '.join(DIVERGENCES)}; got {kind!r}")
@@ -76,55 +82,56 @@ def token_divergence(logp: Tensor, old_logp: Tensor, *, kind: str = "tv") -> Ten
     if kind == "tv":
         return (p - q).abs()
     tiny = torch.finfo(p.dtype).tiny
-    rest_p, rest_q = -torch.expm1(logp), -torch.expm1(old_logp)
-    rest = torch.xlogy(rest_q, rest_q) - torch.xlogy(rest_q, rest_p.clamp(min=tiny))
-    return (q * (old_logp - logp) + rest).clamp(min=0)
+    not_p, not_q = -torch.expm1(logp), -torch.expm1(old_logp)  # 1 - p, 1 - q
+    other_tokens = torch.xlogy(not_q, not_q) - torch.xlogy(not_q, not_p.clamp(min=tiny))
+    return (q * (old_logp - logp) + other_tokens).clamp(min=0)
 
 
 def masked_distance(x: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """[rollout, decision] mean squared difference of x and `other`, [rollout, decision, channel, ..., height, width],
-    where `mask` is 1; it broadcasts to them. 0 where it is 1 nowhere."""
-    weight = mask.expand_as(x)
-    added = ((x - other).square() * weight).flatten(2).sum(2)
-    return added / weight.flatten(2).sum(2).clamp(min=1)
+    """Computes the mean squared difference of x and `other` over a mask. Returns [rollout, decision].
 
-
-def listed_divergence(student: Tensor, teacher: Tensor, *, direction: Direction, whole: bool = False) -> Tensor:
-    """Computes the KL divergence [...] of each decision, with its gradient in `student`.
-
-    student, teacher: log-probabilities of the same alternatives, [..., k]; all others are one more alternative, of the
-    probability that is left, so that the result is a lower bound of the KL over the whole list (the log-sum
-    inequality). whole: the alternatives are all that there are. reverse: KL(student || teacher); forward: KL(teacher ||
-    student).
+    x, other: [rollout, decision, channel, ..., height, width]; mask: 1 where elements are used, broadcasts to x. An
+    empty mask gives 0.
     """
-    if not whole:
-        student, teacher = (torch.cat([logp, log_rest(logp)], -1) for logp in (student, teacher))
-    first, second = (student, teacher) if direction == "reverse" else (teacher, student)
-    return (first.exp() * (first - second)).sum(-1)
+    weight = mask.expand_as(x)
+    total = ((x - other).square() * weight).flatten(2).sum(2)
+    return total / weight.flatten(2).sum(2).clamp(min=1)
 
 
-def log_rest(logp: Tensor) -> Tensor:
-    """Returns the log of the probability that the alternatives logp [..., k] leave to others, [..., 1]; at least
-    log `LEAST`."""
-    return (1 - logp.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
+def top_k_kl(student: Tensor, teacher: Tensor, *, direction: Direction, complete: bool = False) -> Tensor:
+    """Computes the KL divergence of student and teacher from the log-probabilities of k tokens. Returns [...].
+
+    student, teacher: log-probabilities of the same k tokens, [..., k]; the gradient flows to `student`. direction:
+    "reverse" is KL(student || teacher), "forward" KL(teacher || student). All unlisted tokens are merged into one with
+    the remaining probability, so the result is a lower bound of the full KL (log-sum inequality). complete: the k
+    tokens are the whole vocabulary, and nothing is merged.
+    """
+    if not complete:
+        student, teacher = (torch.cat([logp, log_remaining_probability(logp)], -1) for logp in (student, teacher))
+    log_p, log_q = (student, teacher) if direction == "reverse" else (teacher, student)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def sampled_divergence(
-    logp: Tensor, old_logp: Tensor, teacher: Tensor, *, direction: Direction
-) -> tuple[Tensor, Tensor]:
-    """Returns what is minimised, and the estimate of the KL divergence without gradient; each like `logp`.
+def log_remaining_probability(logp: Tensor) -> Tensor:
+    """Returns log(1 - sum of the probabilities) of k listed tokens, logp [..., k], as [..., 1]; never below
+    log `MIN_REMAINING`."""
+    return (1 - logp.exp().sum(-1, keepdim=True)).clamp(min=MIN_REMAINING).log()
 
-    logp, old_logp, teacher: of decisions that the policy of old_logp sampled, under the student, that policy and the
-    teacher. In expectation over these decisions the gradient is that of the KL divergence of the next decision:
+
+def sampled_kl_loss(logp: Tensor, old_logp: Tensor, teacher: Tensor, *, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Computes a single-sample loss for the KL divergence of student and teacher. Returns it and its detached values.
+
+    logp, old_logp, teacher: log-probabilities of the sampled tokens under the student, the policy that sampled them and
+    the teacher, all of one shape, which the results have too. In expectation the gradient is that of the KL:
 
         reverse   r d                  r = exp(logp - old_logp), d = logp - teacher detached    gradient r d dlogp
         forward   -w (logp - teacher)  w = exp(teacher - old_logp)                              gradient -w dlogp
 
-    Exponents and the weight d are clamped at +-20.
+    Exponents and the weight d are clamped to +-20.
     """
-    gap = logp - teacher
+    difference = logp - teacher
     if direction == "reverse":
-        values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * gap.detach().clamp(-BOUND, BOUND)
+        values = (logp - old_logp).clamp(-BOUND, BOUND).exp() * difference.detach().clamp(-BOUND, BOUND)
     else:
-        values = -(teacher - old_logp).clamp(-BOUND, BOUND).exp() * gap
+        values = -(teacher - old_logp).clamp(-BOUND, BOUND).exp() * difference
     return values, values.detach()

@@ -1,6 +1,7 @@
-"""Surrogate objectives: per-decision values to minimise. Nothing is averaged or masked here; see `reduce`.
+"""Surrogate objectives: per-decision losses. Nothing is averaged or masked here; see `reduce`.
 
-Each function maps log_ratio [B, T] and advantages that broadcast to it onto values [B, T] and [B, T] statistics.
+Each function takes log_ratio [B, T] and advantages `a` that broadcast to it. It returns values to minimize and
+statistics, all [B, T].
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def surrogate(
     clip_high: float = 0.28,
     **options: Tensor | float,
 ) -> Result:
-    """Values [B, T] to minimise, for `log_ratio` [B, T] and detached `advantages` [B] or [B, T]; r = exp(log_ratio).
+    """Computes a surrogate objective. Returns values [B, T] to minimize, and statistics.
+
+    log_ratio: [B, T]; advantages: A, [B] or [B, T], detached here. With r = exp(log_ratio):
 
     kind              value                                             options (default)
     clip              -min(r A, clamp(r, 1 - low, 1 + high) A)          PPO, arXiv 1707.06347; two bounds 2503.14476
@@ -39,14 +42,14 @@ def surrogate(
     unclipped         -r A                                              conservative policy iteration, arXiv 1707.06347
     reinforce         gradient -A dlogp, whatever the ratio
 
-    cispo and reinforce need only the gradient that log_ratio carries; their values are -clamp(r, ...) A and -A. The
-    clip bounds are used by clip, dual_clip and cispo. For `divergence` see regularizers: token_divergence, gaussian_kl.
+    The values of cispo and reinforce are -clamp(r, ...) A and -A. low and high are `clip_low` and `clip_high`, which
+    only clip, dual_clip and cispo use. For `divergence` see regularizers: token_divergence, gaussian_kl.
 
-    Statistics are detached [B, T] tensors in the dtype of the values, to be averaged by the caller over its mask:
-    "ratio" always; "clip_low", "clip_high" (1 where that bound acts) for the clipped kinds; "dual_clip"; "dropped" for
-    divergence_mask; "weight" for cispo and gaussian_weight.
+    Statistics are detached [B, T] tensors in the dtype of the values, which the caller averages over its mask: "ratio"
+    always; "clip_low", "clip_high" (1 where that bound is active) for clip, dual_clip and cispo; "dual_clip"; "dropped"
+    for divergence_mask; "weight" for cispo and gaussian_weight.
 
-    Raises ValueError for an unknown kind, an option that the kind does not have, or a missing one.
+    Raises ValueError if the kind is unknown, or if an option is unknown or missing.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
@@ -80,7 +83,7 @@ def _cispo(log_ratio: Tensor, a: Tensor, *, low: float, high: float) -> Result:
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - low, 1 + high)
     stats = {"weight": weight, "clip_low": ratio < 1 - low, "clip_high": ratio > 1 + high}
-    return weighted(weight * a, log_ratio), stats
+    return policy_gradient_values(weight * a, log_ratio), stats
 
 
 def _soft(log_ratio: Tensor, a: Tensor, *, tau_positive: float, tau_negative: float) -> Result:
@@ -89,8 +92,8 @@ def _soft(log_ratio: Tensor, a: Tensor, *, tau_positive: float, tau_negative: fl
 
 
 def _divergence_mask(log_ratio: Tensor, a: Tensor, *, divergence: Tensor, bound: float) -> Result:
-    away = log_ratio.detach() * a > 0
-    dropped = away & (divergence.detach() > bound)
+    moves_further = log_ratio.detach() * a > 0
+    dropped = moves_further & (divergence.detach() > bound)
     return torch.where(dropped, 0, -log_ratio.exp() * a), {"dropped": dropped}
 
 
@@ -104,11 +107,11 @@ def _unclipped(log_ratio: Tensor, a: Tensor) -> Result:
 
 
 def _reinforce(log_ratio: Tensor, a: Tensor) -> Result:
-    return weighted(a, log_ratio), {}
+    return policy_gradient_values(a, log_ratio), {}
 
 
-def weighted(weight: Tensor, log_ratio: Tensor) -> Tensor:
-    """-weight [B, T], whose gradient by log_ratio [B, T] is -weight; the weight itself has none."""
+def policy_gradient_values(weight: Tensor, log_ratio: Tensor) -> Tensor:
+    """Returns -weight [B, T] with the gradient -weight with respect to log_ratio [B, T]; weight gets no gradient."""
     return -weight.detach() * (log_ratio - log_ratio.detach()).exp()
 
 

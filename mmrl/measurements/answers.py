@@ -1,4 +1,5 @@
-"""Further responses to the prompts of a step: greedy, under a view of the prompt, or of the reference policy."""
+"""Measurements from additional responses to the prompts of a step: greedy ones, ones to a view of the prompt (a changed
+image or text), or ones of the reference policy."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GreedyRewards(CollectedMeasurement["Column"]):
-    """Rewards [rollout, component] of a greedy response to each prompt, which is not learned from."""
+    """Rewards [rollout, component] of a greedy response to the rollout's prompt, which is not trained on."""
 
-    cost: ClassVar[str] = "one more response a prompt"
+    cost: ClassVar[str] = "one more response per prompt"
     name: ClassVar[str] = "greedy"
 
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
@@ -34,7 +35,7 @@ class GreedyRewards(CollectedMeasurement["Column"]):
 
 @dataclass(frozen=True)
 class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
-    """Responses to each prompt under a view, as many as a group has, and their mean accuracy."""
+    """Responses to a view of each prompt, `group_size` per prompt, and their mean accuracy."""
 
     view: View
     cost: ClassVar[str] = "as many responses again under every view"
@@ -66,7 +67,7 @@ class ViewAnswers(CollectedMeasurement["FurtherResponses"]):
 
 @dataclass(frozen=True)
 class ReferenceRewards(PreparedMeasurement["Column"]):
-    """The reward [rollout] of a response of the reference policy to the same prompt; NaN where it is unscored."""
+    """The reward [rollout] of a response of the reference policy to the rollout's prompt; NaN if unknown."""
 
     cost: ClassVar[str] = "a response of the reference policy to each prompt, and its reward"
     name: ClassVar[str] = "reference_reward"
@@ -82,17 +83,18 @@ class ReferenceRewards(PreparedMeasurement["Column"]):
         from mmrl.runtime.seeds import reference_seeds
 
         prompts, groups, member = grouped_prompts(rollouts)
-        most = context.max_over_ranks(len(groups))
-        chosen = [i % len(groups) for i in range(most)]  # ranks may have to generate together
+        # the largest number on any rank: ranks may have to generate together
+        num_prompts = context.max_over_ranks(len(groups))
+        indices = [i % len(groups) for i in range(num_prompts)]
         with context.reference():
-            seeds = reference_seeds(context.seed, [groups[i] for i in chosen])
-            reference = context.policy.rollout([prompts[i] for i in chosen], 1, seeds, step=context.step)
-        return Column(context.score(reference.samples, torch.arange(most))[member])
+            seeds = reference_seeds(context.seed, [groups[i] for i in indices])
+            reference = context.policy.rollout([prompts[i] for i in indices], 1, seeds, step=context.step)
+        return Column(context.score(reference.samples, torch.arange(num_prompts))[member])
 
 
 def grouped_prompts(rollouts: Rollouts) -> tuple[list[Prompt], list[int], Tensor]:
-    """Returns the prompt of each group, the ids of the groups in rising order, and the index of each rollout's group,
-    [rollout] int64."""
+    """Returns the prompt of each group, the sorted ids of the groups, and each rollout's index into both, [rollout]
+    int64."""
     groups, member = rollouts.group.unique(return_inverse=True)
-    first = [int((member == g).nonzero()[0]) for g in range(len(groups))]
-    return [rollouts.samples[row].prompt for row in first], groups.tolist(), member
+    first_rows = [int((member == g).nonzero()[0]) for g in range(len(groups))]
+    return [rollouts.samples[row].prompt for row in first_rows], groups.tolist(), member

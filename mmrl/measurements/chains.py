@@ -1,4 +1,7 @@
-"""Measurements of denoising chains: completions of their states, and features of their latents."""
+"""Measurements of denoising chains (the latents of all denoising steps of a sample).
+
+A completion of a state is the image that denoising it without further noise leads to.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completions(CollectedMeasurement["Column"]):
-    """Rewards [rollout, 1 + decision] of noise-free completions of a chain's states: of the state before the first
-    stochastic step, then of the state after each step. The last is the reward of the rollout itself."""
+    """Rewards of the completions of a chain's states, [rollout, 1 + decision].
+
+    The first is of the state before the first stochastic step, the others of the states after each step. The last one
+    is the reward of the rollout itself.
+    """
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every step of the chain, and its reward"
@@ -34,14 +40,14 @@ class Completions(CollectedMeasurement["Column"]):
 
         from mmrl.rollouts import Column
 
-        after = context.rewards(rollouts)[:, None]
-        return Column(torch.cat([_completed(rollouts, context, ends=False), after], 1))
+        after = context.rewards(rollouts)[:, None]  # [rollout, 1]
+        return Column(torch.cat([_completion_rewards(rollouts, context, ends=False), after], 1))
 
 
 @dataclass(frozen=True)
 class CandidateCompletions(CollectedMeasurement["Column"]):
-    """Rewards [rollout, decision] of noise-free completions of the state after each decision, of candidates that share
-    the state before it."""
+    """Rewards [rollout, decision] of the completions of the state after each decision, for candidate next states that
+    share the state before it."""
 
     requires: ClassVar[type] = Completing
     cost: ClassVar[str] = "a deterministic completion of every candidate, and its reward"
@@ -55,20 +61,20 @@ class CandidateCompletions(CollectedMeasurement["Column"]):
     def measure(self, rollouts: Rollouts, context: CollectedContext) -> Column:
         from mmrl.rollouts import Column
 
-        return Column(_completed(rollouts, context, ends=True))
+        return Column(_completion_rewards(rollouts, context, ends=True))
 
 
-def _completed(rollouts: Rollouts, context: CollectedContext, *, ends: bool) -> Tensor:
-    """Returns the reward of the noise-free completion from the state before each decision, with `ends` from the state
-    after it, [rollout, decision]."""
-    count = rollouts.mask.shape[1]
+def _completion_rewards(rollouts: Rollouts, context: CollectedContext, *, ends: bool) -> Tensor:
+    """Returns the reward of the completion of the state before each decision (after it, with `ends`), [rollout,
+    decision]."""
+    num_decisions = rollouts.mask.shape[1]
     completions = context.policy.complete_steps(rollouts, ends=ends)
-    return context.score(completions, rollouts.group.repeat_interleave(count)).view(-1, count)
+    return context.score(completions, rollouts.group.repeat_interleave(num_decisions)).view(-1, num_decisions)
 
 
 @dataclass(frozen=True)
 class PooledLatents(PreparedMeasurement["Column"]):
-    """The latents before each decision, pooled, and their noise level, [rollout, decision, number]."""
+    """The pooled latents before each decision and their noise level, [rollout, decision, feature]."""
 
     requires: ClassVar[type] = Latent
     cost: ClassVar[str] = "a small network of values, which learns on the CPU"

@@ -1,4 +1,4 @@
-"""Implicit process rewards: log-ratios of a copy of the policy that learns which rollouts end well."""
+"""Implicit process rewards (PRIME): log-ratios of a reward model, a copy of the policy trained on the outcomes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
-    """The process reward of each decision, [rollout, decision] fp32: beta (log pi_phi - log pi_ref), 0 where none
-    counts. pi_phi starts as a copy of the policy, and takes one step of Adam a step of the run, on the cross-entropy of
-    the outcome 0 or 1; pi_ref is the job's reference.
+    """The process reward beta (log pi_phi - log pi_ref) of each decision, [rollout, decision] fp32; 0 if masked.
 
-    label: the outcome, accuracy or reward/NAME; updates: whether pi_phi learns from rollouts before it scores them.
+    The reward model pi_phi starts as a copy of the policy. Each training step it takes one Adam step on the binary
+    cross-entropy of the outcome (0 or 1), whose logit is the sum of the process rewards. pi_ref is the reference
+    policy. label: the outcome, accuracy or reward/NAME; updates: pi_phi is trained on rollouts before or after it
+    scores them.
     """
 
     label: str
@@ -42,18 +43,22 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return f"implicit {self.label} {self.beta:g} {self.lr:g} {self.updates}"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
-        """Raises UserError for an outcome that is not 0 or 1."""
+        """Trains pi_phi on the rollouts and returns their process rewards. Raises UserError if an outcome is not 0 or
+        1."""
         from mmrl.rollouts import DecisionColumn
 
         policy = context.policy
         module = context.modules.get(self.name, lambda: copy.deepcopy(policy.module), self.lr)
         scores = self._learn(module, rollouts, context)
         if self.updates == "before":
-            scores = self._scored(module, rollouts, context)
+            scores = self._score(module, rollouts, context)
         return DecisionColumn(scores)
 
     def outcome(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Returns 0 or 1, [rollout]; NaN for rollouts that were not scored, do not count or fill up a batch."""
+        """Returns the outcomes 0 or 1, [rollout]; NaN if unknown, and for rollouts that are masked or only padding.
+
+        Raises UserError if an outcome is not 0 or 1.
+        """
         import torch
 
         from mmrl.rollouts import require
@@ -66,16 +71,17 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         known = ~values.isnan() & rollouts.mask.any(1)
         if rollouts.filler is not None:
             known = known & ~rollouts.filler
-        odd = values[known & (values != 0) & (values != 1)]
-        if len(odd):
+        invalid = values[known & (values != 0) & (values != 1)]
+        if len(invalid):
             raise UserError(
-                f"{self.label} is {float(odd[0]):g} for a rollout, and implicit process rewards learn from outcomes "
-                "that are 0 or 1; name such a one by label: reward/NAME"
+                f"{self.label} is {float(invalid[0]):g} for a rollout, but implicit process rewards need outcomes "
+                "that are 0 or 1; set label: reward/NAME to a reward with such values"
             )
         return values.where(known, torch.nan)
 
     def _learn(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Takes a step on the rollouts of all ranks; returns scores from before it, [rollout, decision]."""
+        """Trains pi_phi for one step on the rollouts of all ranks. Returns the process rewards before it, [rollout,
+        decision]."""
         import torch
 
         outcome = self.outcome(rollouts, context)
@@ -92,7 +98,8 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         module.descend(losses(), context.sum)
         return scores
 
-    def _scored(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+    def _score(self, module: AuxiliaryModule, rollouts: Rollouts, context: PreparedContext) -> Tensor:
+        """Returns the process rewards under the present pi_phi, [rollout, decision]."""
         import torch
 
         scores = torch.zeros(rollouts.mask.shape)
@@ -102,7 +109,7 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
         return scores
 
     def _rewards(self, module: AuxiliaryModule, micro: Rollouts, context: PreparedContext) -> Tensor:
-        """Computes the process rewards of a micro-batch with their gradient."""
+        """Computes the process rewards of a micro-batch with their gradient, [rollout, decision]."""
         from mmrl.rollouts import require
 
         logp = context.policy.replay(micro, module.module).logp
@@ -111,8 +118,8 @@ class ImplicitRewards(PreparedMeasurement["DecisionColumn"]):
 
 
 def outcome_loss(logits: Tensor, outcome: Tensor) -> Tensor:
-    """Computes the sum of binary cross-entropies, 0-d. logits: [rollout]; outcome: [rollout], 0, 1, or NaN where none
-    is known."""
+    """Computes the sum of the binary cross-entropies, 0-d. logits: [rollout]; outcome: [rollout], 0, 1, or NaN, which
+    is left out."""
     import torch
 
     known = outcome.isfinite()

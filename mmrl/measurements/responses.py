@@ -1,5 +1,5 @@
-"""Measurements of the decisions of a response: their indices, their log-probabilities under a view, gains of
-segments."""
+"""Measurements of the decisions (tokens) of a response: their ids, their log-probabilities under a view of the prompt
+(a changed image or text), and the gain in expected reward of each segment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecisionNumbers(PreparedMeasurement["DecisionColumn"]):
-    """The index of each decision in its list, such as a token id, [rollout, decision] int64."""
+    """The index of each decision among its alternatives, such as a token id, [rollout, decision] int64."""
 
     requires: ClassVar[type] = DiscreteDecisions
     cost: ClassVar[str] = ""
@@ -42,7 +42,7 @@ class DecisionNumbers(PreparedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
-    """Log-probabilities [rollout, decision] under a view of the prompt, by the policy that sampled."""
+    """Log-probabilities [rollout, decision] given a view of the prompt, under the policy that sampled the rollouts."""
 
     view: View
     cost: ClassVar[str] = "a forward pass under every view"
@@ -62,12 +62,13 @@ class ViewLikelihoods(PreparedMeasurement["DecisionColumn"]):
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
         from mmrl.rollouts import DecisionColumn
 
-        return DecisionColumn(context.replayed(context.policy.view(rollouts, under(self.view, context.step)), "logp"))
+        viewed = context.policy.view(rollouts, bind_step(self.view, context.step))
+        return DecisionColumn(context.replayed(viewed, "logp"))
 
 
 @dataclass(frozen=True)
 class ViewReplay(ReplayedMeasurement["Replay"]):
-    """A replay of the same responses under a view of their prompts, with its gradient."""
+    """The log-probabilities and other outputs of a replay, with gradients, of the same responses to viewed prompts."""
 
     view: View
     cost: ClassVar[str] = "a forward and a backward pass under every view"
@@ -84,27 +85,27 @@ class ViewReplay(ReplayedMeasurement["Replay"]):
         self.view.check(prompt)
 
     def measure(self, micro: Rollouts, context: ReplayedContext) -> Replay:
-        viewed = context.policy.view(micro, under(self.view, context.step))
+        viewed = context.policy.view(micro, bind_step(self.view, context.step))
         replay: Replay = context.policy.replay(viewed, context.engine)
         return replay
 
     def of(self, replay: Replay) -> Replay:
-        """Returns the replay under the view that was computed beside this replay."""
+        """Returns the replay under the view that belongs to this replay of the original prompts."""
         viewed: Replay = replay.extras[self.name]
         return viewed
 
 
-def under(view: View, step: int) -> Callable[[Prompt], Prompt]:
-    """Returns the change of prompts under a view of a step."""
+def bind_step(view: View, step: int) -> Callable[[Prompt], Prompt]:
+    """Returns the function that maps a prompt to its view in this training step."""
     return partial(view.changed, step=step)
 
 
 @dataclass(frozen=True)
 class PromptLikelihoods(PreparedMeasurement["Column"]):
-    """The mean log-probability [rollout] of the prompt's tokens given the image that the policy made of it."""
+    """The mean log-probability [rollout] of the prompt's tokens given the image that the policy generated for it."""
 
     requires: ClassVar[type] = ScoringPrompts
-    cost: ClassVar[str] = "a pass over every image and its prompt"
+    cost: ClassVar[str] = "a forward pass over every image and its prompt"
     name: ClassVar[str] = "inverse"
 
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> Column:
@@ -112,21 +113,23 @@ class PromptLikelihoods(PreparedMeasurement["Column"]):
 
         from mmrl.rollouts import Column
 
-        rows = context.micro_batches
-        logp = torch.cat([context.policy.prompt_logp(rollouts.select(part)) for part in rows])
-        return Column(logp[torch.cat(rows).argsort()])
+        micro_batches = context.micro_batches
+        logp = torch.cat([context.policy.prompt_logp(rollouts.select(rows)) for rows in micro_batches])
+        return Column(logp[torch.cat(micro_batches).argsort()])
 
 
 @dataclass(frozen=True)
 class SegmentGains(CollectedMeasurement["DecisionColumn"]):
-    """The gain in expected reward of the segment of `every` decisions that a decision belongs to, [rollout, decision]:
-    the mean reward of `count` responses that are resampled from the segment's end, less that from its beginning. The
-    expected reward at the beginning of a response is the mean of its group, at the end the reward itself."""
+    """The gain in expected reward over the segment of `every` decisions that a decision is in, [rollout, decision].
+
+    The expected reward at the boundary of two segments is the mean reward of `count` responses resampled from there. At
+    the beginning of a response it is the mean reward of its group, at the end the reward itself.
+    """
 
     every: int
     count: int
     requires: ClassVar[type] = ContinuingResponses
-    cost: ClassVar[str] = "further responses from every edge of a segment, and their rewards"
+    cost: ClassVar[str] = "additional responses from every boundary between segments, and their rewards"
 
     @property
     def name(self) -> str:
@@ -139,30 +142,29 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         from mmrl.rollouts import DecisionColumn
 
         rewards = context.rewards(rollouts)
-        worth = torch.full((len(rollouts), -(-rollouts.mask.shape[1] // self.every)), torch.nan)
-        worth[:, 0] = torch.stack([rewards[rollouts.group == group].nanmean() for group in rollouts.group])
+        max_segments = -(-rollouts.mask.shape[1] // self.every)
+        values = torch.full((len(rollouts), max_segments), torch.nan)  # expected reward at each segment's beginning
+        values[:, 0] = torch.stack([rewards[rollouts.group == group].nanmean() for group in rollouts.group])
         lengths = rollouts.mask.sum(1).tolist()
         cuts = [(row, cut) for row, length in enumerate(lengths) for cut in range(self.every, length, self.every)]
-        if context.max_over_ranks(len(cuts)):  # ranks may have to generate together
-            earned = self._earned(rollouts, cuts or [(0, 0)], context)
-            for (row, cut), value in zip(cuts, earned[: len(cuts)], strict=True):
-                worth[row, cut // self.every] = value
-        return DecisionColumn(segment_gains(worth, rewards, rollouts.mask, every=self.every))
+        if context.max_over_ranks(len(cuts)):  # a rank without cuts resamples too: ranks may have to generate together
+            expected = self._expected_rewards(rollouts, cuts or [(0, 0)], context)
+            for (row, cut), value in zip(cuts, expected[: len(cuts)], strict=True):
+                values[row, cut // self.every] = value
+        return DecisionColumn(segment_gains(values, rewards, rollouts.mask, segment_length=self.every))
 
-    def _earned(self, rollouts: Rollouts, cuts: list[tuple[int, int]], context: CollectedContext) -> Tensor:
-        """Returns the mean reward of responses that are resampled from these decisions of these rows, [cut]."""
+    def _expected_rewards(self, rollouts: Rollouts, cuts: list[tuple[int, int]], context: CollectedContext) -> Tensor:
+        """Returns the mean reward of `count` responses resampled from each cut, [cut]. cuts: (row, decision) pairs."""
         import torch
 
         from mmrl.runtime.seeds import continuation_seeds
 
         rows = torch.tensor([row for row, _ in cuts]).repeat_interleave(self.count)
         members = [int((rollouts.group[:row] == rollouts.group[row]).sum()) for row, _ in cuts]
-        seeds = [
-            number
-            for (row, cut), member in zip(cuts, members, strict=True)
-            for number in continuation_seeds(context.seed, int(rollouts.group[row]), member, cut, self.count)
-        ]
+        seeds: list[int] = []
+        for (row, cut), member in zip(cuts, members, strict=True):
+            seeds += continuation_seeds(context.seed, int(rollouts.group[row]), member, cut, self.count)
         lengths = [cut for _, cut in cuts for _ in range(self.count)]
         continued = context.policy.continue_from(rollouts.select(rows), lengths, seeds)
-        earned = context.score(continued.samples, torch.arange(len(rows)) // self.count)
-        return earned.view(-1, self.count).nanmean(1)
+        rewards = context.score(continued.samples, torch.arange(len(rows)) // self.count)
+        return rewards.view(-1, self.count).nanmean(1)

@@ -1,4 +1,4 @@
-"""The measurement of segments: which decisions of a rollout count as one."""
+"""The segment of each decision, as the policy defines it (such as a robot's chunk of actions)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentIds(PreparedMeasurement["DecisionColumn"]):
-    """The segment of its rollout that each decision belongs to, [rollout, decision] int64."""
+    """The id of the segment of its rollout that each decision belongs to, [rollout, decision] int64."""
 
     requires: ClassVar[type] = Segmented
     cost: ClassVar[str] = "nothing"

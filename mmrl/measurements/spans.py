@@ -1,4 +1,4 @@
-"""The measurement of spans: what a reward said of parts of a response, at the decisions that own them."""
+"""The measurement of spans: values that a reward gave to parts of a response, and the decisions in each part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmrl.protocols.spans import SpanColumn
     from mmrl.rollouts import Rollouts, Sample, Spans
 
-Bounds = tuple[int, int]  # begin and end
+Bounds = tuple[int, int]  # begin and end of a span, in its unit
 
 Unit = Literal["characters", "turns", "decisions"]
 REQUIRED: dict[Unit, frozenset[Offer]] = {
@@ -29,7 +29,10 @@ REQUIRED: dict[Unit, frozenset[Offer]] = {
 
 @dataclass(frozen=True)
 class SpanValues(CollectedMeasurement["SpanColumn"]):
-    """The spans that the reward of this column returned."""
+    """The spans that a reward returned: their values, their decisions and their texts.
+
+    reward: the name of the reward; of: the unit of the spans' bounds.
+    """
 
     reward: str
     of: Unit = "characters"
@@ -51,68 +54,78 @@ class SpanValues(CollectedMeasurement["SpanColumn"]):
 
         spans = [sample.spans.get(self.reward, Spans((), unit=self.of)) for sample in rollouts.samples]
         self._check(rollouts, spans)
-        bounds = [[(begin, end) for begin, end, _ in each.values] for each in spans]
+        bounds = [[(begin, end) for begin, end, _ in rollout_spans.values] for rollout_spans in spans]
+        values = [[value for _, _, value in rollout_spans.values] for rollout_spans in spans]
         return SpanColumn(
-            [torch.tensor([value for _, _, value in each.values], dtype=torch.float32) for each in spans],
+            [torch.tensor(rollout_values, dtype=torch.float32) for rollout_values in values],
             self._shares(rollouts, bounds, context),
-            [self._texts(sample, each) for sample, each in zip(rollouts.samples, bounds, strict=True)],
+            [
+                self._texts(sample, sample_bounds)
+                for sample, sample_bounds in zip(rollouts.samples, bounds, strict=True)
+            ],
         )
 
     def _check(self, rollouts: Rollouts, spans: Sequence[Spans]) -> None:
-        """Raises UserError where the reward returned no spans, or spans of another unit (`of`)."""
+        """Raises UserError if the reward returned only numbers, or spans of another unit than `of`."""
         if rollouts.samples and not any(sample.spans.get(self.reward) for sample in rollouts.samples):
             scored = rollouts.rewards is not None and bool(rollouts.rewards.isfinite().any())
             if scored:
                 raise UserError(
-                    f"reward {self.reward!r} returned numbers alone; credit by spans needs one that returns Spans, "
-                    "such as process"
+                    f"reward {self.reward!r} returned only numbers, but credit by spans needs a reward that returns "
+                    "Spans, such as process"
                 )
-        other = next((each.unit for each in spans if each.unit != self.of), None)
-        if other is not None:
-            raise UserError(f"reward {self.reward!r} returned spans of {other}; set of={other} where they are used")
+        other_unit = next((rollout_spans.unit for rollout_spans in spans if rollout_spans.unit != self.of), None)
+        if other_unit is not None:
+            raise UserError(
+                f"reward {self.reward!r} returned spans of {other_unit}; set of={other_unit} where they are used"
+            )
 
     def _shares(self, rollouts: Rollouts, bounds: Sequence[list[Bounds]], context: CollectedContext) -> list[Tensor]:
+        """Returns for each rollout which decisions belong to which span, [3, entry], see `character_shares`."""
         from mmrl.core.turns import unit_shares
         from mmrl.rollouts import Turns
 
         if self.of == "turns":
             turns = rollouts.extra("turns", Turns)
             return [
-                unit_shares(number.where(mask, -1), each)
-                for number, mask, each in zip(turns.number, rollouts.mask, bounds, strict=True)
+                unit_shares(number.where(mask, -1), turn_bounds)
+                for number, mask, turn_bounds in zip(turns.number, rollouts.mask, bounds, strict=True)
             ]
         if self.of == "decisions":
-            counted = (rollouts.mask.long().cumsum(1) - 1).where(rollouts.mask, -1)
-            return [self._bounded(number, each) for number, each in zip(counted, bounds, strict=True)]
+            numbers = (rollouts.mask.long().cumsum(1) - 1).where(rollouts.mask, -1)
+            return [self._decision_shares(*pair) for pair in zip(numbers, bounds, strict=True)]
         pieces = context.policy.decision_texts(rollouts)
-        return [
-            self._spelled(row, sample, each) for row, sample, each in zip(pieces, rollouts.samples, bounds, strict=True)
-        ]
+        return [self._text_shares(*triple) for triple in zip(pieces, rollouts.samples, bounds, strict=True)]
 
-    def _bounded(self, number: Tensor, bounds: list[Bounds]) -> Tensor:
-        """Returns (decision, span, share) [3, entry], see `unit_shares`. number: [decision], the
-        unit of each decision. Raises UserError for a span beyond the last one."""
+    def _decision_shares(self, number: Tensor, bounds: list[Bounds]) -> Tensor:
+        """Returns the decisions of each span, [3, entry], see `unit_shares`. number: [decision], the position of each
+        decision among the masked-in ones, or -1. Raises UserError if a span ends after the last decision."""
         from mmrl.core.turns import unit_shares
 
-        decisions = int(number.max()) + 1
-        if bounds and bounds[-1][1] > decisions:
-            raise UserError(f"reward {self.reward!r}: a span ends at {bounds[-1][1]}, after {decisions} decisions")
+        num_decisions = int(number.max()) + 1
+        if bounds and bounds[-1][1] > num_decisions:
+            raise UserError(
+                f"reward {self.reward!r}: a span ends at {bounds[-1][1]}, but the rollout has {num_decisions} decisions"
+            )
         return unit_shares(number, bounds)
 
-    def _spelled(self, pieces: list[str], sample: Sample, bounds: list[Bounds]) -> Tensor:
+    def _text_shares(self, pieces: list[str], sample: Sample, bounds: list[Bounds]) -> Tensor:
+        """Returns the decisions of each span of characters, [3, entry], see `character_shares`. pieces: each decision's
+        text. Raises UserError if the response is a conversation."""
         from mmrl.core.turns import character_shares
 
         if bounds and "".join(pieces) != sample.response:
             raise UserError(
-                f"reward {self.reward!r}: spans of characters are for single responses; in conversations return spans "
-                "of turns"
+                f"reward {self.reward!r}: spans of characters work for single responses only; for conversations return "
+                "spans of turns"
             )
         return character_shares(pieces, bounds)
 
     def _texts(self, sample: Sample, bounds: list[Bounds]) -> list[str]:
-        """Returns the text of each span of a response; "" for spans of decisions, whose text is not kept. bounds: begin
-        and end in the unit `of`, turns or characters."""
+        """Returns the text of each span of a response; "" for spans of decisions, whose text is not kept."""
         if self.of == "turns" and sample.conversation is not None:
             turns = [turn.response for turn in sample.conversation.turns]
             return ["\n".join(turns[begin:end]) for begin, end in bounds]
-        return [sample.response[begin:end] for begin, end in bounds] if self.of == "characters" else [""] * len(bounds)
+        if self.of == "characters":
+            return [sample.response[begin:end] for begin, end in bounds]
+        return [""] * len(bounds)

@@ -1,8 +1,8 @@
-"""The client of a teacher behind vLLM's OpenAI-compatible server: log-probabilities of given tokens.
+"""Client of a teacher model on vLLM's OpenAI-compatible server: it asks for the log-probabilities of given tokens.
 
-A request posts lists of token ids to /v1/completions with `prompt_logprobs`. In the answer each choice has a list with
-an entry a token of its prompt: null for the first, else an object {token id: {"logprob", "rank", "decoded_token"}} of
-the token itself and of the likeliest ones at its position.
+A request posts lists of token ids to /v1/completions with `prompt_logprobs`. Each choice of the reply has a list with
+one entry per token of its prompt. The first entry is null; each other one is an object {token id: {"logprob", "rank",
+"decoded_token"}} of the token itself and of the most likely ones at its position.
 """
 
 from __future__ import annotations
@@ -21,36 +21,42 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Rollouts
 
 PROBE = "The sum of 12 and 345 is 357; naïve façade, <answer>\n\tx² ≠ y</answer>."
-Likelihoods = dict[int, float]  # log-probability by token id
-Tokens = list[tuple[list[int], list[int]]]  # of prompt and response
+Likelihoods = dict[int, float]  # token id -> log-probability, at one position
+Tokens = list[tuple[list[int], list[int]]]  # the prompt's and the response's token ids of each rollout
 
 
 @dataclass(frozen=True)
 class TeacherServer:
-    """A server at `address` and the name of its model. at_once: responses in a request; deadline: seconds until its
-    answer is complete; retries: further requests where there was none."""
+    """A vLLM server and the name of its model."""
 
     address: str
     model: str
-    at_once: int
-    deadline: float
-    retries: int
+    batch_size: int  # responses per request
+    deadline: float  # seconds until the reply is complete
+    retries: int  # requests after a failed one
 
-    def check(self, spelled: Callable[[str], list[int]]) -> None:
-        """Raises UserError where the server does not answer, or splits a string into other tokens than `spelled`, the
-        student's tokenizer."""
-        theirs = self._post("tokenize", {"model": self.model, "prompt": PROBE, "add_special_tokens": False})
-        tokens, ours = theirs.get("tokens") or [], spelled(PROBE)
-        if tokens != ours:
-            at = next((i for i, pair in enumerate(zip(tokens, ours, strict=False)) if pair[0] != pair[1]), len(tokens))
+    def check(self, tokenize: Callable[[str], list[int]]) -> None:
+        """Checks that the server replies and has the student's vocabulary.
+
+        tokenize: the student's tokenizer. Raises UserError if the server does not reply, or splits a test string into
+        other tokens.
+        """
+        reply = self._post("tokenize", {"model": self.model, "prompt": PROBE, "add_special_tokens": False})
+        teacher_ids, student_ids = reply.get("tokens") or [], tokenize(PROBE)
+        if teacher_ids != student_ids:
+            pairs = enumerate(zip(teacher_ids, student_ids, strict=False))
+            position = next((i for i, (theirs, own) in pairs if theirs != own), len(teacher_ids))
             raise UserError(
-                f"teacher {self.address} has another vocabulary than the model: it reads a string of {len(ours)} "
-                f"tokens as {len(tokens)}, which differ from number {at} on; serve a model of the model's own family"
+                f"teacher {self.address} has another vocabulary than the model: it splits a string of "
+                f"{len(student_ids)} tokens into {len(teacher_ids)}, which differ from token {position} on; serve a "
+                "model with the tokenizer of model.path"
             )
 
     def likelihoods(self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens) -> Tensor:
-        """Returns the log-probability of each decision, [rollout, decision]. rows: those to compute; the others are
-        NaN. tokens: of all rollouts."""
+        """Returns the teacher's log-probability of each decision, [rollout, decision].
+
+        rows: the rollouts to compute; all others are NaN. tokens: of all rollouts.
+        """
         import torch
 
         logp = torch.full(rollouts.mask.shape, torch.nan)
@@ -60,10 +66,13 @@ class TeacherServer:
         return logp
 
     def top_k(
-        self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens, count: int, sampled: set[int]
+        self, rollouts: Rollouts, rows: Sequence[int], tokens: Tokens, count: int, allowed: set[int]
     ) -> TeacherChoices:
-        """Returns the likeliest alternatives to each decision with their log-probabilities; see `likelihoods`. sampled:
-        the tokens that the student may sample; others are not listed."""
+        """Returns the `count` most likely tokens at each decision, with their log-probabilities.
+
+        allowed: the ids of tokens that the student may sample; others are left out. Other arguments as in
+        `likelihoods`.
+        """
         import torch
 
         from mmrl.protocols.choices import TeacherChoices
@@ -72,56 +81,62 @@ class TeacherServer:
         logp = torch.full((*rollouts.mask.shape, count), torch.nan)
         for row, entries in self._entries(rows, tokens, count):
             for position, entry in enumerate(entries):
-                best = sorted(sampled & entry.keys(), key=entry.__getitem__, reverse=True)[:count]
+                best = sorted(allowed & entry.keys(), key=entry.__getitem__, reverse=True)[:count]
                 ids[row, position, : len(best)] = torch.tensor(best, dtype=torch.int64)
                 logp[row, position, : len(best)] = torch.tensor([entry[token] for token in best])
         return TeacherChoices(ids, logp)
 
     def _entries(self, rows: Sequence[int], tokens: Tokens, count: int) -> Iterator[tuple[int, list[Likelihoods]]]:
-        """Yields rows, and the log-probabilities at each token of their responses."""
-        for start in range(0, len(rows), self.at_once):
-            part = rows[start : start + self.at_once]
-            choices = self._choices([[*tokens[row][0], *tokens[row][1]] for row in part], count)
+        """Yields each row with the log-probabilities at each token of its response."""
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            choices = self._choices([[*tokens[row][0], *tokens[row][1]] for row in batch], count)
             for choice in choices:
-                row = part[choice["index"]]
+                row = batch[choice["index"]]
                 prompt, response = tokens[row]
-                yield row, self._parsed(choice.get("prompt_logprobs"), prompt, response, count)
+                yield row, self._parse(choice.get("prompt_logprobs"), prompt, response, count)
 
     def _choices(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
-        """Returns the choices of the answer, one a prompt. Raises UserError for an answer without them."""
+        """Returns the choices of the reply, one per prompt. Raises UserError if some are missing."""
         body = {"model": self.model, "prompt": prompts, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count}
         choices = self._post("v1/completions", body).get("choices")
-        numbers = [choice.get("index") for choice in choices] if isinstance(choices, list) else []
-        if not isinstance(choices, list) or sorted(numbers) != list(range(len(prompts))):
-            raise UserError(f"teacher {self.address} answered {len(numbers)} of {len(prompts)} prompts")
+        indices = [choice.get("index") for choice in choices] if isinstance(choices, list) else []
+        if not isinstance(choices, list) or sorted(indices) != list(range(len(prompts))):
+            raise UserError(
+                f"teacher {self.address} answered {len(indices)} of {len(prompts)} prompts; look at the server's log"
+            )
         return choices
 
-    def _parsed(self, entries: Any, prompt: list[int], response: list[int], count: int) -> list[Likelihoods]:
-        """Returns the log-probabilities at each token of a response. Raises UserError for another shape."""
+    def _parse(self, entries: Any, prompt: list[int], response: list[int], count: int) -> list[Likelihoods]:
+        """Returns the log-probabilities at each token of a response.
+
+        entries: the reply's `prompt_logprobs`. Raises UserError if its length is wrong or tokens are missing.
+        """
         length = len(prompt) + len(response)
         if not isinstance(entries, list) or len(entries) != length:
-            shape = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)[:60]
+            received = f"{len(entries)} entries" if isinstance(entries, list) else repr(entries)[:60]
             raise UserError(
-                f"teacher {self.address} answered {shape} as prompt_logprobs of {length} tokens; it has to be vLLM's "
-                "server, of the model's vocabulary"
+                f"teacher {self.address} answered {received} as prompt_logprobs of {length} tokens; it must be a vLLM "
+                "server whose model has the student's vocabulary"
             )
-        parsed = [{int(token): float(entry["logprob"]) for token, entry in at.items()} for at in entries[len(prompt) :]]
+        positions = entries[len(prompt) :]
+        parsed = [{int(token): float(value["logprob"]) for token, value in entry.items()} for entry in positions]
         for token, entry in zip(response, parsed, strict=True):
             if token not in entry or len(entry) < count:
                 raise UserError(
-                    f"teacher {self.address} answered {len(entry)} tokens in place of token {token} and the {count} "
-                    "likeliest; start it with a larger --max-logprobs"
+                    f"teacher {self.address} answered {len(entry)} tokens instead of token {token} and the {count} "
+                    "most likely ones; start the server with a larger --max-logprobs"
                 )
         return parsed
 
-    def _post(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts JSON to the server and returns its answer. Raises UserError after the deadline or the retries."""
+    def _post(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts JSON to the server and returns its reply. Raises UserError if all tries fail or the deadline passes."""
         import json
 
         from mmrl.rewards.services.http import post
 
-        url, kind = f"{self.address.rstrip('/')}/{name}", {"Content-Type": "application/json"}
+        url, headers = f"{self.address.rstrip('/')}/{endpoint}", {"Content-Type": "application/json"}
         try:
-            return post(url, json.dumps(body).encode(), kind, deadline_s=self.deadline, retries=self.retries)
+            return post(url, json.dumps(body).encode(), headers, deadline_s=self.deadline, retries=self.retries)
         except UserError as error:
             raise UserError(str(error).replace("reward server", "teacher")) from None

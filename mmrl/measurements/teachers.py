@@ -1,5 +1,8 @@
-"""Teachers, and what they say of the decisions of a student's rollouts: log-probabilities, of the decision itself or of
-alternatives to it, and predictions of denoising steps."""
+"""Teachers for on-policy distillation, and measurements of a student's rollouts under them.
+
+A teacher returns log-probabilities of the sampled decisions or of alternative tokens, or predictions of denoising
+steps. The student is the policy that is trained.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import DecisionColumn, Replay, Rollouts
 
-ALTERNATIVES = "alternatives"  # the column whose log-probabilities a replay of tokens returns too
+ALTERNATIVES = "alternatives"  # the column of token ids whose log-probabilities a replay returns too
 
 
 # --- teachers ---
 
 
 class Teacher(Choice):
-    """Another policy that says how likely a student's decisions are. A key of its own stands for the type: `{path:
-    FOLDER}` is `{type: path, path: FOLDER}`."""
+    """A model that scores a student's decisions. In YAML the type may be left out if a key implies it: `{path: FOLDER}`
+    is `{type: path, path: FOLDER}`."""
 
     title: ClassVar[str] = "teacher"
     kinds: ClassVar[dict[str, str]] = {
@@ -49,38 +52,41 @@ class Teacher(Choice):
     @classmethod
     def expand(cls, value: object) -> Any:
         if isinstance(value, dict) and "type" not in value:
-            named = next((kind for kind in ("path", "recipe", "server", "by_tag", "view") if kind in value), None)
-            return value if named is None else {"type": "path" if named == "recipe" else named, **value}
+            implied = next((key for key in ("path", "recipe", "server", "by_tag", "view") if key in value), None)
+            return value if implied is None else {"type": "path" if implied == "recipe" else implied, **value}
         return super().expand(value)
 
     @property
     @abstractmethod
     def needs(self) -> Needs:
-        """Returns what the teacher needs of the job beside the measurement."""
+        """Returns what the teacher requires of the policy and the job."""
 
     def check(self, policy: Any, config: JobConfig) -> None:  # noqa: B027  (a view of the policy itself always fits)
-        """Raises UserError in one line for a teacher that can not judge what the job's policy decides."""
+        """Raises UserError if the teacher cannot score the decisions of the job's policy, for example because its
+        vocabulary differs."""
 
     @abstractmethod
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Returns the log-probabilities of decisions, [rollout, decision] fp32 on the CPU. Rollouts outside of the
-        context's micro-batches may hold anything."""
+        """Returns the log-probabilities of the decisions, [rollout, decision] fp32 on the CPU.
+
+        Rows of rollouts that are in none of the context's micro-batches are undefined.
+        """
 
     @abstractmethod
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
-        """Returns the likeliest alternatives to each decision under the teacher, `count` or all that there are;
-        as in `logp`."""
+        """Returns the `count` most likely tokens at each decision under the teacher (None: the whole vocabulary) and
+        their log-probabilities. Rows as in `logp`."""
 
 
 class PathTeacher(Teacher, WeightsOrigin):
-    """A model of the student's kind, in a folder or on a hub. It reads the tokens and pixels of the student, whose
-    vocabulary it has to share, at the temperature of the rollouts, and lies beside the student on each rank."""
+    """A model of the student's type, in a folder or on the Hugging Face Hub. It must have the student's vocabulary. It
+    gets the student's tokens and pixels, uses the temperature of the rollouts, and is loaded on each rank."""
 
     equation: ClassVar[str] = "log pi_T(y_t | x, y_<t)"
     source: ClassVar[str] = "GKD, arXiv 2306.13649, whose rollouts are the student's"
     type: str = "path"
-    view: View | None = option(None, "the view of the prompt that the teacher reads; null: what the student reads")
-    guidance: float | None = option(None, "guidance of a teacher that denoises; null: denoising.guidance", ge=0)
+    view: View | None = option(None, "changed prompt that the teacher gets; null: the student's prompt")
+    guidance: float | None = option(None, "guidance scale of a denoising teacher; null: denoising.guidance", ge=0)
 
     @property
     def needs(self) -> Needs:
@@ -107,50 +113,53 @@ class PathTeacher(Teacher, WeightsOrigin):
         return listed
 
     def prediction(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        """Returns the teacher's predictions of denoising steps from the student's states, [rollout, decision, ...]."""
+        """Returns the teacher's network outputs for the student's noisy states, [rollout, decision, ...]."""
         from mmrl.rollouts import require
 
         return self._replayed(rollouts, context, lambda replay: require(replay.prediction, "predictions"))
 
     def _viewed(self, rollouts: Rollouts, context: PreparedContext) -> Rollouts:
+        """Returns the rollouts with the prompts that the teacher gets."""
         view = self.view
         return rollouts if view is None else context.policy.view(rollouts, view.changed)
 
     def _replayed(
         self, rollouts: Rollouts, context: PreparedContext, column: Callable[[Replay], Tensor], viewed: bool = False
     ) -> Tensor:
-        """Returns a column of the teacher's replay, in the micro-batches of the updates. viewed: it is under the view
-        already."""
+        """Runs the teacher on the rollouts, in the micro-batches of the updates. Returns one output, [rollout, ...].
+
+        column: selects the output of a replay. viewed: `rollouts` already have the prompts that the teacher gets.
+        """
         import torch
 
         teacher = context.policy.teachers.policy(self.folder, self.guidance)
         changed = rollouts if viewed else self._viewed(rollouts, context)
         with torch.no_grad():
-            parts = [column(teacher.replay(changed.select(rows), teacher.module)) for rows in context.micro_batches]
-        whole = torch.full((len(rollouts), *parts[0].shape[1:]), torch.nan)
-        for rows, values in zip(context.micro_batches, parts, strict=True):
-            whole[rows] = values.float().cpu()
-        return whole
+            outputs = [column(teacher.replay(changed.select(rows), teacher.module)) for rows in context.micro_batches]
+        result = torch.full((len(rollouts), *outputs[0].shape[1:]), torch.nan)
+        for rows, values in zip(context.micro_batches, outputs, strict=True):
+            result[rows] = values.float().cpu()
+        return result
 
 
 class ServerTeacher(Teacher):
-    """A model behind vLLM's OpenAI-compatible server, which computes log-probabilities of the student's tokens
-    (`prompt_logprobs`). The server has to answer /tokenize, and its `--max-logprobs` has to allow `top_k` alternatives.
-    It computes at temperature 1, so rollouts have to be sampled at 1, and reads prompts of text."""
+    """A model on vLLM's OpenAI-compatible server, which computes log-probabilities of the student's tokens
+    (`prompt_logprobs`). The server must offer /tokenize, and its `--max-logprobs` must be at least `top_k`. It computes
+    at temperature 1, so rollouts must be sampled at temperature 1. Prompts must be text only."""
 
     equation: ClassVar[str] = "log pi_T(y_t | x, y_<t), at temperature 1"
     source: ClassVar[str] = "vLLM's prompt_logprobs of /v1/completions"
     type: str = "server"
     server: str = option(description="address, such as http://host:8000")
     model: str = option(description="name of the model on the server")
-    at_once: int = option(16, "responses in a request", ge=1)
-    deadline: float = option(120.0, "for the answer to a request", unit="seconds", gt=0)
-    retries: int = option(3, "further requests where none was answered", ge=0)
+    at_once: int = option(16, "responses per request", ge=1)
+    deadline: float = option(120.0, "time limit of a request", unit="seconds", gt=0)
+    retries: int = option(3, "number of retries of a failed request", ge=0)
 
     @model_validator(mode="after")
     def _is_an_address(self) -> ServerTeacher:
         if not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"expected an address that begins with http:// or https://, not {self.server!r}")
+            raise ValueError(f"server must begin with http:// or https://, got {self.server!r}")
         return self
 
     @property
@@ -160,7 +169,7 @@ class ServerTeacher(Teacher):
     def check(self, policy: Any, config: JobConfig) -> None:
         if (extremes := config.rollout.temperature.extremes) != (1.0, 1.0):
             raise UserError(
-                f"teacher {self.server} computes at temperature 1; set rollout.temperature={extremes[1]:g} to 1"
+                f"teacher {self.server} computes at temperature 1, but rollout.temperature={extremes[1]:g}; set it to 1"
             )
         self.client.check(policy.teachers.spelled)
 
@@ -171,24 +180,26 @@ class ServerTeacher(Teacher):
         return TeacherServer(self.server, self.model, self.at_once, self.deadline, self.retries)
 
     def logp(self, rollouts: Rollouts, context: PreparedContext) -> Tensor:
-        return self.client.likelihoods(rollouts, rows_of(context), context.policy.teachers.ids(rollouts))
+        return self.client.likelihoods(rollouts, sorted_rows(context), context.policy.teachers.ids(rollouts))
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
         teachers = context.policy.teachers
         if count is None:
-            raise UserError("teacher.server gives no whole distributions; use the estimator top_k or sampled")
-        sampled = set(teachers.vocabulary().tolist())
-        return self.client.top_k(rollouts, rows_of(context), teachers.ids(rollouts), count, sampled)
+            raise UserError("teacher.server cannot return whole distributions; use the estimator top_k or sampled")
+        allowed = set(teachers.vocabulary().tolist())
+        return self.client.top_k(rollouts, sorted_rows(context), teachers.ids(rollouts), count, allowed)
 
 
 class ViewTeacher(Teacher):
-    """The policy itself under another view of the prompt, such as with the answer in it: self-distillation."""
+    """The policy itself with a changed prompt, such as one that contains the answer: self-distillation."""
 
     equation: ClassVar[str] = "log pi(y_t | view(x), y_<t), by the weights that sampled or those of the reference"
     source: ClassVar[str] = "reconstructed from SRPO's and OPSD's abstracts: the policy that knows more teaches itself"
     type: str = "view"
-    view: View = option(description="the view of the prompt")
-    weights: Literal["sampling", "reference"] = option("sampling", "of the step's rollouts, or of the job's reference")
+    view: View = option(description="changed prompt that the teacher gets")
+    weights: Literal["sampling", "reference"] = option(
+        "sampling", "sampling: the weights that made the step's rollouts; reference: those of the reference policy"
+    )
 
     @property
     def needs(self) -> Needs:
@@ -212,6 +223,7 @@ class ViewTeacher(Teacher):
         return listed
 
     def _replayed(self, changed: Rollouts, context: PreparedContext, name: str) -> Tensor:
+        """Returns the output `name` of a replay under the teacher's weights, fp32 on the CPU."""
         from contextlib import nullcontext
 
         with context.reference() if self.weights == "reference" else nullcontext():
@@ -219,7 +231,7 @@ class ViewTeacher(Teacher):
 
 
 class TaggedTeachers(Teacher):
-    """A teacher for each kind of prompt, by a value of its metadata; a prompt without one teaches nothing."""
+    """Several teachers: a value of the prompt's metadata selects one. Prompts without a teacher are not distilled."""
 
     equation: ClassVar[str] = "the teacher of metadata[tag]"
     source: ClassVar[str] = "multi-teacher on-policy distillation (MOPD), MiMo-V2-Flash, arXiv 2601.02780"
@@ -245,8 +257,8 @@ class TaggedTeachers(Teacher):
         import torch
 
         logp = torch.full(rollouts.mask.shape, torch.nan)
-        for teacher, rows, inside in self._parts(rollouts, context):
-            logp[rows] = teacher.logp(rollouts, inside)[rows]
+        for teacher, rows, teacher_context in self._split(rollouts, context):
+            logp[rows] = teacher.logp(rollouts, teacher_context)[rows]
         return logp
 
     def choices(self, rollouts: Rollouts, context: PreparedContext, count: int | None) -> TeacherChoices:
@@ -255,8 +267,8 @@ class TaggedTeachers(Teacher):
         from mmrl.rollouts import require
 
         merged: TeacherChoices | None = None
-        for teacher, rows, inside in self._parts(rollouts, context):
-            listed = teacher.choices(rollouts, inside, count)
+        for teacher, rows, teacher_context in self._split(rollouts, context):
+            listed = teacher.choices(rollouts, teacher_context, count)
             logp = require(listed.logp, "log-probabilities")
             if merged is None:
                 merged = replace(listed, logp=torch.full_like(logp, torch.nan))
@@ -265,31 +277,32 @@ class TaggedTeachers(Teacher):
             require(merged.logp, "log-probabilities")[rows] = logp[rows]
         return require(merged, "teachers")
 
-    def _parts(self, rollouts: Rollouts, context: PreparedContext) -> Iterator[tuple[Teacher, Tensor, PreparedContext]]:
-        """Yields each teacher, the rows that it teaches [rollout] bool, and a context with these in micro-batches."""
+    def _split(self, rollouts: Rollouts, context: PreparedContext) -> Iterator[tuple[Teacher, Tensor, PreparedContext]]:
+        """Yields each teacher, its rollouts as a mask [rollout] bool, and a context whose micro-batches hold only
+        these."""
         import torch
 
         tags = [sample.prompt.metadata.get(self.tag) for sample in rollouts.samples]
         for tag, teacher in self.by_tag.items():
-            rows = torch.tensor([str(own) == tag for own in tags])
-            parts = [part[rows[part]] for part in context.micro_batches]
-            yield teacher, rows, replace(context, micro_batches=[part for part in parts if len(part)])
+            has_tag = torch.tensor([str(prompt_tag) == tag for prompt_tag in tags])
+            micro_batches = [rows[has_tag[rows]] for rows in context.micro_batches]
+            yield teacher, has_tag, replace(context, micro_batches=[rows for rows in micro_batches if len(rows)])
 
 
-def rows_of(context: PreparedContext) -> list[int]:
-    """Returns the rollouts of the context's micro-batches, in rising order."""
-    return sorted(row for part in context.micro_batches for row in part.tolist())
+def sorted_rows(context: PreparedContext) -> list[int]:
+    """Returns the sorted indices of all rollouts in the context's micro-batches."""
+    return sorted(row for rows in context.micro_batches for row in rows.tolist())
 
 
 ALONE_OR_BY_TAG = Teacher.kinds | {"by_tag": "mmrl.measurements.teachers:TaggedTeachers"}
 
 
-# --- what a step asks of them ---
+# --- measurements ---
 
 
 @dataclass(frozen=True)
 class TeacherLikelihoods(PreparedMeasurement["DecisionColumn"]):
-    """Log-probabilities [rollout, decision] of a student's decisions under a teacher; NaN where a rollout has none."""
+    """Log-probabilities [rollout, decision] of a student's decisions under a teacher; NaN if a rollout has none."""
 
     teacher: Teacher = field(hash=False)
     cost: ClassVar[str] = "a forward pass of the teacher"
@@ -311,13 +324,16 @@ class TeacherLikelihoods(PreparedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class TeacherDistributions(PreparedMeasurement["TeacherChoices"]):
-    """Alternatives to a student's decisions and their log-probabilities under a teacher, [rollout, decision, k]. count:
-    the k likeliest; None: all. A step has one such measurement, for a replay lists one set of alternatives."""
+    """Tokens at each decision and their log-probabilities under a teacher, [rollout, decision, k].
+
+    count: the k most likely tokens; None: the whole vocabulary. A step can have only one such measurement, since a
+    replay lists one set of tokens.
+    """
 
     teacher: Teacher = field(hash=False)
     count: int | None
     requires: ClassVar[type] = TaughtTokens
-    cost: ClassVar[str] = "a forward pass of the teacher, and k numbers a decision"
+    cost: ClassVar[str] = "a forward pass of the teacher, and k numbers per decision"
     scores: ClassVar[bool] = True
     name: ClassVar[str] = ALTERNATIVES
 
@@ -328,17 +344,19 @@ class TeacherDistributions(PreparedMeasurement["TeacherChoices"]):
     def measure(self, rollouts: Rollouts, context: PreparedContext) -> TeacherChoices:
         if ALTERNATIVES in rollouts.extras:
             raise UserError(
-                "two parts of the algorithm list alternatives to a decision; leave one out, or give one of them the "
-                "estimator sampled"
+                "two parts of the algorithm list alternative tokens, but only one can; remove one, or set its "
+                "estimator to sampled"
             )
         return self.teacher.choices(rollouts, context, self.count)
 
 
 @dataclass(frozen=True)
 class TeacherPredictions(PreparedMeasurement["DecisionColumn"]):
-    """A teacher's predictions of denoising steps from the states of the student's rollouts. They take the place of the
-    job's reference (`Rollouts.ref_prediction`), from which a replay computes distances with their gradient; the column
-    says which decisions have one, [rollout, decision] bool."""
+    """A teacher's network outputs for the noisy states of the student's rollouts.
+
+    They are stored as `Rollouts.ref_prediction` in place of the reference policy's; a replay computes distances to them
+    with gradients. The column says which decisions have one, [rollout, decision] bool.
+    """
 
     teacher: PathTeacher = field(hash=False)
     cost: ClassVar[str] = "a forward pass of the teacher"
@@ -353,8 +371,8 @@ class TeacherPredictions(PreparedMeasurement["DecisionColumn"]):
 
         if rollouts.ref_prediction is not None:
             raise UserError(
-                "a teacher of denoising steps takes the place of the reference, and another part of the algorithm "
-                "needs one; leave out either"
+                "a teacher of denoising steps takes the place of the reference, but another part of the algorithm "
+                "needs it; remove one of them"
             )
         rollouts.ref_prediction = self.teacher.prediction(rollouts, context)
         return DecisionColumn(rollouts.mask.clone())

@@ -1,10 +1,9 @@
-"""Guards that act: a metric with a band, and what happens when it leaves it.
+"""Guards against reward hacking: each watches a metric and acts when the metric leaves its band.
 
-A reward that can be hacked is; what shows it is another metric. A guard watches one metric of every step (or of every
-evaluation), and after `patience` steps in a row outside its band it acts: it says so, lowers the learning rate, goes
-back to the last good checkpoint, or ends the run. Two more answers are parts of an algorithm: a KL coefficient of
-type=band rises while a metric is outside (`mmrl.schedules.schedule`), and a mask of type=band leaves out the rollouts
-that are.
+A guard reads one metric of every step, or of every evaluation. After `patience` consecutive values outside low..high it
+acts: it prints a warning, lowers the learning rate, restores the newest checkpoint, or stops the run. Related options
+of an algorithm: a coefficient of type=band grows while a metric is outside its band (`mmrl.schedules.schedule`), and a
+mask of type=band excludes rollouts.
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ from mmrl.settings import Choice, Section, option
 
 
 class GuardedRun(Protocol):
-    """The part of a run that a guard may act on."""
+    """The interface of a run that guards use; `mmrl.trainer.Trainer` implements it."""
 
     def line(self, text: str) -> None:
-        """Say something where the run's lines go."""
+        """Prints a line to the run's output."""
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate from now on."""
+        """Multiplies the learning rate of all later steps."""
 
     def go_back(self) -> str:
-        """Restore weights and optimizer of the newest checkpoint; returns where that was. Prompts go on as they were.
-        Raises UserError where there is none."""
+        """Restores weights and optimizer of the newest checkpoint, but not the position in the prompts.
+
+        Returns a description of the checkpoint. Raises UserError if there is none.
+        """
 
 
 class Action(Choice):
     """An action that a guard takes."""
 
-    title: ClassVar[str] = "what a guard does"
+    title: ClassVar[str] = "action of a guard"
     kinds: ClassVar[dict[str, str]] = {
         "warn": "mmrl.monitors.guards:Warn",
         "lower_lr": "mmrl.monitors.guards:LowerLR",
@@ -47,60 +48,62 @@ class Action(Choice):
     test: ClassVar[str] = "tests/monitors/test_guards.py"
 
     @abstractmethod
-    def act(self, run: GuardedRun, why: str) -> None:
-        """why: which metric is where, in one line."""
+    def act(self, run: GuardedRun, reason: str) -> None:
+        """Acts on the run. reason: one line with the metric, its value and its band."""
 
 
 class Warn(Action):
-    """It says so, and the run goes on."""
+    """Prints a warning; the run continues."""
 
     type: str = "warn"
 
-    def act(self, run: GuardedRun, why: str) -> None:
-        run.line(f"guard: {why}")
+    def act(self, run: GuardedRun, reason: str) -> None:
+        run.line(f"guard: {reason}")
 
 
 class LowerLR(Action):
-    """The learning rate is multiplied by `factor` from then on."""
+    """Multiplies the learning rate of all later steps by `factor`."""
 
     type: str = "lower_lr"
     factor: float = option(0.5, "factor of the learning rate", gt=0, lt=1)
 
-    def act(self, run: GuardedRun, why: str) -> None:
+    def act(self, run: GuardedRun, reason: str) -> None:
         run.scale_lr(self.factor)
-        run.line(f"guard: {why}; the learning rate is multiplied by {self.factor:g}")
+        run.line(f"guard: {reason}; the learning rate is multiplied by {self.factor:g}")
 
 
 class Restore(Action):
-    """The run goes back to the weights and the optimizer of the newest checkpoint, none of which is written while a
-    metric is out of its band, and goes on with the next prompts and a lower learning rate."""
+    """Restores the weights and the optimizer of the newest checkpoint, and multiplies the learning rate by `factor`.
+
+    The run continues with the next prompts. No checkpoint is written while a metric is outside its band.
+    """
 
     type: str = "restore"
-    factor: float = option(0.5, "of the learning rate afterwards", gt=0, le=1)
+    factor: float = option(0.5, "factor of the learning rate afterwards", gt=0, le=1)
 
-    def act(self, run: GuardedRun, why: str) -> None:
-        where = run.go_back()
+    def act(self, run: GuardedRun, reason: str) -> None:
+        checkpoint = run.go_back()
         run.scale_lr(self.factor)
-        run.line(f"guard: {why}; back to {where}, with the learning rate multiplied by {self.factor:g}")
+        run.line(f"guard: {reason}; back to {checkpoint}, with the learning rate multiplied by {self.factor:g}")
 
 
 class Stop(Action):
-    """The run ends with an error; its checkpoints stay."""
+    """Stops the run with an error; its checkpoints are kept."""
 
     type: str = "stop"
 
-    def act(self, run: GuardedRun, why: str) -> None:
-        raise UserError(f"guard: {why}; the run stops there, as guards says")
+    def act(self, run: GuardedRun, reason: str) -> None:
+        raise UserError(f"guard: {reason}; the run stops there, as guards.action.type=stop says")
 
 
 class Guard(Section):
-    """A band that a metric shall stay in."""
+    """A metric, the band that it should stay in, and the action if it does not."""
 
-    metric: str = option(description="name of the metric, as in metrics.jsonl: guard/sharpness, evaluation/accuracy")
-    low: float = option(-math.inf, "least good value")
-    high: float = option(math.inf, "largest good value")
-    patience: int = option(1, "measurements in a row outside the band before it acts", ge=1)
-    action: Action = option(Warn(), "action of the guard")
+    metric: str = option(description="name in metrics.jsonl, such as guard/sharpness or evaluation/accuracy")
+    low: float = option(-math.inf, "lower bound of the band")
+    high: float = option(math.inf, "upper bound of the band")
+    patience: int = option(1, "consecutive values outside the band before it acts", ge=1)
+    action: Action = option(Warn(), "action to take")
 
     @model_validator(mode="after")
     def _band(self) -> Guard:
@@ -110,27 +113,30 @@ class Guard(Section):
             raise ValueError(f"the guard of {self.metric} has low={self.low:g} above high={self.high:g}")
         return self
 
-    def outside(self, value: float) -> bool:
+    def is_outside(self, value: float) -> bool:
+        """Returns whether a finite value is outside the band; NaN and inf never are."""
         return math.isfinite(value) and not self.low <= value <= self.high
 
 
 class Guards:
-    """All guards of a run. Metrics are equal on all ranks, so all of them act alike."""
+    """All guards of a run. Metrics are equal on all ranks, so all ranks act the same."""
 
     def __init__(self, guards: Sequence[Guard]) -> None:
         self.guards = list(guards)
-        self.outside = [0] * len(self.guards)  # measurements in a row
+        self.outside = [0] * len(self.guards)  # consecutive values outside the band, per guard
 
     @property
-    def within(self) -> bool:
-        """Returns whether no metric was out of its band when it was last measured."""
+    def all_in_band(self) -> bool:
+        """Returns whether the latest value of every metric was in its band."""
         return not any(self.outside)
 
     def judge(self, metrics: Mapping[str, float], run: GuardedRun, *, evaluation: bool = False) -> dict[str, float]:
-        """Acts where a guard has to; returns how long each metric has been outside, for the metrics of the step.
+        """Checks new metrics, and acts if a guard has to.
 
-        Raises UserError for a metric that the step (or, under evaluation/, the evaluation) does not have, and as an
-        action does.
+        metrics: of a step, or of an evaluation if `evaluation` is set; only guards on such metrics are checked. Returns
+        `outside/<metric>`, the number of consecutive values outside the band, for the metrics of the step.
+
+        Raises UserError if a guard's metric does not exist, or if an action stops the run.
         """
         for index, guard in enumerate(self.guards):
             if guard.metric.startswith("evaluation/") != evaluation:
@@ -138,10 +144,10 @@ class Guards:
             if guard.metric not in metrics:
                 known = ", ".join(sorted(name for name in metrics if not name.startswith("time/")))
                 raise UserError(
-                    f"guards.{index}: metric {guard.metric!r} is not a metric of this job, which has {known}"
+                    f"guards.{index}: metric {guard.metric!r} is not a metric of this job; choose one of {known}"
                 )
             value = metrics[guard.metric]
-            self.outside[index] = self.outside[index] + 1 if guard.outside(value) else 0
+            self.outside[index] = self.outside[index] + 1 if guard.is_outside(value) else 0
             if self.outside[index] and self.outside[index] % guard.patience == 0:
                 guard.action.act(run, f"{guard.metric} is {value:.4g}, outside {guard.low:g} to {guard.high:g}")
         return {f"outside/{guard.metric}": float(n) for guard, n in zip(self.guards, self.outside, strict=True)}

@@ -1,4 +1,4 @@
-"""Numbers that follow a metric: in proportion, or step by step."""
+"""Options that follow a metric: in proportion to it, or in stages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from mmrl.errors import UserError
-from mmrl.schedules.schedule import Follower, Schedule
+from mmrl.schedules.schedule import Follower, Schedule, measured_metric
 from mmrl.settings import option
 
 
 class Proportional(Follower):
-    """A number that grows by the ratio of the target to the metric, such as a temperature that holds the entropy where
-    it was."""
+    """A value that is multiplied each step by a power of target / metric: a temperature that holds the entropy, for
+    example."""
 
     equation: ClassVar[str] = "value (target / metric)^rate, at most a factor of 1 + most, and at least its reciprocal"
     source: ClassVar[str] = (
@@ -25,23 +24,25 @@ class Proportional(Follower):
     test: ClassVar[str] = "tests/schedules/test_controllers.py"
     type: str = "proportional"
     start: float = option(description="value of the first step", gt=0)
-    target: float = option(description="what the metric shall be", gt=0)
-    rate: float = option(0.2, "how quickly it follows", gt=0)
-    most: float = option(0.1, "largest relative change a step", gt=0)
+    target: float = option(description="target value of the metric", gt=0)
+    rate: float = option(0.2, "exponent: how quickly the value follows the metric", gt=0)
+    most: float = option(0.1, "largest relative change per step", gt=0)
 
     @property
     def extremes(self) -> tuple[float, float]:
         low, high = super().extremes
         return low or sys.float_info.min, high  # a product of positive factors does not reach 0
 
-    def moved(self, measured: float) -> float:
-        wanted = (self.target / max(measured, 1e-12)) ** self.rate
-        return self.value * min(max(wanted, 1 / (1 + self.most)), 1 + self.most)
+    def next_value(self, measured: float) -> float:
+        factor = (self.target / max(measured, 1e-12)) ** self.rate
+        return self.value * min(max(factor, 1 / (1 + self.most)), 1 + self.most)
 
 
 class Staircase(Schedule):
-    """It takes the next of its values when a metric has reached a bound for some steps: longer responses once most are
-    cut off, shorter thinking at first and more later, a higher temperature once answers are all alike."""
+    """A list of values; the next one is taken once a metric has been beyond a bound for `patience` steps.
+
+    Uses: longer responses once most are truncated, a higher temperature once the answers of a group are all equal.
+    """
 
     equation: ClassVar[str] = (
         "values[stage]; stage + 1 after `patience` steps in a row with the metric above (below) the bound"
@@ -53,12 +54,12 @@ class Staircase(Schedule):
     test: ClassVar[str] = "tests/schedules/test_controllers.py"
     type: str = "staircase"
     values: tuple[float, ...] = option(description="value of each stage", min_length=1)
-    metric: str = option(description="name of the metric that decides, as it stands in metrics.jsonl")
-    bound: float = option(description="what it must reach")
-    when: Literal["above", "below"] = option("above", "above: at least the bound; below: at most")
-    patience: int = option(1, "steps in a row", unit="steps", ge=1)
+    metric: str = option(description="name of the metric, as written in metrics.jsonl")
+    bound: float = option(description="bound that the metric must reach")
+    when: Literal["above", "below"] = option("above", "above: at least the bound; below: at most the bound")
+    patience: int = option(1, "consecutive steps before the next value is taken", unit="steps", ge=1)
     _stage: int = PrivateAttr(0)
-    _reached: int = PrivateAttr(0)
+    _reached: int = PrivateAttr(0)  # consecutive steps with the metric beyond the bound
 
     @property
     def value(self) -> float:
@@ -69,10 +70,7 @@ class Staircase(Schedule):
         return min(self.values), max(self.values)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:
-            known = ", ".join(sorted(name for name in metrics if not name.startswith(("time/", "control/"))))
-            raise UserError(f"metric {self.metric!r} is not a metric of this job, which has {known}")
-        measured = metrics[self.metric]
+        measured = measured_metric(self.metric, metrics)
         reached = measured >= self.bound if self.when == "above" else measured <= self.bound
         self._reached = self._reached + 1 if reached and math.isfinite(measured) else 0
         if self._reached >= self.patience:

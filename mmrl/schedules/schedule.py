@@ -1,8 +1,8 @@
-"""Numbers that may change while a run goes on: constants, schedules, and controllers that follow a metric.
+"""Options whose value may change during a run: constants, schedules over steps, and controllers that follow a metric.
 
-A setting that is a `Schedule` is written as a number, or as a mapping whose `type` says how it changes. Its `value` is
-what holds now. The trainer updates all controls of a job once a step, from metrics that are equal on all ranks, keeps
-their state in checkpoints and reports their values as `control/<key>`.
+In the YAML, such an option is a number, or a mapping whose `type` says how it changes. `value` is its current value.
+The trainer updates all of them once per step, from metrics that are equal on all ranks. It saves their state in
+checkpoints and logs their values as `control/<key>`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmrl.settings import Choice, Section, option, sections_in
 
 
 class Schedule(Choice):
-    """A number with a value of the moment."""
+    """An option with a current value that may change from step to step."""
 
     title: ClassVar[str] = "control"
     kinds: ClassVar[dict[str, str]] = {
@@ -39,25 +39,30 @@ class Schedule(Choice):
 
     @property
     @abstractmethod
-    def value(self) -> float: ...
+    def value(self) -> float:
+        """Returns the current value."""
 
     @property
     @abstractmethod
     def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest value that it can take."""
+        """Returns the smallest and the largest value that it can take during a run."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """step: finished steps. metrics: of the last of them, over all ranks. Raises UserError if the metric that it
-        follows is not among them."""
+        """Updates the value after a step.
+
+        step: number of finished steps; metrics: of the last step, over all ranks. Raises UserError if the metric that
+        this option follows is not among them.
+        """
 
     def state(self) -> dict[str, float]:
+        """Returns what a checkpoint has to keep."""
         return {}
 
     def load(self, state: dict[str, float]) -> None:
-        pass
+        """Restores what `state` returned."""
 
     def check(self, ge: float = -math.inf, gt: float = -math.inf, le: float = math.inf, lt: float = math.inf) -> None:
-        """Raises ValueError where a value that it can take is out of bounds."""
+        """Raises ValueError if the smallest or the largest value violates a bound (>=, >, <=, <)."""
         low, high = self.extremes
         if low < ge or low <= gt:
             raise ValueError(f"must be {'above' if gt >= ge else 'at least'} {max(ge, gt):g} (got {low:g})")
@@ -66,20 +71,24 @@ class Schedule(Choice):
 
 
 def number(default: float, description: str, *, unit: str | None = None, **bounds: float) -> Any:
-    """A key that holds a `Schedule`, by default a constant."""
+    """Returns a pydantic field for a `Schedule` option whose default is the constant `default`.
+
+    bounds: ge, gt, le or lt, which every value that the schedule can take must satisfy.
+    """
     extra: dict[str, Any] = {"bounds": bounds} | ({} if unit is None else {"unit": unit})
     return Field(constant(default), description=description, json_schema_extra=extra)
 
 
 def constant(value: float) -> Constant:
+    """Returns a schedule that always has this value."""
     return Constant(type="constant", number=value)
 
 
 class Constant(Schedule):
-    """It stays as it is."""
+    """A value that does not change."""
 
     type: str = "constant"
-    number: int | float = option(description="what it is")
+    number: int | float = option(description="the value")
 
     @property
     def value(self) -> float:
@@ -91,21 +100,22 @@ class Constant(Schedule):
 
 
 class Linear(Schedule):
-    """It goes from `start` to `end` in a straight line over `steps` steps, and stays there."""
+    """Linear interpolation from `start` to `end` over `steps` steps, then constant."""
 
     equation: ClassVar[str] = "start + (end - start) min(1, step / steps)"
     type: str = "linear"
     start: float = option(description="value of the first step")
     end: float = option(description="value after `steps` steps")
-    steps: int = option(description="how long it takes", unit="steps", ge=1)
+    steps: int = option(description="steps from start to end", unit="steps", ge=1)
     _step: int = PrivateAttr(0)
 
     @property
     def value(self) -> float:
-        return self.start + (self.end - self.start) * self._share(min(1.0, self._step / self.steps))
+        return self.start + (self.end - self.start) * self._interpolate(min(1.0, self._step / self.steps))
 
-    def _share(self, passed: float) -> float:
-        return passed
+    def _interpolate(self, progress: float) -> float:
+        """Returns the position between start (0) and end (1) after this fraction of the steps."""
+        return progress
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -122,28 +132,30 @@ class Linear(Schedule):
 
 
 class Cosine(Linear):
-    """It goes from `start` to `end` along half a cosine over `steps` steps, and stays there."""
+    """Cosine interpolation from `start` to `end` over `steps` steps, then constant."""
 
     equation: ClassVar[str] = "start + (end - start) (1 - cos(pi min(1, step / steps))) / 2"
     type: str = "cosine"
 
-    def _share(self, passed: float) -> float:
-        return (1 - math.cos(math.pi * passed)) / 2
+    def _interpolate(self, progress: float) -> float:
+        return (1 - math.cos(math.pi * progress)) / 2
 
 
 class Stages(Schedule):
-    """It is values[i] from step starts[i] on; starts[0] is 0."""
+    """A piecewise constant value: values[i] from step starts[i] on; starts[0] is 0."""
 
     type: str = "stages"
-    starts: tuple[int, ...] = option(description="steps at which a stage begins, rising from 0", unit="steps")
+    starts: tuple[int, ...] = option(description="first step of each stage, increasing from 0", unit="steps")
     values: tuple[float, ...] = option(description="value of each stage")
     _step: int = PrivateAttr(0)
 
     def model_post_init(self, context: Any) -> None:
         if not self.starts or self.starts[0] != 0 or any(b <= a for a, b in zip(self.starts, self.starts[1:])):  # noqa: B905
-            raise ValueError(f"starts must rise from 0, got {list(self.starts)}")
+            raise ValueError(f"starts must begin with 0 and increase, got {list(self.starts)}")
         if len(self.starts) != len(self.values):
-            raise ValueError(f"{len(self.starts)} starts and {len(self.values)} values")
+            raise ValueError(
+                f"starts has {len(self.starts)} entries and values has {len(self.values)}; give one of each per stage"
+            )
 
     @property
     def value(self) -> float:
@@ -164,14 +176,14 @@ class Stages(Schedule):
 
 
 class Follower(Schedule):
-    """A controller that moves its value after each step, by a metric of that step."""
+    """A controller that updates its value after each step from a metric of that step."""
 
     start: float = option(description="value of the first step")
-    metric: str = option(description="name of the metric that it follows, as it stands in metrics.jsonl")
-    target: float = option(description="what the metric shall be")
+    metric: str = option(description="name of the metric that it follows, as written in metrics.jsonl")
+    target: float = option(description="target value of the metric")
     low: float = option(0.0, "smallest value")
-    high: float = option(math.inf, "largest value; .inf: there is none", allow_inf_nan=True)
-    _value: float | None = PrivateAttr(None)
+    high: float = option(math.inf, "largest value; .inf: no limit", allow_inf_nan=True)
+    _value: float | None = PrivateAttr(None)  # None before the first update
 
     @property
     def value(self) -> float:
@@ -186,16 +198,17 @@ class Follower(Schedule):
             super().check(ge, gt, le, lt)
         except ValueError as error:
             low, _ = self.extremes
-            raise ValueError(f"{error}; set `{'low' if low < ge or low <= gt else 'high'}`, its bound") from None
+            key = "low" if low < ge or low <= gt else "high"
+            raise ValueError(f"{error}; set `{key}`, which limits the value") from None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         measured = measured_metric(self.metric, metrics)
         if math.isfinite(measured):
-            self._value = min(max(self.moved(measured), self.low), self.high)
+            self._value = min(max(self.next_value(measured), self.low), self.high)
 
     @abstractmethod
-    def moved(self, measured: float) -> float:
-        """The next value, before it is kept within its bounds."""
+    def next_value(self, measured: float) -> float:
+        """Returns the next value, before it is clamped to low..high. measured: the metric of the last step, finite."""
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
@@ -205,78 +218,78 @@ class Follower(Schedule):
 
 
 class Adaptive(Follower):
-    """A coefficient that grows while the metric is above its target and shrinks while it is below, such as that of a
-    KL penalty."""
+    """A coefficient that grows while the metric is above its target and shrinks while it is below: of a KL penalty, for
+    example."""
 
     equation: ClassVar[str] = "value (1 + rate clip(metric / target - 1, -0.2, 0.2))"
     source: ClassVar[str] = "Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with rate = rollouts / horizon"
     type: str = "adaptive"
     start: float = option(description="value of the first step", gt=0)
-    target: float = option(description="what the metric shall be", gt=0)
-    rate: float = option(0.1, "how quickly it follows; 0.2 x rate is the largest relative change a step", gt=0)
+    target: float = option(description="target value of the metric", gt=0)
+    rate: float = option(0.1, "gain; 0.2 x rate is the largest relative change per step", gt=0)
 
-    def moved(self, measured: float) -> float:
+    def next_value(self, measured: float) -> float:
         return self.value * (1 + self.rate * min(max(measured / self.target - 1, -0.2), 0.2))
 
 
 class Additive(Follower):
-    """A coefficient that grows by `rate` while the metric is below its target and shrinks by it while it is above, such
-    as that of an entropy bonus."""
+    """A coefficient that grows by `rate` per step while the metric is below its target, and shrinks by `rate` while it
+    is above: of an entropy bonus, for example."""
 
     equation: ClassVar[str] = "value + rate sign(target - metric)"
     source: ClassVar[str] = "Skywork-OR1's adaptive entropy control, arXiv 2505.22312"
     type: str = "additive"
-    rate: float = option(description="change a step", gt=0)
+    rate: float = option(description="change per step", gt=0)
 
-    def moved(self, measured: float) -> float:
+    def next_value(self, measured: float) -> float:
         return self.value + self.rate * ((measured < self.target) - (measured > self.target))
 
 
 class Multiplier(Follower):
-    """A dual variable: the price of a metric that is above its limit, by a PID controller on the violation."""
+    """A Lagrange multiplier of the constraint metric <= target, by a PID controller on the violation."""
 
-    equation: ClassVar[str] = "max(0, k_p e + k_i sum(e) + k_d max(0, e - e before)), e = metric - target"
+    equation: ClassVar[str] = "max(0, start + k_p e + k_i sum(e) + k_d max(0, e - previous e)), e = metric - target"
     source: ClassVar[str] = "Stooke et al. 2020, arXiv 2007.03964; with k_i alone it is dual ascent"
     type: str = "multiplier"
     start: float = option(0.0, "value of the first step", ge=0)
-    k_p: float = option(0.0, "gain of the violation itself", ge=0)
-    k_i: float = option(0.01, "gain of its sum over the steps, which does not fall below 0", ge=0)
-    k_d: float = option(0.0, "gain of its growth", ge=0)
-    _total: float = PrivateAttr(0.0)
-    _before: float = PrivateAttr(0.0)
+    k_p: float = option(0.0, "proportional gain: of the violation", ge=0)
+    k_i: float = option(0.01, "integral gain: of the sum of violations over the steps, kept at 0 or above", ge=0)
+    k_d: float = option(0.0, "derivative gain: of the increase of the violation", ge=0)
+    _total: float = PrivateAttr(0.0)  # sum of violations
+    _previous: float = PrivateAttr(0.0)  # violation of the last step
 
-    def moved(self, measured: float) -> float:
+    def next_value(self, measured: float) -> float:
         error = measured - self.target
-        growth, self._before = max(0.0, error - self._before), error
+        increase, self._previous = max(0.0, error - self._previous), error
         self._total = max(0.0, self._total + error)
-        return max(0.0, self.start + self.k_p * error + self.k_i * self._total + self.k_d * growth)
+        return max(0.0, self.start + self.k_p * error + self.k_i * self._total + self.k_d * increase)
 
     def state(self) -> dict[str, float]:
-        return {"value": self.value, "total": self._total, "before": self._before}
+        return {"value": self.value, "total": self._total, "before": self._previous}
 
     def load(self, state: dict[str, float]) -> None:
-        self._value, self._total, self._before = state["value"], state["total"], state["before"]
+        self._value, self._total, self._previous = state["value"], state["total"], state["before"]
 
 
 class Band(Schedule):
-    """A coefficient that grows by `factor` after each step in which the metric was out of its band, and shrinks by it
-    towards `start` after each other one: a guard that raises the KL penalty."""
+    """A coefficient that is multiplied by `factor` after each step with the metric outside low..high, and divided by it
+    after each other step, down to `start`: a guard that raises the KL penalty, for example."""
 
     equation: ClassVar[str] = "value factor outside low..high, else max(start, value / factor)"
     type: str = "band"
-    start: float = option(description="value while all is well", gt=0)
+    start: float = option(description="smallest value, kept while the metric is in its band", gt=0)
     most: float = option(description="largest value", gt=0)
-    metric: str = option(description="name of the metric that it watches, as it stands in metrics.jsonl")
-    low: float = option(-math.inf, "least good value of the metric")
-    high: float = option(math.inf, "largest good value of the metric")
-    factor: float = option(2.0, "change a step", gt=1)
+    metric: str = option(description="name of the metric, as written in metrics.jsonl")
+    low: float = option(-math.inf, "lower bound of the metric's band")
+    high: float = option(math.inf, "upper bound of the metric's band")
+    factor: float = option(2.0, "change per step", gt=1)
     _value: float | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band")
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band; set one or both, low below high")
         if self.most < self.start:
-            raise ValueError(f"most={self.most:g} is below start={self.start:g}")
+            raise ValueError(f"most={self.most:g} is below start={self.start:g}; raise most or lower start")
 
     @property
     def value(self) -> float:
@@ -289,10 +302,10 @@ class Band(Schedule):
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         measured = measured_metric(self.metric, metrics)
         if math.isfinite(measured):
-            outside = not self.low <= measured <= self.high
-            self._value = (
-                min(self.value * self.factor, self.most) if outside else max(self.start, self.value / self.factor)
-            )
+            if self.low <= measured <= self.high:
+                self._value = max(self.start, self.value / self.factor)
+            else:
+                self._value = min(self.value * self.factor, self.most)
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
@@ -302,34 +315,38 @@ class Band(Schedule):
 
 
 def measured_metric(name: str, metrics: Mapping[str, float]) -> float:
-    """Raises UserError naming the metrics that there are."""
+    """Returns a metric of the step. Raises UserError, which lists the known metrics, if it does not exist."""
     if name not in metrics:
-        known = ", ".join(sorted(other for other in metrics if not other.startswith(("time/", "control/"))))
-        raise UserError(f"metric {name!r} is not a metric of this job, which has {known}")
+        known = ", ".join(sorted(metric for metric in metrics if not metric.startswith(("time/", "control/"))))
+        raise UserError(f"metric {name!r} is not a metric of this job; choose one of {known}")
     return metrics[name]
 
 
 class Schedules:
-    """All controls of a job that can change, by their keys."""
+    """All options of a job whose value can change during the run, by their keys."""
 
     def __init__(self, config: Section) -> None:
-        controls = sections_in(config, Schedule)
-        self._moving = {key: control for key, control in controls if not isinstance(control, Constant)}
+        schedules = sections_in(config, Schedule)
+        self._changing = {key: schedule for key, schedule in schedules if not isinstance(schedule, Constant)}
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises UserError naming the key of a control that no metric feeds."""
-        for key, control in self._moving.items():
+        """Updates all values after a step; arguments as in `Schedule.update`.
+
+        Raises UserError, which names the key, if the metric that an option follows does not exist.
+        """
+        for key, schedule in self._changing.items():
             try:
-                control.update(step, metrics)
+                schedule.update(step, metrics)
             except UserError as error:
                 raise UserError(f"{key}: {error}") from None
 
     def values(self) -> dict[str, float]:
-        return {f"control/{key}": control.value for key, control in self._moving.items()}
+        """Returns the current values as metrics, `control/<key>`."""
+        return {f"control/{key}": schedule.value for key, schedule in self._changing.items()}
 
     def state(self) -> dict[str, dict[str, float]]:
-        return {key: control.state() for key, control in self._moving.items()}
+        return {key: schedule.state() for key, schedule in self._changing.items()}
 
     def load(self, state: Mapping[str, dict[str, float]]) -> None:
-        for key, control in self._moving.items():
-            control.load(state[key])
+        for key, schedule in self._changing.items():
+            schedule.load(state[key])

@@ -1,4 +1,4 @@
-"""The divergence from the reference as a part of the reward."""
+"""The KL penalty in the reward: the divergence of the sampling policy from the reference policy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class RewardKL(Section):
-    """A price on the divergence of the policy that sampled from the reference, which the reward pays. It has no
-    gradient of its own."""
+    """A penalty on the divergence from the reference policy, which is subtracted from the reward. It is a constant for
+    the gradient."""
 
-    coefficient: Schedule = number(0.01, "reward that a nat of divergence costs", ge=0)
+    coefficient: Schedule = number(0.01, "penalty per nat of divergence", ge=0)
     estimator: Literal["k1", "k2", "k3", "absolute"] = option(
-        "k1", "of one decision's divergence; k1, logp - ref_logp, has the KL's gradient in the reward"
+        "k1", "estimator of a decision's divergence; in the reward, k1 (logp - ref_logp) gives the KL's gradient"
     )
 
     @property
@@ -28,8 +28,10 @@ class RewardKL(Section):
         return Needs(offers=frozenset({"single_sample_kl"}), statistics=frozenset({"logp"}), reference=Reference())
 
     def costs(self, batch: Batch) -> Tensor:
-        """Returns what each decision of this rank costs, [rollout, decision], 0 where none counts; reports the mean
-        divergence of a decision as reward_kl."""
+        """Computes the penalty of each decision of this rank, [rollout, decision]; 0 outside the mask.
+
+        Logs the mean divergence per decision as reward_kl.
+        """
         from mmrl.core.regularizers import kl_estimate
 
         rollouts = batch.rollouts

@@ -1,5 +1,7 @@
-"""Base classes of the three kinds of addition to an algorithm. Each is a pure function with its settings; users'
-additions inherit from one of them and are named as `package.module:Class`."""
+"""Base classes of what can be added to an algorithm: loss terms, advantage shapers and masks.
+
+A class of your own inherits from one of them; the YAML names it as `type: package.module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,11 @@ if TYPE_CHECKING:
 class Term(Choice):
     """A loss term: values that are added to the algorithm's and reduced together with them.
 
-    at_one_update: what becomes of it where all ratios are 1, as in a job of one update a step; empty: it acts there as
-    anywhere.
+    at_one_update: what the term does if all ratios are 1, as with one update per step; empty: the same as otherwise.
     """
 
     title: ClassVar[str] = "loss term"
-    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # what the term changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "kl": "mmrl.terms.losses.kl:KL",
         "entropy": "mmrl.terms.losses.entropy:Entropy",
@@ -44,32 +45,37 @@ class Term(Choice):
 
     @property
     def needs(self) -> Needs:
+        """Returns what the term requires of the policy and the job, such as the reference policy."""
         return Needs()
 
     @property
     def at_rest(self) -> str:
-        """Returns `at_one_update` with these settings."""
+        """Returns `at_one_update`, as it applies to these settings."""
         return self.at_one_update
 
     @property
     def remark(self) -> str:
-        """Returns what a user should know of its settings, which training says before it starts; empty: nothing."""
+        """Returns a warning about these settings, which is printed before training; empty: none."""
         return ""
 
     def prepare(self, batch: Batch) -> None:
-        """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
+        """Prepares a step once advantages and masks are set. It may store columns in `batch.rollouts.extras` under
         `key`."""
 
     @abstractmethod
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes values to minimise, coefficient included, and statistics to average; all [rollout, decision]."""
+        """Computes values to minimize, coefficient included, and statistics to average; all [rollout, decision].
+
+        micro: a micro-batch of rollouts; replay: log-probabilities and other outputs of the policy for it, with
+        gradients.
+        """
 
 
 class Shaper(Choice):
-    """A change of the advantages, made once a step before the first update."""
+    """A change of the advantages, applied once per step before the first update."""
 
     title: ClassVar[str] = "advantage shaper"
-    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # what the shaper changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "entropy": "mmrl.terms.shapers.entropy:EntropyShaping",
         "advantage_momentum": "mmrl.terms.shapers.groups:AdvantageMomentum",
@@ -101,40 +107,45 @@ class Shaper(Choice):
         "implicit_process": "mmrl.terms.shapers.implicit:ImplicitProcess",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
-    paid_by_environment: ClassVar[bool] = False  # whether it uses the environment's rewards, beside the task's
-    of_flat_groups: ClassVar[bool] = False  # whether groups of equal rewards teach something by it
-    at_dynamic_sampling: ClassVar[str] = ""  # what becomes of it where only groups with a signal are left; "": it acts
+    uses_environment_rewards: ClassVar[bool] = False  # rewards of the environment's turns, not only the task's
+    learns_from_equal_rewards: ClassVar[bool] = (
+        False  # whether a group of equal rewards may get advantages other than 0
+    )
+    at_dynamic_sampling: ClassVar[str] = ""  # what it does if dynamic sampling drops groups; "": the same as otherwise
 
     @property
-    def needs_paid_turns(self) -> bool:
-        """Returns whether nothing comes of it where the environment gives turns no rewards."""
+    def needs_turn_rewards(self) -> bool:
+        """Returns whether it has no effect if the environment gives no rewards for turns."""
         return False
 
     @property
     def needs(self) -> Needs:
+        """Returns what the shaper requires of the policy and the job."""
         return Needs()
 
     def check_rewards(self, names: list[str]) -> None:  # noqa: B027  (most shapers name none)
-        """Raises ValueError for a reward that is none of the task's."""
+        """Raises ValueError if an option names a reward that is not among the task's rewards `names`."""
 
     @abstractmethod
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the changed advantages, [rollout, decision]. advantages: of this rank's rollouts, [rollout,
-        decision]."""
+        """Returns the changed advantages of this rank's rollouts, [rollout, decision], as `advantages`."""
 
 
 class Mask(Choice):
-    """A selection of rollouts or decisions that count in the loss.
+    """A selection of the rollouts or decisions that are trained on.
 
-    `of` "rollouts": `keep` returns [rollout] before the advantages, and a masked rollout is not in the statistics of
-    its group either. `of` "decisions": it returns [rollout, decision] after them. `of` "objective": likewise, but a
-    masked decision has no part in the algorithm's objective alone; it stays in denominators, terms, statistics and the
-    ratio of its rollout. An objective of whole rollouts leaves it out altogether.
+    The class attribute `of` says what `keep` returns:
+
+        rollouts    [rollout], before the advantages; a masked rollout is also left out of its group's statistics
+        decisions   [rollout, decision], after the advantages
+        objective   [rollout, decision], after the advantages; a masked decision is left out of the algorithm's
+                    objective only. It stays in denominators, terms, statistics and its rollout's ratio. Objectives of
+                    whole rollouts treat it as "decisions".
     """
 
     title: ClassVar[str] = "mask"
     of: ClassVar[Literal["rollouts", "decisions", "objective"]] = "decisions"
-    changes: ClassVar[frozenset[str]] = frozenset({"mask"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"mask"})  # what the mask changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "truncated": "mmrl.terms.masks.rollouts:Truncated",
         "over_turn": "mmrl.terms.masks.rollouts:OverTurn",
@@ -149,8 +160,9 @@ class Mask(Choice):
 
     @property
     def needs(self) -> Needs:
+        """Returns what the mask requires of the policy and the job."""
         return Needs()
 
     @abstractmethod
     def keep(self, batch: Batch) -> Tensor:
-        """Returns the mask of this rank's rollouts or decisions, bool: True where they count."""
+        """Returns which rollouts or decisions of this rank are trained on, bool (see `of` for the shape)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.core.partition import exchanged
+from mmrl.core.partition import assign_ranks
 from mmrl.engine import Ranks
 from mmrl.rollouts import Rollouts
 
@@ -85,7 +85,7 @@ def plan_moves(by_rank: Sequence[Sequence[Piece]]) -> list[Move]:
             elif piece.minibatch == minibatch:
                 free.append((rank, number, piece.cost, piece.size))
         table = torch.tensor(free, dtype=torch.int64).view(-1, 4)
-        held = exchanged(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
+        held = assign_ranks(cost=table[:, 2], size=table[:, 3], rank=table[:, 0], fixed=fixed)
         for slot, piece in enumerate(held.tolist()):
             if piece != slot:
                 moves.append(Move(*table[piece, :2].tolist(), *table[slot, :2].tolist()))

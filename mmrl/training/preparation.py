@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmrl.core.filters import whole_groups
-from mmrl.core.partition import halved, longest_first, partition, within_tokens
+from mmrl.core.partition import partition, sort_by_length, split_by_tokens, split_to_count
 from mmrl.engine import EMA, Engine, Ranks, applied
 from mmrl.engine.settings import UnevenEngine
 from mmrl.engine.snapshot import AdaptersOff, Snapshot
@@ -157,13 +157,13 @@ class Preparation:
         if not self.sorts and tokens is None:
             return parts
         lengths = require_ability(self.policy, UnevenCost).lengths(rollouts)
-        parts = [longest_first(part, rollouts.group, lengths) for part in parts]
+        parts = [sort_by_length(part, rollouts.group, lengths) for part in parts]
         if tokens is None:
             return parts
         rows = self.config.engine.micro_batch
-        parts = [within_tokens(part, lengths, tokens=tokens, rows=rows) for part in parts]
+        parts = [split_by_tokens(part, lengths, max_tokens=tokens, max_rows=rows) for part in parts]
         counts = [max(by_rank) for by_rank in zip(*self.engine.gather([len(part) for part in parts]), strict=True)]
-        return [halved(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
+        return [split_to_count(part, lengths, count) for part, count in zip(parts, counts, strict=True)]
 
     def compute_logprobs(self, rollouts: Rollouts, parts: list[list[Tensor]]) -> bool:
         """Fills in log-probabilities under the policy that sampled the rollouts and under the reference policy.

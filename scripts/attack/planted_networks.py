@@ -80,7 +80,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("few steps: the sampler is saved as the model", "mmrl/policies/few_step_diffusion/policy.py",
      "select_state(POLICY, state)", "select_state(SAMPLER, state)", FEW),
     ("distillation: what earns little weighs more", "mmrl/terms/losses/sampler_distillation.py",
-     "optimality(micro.advantages", "optimality(-micro.advantages", FEW),
+     "optimality_weight(micro.advantages", "optimality_weight(-micro.advantages", FEW),
     ("distillation: good images weigh as all do", "mmrl/terms/losses/sampler_distillation.py",
      "values * 2 * optimality", "values * optimality", FEW),
     ("distillation: without its coefficient", "mmrl/terms/losses/sampler_distillation.py",

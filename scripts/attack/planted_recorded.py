@@ -58,7 +58,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("recorded: the other expectile", "mmrl/core/values.py", "torch.where(difference < 0, 1 - expectile, expectile)",
      "torch.where(difference < 0, expectile, 1 - expectile)", WEIGHTED),
     ("recorded: the critic's weight", A, "self.value_coefficient * error.sum()", "error.sum()", WEIGHTED),
-    ("recorded: a mean over decisions", A, 'over.totals["valued"].clamp(min=1)', 'over.totals["decisions"].clamp(min=1)', WEIGHTED),
+    ("recorded: a mean over decisions", A, "reduction.totals[\"valued\"].clamp(min=1)", "reduction.totals[\"decisions\"].clamp(min=1)", WEIGHTED),
     ("conditioned: bad for good", C, "good if difference > bound else bad", "bad if difference > bound else good", RUNS),
     ("conditioned: the least share", C, "differences.quantile(1 - self.positive)", "differences.quantile(self.positive)", RUNS),
     ("conditioned: labels are never left out", C, '"" if drops else', "", RUNS),

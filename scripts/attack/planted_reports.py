@@ -124,7 +124,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("tables: as many rows as are wanted, whatever the group", T,
           "rollouts.select(whole_groups(rollouts.group, self.config.log.samples))",
           "rollouts.select(torch.arange(min(self.config.log.samples, len(rollouts))))", ("test_trainer.py",)),
-    ("tables: one group more", "mmrl/core/filters.py", "if len(rows) >= least:", "if len(rows) > least:",
+    ("tables: one group more", "mmrl/core/filters.py", "if len(rows) >= min_rollouts:", "if len(rows) > min_rollouts:",
           ("core/test_filters.py",)),
     ("films: of the step before", VLA + "policy.py", "(step + 1) % log.samples_every",
           "step % log.samples_every", FILMS),

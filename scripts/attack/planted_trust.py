@@ -10,25 +10,29 @@ IMAGE = ("joints/test_trajectories.py::test_an_image_by_hand",)
 GAUSSIAN = ("joints/test_trajectories.py::test_a_gaussian_chunk_is_compared_as_a_whole",)
 REFUSED = ("joints/test_trajectories.py::test_decisions_without_an_exact_divergence_are_refused",)
 NOTHING = ("joints/test_trajectories.py::test_what_bounds_nothing_is_refused",)
-SUM, COST, BEYOND = "unit_sum(each.detach(), POLICY_STEPS.get(replay))", "self.price.value * each", "whole > self.bound"
+SUM, COST, BEYOND = (
+    "sum_per_unit(step_kl.detach(), POLICY_STEPS.get(replay))",
+    "self.price.value * step_kl",
+    "chain_kl > self.bound",
+)
 
 # fmt: off
 FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
-    ("chains: summed over the rollout", J, SUM, "unit_sum(each.detach(), None)", CHAINS),
-    ("chains: a mean", J, SUM, f"{SUM} / unit_sum(each.detach() * 0 + 1, POLICY_STEPS.get(replay))", CHAINS),
-    ("chains: single steps are bounded", J, BEYOND, "each > self.bound", CHAINS),
-    ("chains: the wrong side of the bound", J, BEYOND, "whole < self.bound", CHAINS),
+    ("chains: summed over the rollout", J, SUM, "sum_per_unit(step_kl.detach(), None)", CHAINS),
+    ("chains: a mean", J, SUM, f"{SUM} / sum_per_unit(step_kl.detach() * 0 + 1, POLICY_STEPS.get(replay))", CHAINS),
+    ("chains: single steps are bounded", J, BEYOND, "step_kl > self.bound", CHAINS),
+    ("chains: the wrong side of the bound", J, BEYOND, "chain_kl < self.bound", CHAINS),
     ("chains: sign of the price", J, COST, f"-{COST}", CHAINS),
-    ("chains: the price is what it is at its least", J, COST, "self.price.extremes[0] * each", CHAINS),
+    ("chains: the price is what it is at its least", J, COST, "self.price.extremes[0] * step_kl", CHAINS),
     ("chains: the price has no gradient", J, COST, f"{COST}.detach()", CHAINS),
-    ("chains: every step costs the whole", J, COST, "self.price.value * whole", CHAINS),
-    ("chains: what is left out costs nothing", J, COST, f"{COST}.where(~beyond, 0)", CHAINS),
+    ("chains: every step costs the whole", J, COST, "self.price.value * chain_kl", CHAINS),
+    ("chains: what is left out costs nothing", J, COST, f"{COST}.where(~dropped, 0)", CHAINS),
     ("chains: what does not count is summed too", J, ".where(micro.mask.to(log_ratio.device), 0)", "", CHAINS),
     ("chains: old and new are exchanged", J, "ratio = log_ratio.exp()", "ratio = (-log_ratio).exp()", CHAINS),
     ("chains: sign of the advantage", J, "(-ratio * advantages)", "(ratio * advantages)", CHAINS),
-    ("chains: divergences are weighed", J, "over((gain if replay.weight is None else gain * replay.weight) + cost)",
-     "over((gain + cost) if replay.weight is None else (gain + cost) * replay.weight)", CHAINS),
-    ("chains: gains are not weighed", J, "gain if replay.weight is None else gain * replay.weight", "gain", CHAINS),
+    ("chains: divergences are weighed", J, "reduction((policy_loss if replay.weight is None else policy_loss * replay.weight) + penalty)",
+     "reduction((policy_loss + penalty) if replay.weight is None else (policy_loss + penalty) * replay.weight)", CHAINS),
+    ("chains: gains are not weighed", J, "policy_loss if replay.weight is None else policy_loss * replay.weight", "policy_loss", CHAINS),
     ("chains: any decisions will do", J, 'offers=frozenset({"divergence"})', "", REFUSED),
     ("chains: a price that may grow is none", J, "self.price.extremes[1] == 0", "self.price.extremes[0] == 0", NOTHING),
     ("chains: no half", K, "kl = apart.square().sum(1) * factor / (2 * variance)",

@@ -183,7 +183,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def newest(run: Path) -> Path:
-    return files.finished(run / "checkpoints")[-1]
+    return files.list_finished(run / "checkpoints")[-1]
 
 
 def broken(run: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:

@@ -247,7 +247,7 @@ def lockstep(world: int, steps: int) -> dict[str, float]:
 def balance(sizes: Sequence[int], steps: int) -> Costs:
     import torch
 
-    from mmrl.core.partition import longest_first
+    from mmrl.core.partition import sort_by_length
     from mmrl.training.balancing import imbalance, plan_moves, split_pieces
 
     torch.set_num_threads(1)
@@ -276,7 +276,8 @@ def balance(sizes: Sequence[int], steps: int) -> Costs:
             add("heaviest rank over the mean, balanced", world, imbalance(after))
             add("share of groups sent", world, len(moves) / (world * SHARE))
             add("padding, as drawn", world, padded(micro, lengths[0]))
-            add("padding, similar lengths together", world, padded(longest_first(micro, group, lengths[0]), lengths[0]))
+            by_length = sort_by_length(micro, group, lengths[0])
+            add("padding, similar lengths together", world, padded(by_length, lengths[0]))
     return costs
 
 

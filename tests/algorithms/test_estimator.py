@@ -14,7 +14,7 @@ from mmrl.algorithms.grpo import GRPO
 from mmrl.algorithms.reward_transforms.transform import Transform
 from mmrl.algorithms.scales.components import Components
 from mmrl.algorithms.scales.scale import GroupStd, Scale
-from mmrl.core.advantages import less_mean
+from mmrl.core.advantages import subtract_mean
 from mmrl.protocols.batch import Batch
 from mmrl.settings import make
 from tests.joints.parts import Table, close
@@ -234,14 +234,14 @@ def test_components_that_cancel_in_the_sum_are_still_informative_each():
 class Expected(Baseline):
     """What is known of a prompt beforehand."""
 
-    def of(self, rewards, batch, total):
+    def compute(self, rewards, batch, combine):
         return batch.column("level")
 
 
 class Least(Baseline):
     """The worst of the group."""
 
-    def centre(self, rewards, index, within, batch):
+    def center(self, rewards, index, group_moments, batch):
         least = torch.stack([rewards[index == g].min() for g in index.unique()])
         return rewards - least[index]
 
@@ -325,14 +325,14 @@ def test_components_of_one_s_own():
 class First(Mean):
     """One more for the first group."""
 
-    def centre(self, rewards, index, within, batch):
-        return less_mean(rewards, index, within) + (index == 0)
+    def center(self, rewards, index, group_moments, batch):
+        return subtract_mean(rewards, index, group_moments) + (index == 0)
 
 
 class FirstOfAll(First):
     """Equal rewards count too."""
 
-    within_group = False
+    zero_if_equal = False
 
 
 @pytest.mark.parametrize(("baseline", "equal"), [(First(), 0.0), (FirstOfAll(), 0.5)])

@@ -371,7 +371,7 @@ def test_what_a_pool_has_in_the_making_is_not_given_up():
     )
     ranks, generator = (
         SimpleNamespace(rank=0, world=1, max=int, gather=lambda rows: [rows]),
-        SimpleNamespace(synchronise=dict),
+        SimpleNamespace(sync_weights=dict),
     )
     collector = Collector(config, Lengths(), task, ranks, generator)
     collector.next(0, SimpleNamespace(set=lambda values: None, add=lambda *words, **options: None))

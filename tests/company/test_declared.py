@@ -452,7 +452,7 @@ def compared(entry, with_it, without, steps, picks=False):
         said = [alarm.text for alarm in probe_quickly(with_it.config, with_it.task)]
         return (
             "told"
-            if any(" at one update a step: " in text or " with rollout.dynamic_sampling: " in text for text in said)
+            if any(" with one update per step: " in text or " with rollout.dynamic_sampling: " in text for text in said)
             else f"does not change {', '.join(missing)}"
         )
     return ""

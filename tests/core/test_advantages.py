@@ -6,19 +6,19 @@ import torch
 
 from mmrl.core.advantages import (
     combined_reward,
+    divide_by_std,
     finite_gae,
     gae,
     gated_reward,
     group_advantages,
-    less_length_weighted_mean,
-    less_mean,
-    less_mean_of_others,
-    less_shrunken_mean,
-    lone_groups,
+    has_singleton_group,
     moments,
-    over_std,
     reward_statistics,
-    whitened,
+    subtract_james_stein_baseline,
+    subtract_leave_one_out_mean,
+    subtract_length_weighted_mean,
+    subtract_mean,
+    whiten,
 )
 
 NAN = math.nan
@@ -96,19 +96,19 @@ def test_gated_reward():
 def test_baselines_known_values():
     # mean 2; others' means 3, 2.5, 0.5; lengths 1 1 2: (0 + 1 + 10) / 4 = 2.75
     rewards, lengths = t(0, 1, 5), torch.tensor([1, 1, 2])
-    torch.testing.assert_close(less(less_mean, rewards, [0] * 3), t(-2, -1, 3))
-    torch.testing.assert_close(less(less_mean_of_others, rewards, [0] * 3), t(-3, -1.5, 4.5))
-    torch.testing.assert_close(less(less_length_weighted_mean, rewards, [0] * 3, lengths), t(-2.75, -1.75, 2.25))
+    torch.testing.assert_close(less(subtract_mean, rewards, [0] * 3), t(-2, -1, 3))
+    torch.testing.assert_close(less(subtract_leave_one_out_mean, rewards, [0] * 3), t(-3, -1.5, 4.5))
+    torch.testing.assert_close(less(subtract_length_weighted_mean, rewards, [0] * 3, lengths), t(-2.75, -1.75, 2.25))
 
 
 def test_baselines_leave_out_what_is_not_scored():
     # 0 and 5 are left: mean 2.5, each other's; lengths 1 and 3: 15 / 4 = 3.75
     rewards, lengths = t(0, NAN, 5), torch.tensor([1, 8, 3])
     for baseline, columns, first, last in (
-        (less_mean, (), -2.5, 2.5),
-        (less_mean_of_others, (), -5.0, 5.0),
-        (less_length_weighted_mean, (lengths,), -3.75, 1.25),
-        (less_shrunken_mean, (), -5.0, 5.0),  # no other group: nothing to shrink towards
+        (subtract_mean, (), -2.5, 2.5),
+        (subtract_leave_one_out_mean, (), -5.0, 5.0),
+        (subtract_length_weighted_mean, (lengths,), -3.75, 1.25),
+        (subtract_james_stein_baseline, (), -5.0, 5.0),  # no other group: nothing to shrink towards
     ):
         torch.testing.assert_close(less(baseline, rewards, [0] * 3, *columns), t(first, NAN, last), equal_nan=True)
 
@@ -117,7 +117,7 @@ def test_shrinkage_known_value():
     # Groups a = (0, 2), b = (1, 3), c = (4, 6): every variance 2, n = 2, means 1, 2, 5.
     # For a: v = 2 / 1 = 2; the other means 2, 5 have variance 4.5, noise 2 / 2 = 1, tau2 = 3.5; q = 2 / 5.5 = 4/11;
     # the others' mean is 3.5. Rollout 0: b = 7/11 * 2 + 4/11 * 3.5 = 28/11, A = -28/11. Rollout 2: b = 14/11, A = 8/11.
-    got = less(less_shrunken_mean, t(0, 2, 1, 3, 4, 6), PAIRS)
+    got = less(subtract_james_stein_baseline, t(0, 2, 1, 3, 4, 6), PAIRS)
     torch.testing.assert_close(got[:2], t(-28 / 11, 8 / 11))
 
 
@@ -152,7 +152,7 @@ def test_shrinkage_against_loop(groups):
         group = torch.arange(groups).repeat_interleave(4)
         rewards = centre[group] + torch.randn(4 * groups, generator=g, dtype=torch.float64)
         rewards[0], rewards[-4:] = NAN, rewards[-1]
-        got = less(less_shrunken_mean, rewards, group)
+        got = less(subtract_james_stein_baseline, rewards, group)
         torch.testing.assert_close(got.nan_to_num(0.0), slow_shrinkage(rewards.tolist(), group.tolist()))
 
 
@@ -160,7 +160,10 @@ def test_shrinkage_baseline_does_not_see_its_own_reward():
     rewards, group = t(0, 2, 5, 1, 3, 3, 4, 6, 9), [0, 0, 0, 1, 1, 1, 2, 2, 2]
     moved = rewards.clone()
     moved[1] = 40
-    before, after = less(less_shrunken_mean, rewards, group), less(less_shrunken_mean, moved, group)
+    before, after = (
+        less(subtract_james_stein_baseline, rewards, group),
+        less(subtract_james_stein_baseline, moved, group),
+    )
     torch.testing.assert_close(rewards[1] - before[1], moved[1] - after[1])
 
 
@@ -172,15 +175,15 @@ def test_differences_over_the_std_of_their_unit():
     rewards, units = [0.0, 2.0, 1.0, 4.0, 2.5, 0.5, 3.0, 3.0], torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     differences, eps = [-1.0, 1.0, 7.0, 0.0, 2.0, -2.0, 5.0, 6.0], 0.1
     first, second = statistics.stdev(rewards[:4]) + eps, statistics.stdev(rewards[4:6]) + eps
-    found = over_std(t(*differences), t(*rewards), units, 3, eps=eps)
+    found = divide_by_std(t(*differences), t(*rewards), units, 3, eps=eps)
     torch.testing.assert_close(found, t(-1 / first, 1 / first, 7 / first, 0, 2 / second, -2 / second, 0, 0))
 
 
 def test_whitened():
     # 1, 3, 5 around 3 with a std of 2
-    torch.testing.assert_close(whitened(t(1, NAN, 3, 5), eps=0.0), t(-1, NAN, 0, 1), equal_nan=True)
-    torch.testing.assert_close(whitened(t(1, 3, 5), eps=2.0), t(-0.5, 0, 0.5))
-    assert whitened(t(0.1, 0.1, 0.1)).tolist() == [0, 0, 0]
+    torch.testing.assert_close(whiten(t(1, NAN, 3, 5), eps=0.0), t(-1, NAN, 0, 1), equal_nan=True)
+    torch.testing.assert_close(whiten(t(1, 3, 5), eps=2.0), t(-0.5, 0, 0.5))
+    assert whiten(t(0.1, 0.1, 0.1)).tolist() == [0, 0, 0]
 
 
 # --- what is told of them ---
@@ -204,8 +207,8 @@ def test_statistics_of_rewards():
 
 @pytest.mark.parametrize(("rewards", "lone"), [([1.0, 2, 3], True), ([1, 2, NAN], False), ([NAN, 2, 3], True)])
 def test_a_group_of_one_counts_where_it_is_scored(rewards, lone):
-    assert bool(lone_groups(t(*rewards), torch.tensor([0, 0, 1]))) is lone
-    assert not lone_groups(t(*rewards), torch.tensor([0, 0, 0]))
+    assert bool(has_singleton_group(t(*rewards), torch.tensor([0, 0, 1]))) is lone
+    assert not has_singleton_group(t(*rewards), torch.tensor([0, 0, 0]))
 
 
 # ---------------------------------------------------------------------------------------------------------------- GAE

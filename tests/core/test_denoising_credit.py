@@ -8,7 +8,7 @@ import torch
 from mmrl.core.advantages import group_advantages
 from mmrl.core.contrast import contrast
 from mmrl.core.credit import branch_advantages
-from mmrl.core.ratios import BOUND, by_unit, normalised
+from mmrl.core.ratios import BOUND, aggregate_log_ratio, regulate_log_ratio
 from mmrl.samplers.transitions import Coefficients, coefficients, compare_steps, gaussian_step, step_kl
 
 NAN = math.nan
@@ -91,9 +91,12 @@ def test_by_unit_over_chunks():
     ratio = torch.tensor([[1.0, 3, 5, 7], [2, NAN, 4, 60]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])
     chunks = torch.tensor([[0, 0, 1, 1]] * 2)
-    assert by_unit(ratio, mask, level="segment", segments=chunks).tolist() == [[2, 2, 6, 6], [2, 0, BOUND, BOUND]]
-    assert by_unit(ratio, mask, level="sequence").tolist() == [[4] * 4, [BOUND, 0, BOUND, BOUND]]
-    assert by_unit(ratio, mask).tolist() == [[1, 3, 5, 7], [2, 0, 4, BOUND]]
+    assert aggregate_log_ratio(ratio, mask, level="segment", segments=chunks).tolist() == [
+        [2, 2, 6, 6],
+        [2, 0, BOUND, BOUND],
+    ]
+    assert aggregate_log_ratio(ratio, mask, level="sequence").tolist() == [[4] * 4, [BOUND, 0, BOUND, BOUND]]
+    assert aggregate_log_ratio(ratio, mask).tolist() == [[1, 3, 5, 7], [2, 0, 4, BOUND]]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -113,7 +116,7 @@ def test_normalised_ratios_are_centred_and_spread_alike_at_every_step(reduction)
         x_next, _, _ = gaussian_step(x, old, step, noise=torch.randn(n, *size, generator=random))
         ratio = compare_steps(x, v, old, step, x_next, reduction=reduction).log_ratio
         kl = step_kl(v, old, step, reduction=reduction)
-        found = normalised(ratio[:, None], kl[:, None], step.std[:, None])
+        found = regulate_log_ratio(ratio[:, None], kl[:, None], step.std[:, None])
         error = float(found.std()) / math.sqrt(n)
         assert abs(float(found.mean())) < 4 * error
         raw_means.append(float(ratio.mean()))
@@ -133,7 +136,7 @@ def test_the_gradient_of_the_normalised_ratio_is_that_of_its_value():
 
     def value(v):
         found = compare_steps(x, v, old, step, x_next)
-        return normalised(found.log_ratio[:, None], found.kl[:, None], step.std[:, None]).sum()
+        return regulate_log_ratio(found.log_ratio[:, None], found.kl[:, None], step.std[:, None]).sum()
 
     gradients = []
     for moved in (0.3, -1.5):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmrl.core.filters import groups_within, varied_components, varied_groups, whole_groups
+from mmrl.core.filters import groups_in_range, varied_components, varied_groups, whole_groups
 
 NAN = math.nan
 
@@ -38,16 +38,16 @@ def test_groups_whose_scored_rewards_differ_are_varied():
     ],
 )
 def test_groups_within_the_bounds_of_their_mean(bounds, expected):
-    keep = groups_within(REWARDS, GROUP, low=bounds[0], high=bounds[1])
+    keep = groups_in_range(REWARDS, GROUP, low=bounds[0], high=bounds[1])
     assert groups(keep) == expected
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
-    shuffled = groups_within(REWARDS[order], GROUP[order], low=bounds[0], high=bounds[1])
+    shuffled = groups_in_range(REWARDS[order], GROUP[order], low=bounds[0], high=bounds[1])
     assert torch.equal(shuffled, keep[order])
 
 
 @pytest.mark.parametrize(("low", "high", "inside"), [(None, None, True), (0.0, None, False), (None, 1.0, False)])
 def test_a_group_without_a_score_is_outside_of_any_bound(low, high, inside):
-    kept = groups_within(torch.tensor([NAN, NAN]), torch.tensor([3, 3]), low=low, high=high)
+    kept = groups_in_range(torch.tensor([NAN, NAN]), torch.tensor([3, 3]), low=low, high=high)
     assert kept.tolist() == [inside] * 2
 
 
@@ -55,7 +55,7 @@ def test_values_and_groups_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="must both be"):
         varied_groups(REWARDS, GROUP[:3])
     with pytest.raises(ValueError, match="must both be"):
-        groups_within(REWARDS, GROUP[:3], low=None, high=None)
+        groups_in_range(REWARDS, GROUP[:3], low=None, high=None)
 
 
 # Groups of two. 0: the first varies | 1: both vary and cancel | 2: the second varies | 3: one of them is unscored

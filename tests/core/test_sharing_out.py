@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from mmrl.core.partition import exchanged, longest_first
+from mmrl.core.partition import assign_ranks, sort_by_length
 
 
 def loads(cost, rank, held, fixed=None):
@@ -16,7 +16,7 @@ def loads(cost, rank, held, fixed=None):
 def plan(cost, rank, size=None, fixed=None):
     fixed = fixed or [0] * (max(rank) + 1)
     size = [1] * len(cost) if size is None else size
-    return exchanged(*(torch.tensor(column, dtype=torch.int64) for column in (cost, size, rank, fixed))).tolist()
+    return assign_ranks(*(torch.tensor(column, dtype=torch.int64) for column in (cost, size, rank, fixed))).tolist()
 
 
 def test_the_larger_load_falls_as_far_as_one_swap_can_bring_it():
@@ -80,9 +80,9 @@ def test_longest_first_by_hand():
     length = torch.tensor([1, 4, 9, 2, 5, 5])
     parts = [torch.tensor([5, 0, 1, 4]), torch.tensor([3, 2])]
     # Of the groups the longest have 4, 9 and 5.
-    assert [part.tolist() for part in longest_first(parts, group, length)] == [[2, 3, 4, 5], [1, 0]]
+    assert [part.tolist() for part in sort_by_length(parts, group, length)] == [[2, 3, 4, 5], [1, 0]]
 
 
 def test_groups_of_unequal_size_keep_their_order():
     parts = [torch.tensor([0, 1]), torch.tensor([2])]
-    assert longest_first(parts, torch.tensor([7, 7, 8]), torch.tensor([1, 4, 9])) == parts
+    assert sort_by_length(parts, torch.tensor([7, 7, 8]), torch.tensor([1, 4, 9])) == parts

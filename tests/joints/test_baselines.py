@@ -181,7 +181,7 @@ REFUSED = [
     (["algorithm.baseline=running", "algorithm.components=normalise_each"], "algorithm.components=sum or gated"),
     (["algorithm.baseline=quantile", "rollout.group_size=1"], "raise group_size"),
     (["algorithm.baseline=median"], "algorithm.baseline.type=median is unknown"),
-    (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is not one of the rewards, mark"),
+    (["algorithm.components={type: gated, gates: [lenght]}"], "lenght is not a reward; choose from mark"),
 ]
 
 
@@ -261,7 +261,7 @@ def test_greedy_is_remax(given):
 
 
 def test_a_deviation_of_a_group_of_one_is_refused(given):
-    with pytest.raises(UserError, match="the deviation of a group of one is 0.* set algorithm.scale=none or batch_std"):
+    with pytest.raises(UserError, match="the std of a group of one is 0.* set algorithm.scale=none or batch_std"):
         given(groups(), "rollout.group_size=1", "algorithm.baseline=none", "algorithm.scale=group_std")
 
 

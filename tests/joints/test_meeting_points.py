@@ -73,7 +73,7 @@ def test_the_age_of_a_step_is_that_of_its_fresh_rollouts(given):
     rollouts.version = torch.tensor([2, 4, -1, -1])
     rollouts.origin = torch.tensor([FRESH, FRESH, EXTRA, DEMONSTRATION])
     metrics = Metrics(made.trainer.engine)
-    made.trainer.collector._add_staleness(rollouts, 5, metrics)
+    made.trainer.collector._log_staleness(rollouts, 5, metrics)
     assert metrics.result()["generation/staleness"] == 2.0
 
 

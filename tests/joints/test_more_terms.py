@@ -119,7 +119,9 @@ def test_there_is_one_reference(given):
 
 @pytest.mark.parametrize("other", ["old", "view"])
 def test_steps_of_a_denoiser_are_compared_with_the_reference_alone(given, other):
-    expected = f"algorithm.terms.0: estimator=exact is not for against={other}; use one of k1, k2, k3, absolute$"
+    expected = (
+        f"algorithm.terms.0: estimator=exact does not work with against={other}; set it to one of k1, k2, k3, absolute$"
+    )
     with pytest.raises(UserError, match=expected):
         flat(given, f"{{type: kl, against: {other}, estimator: exact}}")
 

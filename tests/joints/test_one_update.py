@@ -55,7 +55,7 @@ def test_a_surrogate_says_whether_its_gradient_is_that_of_reinforce(given, name)
     )
     told = alarms(started(given, f"algorithm.surrogate={written(name)}"))
     assert len(told) == same
-    assert all(text.startswith(f"algorithm.surrogate={name} at one update a step: the ratio is 1") for text in told)
+    assert all(text.startswith(f"algorithm.surrogate={name} with one update per step: the ratio is 1") for text in told)
     assert ("at one update: the ratio is 1" in "\n".join(describe_methods(name))) == same
 
 
@@ -66,7 +66,7 @@ def test_a_term_that_says_so_has_no_gradient(given, term):
     own, none = (gradient(given, f"algorithm.terms=[{terms}]") for terms in (term, ""))
     close(own, none)
     told = alarms(started(given, f"algorithm.terms=[{term}]"))
-    assert len(told) == 1 and told[0].startswith("algorithm.terms.0 (") and " at one update a step: " in told[0]
+    assert len(told) == 1 and told[0].startswith("algorithm.terms.0 (") and " with one update per step: " in told[0]
     assert told[0].endswith("set algorithm.minibatches or algorithm.epochs above 1")
 
 

@@ -99,9 +99,9 @@ def test_the_policy_is_shown_both_of_a_pair_with_the_same_seed(given):
 
 def test_a_target_is_replaced_by_what_is_rejected():
     prompt = Prompt("p", "?", metadata={"target": 1, "rejected": 2})
-    assert [p.metadata["target"] for p in OfflinePreference().shown([prompt])] == [1, 2]
+    assert [p.metadata["target"] for p in OfflinePreference().prepare_demonstrations([prompt])] == [1, 2]
     with pytest.raises(UserError, match="prompt p has no `rejected` in its metadata"):
-        OfflinePreference().shown([Prompt("p", "?")])
+        OfflinePreference().prepare_demonstrations([Prompt("p", "?")])
 
 
 def test_what_does_not_fit_is_one_line(given):
@@ -118,10 +118,10 @@ def test_steps_have_the_weight_that_the_policy_gives_them():
     now = Replay(
         micro.ref_logp + torch.tensor([[0.5, 0.1], [0.2, -0.4]]), weight=torch.tensor([[0.5, 1.5]]).expand(2, 2)
     )
-    loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, now)
+    loss, _ = StepwisePreference(beta=constant(0.5)).group_loss(torch.tensor([0]), torch.tensor([1]), micro, now)
     close(loss, (0.5 * softplus(-0.15) + 1.5 * softplus(-0.25)) / 2)
     exact = Replay(now.logp, extras={"reference_log_ratio": torch.tensor([[1.0, 0.0], [0.0, 0.0]])})
-    loss, _ = StepwisePreference(beta=constant(0.5)).of_group(torch.tensor([0]), torch.tensor([1]), micro, exact)
+    loss, _ = StepwisePreference(beta=constant(0.5)).group_loss(torch.tensor([0]), torch.tensor([1]), micro, exact)
     close(loss, (softplus(-0.5) + softplus(0.0)) / 2)
 
 

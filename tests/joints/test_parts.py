@@ -105,7 +105,7 @@ def test_credit_by_weights_and_by_rewards_of_its_own(given):
 
 
 def test_what_does_not_fit_is_one_line(given):
-    with pytest.raises((UserError, ValueError), match="text_rewards: wrods is not one of the rewards, mark, words"):
+    with pytest.raises((UserError, ValueError), match="text_rewards: wrods is not a reward; choose from mark, words"):
         shaped(given, "text_rewards: [wrods]")
     tree = {
         "run_dir": "unset",

@@ -85,15 +85,15 @@ def test_a_rank_without_cuts_asks_with_the_others(given):
 def test_what_is_unknown_adds_nothing():
     mask = torch.tensor([[True, True, True, False]])
     worth, outcome = torch.tensor([[0.5, torch.nan]]), torch.tensor([1.0])
-    close(segment_gains(worth, outcome, mask, every=2), [[0.0, 0.0, 0.0, 0.0]])
+    close(segment_gains(worth, outcome, mask, segment_length=2), [[0.0, 0.0, 0.0, 0.0]])
     worth = torch.tensor([[0.5, 0.25]])
-    close(segment_gains(worth, outcome, mask, every=2), [[-0.25, -0.25, 0.75, 0.0]])
-    close(segment_gains(worth, torch.tensor([torch.nan]), mask, every=2), [[-0.25, -0.25, 0.0, 0.0]])
-    close(segment_gains(worth[:, :1], outcome, mask, every=4), [[0.5, 0.5, 0.5, 0.0]])  # one segment
+    close(segment_gains(worth, outcome, mask, segment_length=2), [[-0.25, -0.25, 0.75, 0.0]])
+    close(segment_gains(worth, torch.tensor([torch.nan]), mask, segment_length=2), [[-0.25, -0.25, 0.0, 0.0]])
+    close(segment_gains(worth[:, :1], outcome, mask, segment_length=4), [[0.5, 0.5, 0.5, 0.0]])  # one segment
 
 
 def test_segments_are_counted_by_decisions_across_observations():
     """Segments of one decision, worth 0 and 1 at their beginnings; the outcome is 5."""
     mask = torch.tensor([[True, False, True]])
-    gains = segment_gains(torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([5.0]), mask, every=1)
+    gains = segment_gains(torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([5.0]), mask, segment_length=1)
     assert gains.tolist() == [[1.0, 0.0, 4.0]]

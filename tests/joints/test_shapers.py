@@ -137,7 +137,7 @@ def test_a_bonus_for_doubt_is_bounded_by_what_sureness_left(given):
 
 def test_entropies_that_do_nothing_are_refused(given):
     table = Table([[-1.0]] * 2, entropy=[[0.2], [0.6]])
-    with pytest.raises(UserError, match="algorithm.shaping.0: set sure or bonus"):
+    with pytest.raises(UserError, match="algorithm.shaping.0: sure and bonus are both null"):
         shaped(given, table, "{type: entropy, bonus: null}")
 
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.core.turns import character_shares, compared, minimum_weighted, spread, unit_shares
+from mmrl.core.turns import character_shares, distribute_credit, softmin_weighted, subtract_group_baseline, unit_shares
 from mmrl.errors import UserError
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.rewards import RewardSet, RewardSpec
@@ -66,7 +66,7 @@ def test_a_letter_of_several_tokens_is_in_the_span_that_it_is_in():
 def test_a_token_in_two_spans_has_a_share_of_each():
     entries = character_shares(["ab\ncd", "e", "f"], [(0, 3), (3, 6)])
     assert entries.T.tolist() == [[0, 0, 0.6], [0, 1, 0.4], [1, 1, 1.0]]
-    close(spread([torch.tensor([1.0, -1.0])], [entries], 4), [[0.2, -1.0, 0.0, 0.0]])
+    close(distribute_credit([torch.tensor([1.0, -1.0])], [entries], 4), [[0.2, -1.0, 0.0, 0.0]])
 
 
 def test_spans_of_a_real_tokenizer_of_bytes():
@@ -134,8 +134,8 @@ def test_padding_with_good_steps_pays_in_the_sum_and_not_in_the_minimum():
     bad = torch.tensor([-1.0, 0.9])
     padded = torch.cat([bad, torch.full((8,), 0.9)])
     assert bad.sum() < 0 < padded.sum()
-    assert float(minimum_weighted(padded, 0.1).sum()) == pytest.approx(-1.0, abs=1e-4)
-    assert not len(minimum_weighted(torch.zeros(0), 0.0))
+    assert float(softmin_weighted(padded, 0.1).sum()) == pytest.approx(-1.0, abs=1e-4)
+    assert not len(softmin_weighted(torch.zeros(0), 0.0))
 
 
 def test_signs_turn_advantages(given):
@@ -185,10 +185,10 @@ def good(sample):
 def test_what_differs_between_spans():
     credits = [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([7.0])]
     group = torch.tensor([0, 0, 1])
-    close(torch.cat(compared(credits, group, "others", "none")), [-2.0, 0.0, 2.0, 0.0])
-    close(torch.cat(compared(credits, group, "span", "none")), [-1.0, 0.0, 1.0, 0.0])
-    close(torch.cat(compared(credits, group, "group", "none")), [-1.0, 0.0, 1.0, 0.0])
-    close(torch.cat(compared(credits, group, "none", "none")), [1.0, 2.0, 3.0, 7.0])
+    close(torch.cat(subtract_group_baseline(credits, group, "others", "none")), [-2.0, 0.0, 2.0, 0.0])
+    close(torch.cat(subtract_group_baseline(credits, group, "span", "none")), [-1.0, 0.0, 1.0, 0.0])
+    close(torch.cat(subtract_group_baseline(credits, group, "group", "none")), [-1.0, 0.0, 1.0, 0.0])
+    close(torch.cat(subtract_group_baseline(credits, group, "none", "none")), [1.0, 2.0, 3.0, 7.0])
 
 
 # --- the agreement of process and outcome ---
@@ -232,15 +232,15 @@ def test_spans_of_turns():
     for sample, end in zip(rollouts.samples, (2, 1), strict=True):
         sample.spans["process"] = Spans([(t, t + 1, t - 1.0) for t in range(end)], unit="turns")
     column = SpanValues("process", "turns").measure(rollouts, None)
-    close(spread(column.values, column.shares, 4), [[-1, -1, 0, 0], [-1, -1, 0, 0]])
+    close(distribute_credit(column.values, column.shares, 4), [[-1, -1, 0, 0], [-1, -1, 0, 0]])
 
 
 @pytest.mark.parametrize(
     ("shaping", "message"),
     [
-        ("{type: span_returns, reward: other}", "reward: other is not one of the rewards, process"),
+        ("{type: span_returns, reward: other}", "reward: other is not a reward; choose from process"),
         ("{type: span_returns, of: decisions}", "returned spans of characters; set of=characters"),
-        (f"{{type: span_minimum, reward: '{HERE}:right'}}", "returned numbers alone"),
+        (f"{{type: span_minimum, reward: '{HERE}:right'}}", "returned only numbers"),
     ],
 )
 def test_what_does_not_fit_is_named(given, shaping, message):

@@ -8,7 +8,7 @@ import torch
 from mmrl import build
 from mmrl.collection.collector import Collector
 from mmrl.config import validate
-from mmrl.core.credit import turned
+from mmrl.core.credit import turning_point_gains
 from mmrl.engine import Ranks
 from mmrl.errors import UserError
 from mmrl.measurements.chains import Completions
@@ -51,7 +51,7 @@ def test_turning_points_by_hand():
         (0.0, 2.0, 1.0, 1.5): [2.0, -1.0, 0.5],  # the first overshoots; the last ends where it turns
         (1.0, 0.0, 2.0, 1.0): [-1.0, 2.0, -1.0],  # an outcome like the beginning: nowhere to turn to
     }
-    close(turned(torch.tensor(list(rows))), list(rows.values()))
+    close(turning_point_gains(torch.tensor(list(rows))), list(rows.values()))
 
 
 def test_they_reach_the_advantages_by_default(given):

@@ -124,7 +124,10 @@ def test_the_target_is_on_average_the_tilted_posterior(factor):
 
 def test_what_does_not_fit_is_one_line(given):
     for overrides, line in (
-        (["algorithm.control_variate=others", "rollout.group_size=1"], "a rollout has no others; raise group_size"),
+        (
+            ["algorithm.control_variate=others", "rollout.group_size=1"],
+            "a group has no other rollouts; raise group_size",
+        ),
         (["algorithm.control_variate=two"], "algorithm.control_variate"),
     ):
         with pytest.raises(UserError, match=line):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.algorithms.algorithm import Algorithm
-from mmrl.core.credit import dense_moments, mean_by_moment
+from mmrl.core.credit import mean_per_moment, renumber_moments
 from mmrl.rollouts import Steps
 from mmrl.settings import choose
 from tests.joints.parts import Table, close, steps
@@ -92,7 +92,7 @@ def test_advantages_are_those_of_the_recursion(seed):
     moment = torch.randint(0, 5, (4, 7), generator=chance)
     known = Steps.from_decisions(mask, values, moment)
     learner = choose(Algorithm, {"type": "ppo", "gamma": 0.9, "lam": 0.7})
-    advantages, returns = learner.estimates_of_traces(rewards.where(mask, 0.0), known)
+    advantages, returns = learner.trace_estimates(rewards.where(mask, 0.0), known)
     for row, count in enumerate(mask.sum(1).tolist()):
         own = (column[row, :count].tolist() for column in (rewards, values, moment))
         expected = by_token(*own, 0.9, 0.7)
@@ -108,7 +108,7 @@ def test_without_discounts_tokens_are_worth_the_reward_less_their_own_value():
     known = Steps.from_decisions(mask, values, moment)
     rewards = (moment == 5) * torch.tensor(0.7, dtype=torch.float64)
     for options in ({"type": "ppo", "lam": 1.0}, {"type": "ppo", "lam": 0.3, "value_lam": 1.0}):
-        advantages, returns = choose(Algorithm, options | {"gamma": 1.0}).estimates_of_traces(rewards, known)
+        advantages, returns = choose(Algorithm, options | {"gamma": 1.0}).trace_estimates(rewards, known)
         if options["lam"] == 1.0:
             torch.testing.assert_close(advantages, 0.7 - values)
         torch.testing.assert_close(returns, torch.full_like(values, 0.7))
@@ -120,13 +120,13 @@ def test_the_length_of_a_response_is_that_of_its_trace():
     known = Steps.from_decisions(mask, torch.zeros(1, 4, dtype=torch.float64), moment)
     rewards = moment.double()
     learner = choose(Algorithm, {"type": "ppo", "gamma": 1.0, "lam": {"type": "by_length", "scale": 1.0}})
-    torch.testing.assert_close(learner.estimates_of_traces(rewards, known)[0], rewards.where(moment == 1, 0.5))
+    torch.testing.assert_close(learner.trace_estimates(rewards, known)[0], rewards.where(moment == 1, 0.5))
 
 
 def test_moments_without_a_counted_place_are_passed_over():
     mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
-    number, there = dense_moments(torch.tensor([[7, 2, 4], [5, 0, 0], [1, 1, 1]]), mask)
+    number, there = renumber_moments(torch.tensor([[7, 2, 4], [5, 0, 0], [1, 1, 1]]), mask)
     assert number.where(mask, -1).tolist() == [[1, 0, -1], [0, -1, -1], [-1, -1, -1]]
     assert there.tolist() == [[True, True], [True, False], [False, False]]
-    means = mean_by_moment(torch.tensor([[3.0, 1.0, 9.0], [2.0, 9.0, 9.0], [9.0] * 3]), number, mask, 2)
+    means = mean_per_moment(torch.tensor([[3.0, 1.0, 9.0], [2.0, 9.0, 9.0], [9.0] * 3]), number, mask, 2)
     assert means.tolist() == [[1.0, 3.0], [2.0, 0.0], [0.0, 0.0]]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmrl.core.duals import trust_price
+from mmrl.core.duals import solve_trust_region_dual
 from tests.joints.parts import Table, close
 
 ONE = ["rollout.prompts=1", "algorithm.scale=none"]
@@ -69,8 +69,8 @@ def test_a_price_stays_within_its_bounds():
     import torch
 
     a = torch.tensor([1.0, -1.0])
-    assert trust_price(a, 0.9, 0.01, 10.0) == 0.01  # more than log 2 can not be reached
-    assert trust_price(a, 1e-9, 0.01, 10.0) == 10.0
+    assert solve_trust_region_dual(a, 0.9, 0.01, 10.0) == 0.01  # more than log 2 can not be reached
+    assert solve_trust_region_dual(a, 1e-9, 0.01, 10.0) == 10.0
 
 
 # Of the ratios: k3 = r - 1 - log r of a sample of the old policy: 0.00469, 0.09453, 0.19315; 0.19315, 0.09453.

@@ -7,7 +7,7 @@ import torch
 
 from mmrl.build import build_task
 from mmrl.config import load
-from mmrl.core.turns import discounted, turn_advantages
+from mmrl.core.turns import discounted_returns, turn_advantages
 from mmrl.errors import UserError
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rewards.turns import conversation_measures
@@ -96,7 +96,7 @@ def test_groups_are_apart():
 
 
 def test_discounting():
-    assert discounted(torch.tensor([[1.0, 2.0, 4.0]]), 0.5).tolist() == [[3.0, 4.0, 4.0]]
+    assert discounted_returns(torch.tensor([[1.0, 2.0, 4.0]]), 0.5).tolist() == [[3.0, 4.0, 4.0]]
 
 
 CALLED = Turn("zoom()", tool="zoom")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.algorithms.reward_transforms.view_agreement import _plain
+from mmrl.algorithms.reward_transforms.view_agreement import _normalized_answer
 from mmrl.errors import UserError
 from tests.joints.parts import Table, close
 
@@ -75,7 +75,7 @@ def test_answers_under_the_view_are_translated_back(given, swaps):
 
 
 def test_tags_and_case_do_not_count():
-    assert _plain("so <answer> Left  ARROW </answer>", {"left": "right"}) == "right arrow"
+    assert _normalized_answer("so <answer> Left  ARROW </answer>", {"left": "right"}) == "right arrow"
 
 
 def test_what_joined_the_group_is_matched_too(given):

@@ -51,7 +51,7 @@ class TestBands:
         within = []
         for value in (0.5, 2, 0.5, 2, -1, math.nan, 2, 2):
             guards.judge({"m": value}, log)
-            within.append(guards.within)
+            within.append(guards.all_in_band)
         # 2 | 2, -1: acts | nan is not outside | 2, 2: acts
         assert log.done == ["guard: m is -1, outside 0 to 1", "guard: m is 2, outside 0 to 1"]
         assert within == [True, False, True, False, False, True, False, False]
@@ -79,7 +79,7 @@ class TestBands:
         with pytest.raises(UserError, match="guard: m is 3, outside -inf to 1; the run stops there"):
             Guards([guard(high=1, action="stop")]).judge({"m": 3}, Log())
         with pytest.raises(
-            UserError, match="guards.0: metric 'm' is not a metric of this job, which has accuracy, loss"
+            UserError, match="guards.0: metric 'm' is not a metric of this job; choose one of accuracy, loss"
         ):
             Guards([guard(high=1)]).judge({"loss": 3, "accuracy": 1, "time/x": 1}, Log())
         on_evaluation = Guards([guard(metric="evaluation/accuracy", low=0.5)])

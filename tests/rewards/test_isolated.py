@@ -363,7 +363,7 @@ def test_killing_descendants_spares_those_to_keep():
 def test_an_answer_to_another_question_is_none():
     """A worker that writes two answers would otherwise score the next sample by the second."""
     dismissed = []
-    fork_server = SimpleNamespace(records=(), dismiss=dismissed.append)
+    fork_server = SimpleNamespace(records=(), terminate=dismissed.append)
     for number, expected in ((1, {"number": 1, "score": 0.5}), (0, None), (2, None)):
         channel = SimpleNamespace(ask=lambda *_, number=number: encode({"number": number, "score": 0.5}))
         worker = ForkedProcess(fork_server, 1, channel)

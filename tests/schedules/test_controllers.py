@@ -74,7 +74,7 @@ def test_a_staircase_goes_on_where_it_was():
 
 
 def test_a_staircase_names_a_metric_that_is_missing():
-    with pytest.raises(UserError, match="metric 'cut' is not a metric of this job, which has loss"):
+    with pytest.raises(UserError, match="metric 'cut' is not a metric of this job; choose one of loss"):
         stairs().update(1, {"loss": 1.0})
 
 

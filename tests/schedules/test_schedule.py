@@ -94,10 +94,16 @@ def test_a_schedule_goes_on_where_it_was(tree):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"type": "stages", "starts": [1, 2], "values": [1.0, 2.0]}, "k: starts must rise from 0, got [1, 2]"),
-        ({"type": "stages", "starts": [0, 2, 2], "values": [1.0, 2.0, 3.0]}, "k: starts must rise from 0"),
-        ({"type": "stages", "starts": [], "values": []}, "k: starts must rise from 0, got []"),
-        ({"type": "stages", "starts": [0, 2], "values": [1.0]}, "k: 2 starts and 1 values"),
+        (
+            {"type": "stages", "starts": [1, 2], "values": [1.0, 2.0]},
+            "k: starts must begin with 0 and increase, got [1, 2]",
+        ),
+        (
+            {"type": "stages", "starts": [0, 2, 2], "values": [1.0, 2.0, 3.0]},
+            "k: starts must begin with 0 and increase",
+        ),
+        ({"type": "stages", "starts": [], "values": []}, "k: starts must begin with 0 and increase, got []"),
+        ({"type": "stages", "starts": [0, 2], "values": [1.0]}, "k: starts has 2 entries and values has 1"),
         ({"type": "linear", "start": 1.0, "end": 0.0, "steps": 0}, "k.steps: "),
         ({"type": "linear", "start": 1.0, "steps": 4}, "k.end: Field required"),
         ({"type": "cosin", "start": 1.0, "end": 0.0, "steps": 3}, "k.type=cosin is unknown (did you mean cosine?)"),
@@ -154,7 +160,7 @@ def test_a_controller_without_its_metric_names_those_there_are():
     tree = {"coefficient": {"type": "additive", "start": 0, "metric": "entropi", "target": 0.3, "rate": 0.25}}
     controls = Schedules(make(Bounded, tree))
     with pytest.raises(
-        UserError, match="^coefficient: metric 'entropi' is not a metric of this job, which has entropy, loss$"
+        UserError, match="^coefficient: metric 'entropi' is not a metric of this job; choose one of entropy, loss$"
     ):
         controls.update(1, {"loss": 1.0, "entropy": 2.0, "time/step": 3.0, "control/coefficient": 0.0})
 

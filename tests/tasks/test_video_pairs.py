@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.algorithms.preference.pairs import rejected
+from mmrl.algorithms.preference.pairs import with_rejected_answer
 from mmrl.errors import UserError
 from mmrl.tasks.video_generation.settings import VideoPairsData
 
@@ -35,7 +35,7 @@ def pairs(folder, *rows, **options):
 def test_a_row_is_two_videos_in_the_order_of_their_frames(folder):
     train, held_out = pairs(folder, ROW, grey=True)
     metadata = train[0].metadata
-    assert torch.equal(rejected(train[0]).metadata["target"], metadata["rejected"])
+    assert torch.equal(with_rejected_answer(train[0]).metadata["target"], metadata["rejected"])
     assert metadata["target"].shape == metadata["rejected"].shape == (4, 1, 10, 8)
     torch.testing.assert_close(metadata["target"].mean((1, 2, 3)), torch.tensor([0.0, 0.2, 0.4, 0.6]))
     torch.testing.assert_close(metadata["rejected"].mean((1, 2, 3)), torch.tensor([1.0, 0.8, 0.6, 0.4]))

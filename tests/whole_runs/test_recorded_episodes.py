@@ -106,7 +106,7 @@ def test_the_share_of_steps_without_a_label(tmp_path):
     for turn in range(8):
         with torch.no_grad():  # the value moves, and another draw with it
             trainer.policy.module.critic.layers[-1].bias += 0.01 * (turn + 1)
-        labelled = trainer.algorithm.shown(prompts)
+        labelled = trainer.algorithm.prepare_demonstrations(prompts)
         unlabelled += torch.tensor([float(not prompt.metadata["label"]) for prompt in labelled])
     count = 8 * len(prompts)
     assert abs(unlabelled.sum() / count - 0.2) < 4 * (0.2 * 0.8 / count) ** 0.5

@@ -308,7 +308,7 @@ def test_another_vocabulary_is_refused_before_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.temperature=0.7", "computes at temperature 1; set rollout.temperature=0.7 to 1"),
+        ("rollout.temperature=0.7", "computes at temperature 1, but rollout.temperature=0.7; set it to 1"),
         ("algorithm.teacher.server=http://127.0.0.1:9/", "did not answer"),
     ],
 )
@@ -322,7 +322,7 @@ def test_a_server_of_another_vocabulary_is_refused(tmp_path, address, monkeypatc
     monkeypatch.setattr(
         Published, "policy", type("Other", (), {"tokens": type("Ids", (), {"ids": lambda self, text: [1, 2]})()})()
     )
-    with pytest.raises(UserError, match="has another vocabulary than the model: it reads a string of"):
+    with pytest.raises(UserError, match="has another vocabulary than the model: it splits a string of"):
         make(tmp_path, f"algorithm={{type: distillation, teacher: {{server: '{address}', model: tiny}}}}")
 
 
@@ -331,7 +331,7 @@ def test_a_server_of_another_vocabulary_is_refused(tmp_path, address, monkeypatc
     [
         ("{type: distillation}", "algorithm.teacher"),
         ("{type: distillation, teacher: {path: x}, estimator: velocity}", "predictions of a denoiser"),
-        ("{type: distillation, teacher: {view: no_text}, estimator: velocity}", "takes a teacher.path"),
+        ("{type: distillation, teacher: {view: no_text}, estimator: velocity}", "needs teacher.path"),
         ("{type: distillation, teacher: {paht: x}}", "teacher"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Base class of baselines, and baselines from statistics of the group."""
+"""Base class of baselines, which are subtracted from rewards, and baselines from statistics of the group."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.protocols.job import JobConfig
 
-Total = Callable[["Tensor"], "Tensor"]  # [rollout, component] -> [rollout], as the algorithm combines rewards
+CombineRewards = Callable[["Tensor"], "Tensor"]  # reward components [rollout, component] -> one reward [rollout]
 
 
 class Baseline(Choice):
-    """A baseline that is subtracted from rewards: a value of the rollout (`of`), or a statistic of its group
-    (`centre`). Users' classes override one of the two; the defaults change nothing.
+    """A baseline that is subtracted from rewards.
 
-    compares: whether it is computed from other rollouts of the group, so that a group of one has none. within_group:
-    whether equal rewards of a group leave exactly 0, which later normalisation keeps. single: whether it applies to one
-    combined reward only. usual_scale: `algorithm.scale` where the job names none, that of the baseline's source.
+    A class of your own overrides one of two methods, whose defaults subtract nothing: `compute` returns a baseline for
+    each rollout, `center` subtracts a statistic of the group.
     """
 
     title: ClassVar[str] = "baseline"
-    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # what the baseline changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "mean": "mmrl.algorithms.baselines.baseline:Mean",
         "leave_one_out": "mmrl.algorithms.baselines.baseline:LeaveOneOut",
@@ -42,39 +40,45 @@ class Baseline(Choice):
         "greedy": "mmrl.algorithms.baselines.greedy:Greedy",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
-    compares: ClassVar[bool] = True
-    within_group: ClassVar[bool] = False
-    single: ClassVar[bool] = False
-    usual_scale: ClassVar[str] = "group_std"
+    uses_other_rollouts: ClassVar[bool] = True  # of the group; then a group of one rollout has no baseline
+    zero_if_equal: ClassVar[bool] = False  # equal rewards of a group give exactly 0, also after later normalization
+    single_reward_only: ClassVar[bool] = False  # does not work with separate baselines for several rewards
+    default_scale: ClassVar[str] = "group_std"  # `algorithm.scale` if the job sets none, as in the baseline's paper
 
     @property
     def needs(self) -> Needs:
+        """Returns what the baseline requires of the policy and the job."""
         return Needs()
 
     def check(self, config: JobConfig) -> None:
-        """Raises ValueError for settings that do not go with it."""
+        """Raises ValueError if settings of the job do not fit."""
 
-    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        """Returns what is subtracted from the rewards, [rollout of all ranks] as these are, NaN where one is unknown;
-        by default 0. The scale then divides by a deviation of the differences."""
+    def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
+        """Computes the baseline of each rollout, [rollout of all ranks]; by default 0.
+
+        rewards: [rollout of all ranks], NaN where unknown; combine: combines reward components to one reward. The scale
+        is computed from the rewards after this baseline is subtracted.
+        """
         import torch
 
         return torch.zeros_like(rewards)
 
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        """Subtracts a statistic of the groups from rewards from which `of` is already subtracted, [rollout of all
-        ranks]; by default nothing. index: the group's number from 0, [rollout]; within: moments of the groups. NaN
-        stays NaN. The scale then divides by a deviation of the rewards."""
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
+        """Subtracts a statistic of the group, [rollout of all ranks]; by default nothing. NaN stays NaN.
+
+        rewards: from which `compute` is already subtracted; index: [rollout], the group of each rollout from 0;
+        group_moments: moments of the rewards of each group. The scale is computed from the rewards before this.
+        """
         return rewards
 
 
 class GroupStatistic(Baseline):
-    """A statistic of the group alone."""
+    """Base class of baselines that depend on the rewards of the group only."""
 
-    within_group: ClassVar[bool] = True
+    zero_if_equal: ClassVar[bool] = True
 
     @abstractmethod
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor: ...
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor: ...
 
 
 class Mean(GroupStatistic):
@@ -85,33 +89,33 @@ class Mean(GroupStatistic):
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "mean"
 
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        from mmrl.core.advantages import less_mean
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import subtract_mean
 
-        return less_mean(rewards, index, within)
+        return subtract_mean(rewards, index, group_moments)
 
 
 class LeaveOneOut(GroupStatistic):
-    """The mean of the others of the group."""
+    """The mean of the other rollouts of the group."""
 
     equation: ClassVar[str] = "A = r - mean_{j != i} r_j"
     source: ClassVar[str] = "RLOO, arXiv 2402.14740"
-    usual_scale: ClassVar[str] = "none"
+    default_scale: ClassVar[str] = "none"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "leave_one_out"
 
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        from mmrl.core.advantages import less_mean_of_others
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import subtract_leave_one_out_mean
 
-        return less_mean_of_others(rewards, index, within)
+        return subtract_leave_one_out_mean(rewards, index, group_moments)
 
 
 class LengthWeighted(GroupStatistic):
-    """The mean of the group, in which a rollout counts as much as it has decisions."""
+    """The mean of the group, weighted by the number of decisions of each rollout."""
 
     equation: ClassVar[str] = "A = r - sum_j l_j r_j / sum_j l_j"
     source: ClassVar[str] = "OPO, arXiv 2505.23585"
-    usual_scale: ClassVar[str] = "none"
+    default_scale: ClassVar[str] = "none"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "length_weighted"
 
@@ -119,31 +123,31 @@ class LengthWeighted(GroupStatistic):
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"lengths"}))
 
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        from mmrl.core.advantages import less_length_weighted_mean
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import subtract_length_weighted_mean
 
-        return less_length_weighted_mean(rewards, index, within, batch.column("length"))
+        return subtract_length_weighted_mean(rewards, index, group_moments, batch.column("length"))
 
 
 class Shrinkage(GroupStatistic):
-    """The mean of the others of the group, shrunk towards the mean of the other groups."""
+    """The mean of the other rollouts of the group, shrunk toward the mean of the other groups (James-Stein)."""
 
     equation: ClassVar[str] = "A = r - (1 - q) mean_{j != i} r_j - q mean of the other groups, q = v / (v + tau^2)"
     source: ClassVar[str] = "the idea of arXiv 2511.03710, with plug-in estimates of v and tau^2"
     type: str = "shrinkage"
 
-    def centre(self, rewards: Tensor, index: Tensor, within: Moments, batch: Batch) -> Tensor:
-        from mmrl.core.advantages import less_shrunken_mean
+    def center(self, rewards: Tensor, index: Tensor, group_moments: Moments, batch: Batch) -> Tensor:
+        from mmrl.core.advantages import subtract_james_stein_baseline
 
-        return less_shrunken_mean(rewards, index, within)
+        return subtract_james_stein_baseline(rewards, index, group_moments)
 
 
 class NoBaseline(Baseline):
-    """Nothing: the reward itself is the advantage."""
+    """No baseline: the reward itself is the advantage."""
 
     equation: ClassVar[str] = "A = r"
     source: ClassVar[str] = "REINFORCE, Williams 1992"
-    compares: ClassVar[bool] = False
-    usual_scale: ClassVar[str] = "none"
+    uses_other_rollouts: ClassVar[bool] = False
+    default_scale: ClassVar[str] = "none"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "none"

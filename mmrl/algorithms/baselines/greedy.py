@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.algorithms.baselines.baseline import Baseline, CombineRewards
 from mmrl.measurements.answers import GreedyRewards
 from mmrl.protocols.requirements import Needs
 
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 
 class Greedy(Baseline):
-    """The reward of a greedy response to the same prompt, which is sampled and scored beside the rollouts and not
-    learned from. It needs no group."""
+    """The reward of a greedy response to the same prompt, which is not trained on (ReMax). It needs no group."""
 
     equation: ClassVar[str] = "A = r - r(greedy response)"
     source: ClassVar[str] = "ReMax, arXiv 2310.10505"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
-    compares: ClassVar[bool] = False
-    single: ClassVar[bool] = True
-    usual_scale: ClassVar[str] = "none"
+    uses_other_rollouts: ClassVar[bool] = False
+    single_reward_only: ClassVar[bool] = True
+    default_scale: ClassVar[str] = "none"
     type: str = "greedy"
 
     @property
@@ -35,9 +34,9 @@ class Greedy(Baseline):
         temperature = vars(config.evaluation).get("temperature", 0.0)
         if temperature != 0:
             raise ValueError(
-                f"evaluation.temperature={temperature} with algorithm.baseline=greedy, which samples with the "
-                "temperature of evaluation; set evaluation.temperature=0"
+                f"evaluation.temperature={temperature} does not work with algorithm.baseline=greedy, which samples "
+                "with that temperature; set evaluation.temperature=0"
             )
 
-    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
-        return batch.gather(total(batch.measured(GreedyRewards()).values))
+    def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
+        return batch.gather(combine(batch.measured(GreedyRewards()).values))

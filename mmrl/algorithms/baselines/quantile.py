@@ -1,10 +1,10 @@
-"""A quantile of the group as its baseline."""
+"""A quantile of the group's rewards as the baseline."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.algorithms.baselines.baseline import Baseline, CombineRewards
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 class Quantile(Baseline):
-    """A quantile of the group's rewards. The median is hardly moved by one extreme reward; a high quantile lets only
-    rollouts that are among the best be reinforced, a low one only the worst be punished."""
+    """A quantile of the group's rewards.
 
-    equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), linear between neighbours"
+    The median is robust to one extreme reward. With a high quantile only the best rollouts have positive advantages,
+    with a low one only the worst have negative ones.
+    """
+
+    equation: ClassVar[str] = "A = r - quantile_q(r_1 .. r_G), with linear interpolation"
     source: ClassVar[str] = "robust statistics; as a group baseline mmrl's own variant"
     test: ClassVar[str] = "tests/joints/test_baselines.py"
     type: str = "quantile"
-    q: float = option(0.5, "the share of the group below it; 0.5 is the median", ge=0, le=1)
+    q: float = option(0.5, "fraction of the group below it; 0.5 is the median", ge=0, le=1)
 
-    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
+    def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
         import torch
 
         group, quantiles = batch.column("group"), torch.full_like(rewards, torch.nan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.baselines.baseline import Baseline, Total
+from mmrl.algorithms.baselines.baseline import Baseline, CombineRewards
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -14,31 +14,35 @@ if TYPE_CHECKING:
 
 
 class Running(Baseline):
-    """The mean reward of the prompt in earlier steps, in which older rewards count less. It needs no group: one rollout
-    a prompt learns, and a group that is all right learns that it was not always so."""
+    """The mean reward of the prompt in earlier steps, with smaller weights for older rewards.
+
+    It needs no group: one rollout per prompt is enough, and a group of equal rewards has a learning signal if earlier
+    rewards of the prompt differ.
+    """
 
     equation: ClassVar[str] = (
         "A = r - s / n of the prompt; then s <- rho s + sum r, n <- rho n + count, rho = 2^(-steps passed / half_life) "
         "within [keep_least, keep_most]; at first s = strength x prior, n = strength"
     )
     source: ClassVar[str] = (
-        "the value tracker of single-stream policy optimization, arXiv 2509.13232, whose rho follows the divergence of "
-        "the policy where this one follows the steps that have passed"
+        "the value tracker of single-stream policy optimization, arXiv 2509.13232, whose rho depends on the divergence "
+        "of the policy, here on the number of steps"
     )
     test: ClassVar[str] = "tests/joints/test_baselines.py"
-    compares: ClassVar[bool] = False
-    single: ClassVar[bool] = True
-    usual_scale: ClassVar[str] = "batch_std"
+    uses_other_rollouts: ClassVar[bool] = False
+    single_reward_only: ClassVar[bool] = True
+    default_scale: ClassVar[str] = "batch_std"
     type: str = "running"
-    prior: float = option(0.5, "reward that is expected of a prompt that was never seen")
-    strength: float = option(2.0, "rollouts that the prior counts as", gt=0)
-    half_life: float = option(50.0, "steps after which an old reward counts half", unit="steps", gt=0)
-    keep_least: float = option(0.5, "what is left of the memory of a prompt that was not seen for long", ge=0, le=1)
-    keep_most: float = option(1.0, "what is left of one that was just seen", ge=0, le=1)
+    prior: float = option(0.5, "expected reward of a new prompt")
+    strength: float = option(2.0, "weight of the prior, in rollouts", gt=0)
+    half_life: float = option(50.0, "steps after which an old reward has half its weight", unit="steps", gt=0)
+    keep_least: float = option(0.5, "smallest factor rho of old weights, for prompts not sampled for long", ge=0, le=1)
+    keep_most: float = option(1.0, "largest factor rho of old weights, for prompts sampled recently", ge=0, le=1)
 
-    def of(self, rewards: Tensor, batch: Batch, total: Total) -> Tensor:
+    def compute(self, rewards: Tensor, batch: Batch, combine: CombineRewards) -> Tensor:
         import torch
 
+        # saved in checkpoints; "prompts" maps an id to its (weighted sum of rewards, weight, last step)
         memory = batch.memory.setdefault("baseline running", {"step": 0, "prompts": {}})
         memory["step"] += 1
         prompts, means = batch.column("prompt"), torch.full_like(rewards, torch.nan)
@@ -47,15 +51,15 @@ class Running(Baseline):
             scored = rewards[rows][~rewards[rows].isnan()]
             if not len(scored):
                 continue
-            total_reward, count, last = memory["prompts"].get(
+            total_reward, weight, last_step = memory["prompts"].get(
                 str(prompt), (self.strength * self.prior, self.strength, memory["step"])
             )
-            means[rows] = total_reward / count
-            decay = 2.0 ** (-(memory["step"] - last) / self.half_life)
+            means[rows] = total_reward / weight
+            decay = 2.0 ** (-(memory["step"] - last_step) / self.half_life)
             decay = min(max(decay, self.keep_least), self.keep_most)
             memory["prompts"][str(prompt)] = (
                 decay * total_reward + float(scored.sum()),
-                decay * count + len(scored),
+                decay * weight + len(scored),
                 memory["step"],
             )
         return means

@@ -1,4 +1,4 @@
-"""Contrast of good and bad samples in the forward process (DiffusionNFT)."""
+"""DiffusionNFT: contrast of good and bad samples in the forward (noising) process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 
 class Contrast(GroupedAlgorithm):
-    """Good samples train the implicit policy on one side of the old policy, bad samples the one on the other side.
-    There is no ratio and no chain, and any solver may sample."""
+    """DiffusionNFT: samples with high advantages train an implicit positive policy, those with low ones a negative one.
+
+    The two policies lie on opposite sides of the old policy, in the direction of the trained one. No likelihood ratio
+    and no denoising chain is needed, and any solver may sample.
+    """
 
     equation: ClassVar[str] = (
         "bound / nft_beta (o |v+ error|^2 + (1 - o) |v- error|^2), v+- = v_old +- nft_beta (v - v_old), "
@@ -24,10 +27,8 @@ class Contrast(GroupedAlgorithm):
     )
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
     type: str = "contrast"
-    nft_beta: float = option(
-        1.0, "distance of the implicit policies from the old one, as a factor of the velocity difference", gt=0
-    )
-    bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
+    nft_beta: float = option(1.0, "distance of the implicit policies from the old policy", gt=0)
+    bound: float = option(5.0, "advantages are clamped to +-bound", gt=0)
 
     @property
     def base_needs(self) -> Needs:

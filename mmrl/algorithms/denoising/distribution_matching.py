@@ -1,4 +1,4 @@
-"""A weighted likelihood of rollouts, which fits the policy to the reference tilted by the reward (DMPO)."""
+"""DMPO: a weighted log-likelihood of rollouts, which fits the policy to the reward-tilted reference policy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.rollouts import Replay, Rollouts
 
-KEY = "distribution_matching"  # name of a column: 1 for rollouts in the loss, 0 for others
+KEY = "distribution_matching"  # name of a column of rollouts: 1 if it is in the loss, else 0
 
 
 class DistributionMatching(RewardedAlgorithm):
-    """The cross-entropy to the reference tilted by the reward, from rollouts of a group with self-normalised importance
-    weights. In small groups nearly all weight is on one rollout, and every other one is made likelier too, only less:
-    so `weight_baseline` is subtracted from the weights. The log-likelihood is that of the policy, for masked diffusion
-    unmasking.likelihood={type: elbo}."""
+    """The cross-entropy of the policy to the reference policy tilted by exp(reward / alpha).
+
+    It is estimated from the rollouts of a group with self-normalized importance weights. In small groups one rollout
+    has nearly all the weight, and yet all rollouts are made more likely, so `weight_baseline` is subtracted from the
+    weights. For masked diffusion models the log-likelihood is unmasking.likelihood={type: elbo}.
+    """
 
     equation: ClassVar[str] = (
         "-sum_i (w_i - b_i) l_i, l_i = sum_t logp_t, w = softmax over the group of r / alpha + ref_l - old_l; "
@@ -32,11 +34,11 @@ class DistributionMatching(RewardedAlgorithm):
     source: ClassVar[str] = "DMPO, arXiv 2510.08233"
     test: ClassVar[str] = "tests/joints/test_distribution_matching.py"
     type: str = "distribution_matching"
-    alpha: Schedule = number(0.2, "the smaller, the more of the weight is on the best rollouts", gt=0)
+    alpha: Schedule = number(0.2, "temperature of the rewards; a smaller one puts more weight on the best", gt=0)
     weight_baseline: Literal["mean", "present", "negative", "none"] = option(
         "present",
-        "what is taken off a weight: the group's mean; the weight under the present policy, which has no gradient on "
-        "average; the weight if the reward's sign were turned; nothing",
+        "subtracted from the weights. mean: the group's mean weight; present: the weight under the current policy, "
+        "with no gradient on average; negative: the weight for rewards of opposite sign; none: 0",
     )
 
     @property
@@ -48,76 +50,80 @@ class DistributionMatching(RewardedAlgorithm):
         super().check(config, offered)
         if config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it weighs the rollouts of a "
-                "group against one another; raise group_size"
+                f"rollout.group_size={config.group_size} is too small for algorithm.type={self.type}, which compares "
+                "the rollouts of a group; set it to at least 2"
             )
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Computes weights less their baseline, [rollout]; the baseline `present` is subtracted in the loss, for it
-        changes with the policy."""
+        """Computes the weights minus their baseline, [rollout]. The baseline `present` is subtracted in `objective`,
+        since it depends on the current policy."""
         import torch
 
         from mmrl.rollouts import Column
 
         rollouts = batch.rollouts
         assert rollouts.ref_logp is not None and rollouts.old_logp is not None
-        apart = (rollouts.ref_logp - rollouts.old_logp).cpu().where(rollouts.mask, 0).sum(1)
-        away, rewards, group = batch.gather(apart), batch.combined_rewards() / self.alpha.value, batch.column("group")
-        part = ~rewards.isnan() & (batch.column("length") > 0)
+        log_ratio = (rollouts.ref_logp - rollouts.old_logp).cpu().where(rollouts.mask, 0).sum(1)
+        log_ratio, group = batch.gather(log_ratio), batch.column("group")  # from here on of all ranks
+        rewards = batch.combined_rewards() / self.alpha.value
+        in_loss = ~rewards.isnan() & (batch.column("length") > 0)
         weights = torch.zeros(len(rewards))
-        sizes = []
-        for g in group[part].unique():
-            rows = ((group == g) & part).nonzero().flatten()
-            weight = (rewards[rows] + away[rows]).softmax(0)
-            sizes.append(float(1 / (weight.square().sum() * len(rows))))
+        effective_sizes = []
+        for g in group[in_loss].unique():
+            rows = ((group == g) & in_loss).nonzero().flatten()
+            weight = (rewards[rows] + log_ratio[rows]).softmax(0)
+            effective_sizes.append(float(1 / (weight.square().sum() * len(rows))))
             if self.weight_baseline == "mean":
                 weight = weight - weight.mean()
             elif self.weight_baseline == "negative":
-                weight = weight - (away[rows] - rewards[rows]).softmax(0)
+                weight = weight - (log_ratio[rows] - rewards[rows]).softmax(0)
             weights[rows] = weight
-        batch.report({"weights/effective_size": sum(sizes) / len(sizes) if sizes else 0.0})
-        local_part = batch.local(part)
+        mean_size = sum(effective_sizes) / len(effective_sizes) if effective_sizes else 0.0
+        batch.report({"weights/effective_size": mean_size})
+        local_in_loss = batch.local(in_loss)
         if rollouts.filler is not None:
-            local_part = local_part & ~rollouts.filler
-        rollouts.extras[KEY] = Column(local_part.float())
+            local_in_loss = local_in_loss & ~rollouts.filler
+        rollouts.extras[KEY] = Column(local_in_loss.float())
         return batch.local(weights)
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch
 
-        return super().denominators(micro) | {"groups": torch.tensor(len(_members(micro)))}
+        return super().denominators(micro) | {"groups": torch.tensor(len(_group_rows(micro)))}
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
         assert micro.advantages is not None and micro.old_logp is not None
-        where = replay.logp.device
-        mask = micro.mask.to(where)
-        weight = micro.advantages.to(where)
+        device = replay.logp.device
+        mask = micro.mask.to(device)
+        weight = micro.advantages.to(device)
         if self.weight_baseline == "present":
-            moved = (replay.logp.detach() - micro.old_logp.to(where)).where(mask, 0).sum(1)
-            expected = torch.zeros_like(moved)
-            for rows in _members(micro):
-                expected[rows] = moved[rows].softmax(0)
-            weight = weight - expected[:, None]
-        part = mask & (_column(micro) > 0).to(where)[:, None]
-        values = (-weight * replay.logp).where(part, 0)
+            log_ratio = (replay.logp.detach() - micro.old_logp.to(device)).where(mask, 0).sum(1)
+            baseline = torch.zeros_like(log_ratio)
+            for rows in _group_rows(micro):
+                baseline[rows] = log_ratio[rows].softmax(0)
+            weight = weight - baseline[:, None]
+        in_loss = mask & (_in_loss(micro) > 0).to(device)[:, None]
+        values = (-weight * replay.logp).where(in_loss, 0)
         if replay.weight is not None:
             values = values * replay.weight
-        loss = values.sum() / over.totals["groups"].to(where).clamp(min=1)
+        loss = values.sum() / reduction.totals["groups"].to(device).clamp(min=1)
         return loss, {"weights/less_baseline": weight.detach().expand_as(values)}
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError(f"algorithm.type={self.type} has a loss of groups alone")
+        """Raises NotImplementedError: the loss is one of whole groups, see `objective`."""
+        raise NotImplementedError(f"algorithm.type={self.type} computes its loss for whole groups in `objective`")
 
 
-def _column(micro: Rollouts) -> Tensor:
+def _in_loss(micro: Rollouts) -> Tensor:
+    """Returns 1 for rollouts in the loss, else 0, [rollout]."""
     from mmrl.rollouts import Column
 
     return micro.extra(KEY, Column).values
 
 
-def _members(micro: Rollouts) -> list[Tensor]:
-    """Returns the rows of every group that are in the loss."""
-    part = (_column(micro) > 0) & micro.mask.any(1)
-    return [((micro.group == g) & part).nonzero().flatten() for g in micro.group[part].unique()]
+def _group_rows(micro: Rollouts) -> list[Tensor]:
+    """Returns the rows of each group that are in the loss, [n] int64 each."""
+    in_loss = (_in_loss(micro) > 0) & micro.mask.any(1)
+    return [((micro.group == g) & in_loss).nonzero().flatten() for g in micro.group[in_loss].unique()]

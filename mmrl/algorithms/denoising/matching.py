@@ -1,4 +1,4 @@
-"""Group-relative policy optimization on the likelihood of final samples."""
+"""GRPO on likelihoods of final samples that are estimated by flow-matching errors (AWM, FPO)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from mmrl.settings import option
 
 
 class Matching(GRPO):
-    """The log-likelihood of a sample is minus its flow-matching error, at noise levels and noises that old and new
-    policy share; no chain is kept, and any solver may sample."""
+    """GRPO whose log-likelihood of a sample is its negative flow-matching error.
+
+    The old and the current policy use the same noise levels and noises. No denoising chain is stored, and any solver
+    may sample.
+    """
 
     equation: ClassVar[str] = "log r = w(s) (|v_old - (noise - data)|^2 - |v - (noise - data)|^2); surrogate(r, A)"
     source: ClassVar[str] = "AWM, arXiv 2509.25050; FPO, arXiv 2507.21053"

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 class RewardGradient(Algorithm):
-    """Gradient ascent on the reward of an image. It is quick, and nothing keeps images near the base model's: watch the
-    guards."""
+    """Gradient ascent on a differentiable reward of the image, without a penalty on the distance from the base model.
+
+    It is fast, but prone to reward hacking: set `guards`.
+    """
 
     equation: ClassVar[str] = "-r(x_0), with the gradient through the last steps of the chain (and the decoder)"
     source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
@@ -30,8 +32,7 @@ class RewardGradient(Algorithm):
     collection: ClassVar[CollectionSettings] = Independent
     type: str = "reward_gradient"
     reward: RewardSpec = option(
-        description="that is climbed; one that has a gradient: classifier_logp, clip_similarity, pickscore, hpsv2, "
-        "aesthetic, or your own"
+        description="differentiable reward: classifier_logp, clip_similarity, pickscore, hpsv2, aesthetic, or your own"
     )
 
     @property
@@ -57,7 +58,7 @@ class RewardGradient(Algorithm):
 
 @cache
 def differentiable(spec: str) -> DifferentiableReward:
-    """Returns the reward of a `RewardSpec` in JSON. Raises ValueError for one without a gradient."""
+    """Builds a reward from a `RewardSpec` in JSON. Raises ValueError if it has no gradient."""
     from mmrl.rewards.registry import build
     from mmrl.rewards.types import DifferentiableReward
 

@@ -1,4 +1,4 @@
-"""A discriminative objective: right answers score above wrong ones (DisCO)."""
+"""DisCO: a discriminative objective that scores right answers above wrong ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class Discriminative(GroupLoss):
-    """Right rollouts of a group are trained to score above its wrong ones, of which those that score highest count
-    most. There is no clip and prompts count alike, however hard: those that are all right or all wrong count in the
-    divisor, as in the released code, unless `divisor` is contrasting. Bound the drift by the term kl against old, whose
-    coefficient is a multiplier with k_p that follows the metric old_kl."""
+    """Trains right rollouts of a group to score above its wrong ones, with larger weights of high-scoring wrong ones.
+
+    There is no clip, and prompts have equal weights. As in the released code, groups that are all right or all wrong
+    are in the divisor, unless `divisor` is contrasting. To bound the drift, add the term kl against old, with a
+    coefficient of type multiplier with k_p and the metric old_kl.
+    """
 
     equation: ClassVar[str] = (
         "-mean_right s + tau log mean_wrong exp(s / tau), s = mean_t logp (or mean_t r), summed over the groups that "
@@ -29,11 +31,11 @@ class Discriminative(GroupLoss):
     source: ClassVar[str] = "DisCO, arXiv 2505.12366, by its released code, Optimization-AI/DisCO at bd2b078"
     type: str = "discriminative"
     score: Literal["logp", "ratio"] = option("logp", "mean log-likelihood, or mean ratio to the old policy")
-    tau: Schedule | None = number(1.0, "the smaller, the more the worst mistakes count", gt=0)
-    threshold: float = option(0.5, "rewards above it are of right answers")
+    tau: Schedule | None = number(1.0, "temperature; a smaller one weighs high-scoring wrong answers more", gt=0)
+    threshold: float = option(0.5, "an answer is right if its reward is above it")
 
     divisor: Literal["prompts", "contrasting"] = option(
-        "prompts", "the sum over groups is divided by: all prompts with a scored rollout, or those with both sides"
+        "prompts", "divisor of the sum over groups. prompts: their number; contrasting: those with right and wrong ones"
     )
 
     @property
@@ -44,8 +46,8 @@ class Discriminative(GroupLoss):
         import torch
 
         rewards = batch.combined_rewards()
-        sides = torch.where(rewards > self.threshold, 1.0, -1.0)
-        return batch.local(sides.masked_fill(rewards.isnan(), 0.0))
+        labels = torch.where(rewards > self.threshold, 1.0, -1.0)
+        return batch.local(labels.masked_fill(rewards.isnan(), 0.0))
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch
@@ -57,7 +59,9 @@ class Discriminative(GroupLoss):
         known = (micro.advantages.where(micro.mask, 0) != 0).any(1)
         return totals | {"groups": torch.tensor(len(micro.group[known].unique()))}
 
-    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+    def group_loss(
+        self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import math
 
         from mmrl.rollouts import log_ratio
@@ -67,9 +71,9 @@ class Discriminative(GroupLoss):
         if self.score == "ratio":
             values = log_ratio(micro, replay).exp()
         score = values.where(mask, 0).sum(1) / mask.sum(1).clamp(min=1)
-        right, wrong = score[good], score[bad]
+        right, wrong = score[chosen], score[rejected]
         if self.tau is None:
-            above = wrong.mean()
+            wrong_score = wrong.mean()
         else:
-            above = self.tau.value * ((wrong / self.tau.value).logsumexp(0) - math.log(len(wrong)))
-        return above - right.mean(), {"preference/margin": right.mean() - wrong.mean()}
+            wrong_score = self.tau.value * ((wrong / self.tau.value).logsumexp(0) - math.log(len(wrong)))
+        return wrong_score - right.mean(), {"preference/margin": right.mean() - wrong.mean()}

@@ -1,4 +1,4 @@
-"""Base class of losses of groups, and preference losses of the best and the worst rollout of a group."""
+"""Base class of losses of whole groups, and preference losses of the best and the worst rollout of a group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class GroupLoss(Algorithm):
-    """A loss of whole groups, whose rollouts are good (advantage 1), bad (-1) or not in the loss (0)."""
+    """Base class of losses of whole groups, whose rollouts are chosen (advantage 1), rejected (-1) or unused (0).
+
+    A class of your own overrides `advantages` and `group_loss`.
+    """
 
     test: ClassVar[str] = "tests/joints/test_preference.py"
     weighs_decisions: ClassVar[bool] = False
@@ -31,34 +34,41 @@ class GroupLoss(Algorithm):
         super().check(config, offered)
         if config.group_size < 2:
             raise ValueError(
-                f"rollout.group_size={config.group_size} with algorithm.type={self.type}: it compares the rollouts of "
-                "a group; raise group_size"
+                f"rollout.group_size={config.group_size} is too small for algorithm.type={self.type}, which compares "
+                "the rollouts of a group; set it to at least 2"
             )
 
     def denominators(self, micro: Rollouts) -> dict[str, Tensor]:
         import torch
 
-        return super().denominators(micro) | {"groups": torch.tensor(len(sides(micro)))}
+        return super().denominators(micro) | {"groups": torch.tensor(len(chosen_and_rejected(micro)))}
 
     def loss(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError(f"algorithm.type={self.type} has a loss of groups alone")
+        """Raises NotImplementedError: the loss is one of whole groups, see `objective`."""
+        raise NotImplementedError(f"algorithm.type={self.type} computes its loss for whole groups in `objective`")
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the mean of the groups' losses, 0-d, and statistics [rollout], at one row of each group."""
         import torch
 
-        values: list[Tensor] = []
+        losses: list[Tensor] = []
         stats: dict[str, Tensor] = {}
-        for good, bad in sides(micro):
-            value, measured = self.of_group(good, bad, micro, replay)
-            values.append(value)
-            for name, statistic in measured.items():
-                stats.setdefault(name, torch.full((len(micro),), torch.nan))[good[0]] = statistic.detach().cpu()
-        total = torch.stack(values).sum() if values else replay.logp.where(over.mask, 0).sum() * 0
-        return total / over.totals["groups"].to(total.device).clamp(min=1), stats
+        for chosen, rejected in chosen_and_rejected(micro):
+            loss, group_stats = self.group_loss(chosen, rejected, micro, replay)
+            losses.append(loss)
+            for name, statistic in group_stats.items():
+                stats.setdefault(name, torch.full((len(micro),), torch.nan))[chosen[0]] = statistic.detach().cpu()
+        # without a group, a 0 that is attached to the graph
+        total = torch.stack(losses).sum() if losses else replay.logp.where(reduction.mask, 0).sum() * 0
+        return total / reduction.totals["groups"].to(total.device).clamp(min=1), stats
 
-    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the loss of one group, 0-d, and statistics, 0-d each. good, bad: its rows in `micro`, at least one
-        each."""
+    def group_loss(
+        self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the loss of one group, 0-d, and statistics, 0-d each.
+
+        chosen, rejected: the rows in `micro` of its chosen and rejected rollouts, at least one each.
+        """
         raise NotImplementedError
 
     def counted_mask(self, name: str, micro: Rollouts) -> Tensor:
@@ -67,23 +77,23 @@ class GroupLoss(Algorithm):
         return torch.ones(len(micro), dtype=torch.bool) if name.startswith("preference/") else micro.mask
 
 
-def sides(micro: Rollouts) -> list[tuple[Tensor, Tensor]]:
-    """Returns the rows of good and of bad rollouts of every group that has both, among those with a counted
-    decision."""
+def chosen_and_rejected(micro: Rollouts) -> list[tuple[Tensor, Tensor]]:
+    """Returns the rows of the chosen and the rejected rollouts of each group that has both, [n] int64 each. Rollouts
+    without a masked-in decision are left out."""
     assert micro.advantages is not None
     sign = (micro.advantages * micro.mask).sum(1).sign()
     pairs = []
     for group in micro.group.unique():
         rows = micro.group == group
-        good, bad = ((rows & (sign == s)).nonzero().flatten() for s in (1, -1))
-        if len(good) and len(bad):
-            pairs.append((good, bad))
+        chosen, rejected = ((rows & (sign == s)).nonzero().flatten() for s in (1, -1))
+        if len(chosen) and len(rejected):
+            pairs.append((chosen, rejected))
     return pairs
 
 
 class Preference(GroupLoss):
-    """Online direct preference optimisation: the best rollout of every group is preferred to its worst. A group whose
-    rewards are equal is not in the loss."""
+    """Online DPO: the best rollout of each group is chosen, the worst one rejected. A group of equal rewards is not in
+    the loss."""
 
     equation: ClassVar[str] = (
         "-log sigmoid(m), m = beta (sum_t (logp - ref_logp) of the best - the same of the worst), a mean over groups"
@@ -97,7 +107,7 @@ class Preference(GroupLoss):
         return super().base_needs | Needs(reference=Reference())
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Computes 1 for the best of its group, -1 for the worst, of equal ones the first, and 0 for others;
+        """Returns 1 for the best rollout of each group, -1 for the worst (the first of equal ones), else 0;
         [rollout]."""
         import torch
 
@@ -110,23 +120,28 @@ class Preference(GroupLoss):
                 signs[rows[rewards[rows].argmin()]] = -1.0
         return batch.local(signs)
 
-    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+    def group_loss(
+        self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import torch.nn.functional as F
 
-        chosen, rejected = (self.beta.value * self._gained(row, micro, replay) for row in (good[0], bad[0]))
-        margin = chosen - rejected
+        margin = self._implicit_reward(chosen[0], micro, replay) - self._implicit_reward(rejected[0], micro, replay)
         return F.softplus(-margin), {"preference/margin": margin, "preference/right": (margin > 0).float()}
 
-    def _gained(self, row: Tensor, micro: Rollouts, replay: Replay) -> Tensor:
+    def _implicit_reward(self, row: Tensor, micro: Rollouts, replay: Replay) -> Tensor:
+        """Computes DPO's implicit reward of a rollout, beta x its log-ratio to the reference, 0-d."""
+        return self.beta.value * self._log_ratio(row, micro, replay)
+
+    def _log_ratio(self, row: Tensor, micro: Rollouts, replay: Replay) -> Tensor:
         """Computes the log-ratio of a whole rollout to the reference, 0-d."""
         assert micro.ref_logp is not None
-        apart = replay.logp[row] - micro.ref_logp[row].to(replay.logp.device)
-        return apart.where(micro.mask[row].to(apart.device), 0).sum()
+        log_ratio = replay.logp[row] - micro.ref_logp[row].to(replay.logp.device)
+        return log_ratio.where(micro.mask[row].to(log_ratio.device), 0).sum()
 
 
 class MixedPreference(Preference):
-    """A sum of three losses: of the pair, of either response alone against a threshold, and of the likelihood of the
-    best."""
+    """MPO: the sum of a preference loss of the pair (DPO), a quality loss of each response alone (BCO), and a
+    generation loss, the negative log-likelihood of the chosen response."""
 
     equation: ClassVar[str] = (
         "preference x preference's + quality x (-log sigmoid(c - shift) - log sigmoid(shift - b)) + generation x "
@@ -135,16 +150,19 @@ class MixedPreference(Preference):
     source: ClassVar[str] = "MPO, arXiv 2411.10442, whose quality loss is that of BCO, arXiv 2404.04656"
     type: str = "mixed_preference"
     preference: float = option(0.8, "weight of the pair's loss", ge=0)
-    quality: float = option(0.2, "weight of the loss of either response alone", ge=0)
-    generation: float = option(1.0, "weight of the likelihood of the best", ge=0)
-    shift: Schedule = number(0.0, "log-ratio, times beta, from which on a response is good")
+    quality: float = option(0.2, "weight of the loss of each response alone", ge=0)
+    generation: float = option(1.0, "weight of the chosen response's negative log-likelihood", ge=0)
+    shift: Schedule = number(0.0, "implicit reward above which a response is good, in the quality loss")
 
-    def of_group(self, good: Tensor, bad: Tensor, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
+    def group_loss(
+        self, chosen: Tensor, rejected: Tensor, micro: Rollouts, replay: Replay
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         import torch.nn.functional as F
 
-        pair, stats = super().of_group(good, bad, micro, replay)
-        chosen, rejected = (self.beta.value * self._gained(row, micro, replay) for row in (good[0], bad[0]))
-        alone = F.softplus(self.shift.value - chosen) + F.softplus(rejected - self.shift.value)
-        mask = micro.mask[good[0]].to(replay.logp.device)
-        nll = -replay.logp[good[0]].where(mask, 0).sum() / mask.sum()
-        return self.preference * pair + self.quality * alone + self.generation * nll, stats
+        pair_loss, stats = super().group_loss(chosen, rejected, micro, replay)
+        chosen_reward = self._implicit_reward(chosen[0], micro, replay)
+        rejected_reward = self._implicit_reward(rejected[0], micro, replay)
+        quality_loss = F.softplus(self.shift.value - chosen_reward) + F.softplus(rejected_reward - self.shift.value)
+        mask = micro.mask[chosen[0]].to(replay.logp.device)
+        nll = -replay.logp[chosen[0]].where(mask, 0).sum() / mask.sum()
+        return self.preference * pair_loss + self.quality * quality_loss + self.generation * nll, stats

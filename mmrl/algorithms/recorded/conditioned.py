@@ -48,7 +48,7 @@ class AdvantageConditioned(RecordedSteps):
     def start(self, policy: Policy, engine: Ranks) -> None:
         self._policy = policy
 
-    def shown(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def prepare_demonstrations(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Returns prompts with a label in their metadata, "" for none. Raises UserError as `check_returns`."""
         import torch
 

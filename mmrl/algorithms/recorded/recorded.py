@@ -61,14 +61,14 @@ class RecordedSteps(Algorithm):
                 "algorithm.type=supervised"
             )
 
-    def objective(self, micro: Rollouts, replay: Replay, over: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(self, micro: Rollouts, replay: Replay, reduction: Reduction) -> tuple[Tensor, dict[str, Tensor]]:
         from mmrl.core.values import expectile_error
 
-        loss, stats = super().objective(micro, replay, over)
+        loss, stats = super().objective(micro, replay, reduction)
         valued = self.valued(micro).to(loss.device)
         error = expectile_error(self.difference(micro, replay)[:, 0], self.expectile).where(valued, 0.0)
         stats["critic/error"] = error.detach()
-        return loss + self.value_coefficient * error.sum() / over.totals["valued"].clamp(min=1), stats
+        return loss + self.value_coefficient * error.sum() / reduction.totals["valued"].clamp(min=1), stats
 
     def valued(self, micro: Rollouts) -> Tensor:
         """Returns which steps the critic learns from, [rollout] bool."""

@@ -1,10 +1,10 @@
-"""Rewards for the best of several responses, in place of the average one."""
+"""Advantages that optimize the best of several responses (pass@k, max@k), instead of the average one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from mmrl.algorithms.reward_transforms.transform import Transform, groups_of
+from mmrl.algorithms.reward_transforms.transform import Transform, group_rows
 from mmrl.settings import option
 
 if TYPE_CHECKING:
@@ -14,48 +14,51 @@ if TYPE_CHECKING:
 
 
 class BestOnly(Transform):
-    """Only the best rollout of a group is learned from, by how far it is ahead of the second."""
+    """Only the best rollout of a group gets an advantage: its lead over the second best."""
 
     equation: ClassVar[str] = "A = (r_1st - r_2nd) / (std of the group + 1e-6) for the best, 0 for the others"
-    source: ClassVar[str] = "arXiv 2503.19595, of which verl's grpo_passk is made"
+    source: ClassVar[str] = "arXiv 2503.19595, which verl's grpo_passk implements"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "best_only"
-    finished: ClassVar[bool] = True
+    returns_advantages: ClassVar[bool] = True
     divide: bool = option(True, "divide by the standard deviation of the group")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.column("group")):
+        for rows in group_rows(rewards, batch.column("group")):
             advantages[rows] = 0.0
             if len(rows) < 2:
                 continue
-            ranked = rewards[rows].sort(descending=True)
-            ahead = ranked.values[0] - ranked.values[1]
-            if ahead > 0:
-                advantages[rows[ranked.indices[0]]] = ahead / (rewards[rows].std() + 1e-6 if self.divide else 1.0)
+            descending = rewards[rows].sort(descending=True)
+            lead = descending.values[0] - descending.values[1]
+            if lead > 0:
+                divisor = rewards[rows].std() + 1e-6 if self.divide else 1.0
+                advantages[rows[descending.indices[0]]] = lead / divisor
         return advantages
 
 
 class PassAtK(Transform):
-    """The gradient of the expected best of k responses, without bias, from all subsets of k of the group. Of right and
-    wrong answers it is the gradient of pass@k: prompts that are nearly solved count little, and a right answer counts
-    more where few are."""
+    """Advantages with the unbiased gradient of the expected best of k responses, from all subsets of k of the group.
+
+    For rewards of 0 and 1 it is the gradient of pass@k: a right answer has a larger weight the fewer right answers the
+    group has.
+    """
 
     equation: ClassVar[str] = (
         "A_i = n / C(n, k) sum_{I: i in I, |I| = k} (max_I r - max_{I without i} r); without leave_one_out only max_I r"
     )
-    source: ClassVar[str] = "PKPO, arXiv 2505.15201, times n, for the loss is a mean over rollouts"
+    source: ClassVar[str] = "PKPO, arXiv 2505.15201, times n, since the loss is a mean over rollouts"
     type: str = "pass_at_k"
-    finished: ClassVar[bool] = True
-    k: int = option(description="responses of which the best counts", ge=1)
-    leave_one_out: bool = option(True, "subtract what the subset would have had without the rollout: less variance")
+    returns_advantages: ClassVar[bool] = True
+    k: int = option(description="number of responses of which the best one counts", ge=1)
+    leave_one_out: bool = option(True, "subtract the best reward of the subset without the rollout, for less variance")
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.column("group")):
-            if len(rows) < self.k:  # there is no subset
+        for rows in group_rows(rewards, batch.column("group")):
+            if len(rows) < self.k:  # no subset of size k exists
                 advantages[rows] = 0.0
                 continue
             best = best_of_subsets(rewards[rows], self.k)
@@ -64,8 +67,10 @@ class PassAtK(Transform):
 
 
 class PassAtKAnalytic(Transform):
-    """Every subset of k of the group is one trial, whose reward is that of its best response; a rollout gets the mean
-    advantage of the trials that contain it, over their standard deviation."""
+    """The normalized mean reward of the subsets of k rollouts that contain the rollout.
+
+    The reward of a subset is that of its best response; mean and std are over all subsets of k of the group.
+    """
 
     equation: ClassVar[str] = (
         "A_i = (mean_{I: i in I} max_I r - mean_I max_I r) / std_I max_I r, over all subsets I of k; of right and "
@@ -73,14 +78,14 @@ class PassAtKAnalytic(Transform):
     )
     source: ClassVar[str] = "Pass@k Training, arXiv 2508.10751, analytical derivation; here for any reward"
     type: str = "pass_at_k_analytic"
-    finished: ClassVar[bool] = True
-    k: int = option(description="responses of a trial", ge=1)
+    returns_advantages: ClassVar[bool] = True
+    k: int = option(description="size of the subsets", ge=1)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.ranking import best_of_subsets
 
         advantages = rewards.clone()
-        for rows in groups_of(rewards, batch.column("group")):
+        for rows in group_rows(rewards, batch.column("group")):
             advantages[rows] = 0.0
             if len(rows) >= self.k:
                 best = best_of_subsets(rewards[rows], self.k)

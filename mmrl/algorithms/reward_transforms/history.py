@@ -1,4 +1,4 @@
-"""Rewards standardised by those of earlier steps."""
+"""Rewards normalized by the mean and std of earlier steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 
 class History(Transform):
-    """A reward is rescaled by the mean and the deviation of earlier steps, so that a soft reward that has become high
-    for nearly everything still tells good from better. Use it with algorithm.scale=none or batch_std, for a deviation
-    of the group undoes it."""
+    """Normalizes the reward by its running mean and std over earlier steps.
+
+    So a soft reward that has become high for nearly all rollouts keeps a useful range. Use it with
+    algorithm.scale=none or batch_std, since dividing by the group's std undoes it.
+    """
 
     equation: ClassVar[str] = (
-        "r <- (r - m) / (s + 1e-6), m and s the mean and std of the rewards of all earlier steps, a step weighing "
-        "(1 - keep) keep^age; of the first step its own"
+        "r <- (r - m) / (s + 1e-6), m and s the mean and std of the rewards of earlier steps, with the weight "
+        "(1 - keep) keep^age of a step; in the first step its own mean and std"
     )
     source: ClassVar[str] = "reconstructed from ARMed: a semantic reward rescaled by its historical distribution"
     type: str = "history"
-    keep: float = option(0.9, "weight of the past in a step", ge=0, lt=1)
+    keep: float = option(0.9, "decay of the running mean and std per step", ge=0, lt=1)
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         scored = rewards[~rewards.isnan()]

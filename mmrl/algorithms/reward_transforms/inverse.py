@@ -1,4 +1,4 @@
-"""A self-reward: the likelihood of the prompt given the image, by the same model."""
+"""A self-reward of unified models: the likelihood of the prompt given the generated image."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class InverseLikelihood(Transform):
-    """A unified model reads the image that it generated, and the mean log-likelihood of the prompt given the image is
-    added to the reward. The judge is the present policy, without a gradient."""
+    """Adds the mean log-likelihood of the prompt given the generated image to the reward.
+
+    It is computed by the same (unified) model with the current weights, without a gradient.
+    """
 
     equation: ClassVar[str] = "r + weight x mean_t log p(prompt_t | image, prompt_<t)"
     source: ClassVar[str] = "dual self-rewards, arXiv 2506.07963; the direction I2T of Co-RL, arXiv 2505.17534"
     test: ClassVar[str] = "tests/joints/test_inverse.py"
     type: str = "inverse_likelihood"
-    weight: Schedule = number(1.0, "of the inverse task's likelihood, beside the rewards; nats a token")
+    weight: Schedule = number(1.0, "weight of the log-likelihood, which is in nats per token")
 
     @property
     def needs(self) -> Needs:

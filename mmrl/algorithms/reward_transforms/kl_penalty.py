@@ -1,4 +1,4 @@
-"""The divergence of a whole response from the reference as a part of its reward."""
+"""The KL penalty of a whole response in its reward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class KLPenalty(Transform):
-    """The reward of a rollout pays for its divergence from the reference, before baseline and scale. The shaper
-    kl_returns credits it to single decisions instead."""
+    """Subtracts the rollout's KL penalties from its reward, before baseline and scale. The shaper kl_returns assigns
+    them to single decisions instead."""
 
-    equation: ClassVar[str] = "r <- r - coefficient sum_t k(logp_t - ref_logp_t), k the estimate"
-    source: ClassVar[str] = "RLOO of TRL, arXiv 2402.14740; use_kl_in_reward of verl with an estimator of outcomes"
+    equation: ClassVar[str] = "r <- r - coefficient sum_t k(logp_t - ref_logp_t), k the estimator"
+    source: ClassVar[str] = "RLOO of TRL, arXiv 2402.14740; use_kl_in_reward of verl with outcome advantages"
     test: ClassVar[str] = "tests/joints/test_returns.py"
     type: str = "kl_penalty"
-    kl: RewardKL = option(RewardKL(), "the price of a decision")
+    kl: RewardKL = option(RewardKL(), "KL penalty of a decision")
 
     @property
     def needs(self) -> Needs:

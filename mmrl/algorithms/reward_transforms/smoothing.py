@@ -1,4 +1,4 @@
-"""A bonus for unlikely right answers, which keeps them diverse."""
+"""A bonus for unlikely right answers, which preserves diversity."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Smoothing(Transform):
-    """A right answer earns more the less likely it was; the reward of a wrong one stays."""
+    """Adds a bonus to the reward of right answers, which is larger the less likely the answer was."""
 
     equation: ClassVar[str] = "r <- r - tau mean_t logp_t where r > threshold, logp of the policy that made the rollout"
     source: ClassVar[str] = (
-        "reconstructed from the abstract of differential smoothing, which changes the reward of right trajectories "
-        "alone; the mean over tokens is mmrl's choice"
+        "reconstructed from the abstract of differential smoothing, which changes only the reward of right "
+        "trajectories; the mean over tokens is mmrl's choice"
     )
     type: str = "smoothing"
     tau: float = option(0.05, "weight of the log-likelihood", gt=0)
-    threshold: float = option(0.5, "rewards above it are of right answers")
+    threshold: float = option(0.5, "an answer is right if its reward is above it")
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,4 @@
-"""Base class of transforms, which change rewards before the baseline is subtracted."""
+"""Base class of reward transforms, which change rewards before the baseline is subtracted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 class Transform(Choice):
-    """A change of the combined reward, or with components=normalise_each of every component.
-
-    finished: whether it returns advantages, so that the baseline and the scale must be none.
-    """
+    """A change of the combined reward, or with components=normalise_each of each component."""
 
     title: ClassVar[str] = "transform of rewards"
-    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # what the transform changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "rank": "mmrl.algorithms.reward_transforms.ranking:Rank",
         "best_only": "mmrl.algorithms.reward_transforms.best_of:BestOnly",
@@ -37,19 +34,20 @@ class Transform(Choice):
         "view_contrast": "mmrl.algorithms.reward_transforms.view_contrast:ViewContrast",
     }
     test: ClassVar[str] = "tests/joints/test_transforms.py"
-    finished: ClassVar[bool] = False
+    returns_advantages: ClassVar[bool] = False  # then baseline and scale must be none
 
     @property
     def needs(self) -> Needs:
+        """Returns what the transform requires of the policy and the job."""
         return Needs()
 
     @abstractmethod
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """Returns the changed rewards, [rollout of all ranks] -> the same shape. NaN stays NaN and does not affect the
-        others."""
+        """Computes the changed rewards from rewards [rollout of all ranks], of the same shape. NaN stays NaN and does
+        not affect other rewards."""
 
 
-def groups_of(rewards: Tensor, units: Tensor) -> list[Tensor]:
-    """Returns the rows of the scored rewards of each unit, [n] int64 each. units: [rollout]."""
+def group_rows(rewards: Tensor, group: Tensor) -> list[Tensor]:
+    """Returns for each group the rows whose reward is not NaN, [n] int64. rewards, group: [rollout]."""
     scored = ~rewards.isnan()
-    return [((units == unit) & scored).nonzero().flatten() for unit in units.unique()]
+    return [((group == g) & scored).nonzero().flatten() for g in group.unique()]

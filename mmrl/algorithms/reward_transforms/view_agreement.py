@@ -1,4 +1,4 @@
-"""A bonus for answers that also occur under another view of the prompt."""
+"""A bonus for answers that agree with answers to a changed prompt (a view)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 class ViewAgreement(Transform):
-    """An answer earns a bonus by how often it also occurs among answers to the same prompt under a view, after these
-    are translated back, such as left to right for mirrored images. No label is needed."""
+    """A bonus for an answer by how often it occurs among answers to a view of the prompt, such as a mirrored image.
+
+    Words of the latter are swapped back first, such as left and right. No label is needed.
+    """
 
     equation: ClassVar[str] = (
-        "r <- r + bonus min(n, m) / n, n and m how often the group gives the answer, and how often it is given under "
-        "the view: the share of it that an optimal transport between both matches where equal answers cost nothing"
+        "r <- r + bonus min(n, m) / n, n and m the number of times that the answer occurs in the group and under the "
+        "view: the fraction that an optimal transport between both matches if equal answers cost nothing"
     )
     source: ClassVar[str] = "reconstructed from OT-GRPO: matching of paired groups under flips and swaps"
     test: ClassVar[str] = "tests/joints/test_view_contrast.py"
     type: str = "view_agreement"
-    view: View = option(Mirrored(), "under which the prompt is answered again, by as many responses")
-    bonus: float = option(1.0, "for an answer that is wholly matched", gt=0)
-    swaps: dict[str, str] = option({}, "words of an answer under the view, and what they mean without it; both ways")
+    view: View = option(Mirrored(), "change of the prompt, which is answered again by as many responses")
+    bonus: float = option(1.0, "bonus of an answer that is fully matched", gt=0)
+    swaps: dict[str, str] = option({}, "words that swap their meaning under the view, such as {left: right}")
 
     @property
     def needs(self) -> Needs:
@@ -40,22 +42,23 @@ class ViewAgreement(Transform):
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        responses = batch.measured(ViewAnswers(self.view)).responses
-        answers = [_plain(text, {}) for text in batch.responses()]
-        swaps = self.swaps | {after: before for before, after in self.swaps.items()}
-        under = [[_plain(text, swaps) for text in texts] for texts in batch.gather_list(responses)]
+        view_responses = batch.gather_list(batch.measured(ViewAnswers(self.view)).responses)
+        answers = [_normalized_answer(text, {}) for text in batch.responses()]
+        swaps = self.swaps | {second: first for first, second in self.swaps.items()}
+        view_answers = [[_normalized_answer(text, swaps) for text in texts] for texts in view_responses]
         group, matched = batch.column("group"), torch.zeros_like(rewards)
         for g in group.unique():
             rows = (group == g).nonzero().flatten().tolist()
-            counts, counts_under = Counter(answers[row] for row in rows), Counter(under[rows[0]])
+            counts, view_counts = Counter(answers[row] for row in rows), Counter(view_answers[rows[0]])
             for row in rows:
-                matched[row] = min(counts[answers[row]], counts_under[answers[row]]) / counts[answers[row]]
+                answer = answers[row]
+                matched[row] = min(counts[answer], view_counts[answer]) / counts[answer]
         batch.report({"view_agreement/matched": float(matched[~rewards.isnan()].mean())})
         return rewards + self.bonus * matched
 
 
-def _plain(text: str, swaps: dict[str, str]) -> str:
-    """Returns the answer in lower case with single spaces, its words swapped."""
+def _normalized_answer(text: str, swaps: dict[str, str]) -> str:
+    """Returns the answer of a response in lower case with single spaces, with words replaced by `swaps`."""
     from mmrl.rewards.parsing.responses import extract_answer
 
     return " ".join(swaps.get(word, word) for word in extract_answer(text).lower().split())

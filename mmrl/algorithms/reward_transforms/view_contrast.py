@@ -1,4 +1,4 @@
-"""A bonus for answers that depend on what a view of the prompt removes."""
+"""A bonus for right answers that depend on what a changed prompt (a view) lacks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class ViewContrast(Transform):
-    """A right response earns a bonus where the group's accuracy is high enough compared with that under a view: with
-    shuffled frames, where the policy uses the order of a video's frames."""
+    """A bonus for right responses if the group's accuracy is high compared with the accuracy under a view.
+
+    With shuffled frames it rewards groups in which the policy uses the order of a video's frames (T-GRPO).
+    """
 
     equation: ClassVar[str] = (
         "r <- r + bonus where accuracy = 1 and the group's mean accuracy >= margin * that under the view"
@@ -27,8 +29,8 @@ class ViewContrast(Transform):
     source: ClassVar[str] = "T-GRPO, Video-R1, arXiv 2503.21776"
     test: ClassVar[str] = "tests/joints/test_view_contrast.py"
     type: str = "view_contrast"
-    view: View = option(ShuffledFrames(), "under which the prompt is answered again, by as many responses")
-    bonus: float = option(0.3, "for a right response", gt=0)
+    view: View = option(ShuffledFrames(), "change of the prompt, which is answered again by as many responses")
+    bonus: float = option(0.3, "bonus of a right response", gt=0)
     margin: float = option(0.8, "factor of the accuracy under the view", gt=0)
 
     @property
@@ -36,8 +38,8 @@ class ViewContrast(Transform):
         return Needs(measurements=(ViewAnswers(self.view),))
 
     def change(self, rewards: Tensor, batch: Batch) -> Tensor:
-        under = batch.gather(batch.measured(ViewAnswers(self.view)).accuracy)
+        view_accuracy = batch.gather(batch.measured(ViewAnswers(self.view)).accuracy)
         right = batch.column("accuracy") == 1
         accuracy = batch.column("group/accuracy")
-        batch.report({"view_contrast/accuracy_under_view": float(under.nanmean())})
-        return rewards + self.bonus * (right & (accuracy >= self.margin * under)).to(rewards)
+        batch.report({"view_contrast/accuracy_under_view": float(view_accuracy.nanmean())})
+        return rewards + self.bonus * (right & (accuracy >= self.margin * view_accuracy)).to(rewards)

@@ -1,4 +1,4 @@
-"""Combinations of several rewards to one advantage."""
+"""Combinations of several rewards (components) to one advantage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class Components(Choice):
-    """A combination of several rewards to one advantage: as one reward (`total`), or from advantages of each
-    (`combine`). Users' classes override one of the two. rewards: [rollout, component], NaN where one is unknown;
-    weights: [component], in the order of `names`."""
+    """A combination of several rewards to one advantage.
+
+    A class of your own overrides one of two methods: `total` combines the rewards, `combine` their advantages. Common
+    arguments are rewards: [rollout, component], NaN where unknown; weights: [component]; names: of the components.
+    """
 
     title: ClassVar[str] = "components"
-    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # what the components change in a step
     kinds: ClassVar[dict[str, str]] = {
         "sum": "mmrl.algorithms.scales.components:SumOfComponents",
         "normalise_each": "mmrl.algorithms.scales.components:NormaliseEach",
@@ -31,10 +33,11 @@ class Components(Choice):
 
     @property
     def needs(self) -> Needs:
+        """Returns what the combination requires of the policy and the job."""
         return Needs()
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ValueError for a name that is not a reward of the task."""
+        """Raises ValueError if an option names a reward that is not among the task's rewards `names`."""
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         """Combines rewards [rollout, component] to one reward [rollout]."""
@@ -43,19 +46,20 @@ class Components(Choice):
         return combined_reward(rewards, weights)
 
     def varied(self, rewards: Tensor, group: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """Returns whether the combined reward differs within the rollout's group, [rollout] bool."""
+        """Returns whether the rewards differ within the rollout's group, [rollout] bool; by default, the combined
+        ones."""
         from mmrl.core.filters import varied_groups
 
         return varied_groups(self.total(rewards, weights, names), group)
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
-        """Computes advantages, [rollout of all ranks]. estimate: computes those of one reward; by default of
-        `total`."""
+        """Computes advantages, [rollout of all ranks]; by default, of the combined reward. estimate: computes the
+        advantages of one reward [rollout]."""
         return estimate(self.total(rewards, weights, names))
 
 
 class SumOfComponents(Components):
-    """The weighted sum of the rewards is normalised."""
+    """The advantage of the weighted sum of the rewards."""
 
     equation: ClassVar[str] = "r = sum_k w_k r_k"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
@@ -63,7 +67,7 @@ class SumOfComponents(Components):
 
 
 class NormaliseEach(Components):
-    """Each reward is normalised in its group; their weighted sum is normalised over the batch."""
+    """The weighted sum of the advantages of each reward, normalized over the batch (GDPO)."""
 
     equation: ClassVar[str] = "S = sum_k w_k A_k; A = (S - mean S) / (std S + 1e-6), over the batch"
     source: ClassVar[str] = "GDPO, arXiv 2601.05242"
@@ -77,22 +81,24 @@ class NormaliseEach(Components):
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         import torch
 
-        from mmrl.core.advantages import combined_reward, whitened
+        from mmrl.core.advantages import combined_reward, whiten
 
-        changed = torch.stack([estimate.transform(column) for column in rewards.T], 1)
-        scored = ~combined_reward(changed, weights).isnan()
-        together, silent = torch.zeros_like(changed[:, 0]), torch.ones_like(scored)
+        transformed = torch.stack([estimate.transform(column) for column in rewards.T], 1)
+        scored = ~combined_reward(transformed, weights).isnan()
+        total, no_signal = torch.zeros_like(transformed[:, 0]), torch.ones_like(scored)
         for k in weights.nonzero().flatten().tolist():
-            column = changed[:, k].where(scored, torch.nan)
-            together = together + weights[k] * estimate.compare(column)
-            silent = silent & estimate.silent(column)
-        # Subtracting the batch mean must not move the groups without signal.
-        return whitened(together.where(scored, torch.nan)).where(scored & ~silent, 0)
+            column = transformed[:, k].where(scored, torch.nan)
+            total = total + weights[k] * estimate.normalize(column)
+            no_signal = no_signal & estimate.has_no_signal(column)
+        # subtracting the batch mean must not give groups without a signal an advantage
+        return whiten(total.where(scored, torch.nan)).where(scored & ~no_signal, 0)
 
 
 class Gated(Components):
-    """Some rewards gate the others: where a gate is closed (0), the reward is 0. A gate with `where` is open for the
-    prompts that it is not for."""
+    """The weighted sum of some rewards, multiplied by the other rewards, the gates: if a gate is 0, the reward is 0.
+
+    A gate that applies only to some prompts (its option `where`) is 1 for the others.
+    """
 
     equation: ClassVar[str] = "r = prod_{k in gates} r_k x sum_{other k} w_k r_k"
     source: ClassVar[str] = "G-RA's gated aggregation"
@@ -106,7 +112,7 @@ class Gated(Components):
     def check_names(self, names: list[str]) -> None:
         for name in self.gates:
             if name not in names:
-                raise ValueError(f"algorithm.components.gates: {name} is not one of the rewards, {', '.join(names)}")
+                raise ValueError(f"algorithm.components.gates: {name} is not a reward; choose from {', '.join(names)}")
 
     def total(self, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         from mmrl.core.advantages import gated_reward

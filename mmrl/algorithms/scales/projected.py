@@ -1,4 +1,4 @@
-"""An auxiliary reward that can not work against the main one."""
+"""An auxiliary reward whose advantage is orthogonal to that of the main reward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class Projected(Components):
-    """The advantage of an auxiliary reward is added without its part along the main advantage, so that the weight of
-    the main one is not changed by it. The auxiliary reward has weight 0 in the task."""
+    """The main advantage plus the component of an auxiliary reward's advantage that is orthogonal to it.
+
+    So the auxiliary reward does not change the weight of the main one. It must have weight 0 in the task.
+    """
 
     equation: ClassVar[str] = "A = A_main + weight (A_aux - <A_aux, A_main> / |A_main|^2 A_main), over the batch"
     source: ClassVar[str] = "reconstructed from what AnomSeer says of TimerPO: an orthogonally projected advantage"
@@ -27,10 +29,12 @@ class Projected(Components):
 
     def check_names(self, names: list[str]) -> None:
         if self.auxiliary not in names:
-            raise ValueError(f"algorithm.components.auxiliary={self.auxiliary}: the rewards are {', '.join(names)}")
+            raise ValueError(
+                f"algorithm.components.auxiliary={self.auxiliary} is not a reward; choose from {', '.join(names)}"
+            )
 
     def combine(self, estimate: Estimator, rewards: Tensor, weights: Tensor, names: list[str]) -> Tensor:
         main = estimate(self.total(rewards, weights, names))
-        other = estimate(rewards[:, names.index(self.auxiliary)])
-        along = (other * main).sum() / main.square().sum().clamp(min=1e-12)
-        return main + self.weight.value * (other - along * main)
+        auxiliary = estimate(rewards[:, names.index(self.auxiliary)])
+        projection = (auxiliary * main).sum() / main.square().sum().clamp(min=1e-12)
+        return main + self.weight.value * (auxiliary - projection * main)

@@ -1,4 +1,4 @@
-"""Base class of scales, which divide the difference of a reward from its baseline, and the common ones."""
+"""Base class of scales, which divide the difference of reward and baseline, and the common scales."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 
 class Scale(Choice):
-    """A scale that divides differences from the baseline: the standard deviation of a bucket of rollouts (`buckets`),
-    or something else (`divide`). Users' classes override one of the two."""
+    """A divisor of advantages: by default the std of the rewards in the rollout's bucket.
+
+    A class of your own overrides `buckets`, the rollouts that share a std, or `divide`, the division itself.
+    """
 
     title: ClassVar[str] = "scale of advantages"
-    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"advantages"})  # what the scale changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "group_std": "mmrl.algorithms.scales.scale:GroupStd",
         "batch_std": "mmrl.algorithms.scales.scale:BatchStd",
@@ -27,23 +29,26 @@ class Scale(Choice):
         "none": "mmrl.algorithms.scales.scale:NoScale",
     }
     test: ClassVar[str] = "tests/joints/test_advantages.py"
-    of_group: ClassVar[bool] = False  # whether it is a deviation within the group, which a group of one does not have
+    needs_group: ClassVar[bool] = False  # whether it is a std within the group, which is 0 for a group of one
 
     @property
     def needs(self) -> Needs:
+        """Returns what the scale requires of the policy and the job."""
         return Needs()
 
     def buckets(self, batch: Batch) -> Tensor:
-        """Returns numbers that are equal for rollouts that share a scale, [rollout of all ranks]; by default the
-        group's."""
+        """Returns the bucket id of each rollout, [rollout of all ranks]; by default its group."""
         return batch.column("group")
 
     def divide(self, differences: Tensor, rewards: Tensor, buckets: Tensor) -> Tensor:
-        """Divides differences from the baseline by the scale of the rewards of their bucket, [rollout of all ranks]; 0
-        in a bucket whose rewards are all equal. buckets: their numbers from 0, [rollout]."""
-        from mmrl.core.advantages import over_std
+        """Divides reward minus baseline by the std of the rewards in the bucket, [rollout of all ranks].
 
-        return over_std(differences, rewards, buckets, int(buckets.max()) + 1)
+        differences: rewards minus the baseline; buckets: [rollout], renumbered from 0. A bucket of equal rewards gets
+        0.
+        """
+        from mmrl.core.advantages import divide_by_std
+
+        return divide_by_std(differences, rewards, buckets, int(buckets.max()) + 1)
 
 
 class GroupStd(Scale):
@@ -51,14 +56,16 @@ class GroupStd(Scale):
 
     equation: ClassVar[str] = "A = (r - b) / (std of the group + 1e-6)"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300"
-    of_group: ClassVar[bool] = True
+    needs_group: ClassVar[bool] = True
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "group_std"
 
 
 class BatchStd(Scale):
-    """The standard deviation of the batch's rewards, before a baseline of the group is subtracted. The shaper whitening
-    divides by that of the advantages, which is smaller the more prompts differ."""
+    """The standard deviation of the batch's rewards, before a group baseline is subtracted.
+
+    The shaper whitening divides by the std of the advantages instead, which is smaller if prompts differ in difficulty.
+    """
 
     equation: ClassVar[str] = "A = (r - b) / (std of r over the batch + 1e-6)"
     source: ClassVar[str] = "LitePPO, arXiv 2508.08221; scale_rewards=batch of TRL"
@@ -71,12 +78,12 @@ class BatchStd(Scale):
 
 
 class BucketStd(Scale):
-    """The standard deviation of all rollouts that have a fact in common, such as the difficulty of their prompt."""
+    """The standard deviation of all rollouts with the same value of some quantity, such as the prompt's difficulty."""
 
     equation: ClassVar[str] = "A = (r - b) / (std of the bucket + 1e-6)"
     source: ClassVar[str] = "Durian, arXiv 2602.21743"
     type: str = "bucket_std"
-    by: str = option(description="the fact: a key of the prompts' metadata, or another of `mmrl.protocols.batch`")
+    by: str = option(description="quantity: a key of the prompts' metadata, or one of `mmrl.protocols.columns`")
 
     @property
     def needs(self) -> Needs:
@@ -87,7 +94,7 @@ class BucketStd(Scale):
 
 
 class NoScale(Scale):
-    """No scale: differences stay as they are."""
+    """No scale: differences are not divided."""
 
     equation: ClassVar[str] = "A = r - b"
     source: ClassVar[str] = "Dr.GRPO, arXiv 2503.20783"

@@ -1,4 +1,4 @@
-"""A surrogate for each part of a response: one for the text, one for the image that follows."""
+"""Separate surrogates for the text and the image of a response."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
-OTHERS = {name: where for name, where in Surrogate.kinds.items() if name != "by_part"}
+OTHER_SURROGATES = {name: path for name, path in Surrogate.kinds.items() if name != "by_part"}
 
 
 class ByPart(Surrogate):
-    """The text that plans an image and the image tokens or denoising steps that draw it have separate surrogates: a
-    word may move further than one of hundreds of image tokens."""
+    """One surrogate for the text tokens of a response, and another one for its image tokens or denoising steps.
+
+    So a text token may have a wider clip range than one of hundreds of image tokens, for example.
+    """
 
     equation: ClassVar[str] = (
         "text's values where a decision is a text token, image's where it is an image token or a step"
@@ -31,16 +33,17 @@ class ByPart(Surrogate):
         "objective"
     )
     test: ClassVar[str] = "tests/joints/test_parts.py"
-    at_one_update: ClassVar[str] = "each part has what its own surrogate has there; with clip the gradient of reinforce"
+    at_one_update: ClassVar[str] = "see the surrogate of each part; with clip the gradient is that of reinforce"
     type: str = "by_part"
-    text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHERS)
-    image: Surrogate = option(Clip(), "objective of the image's tokens or steps", kinds=OTHERS)
+    text: Surrogate = option(Clip(), "objective of the text's tokens", kinds=OTHER_SURROGATES)
+    image: Surrogate = option(Clip(), "objective of the image's tokens or steps", kinds=OTHER_SURROGATES)
 
     @model_validator(mode="after")
-    def _of_single_decisions(self) -> ByPart:
-        for name, chosen in (("text", self.text), ("image", self.image)):
-            if type(chosen).objective not in (Surrogate.objective, Clip.objective):
-                raise ValueError(f"{name}={chosen.type} compares whole rollouts; use one of single decisions")
+    def _check_objectives(self) -> ByPart:
+        """Raises ValueError if a surrogate has an objective of whole rollouts."""
+        for name, surrogate in (("text", self.text), ("image", self.image)):
+            if type(surrogate).objective not in (Surrogate.objective, Clip.objective):
+                raise ValueError(f"{name}={surrogate.type} compares whole rollouts; use clip or another of decisions")
         return self
 
     @property
@@ -49,9 +52,9 @@ class ByPart(Surrogate):
 
     @property
     def at_rest(self) -> str:
-        """Returns what becomes of the parts that do not act."""
+        """Returns the notes of both parts."""
         parts = (("text", self.text), ("image", self.image))
-        return "; ".join(f"{name}: {chosen.at_rest}" for name, chosen in parts if chosen.at_rest)
+        return "; ".join(f"{name}: {surrogate.at_rest}" for name, surrogate in parts if surrogate.at_rest)
 
     def prepare(self, batch: Batch) -> None:
         self.text.prepare(batch)
@@ -64,9 +67,9 @@ class ByPart(Surrogate):
 
         total = torch.zeros_like(log_ratio)
         stats: dict[str, Tensor] = {}
-        for name, part, chosen in (("text", TEXT, self.text), ("image", IMAGE, self.image)):
-            inside = part_mask(micro, part).to(log_ratio.device)
-            values, measured = chosen.values(log_ratio, advantages, micro, replay)
-            total = values.where(inside, total)
-            stats |= {f"{name}_{key}": value.where(inside, torch.nan) for key, value in measured.items()}
+        for name, part, surrogate in (("text", TEXT, self.text), ("image", IMAGE, self.image)):
+            is_part = part_mask(micro, part).to(log_ratio.device)
+            values, part_stats = surrogate.values(log_ratio, advantages, micro, replay)
+            total = values.where(is_part, total)
+            stats |= {f"{name}_{key}": value.where(is_part, torch.nan) for key, value in part_stats.items()}
         return total, stats

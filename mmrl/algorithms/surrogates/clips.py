@@ -1,4 +1,4 @@
-"""Surrogates whose bounds lie elsewhere than those of PPO's clip."""
+"""Surrogates whose clip bounds differ from PPO's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ TEST = "tests/joints/test_clips.py"
 
 
 class Geometric(Surrogate):
-    """The geometric mean of a rollout's ratios, each bounded in logarithms on the side of its advantage's sign: one
-    extreme token hardly moves it. Rollouts count alike, as in the paper, unless algorithm.reduce is set. The authors'
-    own script bounds both signs by `high`, which is the same for the paper's equal bounds."""
+    """GMPO: the geometric mean of a rollout's ratios, each clipped in log space on the side of its advantage's sign.
+
+    So one extreme token has little influence. Rollouts have equal weights, as in the paper, unless algorithm.reduce is
+    set. The authors' script clips both sides by `high`, which is the same for the paper's equal bounds.
+    """
 
     equation: ClassVar[str] = (
-        "-A exp(mean_t s min(s l_t, s clamp(l_t, -low, high))), l = log r, s the sign of A; every decision has its "
-        "rollout's"
+        "-A exp(mean_t s min(s l_t, s clamp(l_t, -low, high))), l = log r, s the sign of A; repeated for each decision "
+        "of the rollout"
     )
     source: ClassVar[str] = "GMPO, arXiv 2507.20673"
     test: ClassVar[str] = TEST
@@ -40,18 +42,20 @@ class Geometric(Surrogate):
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         import torch
 
-        from mmrl.core.ratios import by_unit
+        from mmrl.core.ratios import aggregate_log_ratio
 
         sign = advantages.sign()
         clamped = log_ratio.clamp(-self.low.value, self.high.value)
         bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
-        ratio = by_unit(bounded, micro.mask.to(log_ratio.device), level="sequence").exp()
+        ratio = aggregate_log_ratio(bounded, micro.mask.to(log_ratio.device), level="sequence").exp()
         return -advantages * ratio, {"ratio": ratio.detach(), "clipped": (bounded != log_ratio).to(ratio.dtype)}
 
 
 class LogClip(Clipped):
-    """The policy gradient with PPO's clip, but of the logarithm of the ratio, so that a decision is not weighted by its
-    ratio. Add the term kl against old, the policy drift, for the whole method."""
+    """PPO's clip on the logarithm of the ratio, so that the gradient of a decision is not weighted by its ratio (CPGD).
+
+    For the full method, add the term kl against old, the policy drift.
+    """
 
     equation: ClassVar[str] = "-min(l A, clamp(l, log(1 - low), log(1 + high)) A), l = log r"
     source: ClassVar[str] = "CPGD, arXiv 2505.12504, whose drift is the term kl against old"
@@ -69,8 +73,11 @@ class LogClip(Clipped):
 
 
 class SqrtClip(Surrogate):
-    """A clip whose bounds lie further from 1 the rarer a token was under the old policy, as is isometric in the Fisher
-    metric: the ratio of a rare token may move far, and that of a common one little."""
+    """A clip with bounds that are further from 1 the smaller the token's probability was under the old policy (RIPO).
+
+    The ratio of a rare token may change much, that of a common one little; the bounds are isometric in the Fisher
+    metric.
+    """
 
     equation: ClassVar[str] = (
         "-min(r A, clamp(r, max(least, 1 - sqrt(low / p_old)), min(most, 1 + sqrt(high / p_old))) A), at most cap |A| "
@@ -95,9 +102,9 @@ class SqrtClip(Surrogate):
 
         from mmrl.rollouts import old_logp
 
-        width = (-old_logp(micro, replay) / 2).clamp(max=20).exp()  # 1 / sqrt(p_old)
-        low = (1 - math.sqrt(self.low.value) * width).clamp(min=self.least)
-        high = (1 + math.sqrt(self.high.value) * width).clamp(max=self.most)
+        inverse_sqrt = (-old_logp(micro, replay) / 2).clamp(max=20).exp()  # 1 / sqrt(p_old)
+        low = (1 - math.sqrt(self.low.value) * inverse_sqrt).clamp(min=self.least)
+        high = (1 + math.sqrt(self.high.value) * inverse_sqrt).clamp(max=self.most)
         ratio = log_ratio.exp()
         values = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         if self.cap is not None:
@@ -108,8 +115,10 @@ class SqrtClip(Surrogate):
 
 
 class BoundaryChance(Clipped):
-    """A decision just past the bound of the clip keeps its gradient with a certain chance, one further away never does.
-    The draw is made once a step."""
+    """PPO's clip, but a decision slightly beyond the bound keeps its gradient with a certain probability (NSR).
+
+    A random number per decision is uniform once per step.
+    """
 
     equation: ClassVar[str] = (
         "clip's, but -r A with probability `keep` where 1 + high < r <= 1 + high + band and A > 0, or where "
@@ -119,11 +128,11 @@ class BoundaryChance(Clipped):
     test: ClassVar[str] = TEST
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: nothing is past a bound"
     type: str = "boundary_chance"
-    band: float = option(0.1, "width of what is just past the bound", gt=0)
-    keep: float = option(0.5, "probability that such a decision keeps its gradient", ge=0, le=1)
+    band: float = option(0.1, "width of the range beyond the bound", gt=0)
+    keep: float = option(0.5, "probability that a decision in that range keeps its gradient", ge=0, le=1)
 
     def prepare(self, batch: Batch) -> None:
-        """Draws a uniform number in 0 to 1 for each decision of the batch, which `values` compares with `keep`."""
+        """Draws a uniform random number in [0, 1) for each decision, which `values` compares with `keep`."""
         import torch
 
         from mmrl.rollouts import DecisionColumn
@@ -135,12 +144,11 @@ class BoundaryChance(Clipped):
         from mmrl.core.surrogates import surrogate
         from mmrl.rollouts import DecisionColumn
 
-        drawn = micro.extra(self.key, DecisionColumn)
+        uniform = micro.extra(self.key, DecisionColumn)
         values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
         ratio, low, high = log_ratio.exp(), 1 - self.low.value, 1 + self.high.value
-        near = ((advantages > 0) & (ratio > high) & (ratio <= high + self.band)) | (
-            (advantages < 0) & (ratio < low) & (ratio >= low - self.band)
-        )
-        retained = near & (drawn.values.to(ratio.device) < self.keep)
+        above = (advantages > 0) & (ratio > high) & (ratio <= high + self.band)
+        below = (advantages < 0) & (ratio < low) & (ratio >= low - self.band)
+        retained = (above | below) & (uniform.values.to(ratio.device) < self.keep)
         stats["kept"] = retained.to(values.dtype)
         return (-ratio * advantages).where(retained, values), stats

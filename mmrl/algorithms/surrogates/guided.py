@@ -1,4 +1,4 @@
-"""A surrogate for groups that hold demonstrations."""
+"""A surrogate for groups that contain demonstrations (LUFFY)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 class Guided(Clipped):
-    """The clipped objective for the policy's own rollouts, and for demonstrations a shaped likelihood whose gradient is
-    largest for tokens that are rare but not out of reach. It needs a source such as `guided_groups`."""
+    """PPO's clip for the policy's own rollouts, and a shaped likelihood p / (p + gamma) for demonstrations.
 
-    equation: ClassVar[str] = (
-        "clip's; of demonstrations -A p / (p + gamma), p = exp(logp), from any source, not clipped"
-    )
+    The gradient of the latter is largest for tokens of probability about gamma. It needs a source of demonstrations
+    such as `guided_groups`.
+    """
+
+    equation: ClassVar[str] = "clip's; for demonstrations -A p / (p + gamma), p = exp(logp), not clipped"
     source: ClassVar[str] = "policy shaping of LUFFY, arXiv 2504.14945"
     test: ClassVar[str] = "tests/joints/test_guidance.py"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE} for the policy's own rollouts: low and high bind nothing"
     type: str = "guided"
-    gamma: Schedule = number(0.1, "probability of a demonstrated token that has half of the objective", gt=0)
+    gamma: Schedule = number(0.1, "probability of a demonstrated token at which its objective is half", gt=0)
 
     @property
     def needs(self) -> Needs:
@@ -39,8 +40,8 @@ class Guided(Clipped):
 
         values, stats = surrogate(log_ratio, advantages, kind="clip", **self.bounds)
         origin = torch.zeros(len(micro), dtype=torch.int64) if micro.origin is None else micro.origin
-        shown = (origin == DEMONSTRATION).to(values.device)[:, None].expand(values.shape)
+        is_demonstration = (origin == DEMONSTRATION).to(values.device)[:, None].expand(values.shape)
         p = replay.logp.exp()
         shaped = p / (p + self.gamma.value)
-        stats["shaped"] = shaped.detach().where(shown, torch.nan)
-        return (-advantages * shaped).where(shown, values), stats
+        stats["shaped"] = shaped.detach().where(is_demonstration, torch.nan)
+        return (-advantages * shaped).where(is_demonstration, values), stats

@@ -1,4 +1,4 @@
-"""A surrogate whose ratios are normalised over a group, for ratios that are only estimates."""
+"""A surrogate whose ratios are normalized over the group, for ratios that are only estimates (StableDRL)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
 
 
 class SelfNormalised(Clipped):
-    """The policy gradient with importance weights that are clipped on both sides, whatever the sign of the advantage,
-    and then divided by their mean over the group: an estimate of a ratio that is far off can not make the update larger
-    than those of its rollouts. With algorithm.level=sequence a rollout has one weight."""
+    """The policy gradient with importance weights that are clipped on both sides and divided by their group mean.
+
+    They are clipped regardless of the sign of the advantage, so that a ratio estimate with a large error cannot
+    dominate the update. With algorithm.level=sequence, all decisions of a rollout have one weight.
+    """
 
     equation: ClassVar[str] = "gradient -(w / mean w of the group) A dlogp, w = clamp(r, 1 - low, 1 + high)"
     source: ClassVar[str] = "reconstructed from StableDRL's abstract: unconditional clipping and self-normalisation"
     test: ClassVar[str] = "tests/joints/test_self_normalised.py"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: all weights are 1"
     type: str = "self_normalised"
-    low: Schedule = number(0.2, "smallest weight is 1 - low before they are normalised", ge=0, lt=1)
-    high: Schedule = number(0.2, "largest weight is 1 + high before they are normalised", ge=0)
+    low: Schedule = number(0.2, "smallest weight is 1 - low, before normalization", ge=0, lt=1)
+    high: Schedule = number(0.2, "largest weight is 1 + high, before normalization", ge=0)
 
     @property
     def needs(self) -> Needs:
@@ -35,10 +37,11 @@ class SelfNormalised(Clipped):
         ratio = log_ratio.detach().exp()
         weight = ratio.clamp(1 - self.low.value, 1 + self.high.value)
         mask = micro.mask.to(weight.device)
-        share = weight.clone()
+        normalized = weight.clone()
         for group in micro.group.unique():
             rows = (micro.group == group).to(weight.device)
-            counted = weight[rows][mask[rows]]
-            if len(counted):
-                share[rows] = weight[rows] / counted.mean()
-        return -share * advantages * replay.logp, {"ratio": ratio, "clipped": (ratio != weight).float(), "share": share}
+            group_weights = weight[rows][mask[rows]]
+            if len(group_weights):
+                normalized[rows] = weight[rows] / group_weights.mean()
+        stats = {"ratio": ratio, "clipped": (ratio != weight).float(), "share": normalized}
+        return -normalized * advantages * replay.logp, stats

@@ -1,4 +1,4 @@
-"""Surrogate objectives: what is minimised in place of the expected reward, from ratios and advantages."""
+"""Surrogate objectives: losses of likelihood ratios and advantages, in place of the expected reward."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Replay, Rollouts
 
 Result = tuple["Tensor", dict[str, "Tensor"]]
-AS_REINFORCE = "the ratio is 1 and the gradient that of reinforce"
+AS_REINFORCE = "the ratio is 1 and the gradient is that of reinforce"
 
 
 class Surrogate(Choice):
-    """An element-wise objective of the ratio r = pi / pi_old and the advantage A.
+    """An objective of the likelihood ratio r = pi / pi_old and the advantage A of each decision.
 
-    one_weight: whether all decisions of a rollout have the same weight, so that rollouts count alike by default.
-    at_one_update: what becomes of it where all ratios are 1, as in a job of one update a step; empty: it acts there as
-    anywhere.
+    one_weight: whether all decisions of a rollout have the same ratio, so that `reduce` defaults to sequence_mean.
+    at_one_update: what the surrogate does if all ratios are 1, as with one update per step; empty: the same as
+    otherwise.
     """
 
     title: ClassVar[str] = "surrogate"
-    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # in a step, by itself
+    changes: ClassVar[frozenset[str]] = frozenset({"gradient"})  # what the surrogate changes in a step
     kinds: ClassVar[dict[str, str]] = {
         "clip": "mmrl.algorithms.surrogates.surrogate:Clip",
         "dual_clip": "mmrl.algorithms.surrogates.surrogate:DualClip",
@@ -59,46 +59,50 @@ class Surrogate(Choice):
 
     @property
     def needs(self) -> Needs:
+        """Returns what the surrogate requires of the policy and the job."""
         return Needs()
 
     @property
     def at_rest(self) -> str:
-        """Returns `at_one_update` with these settings."""
+        """Returns `at_one_update`, as it applies to these settings."""
         return self.at_one_update
 
     def prepare(self, batch: Batch) -> None:
-        """Prepares a step, after advantages and masks are set: may store columns in `batch.rollouts.extras` under
+        """Prepares a step once advantages and masks are set. It may store columns in `batch.rollouts.extras` under
         `key`."""
 
     @abstractmethod
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        """Computes values to minimise and statistics, [rollout, decision], as log_ratio and advantages are."""
+        """Computes values to minimize and statistics, [rollout, decision] like log_ratio and advantages.
+
+        micro: the micro-batch of rollouts; replay: the policy's outputs for it, with gradients.
+        """
 
     def objective(
-        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
+        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, reduction: Reduction
     ) -> Result:
-        """Computes the reduced values, 0-d, and statistics."""
+        """Computes the reduced values, 0-d, and statistics [rollout, decision]. Arguments as in `values`."""
         from mmrl.protocols.checks import check_values
 
         values, stats = self.values(log_ratio, advantages, micro, replay)
         check_values(f"algorithm.surrogate={self.type}", values, micro.mask.shape)
-        return over(values if replay.weight is None else values * replay.weight), stats
+        return reduction(values if replay.weight is None else values * replay.weight), stats
 
 
 class Clipped(Surrogate):
-    """A surrogate that bounds the ratio on both sides."""
+    """Base class of surrogates that clip the ratio on both sides."""
 
-    low: Schedule = number(0.2, "the ratio gains nothing below 1 - low", ge=0, le=1)
-    high: Schedule = number(0.28, "the ratio gains nothing above 1 + high", ge=0)
+    low: Schedule = number(0.2, "lower clip bound: the ratio gains nothing below 1 - low", ge=0, le=1)
+    high: Schedule = number(0.28, "upper clip bound: the ratio gains nothing above 1 + high", ge=0)
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Returns the present bounds, by the names of `core.surrogates`."""
+        """Returns the current clip bounds, as arguments of `core.surrogates.surrogate`."""
         return {"clip_low": self.low.value, "clip_high": self.high.value}
 
 
 class Clip(Clipped):
-    """PPO's clipped objective, with a bound for each side."""
+    """PPO's clipped objective, with separate bounds for both sides."""
 
     equation: ClassVar[str] = "-min(r A, clamp(r, 1 - low, 1 + high) A)"
     source: ClassVar[str] = "PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476"
@@ -112,28 +116,28 @@ class Clip(Clipped):
         return surrogate(log_ratio, advantages, kind=self.type, **self.bounds)
 
     def objective(
-        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
+        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, reduction: Reduction
     ) -> Result:
-        """Computes the objective in one kernel; statistics are means, which every decision gets."""
+        """Computes the objective in one kernel. Statistics are means, repeated for each decision."""
         from mmrl.kernels import clipped_surrogate
 
-        mode, share = over.as_decisions()
-        for weight in (replay.weight, share):
+        mode, segment_weight = reduction.as_decisions()
+        for weight in (replay.weight, segment_weight):
             advantages = advantages if weight is None else advantages * weight
         loss, means = clipped_surrogate(
             log_ratio,
             advantages,
-            over.mask,
+            reduction.mask,
             **self.bounds,
             mode=mode,
-            total=over.totals["decisions"],
-            length=over.length,
+            total=reduction.totals["decisions"],
+            length=reduction.length,
         )
         return loss, {name: mean.expand_as(log_ratio) for name, mean in means.items()}
 
 
 class DualClip(Clipped):
-    """The clipped objective, whose loss is bounded where the advantage is negative."""
+    """PPO's clipped objective, with an upper bound of the loss of negative advantages."""
 
     equation: ClassVar[str] = "clip's, at most cap |A| where A < 0"
     source: ClassVar[str] = "arXiv 1912.09729"
@@ -149,15 +153,18 @@ class DualClip(Clipped):
 
 
 class CISPO(Clipped):
-    """The policy gradient with a truncated, detached importance weight: no decision loses its gradient. MiniMax-M1 and
-    TRL have no lower bound, and TRL's epsilon_high is the largest weight itself: its 5 is high=4 with low=1 here."""
+    """The policy gradient with a clipped, detached importance weight, so that no decision loses its gradient.
+
+    MiniMax-M1 and TRL have no lower bound. TRL's epsilon_high is the largest weight itself: its 5 is high=4 with low=1
+    here.
+    """
 
     equation: ClassVar[str] = "gradient -clamp(r, 1 - low, 1 + high) A dlogp"
     source: ClassVar[str] = "MiniMax-M1, arXiv 2506.13585"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: low and high bind nothing"
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "cispo"
-    low: Schedule = number(0.2, "smallest weight is 1 - low; 1: there is none", ge=0, le=1)
+    low: Schedule = number(0.2, "smallest weight is 1 - low; 1: no lower bound", ge=0, le=1)
     high: Schedule = number(0.28, "largest weight is 1 + high, TRL's epsilon_high", ge=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
@@ -167,8 +174,10 @@ class CISPO(Clipped):
 
 
 class Soft(Surrogate):
-    """A sigmoid gate in place of the clip, with a temperature for each sign of the advantage. The paper and verl take
-    the mean of each rollout first: algorithm.reduce=sequence_mean."""
+    """A sigmoid gate in place of the clip, with a temperature for each sign of the advantage (SAPO).
+
+    The paper and verl average over each rollout first: algorithm.reduce=sequence_mean.
+    """
 
     equation: ClassVar[str] = "-A sigmoid(tau (r - 1)) 4 / tau"
     source: ClassVar[str] = "SAPO, arXiv 2511.20347"
@@ -186,7 +195,7 @@ class Soft(Surrogate):
 
 
 class DivergenceMask(Surrogate):
-    """A decision that has moved past a divergence bound gets no gradient that moves it further."""
+    """The policy gradient without the decisions that are beyond a divergence bound and would move further away."""
 
     equation: ClassVar[str] = "-r A, or 0 where divergence > bound and the step moves further away"
     source: ClassVar[str] = "DPPO, arXiv 2602.04879; of denoising steps: Flow-DPPO"
@@ -194,7 +203,7 @@ class DivergenceMask(Surrogate):
     type: str = "divergence_mask"
     bound: float = option(description="largest divergence", gt=0)
     estimate: Literal["tv", "kl"] = option(
-        "tv", "of 'this token or any other', for decisions without an exact divergence: total variation or KL"
+        "tv", "total variation or KL of 'this token or another', for decisions without an exact divergence"
     )
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
@@ -209,13 +218,13 @@ class DivergenceMask(Surrogate):
 
 
 class GaussianWeight(Surrogate):
-    """Decisions count less the further their ratio is from 1, on both sides."""
+    """The policy gradient with a weight that falls with the distance of the log-ratio from 0."""
 
     equation: ClassVar[str] = "-w r A, w = exp(-log(r)^2 / (2 sigma^2)) detached"
     source: ClassVar[str] = "arXiv 2603.03955"
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: all weights are 1"
     type: str = "gaussian_weight"
-    sigma: float = option(0.2, "width in log-ratios", gt=0)
+    sigma: float = option(0.2, "std of the weight, in log-ratios", gt=0)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
         from mmrl.core.surrogates import surrogate
@@ -224,8 +233,10 @@ class GaussianWeight(Surrogate):
 
 
 class Unclipped(Surrogate):
-    """The policy gradient with the whole importance weight: nothing bounds it but what is added, as KL-Cov adds the
-    term kl against old with weighting covariance."""
+    """The policy gradient with the full importance weight, without a clip.
+
+    To bound the policy's drift, add a term: KL-Cov adds kl against old with weighting covariance.
+    """
 
     equation: ClassVar[str] = "-r A"
     source: ClassVar[str] = "the surrogate of KL-Cov, arXiv 2505.22617; conservative policy iteration, Kakade 2002"
@@ -239,7 +250,7 @@ class Unclipped(Surrogate):
 
 
 class Reinforce(Surrogate):
-    """The policy gradient, whatever the ratio."""
+    """The policy gradient without an importance weight."""
 
     equation: ClassVar[str] = "gradient -A dlogp"
     source: ClassVar[str] = "Williams 1992"

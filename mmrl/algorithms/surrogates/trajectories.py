@@ -1,4 +1,4 @@
-"""A surrogate that bounds how far whole chains of denoising steps move."""
+"""A surrogate with a trust region for whole chains of denoising steps (TruDi)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class TrajectoryTrustRegion(Surrogate):
-    """A price on the divergence of whole chains from the old policy, and a bound beyond which a chain's advantage does
-    not count.
+    """A penalty on the divergence of whole denoising chains from the old policy, and a bound beyond which a chain's
+    advantage is not used.
 
-    A chain is all that a robot's policy draws at one policy step, or the steps of an image. The exact divergences of
-    its steps inside the window are summed, for only those are stochastic. Where all steps are, the mean of the sums is
-    an upper bound of the divergence of the final actions or images. Written as a control of type multiplier that
-    follows surrogate/trajectory_kl to a target, the price is the dual variable of a bound on that mean. Divergences are
-    in the units of the likelihood: nats where its `reduction` is sum, nats an element where it is mean.
+    A chain is the denoising of an image, or of the actions at one policy step of a robot. Its divergence is the sum of
+    the exact divergences of its stochastic steps, those inside the window. If all steps are stochastic, the mean over
+    chains is an upper bound of the divergence of the final images or actions. With a price of type multiplier and the
+    metric surrogate/trajectory_kl, that mean is constrained to a target. Divergences are in nats if the likelihood's
+    `reduction` is sum, and in nats per element if it is mean.
     """
 
     equation: ClassVar[str] = (
@@ -43,16 +43,16 @@ class TrajectoryTrustRegion(Surrogate):
     type: str = "trajectory_trust_region"
     price: Schedule = number(
         1.0,
-        "of a chain's divergence; surrogate/trajectory_kl, which it may follow, is a mean over a step's updates, the "
-        "first of which adds 0",
+        "weight of a chain's divergence; the metric surrogate/trajectory_kl, which it may follow, is a mean over the "
+        "updates of a step, of which the first has 0",
         ge=0,
     )
     bound: float = option(
-        math.inf, "largest divergence of a chain that is learned from; .inf: there is none", gt=0, allow_inf_nan=True
+        math.inf, "largest divergence of a chain whose advantage is used; .inf: no bound", gt=0, allow_inf_nan=True
     )
 
     @model_validator(mode="after")
-    def _bounds_something(self) -> TrajectoryTrustRegion:
+    def _check_bounds(self) -> TrajectoryTrustRegion:
         if self.bound == math.inf and self.price.extremes[1] == 0:
             raise ValueError("price=0 without a bound is not a trust region; set either, or use surrogate=reinforce")
         return self
@@ -62,36 +62,38 @@ class TrajectoryTrustRegion(Surrogate):
         return Needs(offers=frozenset({"divergence"}))
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        gain, cost, stats = self._parts(log_ratio, advantages, micro, replay)
-        return gain + cost, stats
+        policy_loss, penalty, stats = self._parts(log_ratio, advantages, micro, replay)
+        return policy_loss + penalty, stats
 
     def objective(
-        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, over: Reduction
+        self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay, reduction: Reduction
     ) -> Result:
-        """Computes the loss, 0-d. `replay.weight` applies to the advantages' part only: a weighted sum of divergences
-        would not be a chain's divergence."""
-        gain, cost, stats = self._parts(log_ratio, advantages, micro, replay)
-        return over((gain if replay.weight is None else gain * replay.weight) + cost), stats
+        """Computes the loss, 0-d. `replay.weight` applies to the policy loss only: a weighted sum of divergences would
+        not be a chain's divergence."""
+        policy_loss, penalty, stats = self._parts(log_ratio, advantages, micro, replay)
+        return reduction((policy_loss if replay.weight is None else policy_loss * replay.weight) + penalty), stats
 
     def _parts(
         self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns the policy-gradient loss, the divergence penalty, and statistics; each [rollout, decision]."""
-        from mmrl.core.ratios import unit_sum
+        from mmrl.core.ratios import sum_per_unit
         from mmrl.rollouts import POLICY_STEPS
 
-        # of each decision, and summed over the chain that it is part of
-        each = _divergence(micro, replay).where(micro.mask.to(log_ratio.device), 0)
-        whole = unit_sum(each.detach(), POLICY_STEPS.get(replay))
-        beyond = whole > self.bound
+        step_kl = _divergence(micro, replay).where(micro.mask.to(log_ratio.device), 0)
+        chain_kl = sum_per_unit(step_kl.detach(), POLICY_STEPS.get(replay))  # repeated for each step of the chain
+        dropped = chain_kl > self.bound
         ratio = log_ratio.exp()
-        stats = {"ratio": ratio.detach(), "trajectory_kl": whole, "dropped": beyond.to(ratio.dtype)}
-        return (-ratio * advantages).where(~beyond, 0), self.price.value * each, stats
+        stats = {"ratio": ratio.detach(), "trajectory_kl": chain_kl, "dropped": dropped.to(ratio.dtype)}
+        return (-ratio * advantages).where(~dropped, 0), self.price.value * step_kl, stats
 
 
 def _divergence(micro: Rollouts, replay: Replay) -> Tensor:
-    """Returns the divergence of each step from the old policy's, [rollout, decision]. Heads that compare distributions
-    return none before the first update, when the old policy is the present one: then 0."""
+    """Returns the divergence of each step from the old policy, [rollout, decision].
+
+    It is 0 if the replay has none: heads that compare distributions omit it before the first update, when the old
+    policy is the current one.
+    """
     if replay.divergence is not None:
         return replay.divergence
     assert micro.old_prediction is None or not micro.mask.any()

@@ -1,4 +1,4 @@
-"""Surrogates that bound how far the policy moves by other means than a clip."""
+"""Surrogates with other trust regions than a clip: penalties, masks and group-normalized ratios."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ TEST = "tests/joints/test_trust.py"
 
 
 class RatioVariance(Surrogate):
-    """No clip: the variance of the ratio has a price. Written as a control of type multiplier that follows the metric
-    surrogate/variance to a target, the price is the dual variable of a bound on it."""
+    """A penalty on the variance of the ratio instead of a clip (R^2VPO).
+
+    With a price of type multiplier and the metric surrogate/variance, the variance is constrained to a target.
+    """
 
     equation: ClassVar[str] = "-r A + price (r - 1)^2"
     source: ClassVar[str] = "reconstructed from what R^2VPO, arXiv 2601.03320, says: a primal-dual bound on Var(r)"
@@ -37,9 +39,12 @@ class RatioVariance(Surrogate):
 
 
 class QueryTrustRegion(Surrogate):
-    """Every prompt has a trust region of its own: the price of leaving it solves the dual of maximising the group's
-    advantage under a bound on the divergence from the old policy. The weight of a decision is detached; at a ratio of 1
-    the gradient is that of reinforce, and the price acts from the second update of a step on."""
+    """A separate trust region for each prompt, by a penalty on the log-ratio (QUATRO).
+
+    The weight of the penalty (price) is the Lagrange multiplier of maximizing the group's advantage under a bound on
+    the divergence from the old policy. At a ratio of 1 the gradient is that of reinforce, so the penalty acts from the
+    second update of a step on.
+    """
 
     equation: ClassVar[str] = (
         "gradient -r (A - price_q log r) dlogp, price_q = argmin_l l bound + l log mean_i exp(A_i / l) over the group, "
@@ -49,14 +54,14 @@ class QueryTrustRegion(Surrogate):
     test: ClassVar[str] = TEST
     at_one_update: ClassVar[str] = f"{AS_REINFORCE}: no price acts"
     type: str = "query_trust_region"
-    bound: float = option(0.1, "on the divergence of a prompt's policy from its old one", unit="nats", gt=0)
+    bound: float = option(0.1, "largest divergence from the old policy, for each prompt", unit="nats", gt=0)
     least: float = option(0.01, "smallest price", gt=0)
     most: float = option(100.0, "largest price", gt=0)
 
     def prepare(self, batch: Batch) -> None:
         import torch
 
-        from mmrl.core.duals import trust_price
+        from mmrl.core.duals import solve_trust_region_dual
         from mmrl.rollouts import Column
 
         rollouts = batch.rollouts
@@ -66,24 +71,27 @@ class QueryTrustRegion(Surrogate):
         price = torch.full((len(rollouts),), self.least)
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
-            counted = mean[rows & mask.any(1)]
-            if len(counted):
-                price[rows] = trust_price(counted, self.bound, self.least, self.most)
+            group_advantages = mean[rows & mask.any(1)]
+            if len(group_advantages):
+                price[rows] = solve_trust_region_dual(group_advantages, self.bound, self.least, self.most)
         rollouts.extras[self.key] = Column(price)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        from mmrl.core.surrogates import weighted
+        from mmrl.core.surrogates import policy_gradient_values
 
         price = _column(micro, self.key).to(log_ratio)[:, None]
-        moved = log_ratio.detach()
-        # Differentiated as it stands, -r (A - price log r) would push every decision down by the price.
-        stats = {"ratio": moved.exp(), "price": price.expand_as(moved)}
-        return weighted(moved.exp() * (advantages - price * moved), log_ratio), stats
+        detached = log_ratio.detach()
+        # detached: the gradient of -r (A - price log r) itself would lower every likelihood by the price
+        stats = {"ratio": detached.exp(), "price": price.expand_as(detached)}
+        return policy_gradient_values(detached.exp() * (advantages - price * detached), log_ratio), stats
 
 
 class SequenceMask(Surrogate):
-    """A rollout in which any decision has moved past a bound is masked as a whole, for bounds on the improvement depend
-    on the largest divergence. Where another engine sampled, that engine's log-probabilities are the old ones."""
+    """Masks a whole rollout if the divergence of any of its decisions is above a bound (trust region masking).
+
+    The reason is that bounds on policy improvement depend on the largest divergence. If another engine sampled, its
+    log-probabilities are used as the old ones.
+    """
 
     equation: ClassVar[str] = "-r A, or 0 for all decisions of a rollout with max_t divergence_t > bound"
     source: ClassVar[str] = "reconstructed from trust region masking, arXiv 2512.23075"
@@ -92,7 +100,7 @@ class SequenceMask(Surrogate):
     type: str = "sequence_mask"
     bound: float = option(description="largest divergence of a decision", gt=0)
     estimate: Literal["k3", "tv", "kl"] = option(
-        "k3", "of the divergence: k3 from the sampled decision; tv, kl: of 'this token or any other'"
+        "k3", "estimator of the divergence. k3: from the sampled decision; tv, kl: of 'this token or another'"
     )
 
     @property
@@ -105,10 +113,10 @@ class SequenceMask(Surrogate):
 
         now, old = replay.logp.detach(), old_logp(micro, replay)
         if micro.behaviour_logp is not None:
-            sampled = micro.behaviour_logp.to(now.device)
-            old = sampled.where(~sampled.isnan(), old)
+            behaviour = micro.behaviour_logp.to(now.device)
+            old = behaviour.where(~behaviour.isnan(), old)
         if self.estimate == "k3":
-            divergence = kl_estimate(old, now, kind="k3")  # the rollouts are drawn from the old policy
+            divergence = kl_estimate(old, now, kind="k3")  # in this order: the old policy sampled the rollouts
         else:
             divergence = token_divergence(now, old, kind=self.estimate)
         largest = divergence.where(micro.mask.to(now.device), 0).amax(1, keepdim=True)
@@ -119,9 +127,11 @@ class SequenceMask(Surrogate):
 
 
 class GroupExpectation(Clipped):
-    """The ratio of a whole response to what the group's responses were worth under the old policy on average: one
-    response that was very unlikely does not get an enormous weight. It is clipped as PPO's ratio is, and is not 1
-    before the first update either."""
+    """A ratio whose denominator is the mean probability of the group's responses under the old policy (GEPO).
+
+    So a response that was very unlikely does not get a huge weight. The ratio is of whole responses, is clipped as in
+    PPO, and is not 1 even before the first update.
+    """
 
     equation: ClassVar[str] = (
         "-min(w A, clamp(w, 1 - low, 1 + high) A), w_i = p_i / sum_j (q_j / sum_k q_k) q_j, p = exp(mean_t logp), q = "
@@ -147,27 +157,28 @@ class GroupExpectation(Clipped):
 
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None
-        counted = rollouts.mask.sum(1)
-        mean = rollouts.old_logp.where(rollouts.mask, 0).sum(1) / counted.clamp(min=1)
-        gap = torch.zeros(len(rollouts))
+        length = rollouts.mask.sum(1)
+        mean = rollouts.old_logp.where(rollouts.mask, 0).sum(1) / length.clamp(min=1)
+        correction = torch.zeros(len(rollouts))  # added to the log-ratio to replace its denominator
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
-            q = mean[rows & (counted > 0)]
-            if len(q):
-                gap[rows] = mean[rows] - ((2 * q).logsumexp(0) - q.logsumexp(0))
-        rollouts.extras[self.key] = Column(gap)
+            log_q = mean[rows & (length > 0)]
+            if len(log_q):
+                correction[rows] = mean[rows] - ((2 * log_q).logsumexp(0) - log_q.logsumexp(0))
+        rollouts.extras[self.key] = Column(correction)
 
     def values(self, log_ratio: Tensor, advantages: Tensor, micro: Rollouts, replay: Replay) -> Result:
-        from mmrl.core.ratios import BOUND, by_unit
+        from mmrl.core.ratios import BOUND, aggregate_log_ratio
         from mmrl.core.surrogates import surrogate
 
-        moved = by_unit(log_ratio, micro.mask.to(log_ratio.device), level="sequence")
-        weight = (moved + _column(micro, self.key).to(log_ratio)[:, None]).clamp(-BOUND, BOUND)
-        values, stats = surrogate(weight, advantages, kind="clip", **self.bounds)
+        sequence_ratio = aggregate_log_ratio(log_ratio, micro.mask.to(log_ratio.device), level="sequence")
+        log_weight = (sequence_ratio + _column(micro, self.key).to(log_ratio)[:, None]).clamp(-BOUND, BOUND)
+        values, stats = surrogate(log_weight, advantages, kind="clip", **self.bounds)
         return values, stats | {"ratio": log_ratio.detach().exp(), "weight": stats["ratio"]}
 
 
 def _column(micro: Rollouts, key: str) -> Tensor:
+    """Returns the values that `prepare` stored under `key`, [rollout]."""
     from mmrl.rollouts import Column
 
     return micro.extra(key, Column).values

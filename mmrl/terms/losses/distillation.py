@@ -1,4 +1,5 @@
-"""The divergence from a teacher on the student's own rollouts, as a loss term and as options of an algorithm."""
+"""On-policy distillation: the divergence from a teacher on the student's own rollouts, as a loss term and as options of
+an algorithm. The student is the policy that is trained."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from mmrl.rollouts import Replay, Rollouts
 
 METRIC = "distillation/kl"
-NOT_LISTED = -50.0  # log-probability of an alternative that counts among the rest
+NOT_LISTED = -50.0  # log-probability of padding, which so has no part in the divergence
 
 
 class DivergenceEstimator(Choice):
-    """A computation of the divergence of a decision."""
+    """A way to compute the divergence of student and teacher at a decision."""
 
     title: ClassVar[str] = "estimator of distillation"
     kinds: ClassVar[dict[str, str]] = {
@@ -43,20 +44,21 @@ class DivergenceEstimator(Choice):
         "velocity": "mmrl.terms.losses.distillation:VelocityDistance",
     }
     test: ClassVar[str] = "tests/whole_runs/test_teachers.py"
-    of_steps: ClassVar[bool] = False  # whether it compares denoising steps, which has one direction
+    compares_steps: ClassVar[bool] = False  # whether it compares denoising steps; `direction` then has no meaning
 
     @abstractmethod
     def needs_of(self, teacher: Teacher) -> Needs:
-        """Returns what the estimate needs of the job."""
+        """Returns what the estimator requires of the policy and the job. Raises ValueError if it does not fit the
+        teacher."""
 
     @abstractmethod
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
-        """Returns what is minimised, and the estimate without gradient, NaN where there is no teacher; both
-        [rollout, decision]."""
+        """Computes values to minimize, and the detached estimate of the divergence, which is NaN where no teacher
+        exists; both [rollout, decision]. direction: reverse, KL(student || teacher), or forward."""
 
 
 class SampledDivergence(DivergenceEstimator):
-    """An estimate from the sampled decision alone: one number of the teacher's a token, and a gradient of more
+    """An estimate from the sampled token only: it needs one log-probability per token, but its gradient has more
     variance."""
 
     equation: ClassVar[str] = (
@@ -73,23 +75,23 @@ class SampledDivergence(DivergenceEstimator):
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
         import torch
 
-        from mmrl.core.regularizers import sampled_divergence
+        from mmrl.core.regularizers import sampled_kl_loss
         from mmrl.rollouts import DecisionColumn, old_logp
 
         logp, old = replay.logp, old_logp(micro, replay)
         likelihoods = micro.extra(TeacherLikelihoods(teacher).name, DecisionColumn).values.to(logp)
         known = ~likelihoods.isnan()
-        values, estimate = sampled_divergence(logp, old, likelihoods.where(known, old), direction=direction)
+        values, estimate = sampled_kl_loss(logp, old, likelihoods.where(known, old), direction=direction)
         return values.where(known, 0), estimate.where(known, torch.nan)
 
 
 class ListedDivergence(DivergenceEstimator):
-    """A divergence over alternatives to every decision, with the gradient of all their probabilities."""
+    """A divergence summed over several tokens at each decision, with the gradient of all their probabilities."""
 
     @property
     @abstractmethod
     def count(self) -> int | None:
-        """Returns the number of alternatives; None: all."""
+        """Returns the number of tokens per decision; None: the whole vocabulary."""
 
     def needs_of(self, teacher: Teacher) -> Needs:
         return teacher.needs | Needs(measurements=(TeacherDistributions(teacher, self.count),))
@@ -97,29 +99,29 @@ class ListedDivergence(DivergenceEstimator):
     def values(self, teacher: Teacher, direction: Direction, micro: Rollouts, replay: Replay) -> tuple[Tensor, Tensor]:
         import torch
 
-        from mmrl.core.regularizers import listed_divergence
+        from mmrl.core.regularizers import top_k_kl
         from mmrl.protocols.choices import TeacherChoices
         from mmrl.rollouts import ALTERNATIVES, require
 
         student, listed = ALTERNATIVES.of(replay), micro.extra(ALTERNATIVES.name, TeacherChoices)
         likelihoods = require(listed.logp, "a teacher's log-probabilities").to(student)
         known = ~likelihoods.isnan() & micro.mask.to(student.device)[..., None]
-        pair = (logp.where(known, NOT_LISTED) for logp in (student, likelihoods))
-        values = listed_divergence(*pair, direction=direction, whole=listed.is_full_vocabulary)
-        known = known.any(-1)
-        return values.where(known, 0), values.detach().where(known, torch.nan)
+        student, likelihoods = student.where(known, NOT_LISTED), likelihoods.where(known, NOT_LISTED)
+        values = top_k_kl(student, likelihoods, direction=direction, complete=listed.is_full_vocabulary)
+        has_teacher = known.any(-1)
+        return values.where(has_teacher, 0), values.detach().where(has_teacher, torch.nan)
 
 
 class TopKDivergence(ListedDivergence):
-    """A divergence over the alternatives that the teacher finds likeliest, with the mass of all others as one more: a
-    lower bound of the whole one."""
+    """The divergence over the teacher's k most likely tokens and one more that stands for all others: a lower bound of
+    the full divergence."""
 
-    equation: ClassVar[str] = "sum_i p_i log(p_i / q_i) over the teacher's k likeliest tokens, and the rest as one"
+    equation: ClassVar[str] = "sum_i p_i log(p_i / q_i) over the teacher's k most likely tokens, and the rest as one"
     source: ClassVar[str] = (
         "top-k distillation on own rollouts, as in verl's and ROLL's recipes; the tail is mmrl's own"
     )
     type: str = "top_k"
-    k: int = option(32, "alternatives of a decision", ge=1)
+    k: int = option(32, "tokens per decision", ge=1)
 
     @property
     def count(self) -> int | None:
@@ -127,8 +129,8 @@ class TopKDivergence(ListedDivergence):
 
 
 class FullDivergence(ListedDivergence):
-    """The divergence of whole distributions. A step keeps rollouts x decisions x vocabulary numbers of the teacher's:
-    for small vocabularies."""
+    """The divergence over the whole vocabulary, for small vocabularies: a step stores rollouts x decisions x vocabulary
+    log-probabilities."""
 
     equation: ClassVar[str] = "sum_i p_i log(p_i / q_i) over all tokens"
     source: ClassVar[str] = "GKD, arXiv 2306.13649"
@@ -140,20 +142,20 @@ class FullDivergence(ListedDivergence):
 
     def needs_of(self, teacher: Teacher) -> Needs:
         if isinstance(teacher, ServerTeacher):
-            raise ValueError("estimator=full needs whole distributions, which a server does not send; use top_k")
+            raise ValueError("estimator=full needs whole distributions, which teacher.server does not send; use top_k")
         return super().needs_of(teacher)
 
 
 class StepDivergence(DivergenceEstimator):
-    """A distance from the teacher's prediction of each denoising step, made from the student's states: exact, and the
-    same in both directions, for the steps are Gaussian and of one width."""
+    """A distance from the teacher's prediction at each denoising step, from the student's noisy states. It is exact and
+    symmetric, since both steps are Gaussian with the same std."""
 
-    of_steps: ClassVar[bool] = True
+    compares_steps: ClassVar[bool] = True
     offer: ClassVar[str]
 
     def needs_of(self, teacher: Teacher) -> Needs:
         if not isinstance(teacher, PathTeacher):
-            raise ValueError(f"estimator={self.type} takes a teacher.path, not teacher.type={teacher.type}")
+            raise ValueError(f"estimator={self.type} needs teacher.path, got teacher.type={teacher.type}")
         return teacher.needs | Needs(offers=frozenset({self.offer}), measurements=(TeacherPredictions(teacher),))
 
     @abstractmethod
@@ -180,7 +182,7 @@ class GaussianDivergence(StepDivergence):
 
 
 class VelocityDistance(StepDivergence):
-    """The squared distance of the predicted velocity, or noise, from the teacher's, guidance included."""
+    """The squared distance of the predicted velocity (or noise) from the teacher's, both with guidance."""
 
     equation: ClassVar[str] = "|v - v_T|^2, v_T from the student's state, with the teacher's guidance"
     source: ClassVar[str] = "reconstructed from DiffusionOPD; guidance: guided distillation, arXiv 2210.03142"
@@ -194,7 +196,7 @@ class VelocityDistance(StepDivergence):
 
 
 class TeacherDivergence(Section):
-    """The divergence of a student from a teacher, decision by decision, where the student's own rollouts went."""
+    """The divergence of the student from a teacher at each decision of the student's own rollouts."""
 
     teacher: Teacher = option(description="the teacher", kinds=ALONE_OR_BY_TAG)
     estimator: DivergenceEstimator = option(SampledDivergence(), "estimator of the divergence of a decision")
@@ -205,8 +207,8 @@ class TeacherDivergence(Section):
     @model_validator(mode="after")
     def _comparable(self) -> TeacherDivergence:
         self.estimator.needs_of(self.teacher)
-        if self.estimator.of_steps and self.direction != "reverse":
-            raise ValueError(f"estimator={self.estimator.type} has one direction; leave out direction")
+        if self.estimator.compares_steps and self.direction != "reverse":
+            raise ValueError(f"estimator={self.estimator.type} has one direction only; remove direction")
         return self
 
     @property
@@ -214,13 +216,13 @@ class TeacherDivergence(Section):
         return self.estimator.needs_of(self.teacher)
 
     def divergence(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns values to minimise and the estimate, [rollout, decision]."""
+        """Computes values to minimize and the estimate as a metric, both [rollout, decision]."""
         values, estimate = self.estimator.values(self.teacher, self.direction, micro, replay)
         return values, {METRIC: estimate}
 
 
 class Distillation(TeacherDivergence, Term):
-    """The divergence from a teacher on the student's own rollouts, beside what the algorithm learns from rewards."""
+    """The divergence from a teacher on the student's own rollouts, added to the RL loss."""
 
     equation: ClassVar[str] = "coefficient x the divergence of the estimator"
     source: ClassVar[str] = "on-policy distillation: GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543"

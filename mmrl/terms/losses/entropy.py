@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Entropy(Term):
-    """A bonus for the entropy of decisions."""
+    """An entropy bonus."""
 
     equation: ClassVar[str] = "-coefficient H(pi)"
     source: ClassVar[str] = "Williams and Peng 1991; with a target: Skywork-OR1, arXiv 2505.22312"
     type: str = "entropy"
-    coefficient: Schedule = number(0.001, "weight of the bonus; of type additive it follows a target")
+    coefficient: Schedule = number(0.001, "weight of the bonus; with type additive it holds the entropy at a target")
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,4 @@
-"""A regulariser of action heads that are built of several parts, or around another head."""
+"""A regularizer for action heads that consist of several parts, or that wrap another head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class HeadCost(Term):
-    """Regularises an action head of several parts. Each decision of a policy step carries that step's whole cost."""
+    """A regularizer of an action head that consists of several parts; the head computes it at replay.
+
+    Each decision of a policy step (one inference of a chunk of actions) has the whole cost of that step.
+    """
 
     equation: ClassVar[str] = (
         "coefficient x: information KL(N(z, noise^2) || N(0, 1)) of a residual head's code z; displacement "
@@ -32,8 +35,8 @@ class HeadCost(Term):
     coefficient: Schedule = number(0.001, "weight of the term", ge=0)
     of: Literal["information", "displacement", "imbalance"] = option(
         "information",
-        "information: that a residual head's gate gets; displacement: of a steered head's noise from the flow's own; "
-        "imbalance: how unevenly a policy step's actions use horizons",
+        "information: KL of a residual head's latent code; displacement: distance of a steered head's noise from the "
+        "flow's own noise; imbalance: how unevenly the gate uses the horizons",
     )
 
     @property

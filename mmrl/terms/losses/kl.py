@@ -1,4 +1,4 @@
-"""The KL divergence from another policy as a loss term: the policy, the estimator, and weights of decisions."""
+"""The KL divergence from another policy as a loss term: which policy, which estimator, and weights of decisions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
-OF_STEPS = {"exact": "gaussian", "velocity": "velocity"}  # estimators of denoising steps, and what they need
-OF_SAMPLES = ("k1", "k2", "k3", "absolute")
+STEP_ESTIMATORS = {
+    "exact": "gaussian",
+    "velocity": "velocity",
+}  # of denoising steps; values: what the policy must offer
+SAMPLE_ESTIMATORS = ("k1", "k2", "k3", "absolute")
 
 
-# --- with which policy ---
+# --- the other policy ---
 
 
 class OtherPolicy(Choice):
-    """The policy that a KL term compares with."""
+    """The policy that the KL divergence is measured from."""
 
     title: ClassVar[str] = "other policy of kl"
     kinds: ClassVar[dict[str, str]] = {
@@ -38,48 +41,48 @@ class OtherPolicy(Choice):
         "view": "mmrl.terms.losses.kl:PolicyUnderView",
     }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    metric: ClassVar[str]  # the name of the divergence among the metrics
-    at_one_update: ClassVar[str] = ""  # as that of a term
-    estimators: ClassVar[tuple[str, ...]] = OF_SAMPLES
+    metric: ClassVar[str]  # name of the logged divergence
+    at_one_update: ClassVar[str] = ""  # see `Term`
+    estimators: ClassVar[tuple[str, ...]] = SAMPLE_ESTIMATORS
 
     @property
     def needs(self) -> Needs:
-        """Returns what the comparison needs of the job with the term's default estimator."""
+        """Returns what the divergence requires of the job with the default estimator."""
         return self.needs_of("k3")
 
     @abstractmethod
     def needs_of(self, estimator: str) -> Needs:
-        """Returns what the comparison needs of the job with an estimator."""
+        """Returns what the divergence requires of the policy and the job with this estimator."""
 
     @abstractmethod
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
-        """Returns the other policy's log-likelihoods, [rollout, decision], on the device of `replay`."""
+        """Returns the log-probabilities under the other policy, [rollout, decision], on the device of `replay`."""
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
-        """Returns the estimate for each decision, [rollout, decision]."""
+        """Estimates the divergence at each decision, [rollout, decision]."""
         from mmrl.core.regularizers import kl_estimate
 
         return kl_estimate(replay.logp, self.logp(micro, replay), kind=estimator)
 
     def cost(self, kl: Tensor) -> Tensor:
-        """Returns what is minimised, [rollout, decision]."""
+        """Returns the values to minimize, [rollout, decision], for the divergence `kl`."""
         return kl
 
 
 class ReferencePolicy(OtherPolicy):
-    """The job's reference, of which the steps of a denoiser can be compared too."""
+    """The reference policy; with it, denoising steps can be compared exactly too."""
 
-    estimators: ClassVar[tuple[str, ...]] = (*OF_SAMPLES, *OF_STEPS)
+    estimators: ClassVar[tuple[str, ...]] = (*SAMPLE_ESTIMATORS, *STEP_ESTIMATORS)
 
     def needs_of(self, estimator: str) -> Needs:
-        return Needs(offers=frozenset({OF_STEPS.get(estimator, "single_sample_kl")}), reference=Reference())
+        return Needs(offers=frozenset({STEP_ESTIMATORS.get(estimator, "single_sample_kl")}), reference=Reference())
 
     def logp(self, micro: Rollouts, replay: Replay) -> Tensor:
         assert micro.ref_logp is not None
         return micro.ref_logp.to(replay.logp.device)
 
     def divergence(self, estimator: str, micro: Rollouts, replay: Replay) -> Tensor:
-        if estimator in OF_SAMPLES:
+        if estimator in SAMPLE_ESTIMATORS:
             return super().divergence(estimator, micro, replay)
         from mmrl.rollouts import REFERENCE_ERROR, require
 
@@ -87,7 +90,7 @@ class ReferencePolicy(OtherPolicy):
 
 
 class InitialReference(ReferencePolicy):
-    """The policy that training started from."""
+    """The initial policy, which training started from."""
 
     equation: ClassVar[str] = "d = logp - ref_logp; exact |mu - mu_ref|^2 / (2 std^2); velocity |v - v_ref|^2"
     source: ClassVar[str] = "GRPO, arXiv 2402.03300; Flow-GRPO, arXiv 2505.05470; reset_every: ProRL, arXiv 2505.24864"
@@ -95,9 +98,12 @@ class InitialReference(ReferencePolicy):
     metric: ClassVar[str] = "kl"
     type: str = "reference"
     reset_every: int | None = option(
-        None, "steps after which the present policy becomes the reference (ProRL, arXiv 2505.24864)", unit="steps", ge=1
+        None,
+        "steps after which the current policy becomes the reference (ProRL, arXiv 2505.24864); null: never",
+        unit="steps",
+        ge=1,
     )
-    reset_optimizer: bool = option(True, "whether the optimizer's moments begin anew then, as ProRL has it")
+    reset_optimizer: bool = option(True, "reset the optimizer's moments with the reference, as ProRL does")
 
     def needs_of(self, estimator: str) -> Needs:
         resets = frozenset() if self.reset_every is None else frozenset({self.reset_every})
@@ -106,23 +112,23 @@ class InitialReference(ReferencePolicy):
 
 
 class AverageReference(ReferencePolicy):
-    """An average of the policy's weights that follows it step by step, so that it is slowed down without being held
-    near where it began."""
+    """An exponential moving average (EMA) of the policy's weights. It slows the policy down, but does not hold it near
+    the initial policy."""
 
     equation: ClassVar[str] = "as of reference, with reference <- decay reference + (1 - decay) policy after every step"
     source: ClassVar[str] = "the EMA penalty of AWM, arXiv 2509.25050"
     metric: ClassVar[str] = "ema_kl"
     type: str = "ema"
-    decay: float = option(0.9, "decay of the reference's moving average in each step", ge=0, lt=1)
+    decay: float = option(0.9, "EMA decay per step", ge=0, lt=1)
 
     def needs_of(self, estimator: str) -> Needs:
         return super().needs_of(estimator) | Needs(reference=Reference(decays=frozenset({self.decay})))
 
 
 class OldPolicy(OtherPolicy):
-    """The policy that sampled: the drift within a step has a price in place of, or beside, a clip. With a coefficient
-    of type multiplier that follows the metric old_kl to a target it is a constraint. It acts from the second update of
-    a step on, for at the first the ratio is 1."""
+    """The old policy, which made the rollouts: a penalty on the policy's drift within a step, instead of a clip or with
+    one. With a coefficient of type multiplier on the metric old_kl it is a constraint. At the first update of a step it
+    has no effect, since the ratio is 1."""
 
     equation: ClassVar[str] = (
         "d = logp - old_logp, r = exp(d); forward: the estimate at -d, KL(old || now), k3 is r - 1 - d; reverse: r x "
@@ -137,7 +143,7 @@ class OldPolicy(OtherPolicy):
     type: str = "old"
     direction: Literal["forward", "reverse", "unweighted"] = option(
         "forward",
-        "forward: KL(old || now); reverse: KL(now || old), each sample weighs by its ratio; unweighted: without that",
+        "forward: KL(old || now); reverse: KL(now || old), samples weighted by their ratios; unweighted: no weights",
     )
 
     def needs_of(self, estimator: str) -> Needs:
@@ -160,9 +166,10 @@ class OldPolicy(OtherPolicy):
 
 
 class PolicyUnderView(OtherPolicy):
-    """The policy under another view of the prompt, which it is pushed away from: a response that is as likely with the
-    image masked was not read off the image. The other likelihoods are those of the policy that sampled, computed once a
-    step, as in the released code by default; with `gradient` they are the present policy's."""
+    """The policy given a view of the prompt, such as a masked image. The divergence from it is maximized: a response
+    that is as likely without the image does not depend on the image. The log-probabilities under the view are those of
+    the policy that made the rollouts, computed once per step as in PAPO's released code; with `gradient`, those of the
+    current policy."""
 
     equation: ClassVar[str] = "d = logp - logp under the view; it costs -min(estimate, bound)"
     source: ClassVar[str] = "the implicit perception loss of PAPO, arXiv 2507.06448"
@@ -170,8 +177,8 @@ class PolicyUnderView(OtherPolicy):
     metric: ClassVar[str] = "view_kl"
     type: str = "view"
     bound: float = option(5.0, "largest divergence that is rewarded", unit="nats", gt=0)
-    view: View = option(MaskedPatches(), "the other view")
-    gradient: bool = option(False, "whether the likelihoods under the view have a gradient too, a second backward pass")
+    view: View = option(MaskedPatches(), "change of the prompt")
+    gradient: bool = option(False, "also backpropagate through the log-probabilities under the view (a second pass)")
 
     def needs_of(self, estimator: str) -> Needs:
         return Needs(measurements=((ViewReplay if self.gradient else ViewLikelihoods)(self.view),))
@@ -187,11 +194,11 @@ class PolicyUnderView(OtherPolicy):
         return -kl.clamp(max=self.bound)
 
 
-# --- by which weights ---
+# --- weights of decisions ---
 
 
 class KLWeighting(Choice):
-    """Weights of the decisions in a KL term, computed once a step; a decision of weight 0 is in no metric."""
+    """Weights of the decisions in a KL term, computed once per step. Decisions of weight 0 are not in the metric."""
 
     title: ClassVar[str] = "weighting of kl"
     kinds: ClassVar[dict[str, str]] = {
@@ -199,19 +206,20 @@ class KLWeighting(Choice):
         "covariance": "mmrl.terms.losses.kl:CovarianceWeighting",
     }
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    metric: ClassVar[str]  # the name of the divergence among the metrics, in place of the other policy's
+    metric: ClassVar[str]  # name of the logged divergence, instead of the other policy's `metric`
 
     @property
     def needs(self) -> Needs:
+        """Returns what the weights require of the policy and the job."""
         return Needs()
 
     @abstractmethod
     def weights(self, batch: Batch) -> Tensor:
-        """Returns weights of this rank's decisions, [rollout, decision], numbers or bool."""
+        """Returns weights of this rank's decisions, [rollout, decision], float or bool."""
 
 
 class DifficultyWeighting(KLWeighting):
-    """A right answer to a hard prompt may leave the other policy; that to an easy one, and a wrong answer, may not."""
+    """A smaller penalty for rollouts with a positive advantage, the smaller the harder the prompt is."""
 
     equation: ClassVar[str] = (
         "w = 1 - exp(-e p) where A > 0 and 0 < p < 1, p the mean accuracy of the group; else w = 1"
@@ -227,14 +235,14 @@ class DifficultyWeighting(KLWeighting):
 
         rollouts = batch.rollouts
         assert rollouts.advantages is not None
-        solved = batch.local(batch.column("group/accuracy"))
-        weight = 1 - torch.exp(-math.e * solved)
-        free = (rollouts.advantages > 0) & ((solved > 0) & (solved < 1))[:, None]
-        return weight[:, None].expand(free.shape).where(free, 1.0)
+        accuracy = batch.local(batch.column("group/accuracy"))
+        weight = 1 - torch.exp(-math.e * accuracy)
+        reduced = (rollouts.advantages > 0) & ((accuracy > 0) & (accuracy < 1))[:, None]
+        return weight[:, None].expand(reduced.shape).where(reduced, 1.0)
 
 
 class CovarianceWeighting(KLWeighting):
-    """Only the share of decisions with the largest covariance of likelihood and advantage pays the KL."""
+    """The penalty applies only to the decisions with the largest covariance of log-probability and advantage."""
 
     equation: ClassVar[str] = (
         "w = 1 for the share with the largest (logp - mean logp)(A - mean A) over the decisions of all ranks; else 0"
@@ -242,7 +250,7 @@ class CovarianceWeighting(KLWeighting):
     source: ClassVar[str] = "KL-Cov, arXiv 2505.22617"
     metric: ClassVar[str] = "covariance_kl"
     type: str = "covariance"
-    share: float = option(2e-4, "share of the decisions that pay the penalty", gt=0, le=1)
+    share: float = option(2e-4, "fraction of the decisions that are penalized", gt=0, le=1)
 
     @property
     def needs(self) -> Needs:
@@ -263,9 +271,12 @@ class CovarianceWeighting(KLWeighting):
 
 
 class KL(Term):
-    """The KL divergence from another policy, by default from the policy that training started from. As a loss k2 alone
-    has the KL's gradient in expectation, k3 that of KL(other || policy); that of k1 is 0, so that it holds nothing: for
-    k1 pay the divergence in the reward, by the shaper kl_returns or the transform kl_penalty."""
+    """The KL divergence from another policy, by default the initial policy.
+
+    As a loss, only k2 has the KL's gradient in expectation. k3 has the gradient of KL(other || policy), and k1 has none
+    in expectation, so it penalizes nothing. To use k1, subtract it from the reward: the shaper kl_returns or the reward
+    transform kl_penalty.
+    """
 
     equation: ClassVar[str] = (
         "coefficient w x: k1 d; k2 d^2 / 2; k3 exp(-d) - 1 + d; absolute |d|, d = logp - logp of the other policy; "
@@ -275,19 +286,19 @@ class KL(Term):
     compared: ClassVar[str] = "volcengine/verl@b178a3cd"
     type: str = "kl"
     coefficient: Schedule = number(0.01, "weight of the term", ge=0)
-    against: OtherPolicy = option(InitialReference(), "the policy that it is compared with")
+    against: OtherPolicy = option(InitialReference(), "policy that the divergence is measured from")
     estimator: Literal["k1", "k2", "k3", "absolute", "exact", "velocity"] = option(
         "k3",
         "k1, k2, k3, absolute: from single samples, k1 with an expected gradient of 0; exact, velocity: of denoising "
         "steps, from the reference",
     )
-    weighting: KLWeighting | None = option(None, "weights of single decisions; null: equal")
+    weighting: KLWeighting | None = option(None, "weights of decisions; null: equal")
 
     @model_validator(mode="after")
     def _comparable(self) -> KL:
         if self.estimator not in self.against.estimators:
             raise ValueError(
-                f"estimator={self.estimator} is not for against={self.against.type}; use one of "
+                f"estimator={self.estimator} does not work with against={self.against.type}; set it to one of "
                 f"{', '.join(self.against.estimators)}"
             )
         return self
@@ -303,9 +314,12 @@ class KL(Term):
 
     @property
     def remark(self) -> str:
-        idle = self.estimator == "k1" and isinstance(self.against, ReferencePolicy) and self.weighting is None
-        text = "estimator=k1 has an expected gradient of 0 in a loss, and holds nothing: use k2 or k3, or pay k1 in the"
-        return f"{text} reward, by algorithm.shaping=[kl_returns]" if idle else ""
+        if self.estimator != "k1" or not isinstance(self.against, ReferencePolicy) or self.weighting is not None:
+            return ""
+        return (
+            "estimator=k1 has an expected gradient of 0 in a loss, so it penalizes nothing: use k2 or k3, or put k1 in "
+            "the reward by algorithm.shaping=[kl_returns]"
+        )
 
     def prepare(self, batch: Batch) -> None:
         from mmrl.rollouts import DecisionColumn
@@ -324,8 +338,8 @@ class KL(Term):
     def _weighted(
         weighting: KLWeighting, values: Tensor, kl: Tensor, micro: Rollouts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights the KL's values [rollout, decision] by a column of the rollouts; the metric leaves out those of
-        weight 0."""
+        """Multiplies the values and the metric [rollout, decision] by the weights that `prepare` stored; the metric is
+        NaN (left out) where the weight is 0."""
         import torch
 
         from mmrl.rollouts import DecisionColumn

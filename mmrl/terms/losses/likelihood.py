@@ -1,4 +1,4 @@
-"""Likelihoods of known responses, and of a policy's own, as loss terms."""
+"""Loss terms on the log-likelihood of demonstrations, of replayed rollouts, or of the policy's own responses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class LikelihoodTerm(Term):
-    """The likelihood of demonstrations, of replayed rollouts, or of those better than their group. With of=all it keeps
-    the policy's entropy low; with `under` it accompanies a kl against the same view, whose divergence nonsense under
-    the view would make large."""
+    """The negative log-likelihood (an SFT loss) of demonstrations, replayed rollouts, or decisions with a positive
+    advantage. With of=all it keeps the policy's entropy low. With `under`, it belongs to a `kl` term against the same
+    view: it keeps responses under the view sensible, since nonsense there would raise the divergence."""
 
     equation: ClassVar[str] = (
-        "-coefficient exp(doubt H) logp, of the chosen rollouts; H the mean entropy of a rollout's decisions, detached"
+        "-coefficient exp(doubt H) logp, of the selected rollouts; H the mean entropy of the rollout, detached"
     )
     source: ClassVar[str] = (
         "demonstrations: LUFFY, arXiv 2504.14945; positive rollouts: VAPO, arXiv 2504.05118; all, also under a view: "
@@ -34,13 +34,13 @@ class LikelihoodTerm(Term):
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
     of: Literal["demonstrations", "replayed", "positive", "own_positive", "all"] = option(
         "demonstrations",
-        "demonstrations, replayed: those of rollout.extras; positive: decisions whose advantage is above 0; "
-        "own_positive: those of them that are in no demonstration; all: every decision",
+        "demonstrations, replayed: those of rollout.extras; positive: decisions with an advantage above 0; "
+        "own_positive: the same, but not in demonstrations; all: every decision",
     )
     doubt: float = option(
-        0.0, "a rollout weighs exp(doubt x its mean entropy): above 0 more the more the policy was in doubt, below less"
+        0.0, "weight of a rollout is exp(doubt x its mean entropy): above 0, uncertain rollouts weigh more; below, less"
     )
-    under: View | None = option(None, "the view of the prompt under which the likelihood is; null: the prompt itself")
+    under: View | None = option(None, "change of the prompt that the likelihood is conditioned on; null: none")
 
     @property
     def needs(self) -> Needs:
@@ -52,15 +52,16 @@ class LikelihoodTerm(Term):
 
         logp = replay.logp if self.under is None else ViewReplay(self.under).of(replay).logp
         name = "likelihood" if self.under is None else "view_likelihood"
-        chosen = self._chosen(micro).to(logp.device)
-        values, stats = -self.coefficient.value * logp.where(chosen, 0), {name: logp.detach().where(chosen, torch.nan)}
+        selected = self._selected(micro).to(logp.device)
+        stats = {name: logp.detach().where(selected, torch.nan)}
+        values = -self.coefficient.value * logp.where(selected, 0)
         if self.doubt:
             weights = (self.doubt * mean_entropy(micro, replay)).exp()
-            values, stats = weights * values, stats | {f"{name}/weight": weights.where(chosen, torch.nan)}
+            values, stats = weights * values, stats | {f"{name}/weight": weights.where(selected, torch.nan)}
         return values, stats
 
-    def _chosen(self, micro: Rollouts) -> Tensor:
-        """Returns the decisions in the term, [rollout, decision] bool."""
+    def _selected(self, micro: Rollouts) -> Tensor:
+        """Returns the decisions that the term applies to, [rollout, decision] bool."""
         import torch
 
         from mmrl.rollouts import DEMONSTRATION, REPLAYED
@@ -70,34 +71,36 @@ class LikelihoodTerm(Term):
         origin = torch.zeros(len(micro), dtype=torch.long) if micro.origin is None else micro.origin
         if self.of in ("positive", "own_positive"):
             assert micro.advantages is not None
-            better = micro.advantages > 0
-            return better if self.of == "positive" else better & (origin != DEMONSTRATION)[:, None]
-        wanted = REPLAYED if self.of == "replayed" else DEMONSTRATION
-        return (origin == wanted)[:, None].expand(micro.mask.shape)
+            positive = micro.advantages > 0
+            return positive if self.of == "positive" else positive & (origin != DEMONSTRATION)[:, None]
+        selected_origin = REPLAYED if self.of == "replayed" else DEMONSTRATION
+        return (origin == selected_origin)[:, None].expand(micro.mask.shape)
 
 
 def mean_entropy(micro: Rollouts, replay: Replay) -> Tensor:
-    """Returns the mean entropy of each rollout's decisions without its gradient, [rollout, 1], on the device of
-    `replay`."""
+    """Returns the detached mean entropy of each rollout's decisions, [rollout, 1], on the device of `replay`."""
     assert replay.entropy is not None
     mask = micro.mask.to(replay.logp.device)
     return replay.entropy.detach().where(mask, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class LikelihoodDrop(Term):
-    """A penalty on tokens that became less likely, in responses that became less likely as a whole. Its metric is the
-    share of such responses. It acts from the second update of a step on, for at the first nothing has moved."""
+    """A penalty on tokens that became less likely since sampling, in responses that became less likely as a whole.
+
+    The metric likelihood_fell is the fraction of such responses. At the first update of a step the term is 0, since the
+    policy has not changed yet.
+    """
 
     equation: ClassVar[str] = (
         "coefficient max(0, old_logp - logp) in rollouts with sum_t logp < sum_t old_logp, of those with A >= 0; else 0"
     )
     source: ClassVar[str] = "reconstructed from the regulariser against lazy likelihood displacement, arXiv 2512.04220"
     test: ClassVar[str] = "tests/joints/test_more_terms.py"
-    at_one_update: ClassVar[str] = "nothing has moved, so that the penalty and its gradient are 0"
+    at_one_update: ClassVar[str] = "no likelihood has changed, so the penalty and its gradient are 0"
     type: str = "likelihood_drop"
     coefficient: Schedule = number(0.1, "weight of the penalty", ge=0)
     of: Literal["not_negative", "all"] = option(
-        "not_negative", "rollouts: those with an advantage of at least 0, or all"
+        "not_negative", "not_negative: rollouts with an advantage of at least 0; all: all rollouts"
     )
 
     @property
@@ -109,11 +112,11 @@ class LikelihoodDrop(Term):
 
         device = replay.logp.device
         mask = micro.mask.to(device)
-        moved = (replay.logp - old_logp(micro, replay)).where(mask, 0)
-        fell = (moved.detach().sum(1, keepdim=True) < 0).expand_as(moved)
-        chosen = fell
+        log_ratio = (replay.logp - old_logp(micro, replay)).where(mask, 0)
+        response_fell = (log_ratio.detach().sum(1, keepdim=True) < 0).expand_as(log_ratio)
+        selected = response_fell
         if self.of == "not_negative":
             assert micro.advantages is not None
-            chosen = fell & (micro.advantages.to(device) >= 0)
-        values = self.coefficient.value * (-moved).relu().where(chosen, 0)
-        return values, {"likelihood_fell": fell.to(values.dtype)}
+            selected = response_fell & (micro.advantages.to(device) >= 0)
+        values = self.coefficient.value * (-log_ratio).relu().where(selected, 0)
+        return values, {"likelihood_fell": response_fell.to(values.dtype)}

@@ -1,4 +1,4 @@
-"""A loss term of one part of a response alone."""
+"""A loss term that is restricted to the text or the image of a response."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ if TYPE_CHECKING:
     from mmrl.protocols.batch import Batch
     from mmrl.rollouts import Replay, Rollouts
 
-OTHERS = {name: where for name, where in Term.kinds.items() if name != "of_part"}
+OTHER_TERMS = {name: path for name, path in Term.kinds.items() if name != "of_part"}
 
 
 class OfPart(Term):
-    """Another term, such as `kl` or `entropy`, for the text or for the image only. Two of these give the parts separate
-    weights. Its statistics are of that part alone: a coefficient that follows `entropy/text` keeps the text's entropy
-    at a target (ReasonGen-R1's adaptive entropy)."""
+    """Another term, such as `kl` or `entropy`, restricted to the text or the image tokens of a response.
+
+    Two of these give text and image separate weights. The term's metrics get the part's name, and `entropy/text` (or
+    `entropy/image`) is logged; a coefficient that follows it is ReasonGen-R1's adaptive entropy.
+    """
 
     equation: ClassVar[str] = "the term's values where a decision is in the part, else 0"
     source: ClassVar[str] = "reconstructed from T2I-R1, arXiv 2505.00703, and ReasonGen-R1, arXiv 2505.24875"
     test: ClassVar[str] = "tests/joints/test_parts.py"
     type: str = "of_part"
     part: Literal["text", "image"] = option(description="part of the response")
-    term: Term = option(KL(), "loss term of this part", kinds=OTHERS)
+    term: Term = option(KL(), "loss term of that part", kinds=OTHER_TERMS)
 
     @property
     def needs(self) -> Needs:

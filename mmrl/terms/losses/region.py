@@ -1,4 +1,4 @@
-"""A loss term on the regions of an image that an edit should keep and should change."""
+"""A loss term for image editing: keep the unedited region near the source, and change the edited region."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 class Region(Term):
-    """Keeps the region that should not change near the source image, in edits with high advantages, and drives the
-    region that should change away from it, in edits with low ones. Both apply to the policy's prediction from the
-    noised edit. CoCoEdit applies the latter to DiffusionNFT's negative policy, the mirror image of the trained one:
-    driving that away from the source would draw the policy near, so it is applied to the policy itself here. Distances
-    are of latents; the mask comes with the prompts, and is not needed to sample."""
+    """Two hinge losses on the data that the policy predicts from the noised edit, by their distance to the source.
+
+    In edits with high advantages, the region outside the mask is kept near the source image. In edits with low
+    advantages, the region inside the mask is pushed away from it. CoCoEdit applies the second loss to DiffusionNFT's
+    negative policy; here it is applied to the policy itself, since the negative policy moves in the opposite direction.
+    Distances are between latents. The mask is in the prompts' metadata; sampling does not use it.
+    """
 
     equation: ClassVar[str] = (
         "keep r max(0, d(x0, c; outside M) - near) + change (1 - r) max(0, far - d(x0, c; M)); "
@@ -34,50 +36,53 @@ class Region(Term):
     )
     test: ClassVar[str] = "tests/policies/diffusion/test_region.py"
     type: str = "region"
-    keep: Schedule = number(1.0, "weight of what should stay, in edits that earn much (lambda_ner)", ge=0)
-    change: Schedule = number(1.0, "weight of what should change, in edits that earn little (lambda_er)", ge=0)
-    near: float = option(0.0, "mean squared distance to the source that is free where all should stay (tau+)", ge=0)
-    far: float = option(0.1, "mean squared distance to the source that is enough where it should change (tau-)", ge=0)
+    keep: Schedule = number(1.0, "weight of the loss outside the mask (lambda_ner)", ge=0)
+    change: Schedule = number(1.0, "weight of the loss inside the mask (lambda_er)", ge=0)
+    near: float = option(0.0, "mean squared distance outside the mask below which the loss is 0 (tau+)", ge=0)
+    far: float = option(0.1, "mean squared distance inside the mask above which the loss is 0 (tau-)", ge=0)
     mask: str = option("region", "key of the prompts' metadata: which pixels may change, [height, width], 0 or 1")
-    bound: float = option(5.0, "advantages beyond it count as it does, as the algorithm has it", gt=0)
+    bound: float = option(5.0, "advantages are clamped to +-bound, as in DiffusionNFT", gt=0)
 
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"source"}))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        from mmrl.core.contrast import optimality, predicted_data
+        from mmrl.core.contrast import optimality_weight, predict_data
         from mmrl.core.regularizers import masked_distance
         from mmrl.rollouts import MATCHING
 
         assert micro.advantages is not None
         matching = MATCHING.of(replay)
-        data, source = predicted_data(matching, matching.prediction), matching.source
+        data, source = predict_data(matching, matching.prediction), matching.source
         if source is None:
             raise UserError(
-                "this model edits no image, so that there is no source that the term region could compare with; use "
-                "one such as FLUX.1-Kontext, and task.data with images"
+                "this model does not edit images, so the term region has no source image to compare with; use an "
+                "editing model such as FLUX.1-Kontext, and task.data with images"
             )
-        changes = self._region(micro, source)
-        stayed, changed = masked_distance(data, source, 1 - changes), masked_distance(data, source, changes)
-        good = optimality(micro.advantages.to(stayed), self.bound)
-        keep_loss, change_loss = (stayed - self.near).clamp(min=0), (self.far - changed).clamp(min=0)
-        values = self.keep.value * good * keep_loss + self.change.value * (1 - good) * change_loss
-        return values, {"region/stayed": stayed.detach(), "region/changed": changed.detach()}
+        mask = self._latent_mask(micro, source)
+        outside, inside = masked_distance(data, source, 1 - mask), masked_distance(data, source, mask)
+        weight = optimality_weight(micro.advantages.to(outside), self.bound)
+        keep_loss, change_loss = (outside - self.near).clamp(min=0), (self.far - inside).clamp(min=0)
+        values = self.keep.value * weight * keep_loss + self.change.value * (1 - weight) * change_loss
+        return values, {"region/stayed": outside.detach(), "region/changed": inside.detach()}
 
-    def _region(self, micro: Rollouts, source: Tensor) -> Tensor:
-        """Returns the region in latents, [rollout, 1, 1, height, width]: 1 where some pixel of a latent may change,
-        else 0."""
+    def _latent_mask(self, micro: Rollouts, source: Tensor) -> Tensor:
+        """Returns the mask at the resolution of the latents, [rollout, 1, 1, height, width]: 1 if any pixel of the
+        latent may change, else 0. Raises UserError if a prompt has no mask, or one of another shape."""
         import torch
         import torch.nn.functional as F
 
         missing = next((s.prompt.id for s in micro.samples if self.mask not in s.prompt.metadata), None)
         if missing is not None:
             raise UserError(
-                f"prompt {missing!r} has no metadata {self.mask!r}, by which the term region knows what may change; "
-                "set its key `mask`"
+                f"prompt {missing!r} has no metadata {self.mask!r}, the mask of pixels that may change; add it, or set "
+                "`mask` of the term region to the key that holds it"
             )
         masks = torch.stack([torch.as_tensor(s.prompt.metadata[self.mask]).float() for s in micro.samples])
         if masks.dim() != 3:
-            raise UserError(f"masks of the term region are [height, width], got {list(masks.shape[1:])}")
+            raise UserError(
+                f"metadata {self.mask!r} must be a mask [height, width] for the term region, got "
+                f"{list(masks.shape[1:])}"
+            )
         return F.adaptive_max_pool2d(masks[:, None], source.shape[-2:])[:, None].to(source)

@@ -1,4 +1,4 @@
-"""Distillation of a few-step sampler from the model that learns from its images."""
+"""Distillation of a few-step sampler from the diffusion model that is trained on its images."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class SamplerDistillation(Term):
-    """Trains jumps of the sampler to end where the model's steps do, weighted by the images' advantages. A coefficient
-    that is 0 in some steps alternates distillation and RL."""
+    """A loss that trains the sampler's large steps to end where several small steps of the model end, weighted by the
+    images' advantages. To alternate distillation and RL, let the coefficient be 0 in some steps."""
 
     equation: ClassVar[str] = (
         "coefficient x w |v - (x' - a x) / b|^2, w = 2 clamp(A / (2 bound) + 1/2, 0, 1), or 1 without `reward_aware`; "
@@ -30,19 +30,19 @@ class SamplerDistillation(Term):
     test: ClassVar[str] = "tests/policies/few_step_diffusion/test_few_step_diffusion.py"
     type: str = "sampler_distillation"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
-    reward_aware: bool = option(True, "images weigh by their advantages; false: all alike")
-    bound: float = option(5.0, "advantages beyond it count as it does", gt=0)
+    reward_aware: bool = option(True, "weight images by their advantages; false: equally")
+    bound: float = option(5.0, "advantages are clamped to +-bound", gt=0)
 
     @property
     def needs(self) -> Needs:
         return Needs(offers=frozenset({"distillation"}))
 
     def values(self, micro: Rollouts, replay: Replay) -> tuple[Tensor, dict[str, Tensor]]:
-        from mmrl.core.contrast import optimality
+        from mmrl.core.contrast import optimality_weight
 
         error = replay.extras["sampler_error"]
         values = self.coefficient.value * error
         if self.reward_aware:
             assert micro.advantages is not None
-            values = values * 2 * optimality(micro.advantages.to(error.device), self.bound)
+            values = values * 2 * optimality_weight(micro.advantages.to(error.device), self.bound)
         return values, {"sampler_error": error.detach()}

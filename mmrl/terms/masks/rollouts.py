@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Truncated(Mask):
-    """Rollouts that reached the longest length without an end leave the loss and their group's statistics."""
+    """Drops rollouts that were truncated at the maximum length, also from their group's statistics."""
 
     equation: ClassVar[str] = "keep where the response ended by itself"
     source: ClassVar[str] = "overlong filtering, DAPO, arXiv 2503.14476"
@@ -32,8 +32,8 @@ class Truncated(Mask):
 
 
 class OverTurn(Mask):
-    """Conversations that reached the limit of turns or of tokens leave the loss and their group's statistics, so that
-    the policy is not taught to stop early and may use more turns later."""
+    """Drops conversations that reached the limit of turns or tokens, also from their group's statistics, so that the
+    policy is not trained to stop early."""
 
     equation: ClassVar[str] = "keep where the response ended before the largest number of turns"
     source: ClassVar[str] = "over-turn masking, Mini-o3, arXiv 2509.07969"
@@ -48,21 +48,21 @@ class OverTurn(Mask):
     def keep(self, batch: Batch) -> Tensor:
         import torch
 
-        talks = [sample.conversation for sample in batch.rollouts.samples]
-        return torch.tensor([talk is None or talk.end not in ("turns", "length") for talk in talks])
+        conversations = [sample.conversation for sample in batch.rollouts.samples]
+        return torch.tensor([talk is None or talk.end not in ("turns", "length") for talk in conversations])
 
 
 class BandMask(Mask):
-    """Rollouts of which a fact is outside low..high leave the loss and their group's statistics: a guard that drops
-    what hacks the reward. A fact that could not be measured keeps its rollout."""
+    """Drops rollouts with a quantity (`fact`) outside low..high, also from their group's statistics: a guard against
+    reward hacking. A rollout whose quantity is unknown is kept."""
 
     equation: ClassVar[str] = "low <= fact <= high"
     source: ClassVar[str] = "reward guards as a mask, mmrl's own"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     test: ClassVar[str] = "tests/monitors/test_guards.py"
     type: str = "band"
-    fact: str = option(description="such as reward/sharpness, of a reward with weight 0")
-    low: float = option(-math.inf, "least value that is kept")
+    fact: str = option(description="quantity of a rollout, such as reward/sharpness (a reward may have weight 0)")
+    low: float = option(-math.inf, "smallest value that is kept")
     high: float = option(math.inf, "largest value that is kept")
 
     @property
@@ -72,28 +72,28 @@ class BandMask(Mask):
     @model_validator(mode="after")
     def _rises(self) -> BandMask:
         if self.low > self.high or (self.low, self.high) == (-math.inf, math.inf):
-            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band")
+            raise ValueError(f"low={self.low:g} and high={self.high:g} are not a band; set one or both, low below high")
         return self
 
     def keep(self, batch: Batch) -> Tensor:
         values = batch.column(self.fact)
-        inside = values.isnan() | ((values >= self.low) & (values <= self.high))
-        batch.report({f"band/{self.fact}": float(inside.float().mean())})
-        return batch.local(inside)
+        selected = values.isnan() | ((values >= self.low) & (values <= self.high))
+        batch.report({f"band/{self.fact}": float(selected.float().mean())})
+        return batch.local(selected)
 
 
 class BestOfGroup(Mask):
-    """Keeps the first rollouts of every group by some measure, in the loss and in the group's statistics: the shortest
-    ones, for example, or those with the highest reward a token."""
+    """Keeps the `count` best rollouts of each group by some quantity, also in the group's statistics: the shortest, or
+    those with the highest reward per token, for example."""
 
-    equation: ClassVar[str] = "keep the `count` first of the group by the measure; of equal ones the earlier"
+    equation: ClassVar[str] = "keep the `count` first rollouts of the group by the quantity; of equal ones the earlier"
     source: ClassVar[str] = "GFPO, arXiv 2508.09726"
     test: ClassVar[str] = "tests/joints/test_masks.py"
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     type: str = "best_of_group"
-    count: int = option(description="rollouts of a group that are kept", ge=1)
-    by: str = option("length", "the fact that is measured; reward_per_length: the combined reward over the length")
-    highest: bool = option(False, "keep the highest; false: the lowest")
+    count: int = option(description="rollouts per group that are kept", ge=1)
+    by: str = option("length", "quantity to sort by; reward_per_length: the combined reward over the length")
+    highest: bool = option(False, "true: keep the highest; false: keep the lowest")
 
     @property
     def needs(self) -> Needs:
@@ -103,23 +103,27 @@ class BestOfGroup(Mask):
         import torch
 
         group = batch.column("group")
-        if self.by == "reward_per_length":
-            measure = batch.combined_rewards() / batch.column("length")
-        else:
-            measure = batch.column(self.by)
-        order = measure.double().nan_to_num(-torch.inf if self.highest else torch.inf)
-        order = -order if self.highest else order
-        best = torch.zeros(len(group), dtype=torch.bool)
+        quantity = (
+            batch.combined_rewards() / batch.column("length")
+            if self.by == "reward_per_length"
+            else batch.column(self.by)
+        )
+        sort_key = quantity.double().nan_to_num(-torch.inf if self.highest else torch.inf)  # unknown ones come last
+        sort_key = -sort_key if self.highest else sort_key
+        selected = torch.zeros(len(group), dtype=torch.bool)
         for g in group.unique():
             rows = (group == g).nonzero().flatten()
-            best[rows[order[rows].argsort(stable=True)[: self.count]]] = True
-        return batch.local(best)
+            selected[rows[sort_key[rows].argsort(stable=True)[: self.count]]] = True
+        return batch.local(selected)
 
 
 class ProcessAgreement(Mask):
-    """Rollouts whose outcome and process disagree leave the loss and their group's statistics: right ones whose process
-    reward is low, a right answer by a wrong way, and with `both` also wrong ones whose process reward is not. The
-    shares are reported, for guards; with drop=none nothing else is done."""
+    """Drops rollouts whose outcome and process reward disagree, also from their group's statistics.
+
+    These are correct rollouts with a low process reward (a right answer by wrong reasoning), and with drop=both also
+    wrong ones with a high process reward. The fractions are logged, so that guards can use them; with drop=none, that
+    is all.
+    """
 
     equation: ClassVar[str] = (
         "drop where accuracy >= 1/2 and process < low (both: or accuracy < 1/2 and process >= low); "
@@ -130,9 +134,9 @@ class ProcessAgreement(Mask):
     of: ClassVar[Literal["rollouts", "decisions"]] = "rollouts"
     test: ClassVar[str] = "tests/joints/test_span_credit.py"
     type: str = "process_agreement"
-    reward: str = option("process", "column of the process reward, such as process with total=min")
-    low: float = option(0.0, "process rewards below it are low")
-    drop: Literal["right", "both", "none"] = option("right", "which of the rollouts that disagree leave")
+    reward: str = option("process", "name of the process reward, such as process with total=min")
+    low: float = option(0.0, "a process reward below it is low")
+    drop: Literal["right", "both", "none"] = option("right", "which disagreeing rollouts are dropped: by outcome")
 
     @property
     def needs(self) -> Needs:
@@ -141,11 +145,12 @@ class ProcessAgreement(Mask):
     def keep(self, batch: Batch) -> Tensor:
         process, accuracy = batch.column(f"reward/{self.reward}"), batch.column("accuracy")
         known = ~(process.isnan() | accuracy.isnan())
-        right, low = known & (accuracy >= 0.5), process < self.low
+        right, low_process = known & (accuracy >= 0.5), process < self.low
         wrong = known & ~right
-        counts = {"right_by_low_process": (right & low, right), "wrong_by_high_process": (wrong & ~low, wrong)}
-        batch.report(
-            {f"agreement/{name}": float(a.sum() / b.sum()) for name, (a, b) in counts.items() if bool(b.any())}
-        )
-        dropped = {"right": right & low, "both": (right & low) | (wrong & ~low), "none": known & False}[self.drop]
+        right_low, wrong_high = right & low_process, wrong & ~low_process
+        if bool(right.any()):
+            batch.report({"agreement/right_by_low_process": float(right_low.sum() / right.sum())})
+        if bool(wrong.any()):
+            batch.report({"agreement/wrong_by_high_process": float(wrong_high.sum() / wrong.sum())})
+        dropped = {"right": right_low, "both": right_low | wrong_high, "none": known & False}[self.drop]
         return batch.local(~dropped)

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class StepGains(Shaper):
-    """The gain of each stochastic step of the chain: the reward of the noise-free completion from its end, less that
-    from its beginning, compared with the same step of the other rollouts of the group. A turning point, at which the
-    chain turns towards its outcome, gets the gain of all steps from it on."""
+    """The gain in expected reward of each stochastic denoising step, normalized among the same step of the group.
+
+    The gain is the reward of the noise-free completion of the state after the step, minus that of the state before it.
+    A turning point, where the gains change sign toward the final reward, gets the total gain of all steps from it on.
+    """
 
     equation: ClassVar[str] = (
         "d_k = R_k - R_(k-1), R_k the reward of k steps and then the ODE, R_K the rollout's; s_k = sign(d_k) sign(R_K "
@@ -29,31 +31,34 @@ class StepGains(Shaper):
     source: ClassVar[str] = "TP-GRPO, arXiv 2602.06422, without its balance of positive and negative turning points"
     test: ClassVar[str] = "tests/joints/test_step_gains.py"
     type: str = "step_gains"
-    turning_points: bool = option(True, "a step at which the chain turns gets all that comes after; false: none does")
+    turning_points: bool = option(True, "turning points get the total gain from there on; false: their own gain only")
     weight: float = option(1.0, "weight of the steps' advantages", ge=0)
-    outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
+    outcome: float = option(0.0, "weight of the algorithm's own advantage of the rollout", ge=0)
+    scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
 
     @property
     def needs(self) -> Needs:
         return Needs(measurements=(Completions(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.core.credit import gains, turned
+        from mmrl.core.credit import step_gains, turning_point_gains
         from mmrl.core.turns import turn_advantages
 
-        worth = batch.measured(Completions()).values
-        gained = turned(worth) if self.turning_points else gains(worth)
-        counted = ~gained.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
-        shaped = turn_advantages(gained.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * shaped
+        values = batch.measured(Completions()).values
+        gains = turning_point_gains(values) if self.turning_points else step_gains(values)
+        mask = ~gains.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        step_advantages = turn_advantages(gains.nan_to_num(0.0), mask, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * step_advantages
 
 
 class BranchCredit(Shaper):
-    """At every step of the window the rollouts of a group branch off from one state, each with its noise, and every
-    branch is completed without further noise. Its reward is compared with those of the other branches of the step: all
-    else is equal, so the difference is due to that step. With `denoising.likelihood.trunk=ode` and `step_weight=std`
-    this is TempFlow-GRPO; a group is its seed group."""
+    """Credit of a denoising step from branches: rollouts of a group share the state before the step and differ only in
+    its noise.
+
+    Each branch is completed without further noise, and its reward is normalized among the branches of the step, so a
+    difference is due to that step alone. With `denoising.likelihood.trunk=ode` and `step_weight=std` this is
+    TempFlow-GRPO; its seed group is a group here.
+    """
 
     equation: ClassVar[str] = (
         "A_k = outcome A + weight (R_k - mean) / (std + eps), over the branches of step k in the group, R_k the reward "
@@ -63,8 +68,8 @@ class BranchCredit(Shaper):
     test: ClassVar[str] = "tests/joints/test_branch_credit.py"
     type: str = "branch_credit"
     weight: float = option(1.0, "weight of the steps' advantages", ge=0)
-    outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
+    outcome: float = option(0.0, "weight of the algorithm's own advantage of the rollout", ge=0)
+    scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
 
     @property
     def needs(self) -> Needs:
@@ -73,19 +78,22 @@ class BranchCredit(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.turns import turn_advantages
 
-        worth = batch.measured(CandidateCompletions()).values
-        counted = ~worth.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
-        shaped = turn_advantages(worth.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * shaped
+        rewards = batch.measured(CandidateCompletions()).values
+        mask = ~rewards.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        step_advantages = turn_advantages(rewards.nan_to_num(0.0), mask, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * step_advantages
 
 
 PROMPT_WIDTH = 64  # buckets of the hashed word counts of prompts
 
 
 class LatentValues(Shaper):
-    """A small value network V(x_t, t, prompt) on the latents of a chain is trained online. A segment of the chain gets
-    its gain in value, compared with the same segment of the others of its group; the last one ends with the reward. So
-    credit costs no completions. With eta above 0 the value is the tilted one, whose optimum is p exp(eta r)."""
+    """Credit of segments of the denoising chain from a small value network V(x_t, t, prompt), which is trained online.
+
+    A segment gets its gain in value, normalized among the same segment of the group's rollouts; the last segment ends
+    with the reward. Unlike `step_gains` it needs no completions. With eta above 0, V estimates the tilted value
+    (1 / eta) log E exp(eta r).
+    """
 
     equation: ClassVar[str] = (
         "V = argmin E[e^z - z - 1], z = eta (r - V), so V = (1 / eta) log E exp(eta r); d_k = V(end of segment k) - "
@@ -94,17 +102,17 @@ class LatentValues(Shaper):
     source: ClassVar[str] = "reconstructed from VRPO (Value-as-Return, ICML 2026): values of short segments as returns"
     test: ClassVar[str] = "tests/joints/test_latent_values.py"
     type: str = "latent_values"
-    every: int = option(1, "decisions of a segment", unit="steps", ge=1)
-    eta: float = option(0.0, "of the tilted value; 0: the mean", ge=0)
+    every: int = option(1, "decisions per segment", unit="steps", ge=1)
+    eta: float = option(0.0, "eta of the tilted value; 0: the mean", ge=0)
     weight: float = option(1.0, "weight of the segments' advantages", ge=0)
-    outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
+    outcome: float = option(0.0, "weight of the algorithm's own advantage of the rollout", ge=0)
+    scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
     width: int = option(64, "width of the network's hidden layers", ge=1)
-    lr: float = option(1e-3, "learning rate of its optimizer (Adam)", gt=0)
-    passes: int = option(4, "over the latents of a step, after their advantages", ge=0)
-    batch_size: int = option(256, "latents of an update of the network", ge=1)
+    lr: float = option(1e-3, "learning rate of the network (Adam)", gt=0)
+    passes: int = option(4, "training epochs over the latents of a step", ge=0)
+    batch_size: int = option(256, "latents per update of the network", ge=1)
     warm_up: int = option(
-        5, "steps in which only the network is trained, and advantages stay as they are", unit="steps", ge=0
+        5, "first steps, in which the network is trained but advantages are not changed", unit="steps", ge=0
     )
 
     @property
@@ -112,7 +120,7 @@ class LatentValues(Shaper):
         return Needs(measurements=(PooledLatents(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Shapes advantages by values from before the network is trained on these rollouts' rewards."""
+        """Returns the advantages from the network's values, and then trains the network on these rollouts."""
         import torch
 
         from mmrl.core.turns import turn_advantages
@@ -121,7 +129,7 @@ class LatentValues(Shaper):
         latents = batch.measured(PooledLatents()).values.double()
         text = torch.stack([word_counts(sample.prompt.text, PROMPT_WIDTH) for sample in batch.rollouts.samples])
         x = torch.cat([latents, text[:, None].expand(-1, latents.shape[1], -1)], -1)
-        memory = batch.memory.setdefault(self.key, {"calls": 0})
+        memory = batch.memory.setdefault(self.key, {"calls": 0})  # kept from step to step, and in checkpoints
         network = batch.modules.get(self.key, lambda: ValueNetwork(x.shape[-1], self.width, 0), self.lr)
         value = network.predict(x.flatten(0, 1)).view(x.shape[:2]).float()
         combined = batch.combined_rewards()
@@ -131,12 +139,15 @@ class LatentValues(Shaper):
         memory["calls"] += 1
         if memory["calls"] <= self.warm_up:
             return advantages
-        counted = ~gains.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
-        shaped = turn_advantages(gains.nan_to_num(0.0), counted, batch.rollouts.group, scale=self.scale)
-        return self.outcome * advantages + self.weight * shaped
+        mask = ~gains.isnan() & batch.rollouts.mask & batch.rollout_mask[:, None]
+        step_advantages = turn_advantages(gains.nan_to_num(0.0), mask, batch.rollouts.group, scale=self.scale)
+        return self.outcome * advantages + self.weight * step_advantages
 
     def _learn(self, network: AuxiliaryModule, x: Tensor, combined: Tensor, batch: Batch) -> dict[str, float]:
-        """Trains the network on the latents of all ranks, so that it stays equal on them."""
+        """Trains the network on the latents of all ranks, so that it stays equal on all of them. Returns metrics.
+
+        x: [rollout, decision, feature] of this rank; combined: [rollout], the rewards of all ranks.
+        """
         from mmrl.core.values import fit_values
 
         states = batch.gather(x)
@@ -158,12 +169,14 @@ class LatentValues(Shaper):
 
 
 def segment_returns(value: Tensor, outcome: Tensor, every: int) -> Tensor:
-    """Computes the gain of each decision's segment, [rollout, decision]: the value at its end less that at its
-    beginning; at the end of the chain the value is the outcome. value: [rollout, decision] before each decision;
-    outcome: [rollout]."""
+    """Computes the gain in value over each decision's segment, [rollout, decision].
+
+    value: [rollout, decision], before each decision; outcome: [rollout], which is the value at the end of the chain;
+    every: decisions per segment.
+    """
     import torch
 
-    count = value.shape[1]
-    first = torch.arange(count) // every * every
-    ends = torch.cat([value, outcome[:, None].to(value)], 1)
-    return ends[:, (first + every).clamp(max=count)] - value[:, first]
+    num_decisions = value.shape[1]
+    first = torch.arange(num_decisions) // every * every  # [decision], the first decision of its segment
+    with_outcome = torch.cat([value, outcome[:, None].to(value)], 1)
+    return with_outcome[:, (first + every).clamp(max=num_decisions)] - value[:, first]

@@ -1,8 +1,7 @@
-"""Advantages that follow the entropy of decisions.
+"""Advantage shapers that use the entropy of decisions.
 
-Three uses of it stay apart from the shaper `entropy`: `entropy_redistribution` replaces advantages, the mask
-`entropy_share` changes what a loss is averaged over, and the transform `sequence_entropy` changes rewards before the
-baseline is subtracted.
+`entropy` changes the algorithm's advantages, `entropy_redistribution` replaces them. See also the mask `entropy_share`,
+which trains only on decisions of high entropy, and the reward transform `sequence_entropy`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdvantageBonus(Choice):
-    """A bonus on a decision's advantage from entropies."""
+    """An entropy-dependent bonus that is added to a decision's advantage."""
 
     title: ClassVar[str] = "bonus by entropy"
     kinds: ClassVar[dict[str, str]] = {
@@ -33,12 +32,12 @@ class AdvantageBonus(Choice):
 
     @abstractmethod
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
-        """Returns the bonus, [rollout, decision]. advantages: without it, [rollout, decision], of this rank's
-        rollouts."""
+        """Computes the bonus, [rollout, decision]. advantages: of this rank's rollouts without it, [rollout,
+        decision]."""
 
 
 class DoubtBonus(AdvantageBonus):
-    """A bonus for decisions with high entropy, which never changes the sign of an advantage."""
+    """A bonus for decisions of high entropy, too small to change the sign of an advantage."""
 
     equation: ClassVar[str] = "min(alpha H, |A| / kappa), H of the policy that made the rollout, without gradient"
     source: ClassVar[str] = "Reasoning with Exploration, arXiv 2506.14758"
@@ -52,7 +51,7 @@ class DoubtBonus(AdvantageBonus):
 
 
 class ClarityBonus(AdvantageBonus):
-    """A bonus for decisions whose next decision has low entropy."""
+    """A bonus for decisions that are followed by a decision of low entropy."""
 
     equation: ClassVar[str] = (
         "zeta exp(-k H_{t+1}), H scaled to 0..1 over the decisions of the batch, none for the last"
@@ -60,50 +59,51 @@ class ClarityBonus(AdvantageBonus):
     source: ClassVar[str] = "reconstructed from memory of EMPG, arXiv 2509.09265, which has it for steps of agents"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "clarity"
-    k: float = option(1.0, "how quickly doubt in the next decision lowers the bonus", ge=0)
+    k: float = option(1.0, "how quickly the bonus falls with the entropy of the next decision", ge=0)
     zeta: float = option(0.05, "weight of the bonus", ge=0)
 
     def bonus(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
         mask = batch.rollouts.mask
-        follows = torch.zeros_like(mask)
-        follows[:, :-1] = mask[:, 1:] & mask[:, :-1]
-        return self.zeta * (-self.k * scaled_entropy(batch).roll(-1, 1)).exp().where(follows, 0)
+        has_next = torch.zeros_like(mask)
+        has_next[:, :-1] = mask[:, 1:] & mask[:, :-1]
+        next_entropy = scaled_entropy(batch).roll(-1, 1)
+        return self.zeta * (-self.k * next_entropy).exp().where(has_next, 0)
 
 
 class SureWeight(Section):
-    """Decisions with low entropy count more and those with high entropy less, for their gradients are larger."""
+    """A weight of advantages that falls with the entropy of the decision, since gradients grow with it."""
 
-    k: float = option(1.0, "how quickly doubt lowers an advantage", ge=0)
+    k: float = option(1.0, "how quickly the weight falls with the entropy", ge=0)
 
     def factor(self, batch: Batch) -> Tensor:
-        """Returns factors of the advantages, [rollout, decision], whose mean over the batch is 1."""
-        sure = (-self.k * scaled_entropy(batch)).exp()
-        return sure / batch.gather_decisions(sure).mean()
+        """Computes factors of the advantages, [rollout, decision], whose mean over the batch is 1."""
+        weight = (-self.k * scaled_entropy(batch)).exp()
+        return weight / batch.gather_decisions(weight).mean()
 
 
 class EntropyShaping(Shaper):
-    """Advantages follow the entropies of their decisions: by a factor, a bonus, or both."""
+    """Changes advantages by the entropies of their decisions: by a factor, a bonus, or both."""
 
     equation: ClassVar[str] = (
-        "A_t w_t + bonus_t, centred: less the mean over the batch; w_t = exp(-k H_t) / mean exp(-k H) with `sure`, "
+        "A_t w_t + bonus_t, centred: minus the mean over the batch; w_t = exp(-k H_t) / mean exp(-k H) with `sure`, "
         "else 1; doubt min(alpha H_t, |A_t| / kappa); clarity zeta exp(-k H_{t+1}); H scaled to 0..1 in all but doubt"
     )
     source: ClassVar[str] = (
-        "a bonus for doubt: Reasoning with Exploration, arXiv 2506.14758; the others: reconstructed from memory of "
-        "EMPG, arXiv 2509.09265, which has them for steps of agents"
+        "doubt: Reasoning with Exploration, arXiv 2506.14758; the others: reconstructed from memory of EMPG, arXiv "
+        "2509.09265, which has them for steps of agents"
     )
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "entropy"
-    sure: SureWeight | None = option(None, "sure decisions count more; null: all count alike")
+    sure: SureWeight | None = option(None, "weight decisions of low entropy more; null: equal weights")
     bonus: AdvantageBonus | None = option(DoubtBonus(), "bonus that is added; null: none")
-    centred: bool = option(False, "take the mean over the batch away in the end")
+    centred: bool = option(False, "subtract the mean over the batch at the end")
 
     @model_validator(mode="after")
     def _does_something(self) -> EntropyShaping:
         if self.sure is None and self.bonus is None:
-            raise ValueError("set sure or bonus, by which advantages follow entropies")
+            raise ValueError("sure and bonus are both null, so advantages would not change; set one of them")
         return self
 
     @property
@@ -116,43 +116,46 @@ class EntropyShaping(Shaper):
         shaped = advantages if self.sure is None else advantages * self.sure.factor(batch)
         if self.bonus is not None:
             shaped = shaped + self.bonus.bonus(shaped, batch)
-        if not self.centred:
-            return shaped
-        return (shaped - batch.gather_decisions(shaped).mean()).where(batch.rollouts.mask, 0)
+        if self.centred:
+            shaped = (shaped - batch.gather_decisions(shaped).mean()).where(batch.rollouts.mask, 0)
+        return shaped
 
 
 def old_entropy(batch: Batch) -> Tensor:
-    """Returns the entropy of each decision of this rank when it was made, [rollout, decision]."""
+    """Returns the entropy of each decision of this rank under the policy that sampled it, [rollout, decision]."""
     entropy = batch.rollouts.old_entropy
     assert entropy is not None
     return entropy
 
 
 def scaled_entropy(batch: Batch) -> Tensor:
-    """Returns `old_entropy` scaled to 0..1 over the decisions of the batch, of which there is one at least."""
+    """Returns `old_entropy` scaled to 0..1 over the decisions of all ranks, which must not be empty."""
     entropies = batch.gather_decisions(old_entropy(batch))
     return (old_entropy(batch) - entropies.min()) / (entropies.max() - entropies.min()).clamp(min=1e-12)
 
 
 class EntropyRedistribution(Shaper):
-    """At every position the group's right rollouts share a bonus in proportion to their entropies there, and its wrong
-    ones a penalty in proportion to the reciprocals. This replaces the algorithm's advantages."""
+    """Replaces advantages by ones that depend on the entropies at the same position of the group.
+
+    At each position, the group's correct rollouts get a bonus in proportion to their entropies there, and its wrong
+    rollouts a penalty in proportion to the reciprocals of their entropies.
+    """
 
     equation: ClassVar[str] = (
         "right: alpha + beta d_t H_it / sum_k H_kt, over the d_t right rollouts that reach t; wrong: "
-        "-alpha - beta h_t (1 / H_jt) / sum_k (1 / H_kt), over the h_t wrong ones; H within [low, high]; standardised: "
-        "over all right, and over all wrong decisions"
+        "-alpha - beta h_t (1 / H_jt) / sum_k (1 / H_kt), over the h_t wrong ones; H clamped to [low, high]; "
+        "standardise: over all right, and over all wrong decisions"
     )
     source: ClassVar[str] = "GTPO, arXiv 2508.04349"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "entropy_redistribution"
-    alpha: float = option(1.0, "what every decision gets", ge=0)
-    beta: float = option(0.1, "what is shared by entropy", ge=0)
-    low: float = option(0.2, "entropies below count as it", unit="nats", gt=0)
-    high: float = option(0.28, "entropies above count as it", unit="nats", gt=0)
-    threshold: float = option(0.5, "rewards above it are of right answers")
+    alpha: float = option(1.0, "constant part of the advantage", ge=0)
+    beta: float = option(0.1, "part that is distributed by entropy", ge=0)
+    low: float = option(0.2, "lower clamp of entropies", unit="nats", gt=0)
+    high: float = option(0.28, "upper clamp of entropies", unit="nats", gt=0)
+    threshold: float = option(0.5, "a rollout is right if its reward is above it")
     standardise: bool = option(
-        False, "take away the mean and divide by the std of right and of wrong decisions, as in the paper"
+        False, "normalize advantages over right and over wrong decisions separately, as in the paper"
     )
 
     @property
@@ -167,30 +170,33 @@ class EntropyRedistribution(Shaper):
         rewards = batch.local(batch.combined_rewards())
         right, scored = rewards > self.threshold, ~rewards.isnan()
         for group in rollouts.group.unique():  # a group lies on one rank
-            for of, sign, share in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
-                rows = (rollouts.group == group) & of & scored
-                weights, counted = share[rows].where(mask[rows], 0), mask[rows].sum(0)
-                part = weights / weights.sum(0).clamp(min=1e-12) * counted
-                shaped[rows] = (sign * (self.alpha + self.beta * part)).where(mask[rows], 0)
+            for has_outcome, sign, raw_weight in ((right, 1.0, entropy), (~right, -1.0, 1 / entropy)):
+                rows = (rollouts.group == group) & has_outcome & scored
+                weights = raw_weight[rows].where(mask[rows], 0)
+                num_rollouts = mask[rows].sum(0)  # [decision], that reach it
+                share = weights / weights.sum(0).clamp(min=1e-12) * num_rollouts
+                shaped[rows] = (sign * (self.alpha + self.beta * share)).where(mask[rows], 0)
         if self.standardise:
-            shaped = self._standardised(shaped, right, scored, batch)
+            shaped = self._standardize(shaped, right, scored, batch)
         return shaped
 
-    def _standardised(self, shaped: Tensor, right: Tensor, scored: Tensor, batch: Batch) -> Tensor:
-        """Standardises advantages of right and of wrong rollouts separately, over all ranks. right, scored: [rollout]
+    def _standardize(self, shaped: Tensor, right: Tensor, scored: Tensor, batch: Batch) -> Tensor:
+        """Normalizes the advantages of right and of wrong rollouts separately, over all ranks. right, scored: [rollout]
         bool."""
-        for of in (right & scored, ~right & scored):
-            chosen = of[:, None] & batch.rollouts.mask
-            selected = batch.gather(shaped[chosen])
-            if len(selected) > 1:
-                shaped = ((shaped - selected.mean()) / (selected.std() + 1e-6)).where(chosen, shaped)
+        for rows in (right & scored, ~right & scored):
+            selected = rows[:, None] & batch.rollouts.mask
+            values = batch.gather(shaped[selected])
+            if len(values) > 1:
+                shaped = ((shaped - values.mean()) / (values.std() + 1e-6)).where(selected, shaped)
         return shaped
 
 
 class TokenBaseline(Shaper):
-    """The baseline of token t is the mean reward of the group's rollouts that reach it, each weighted by the squared
-    gradient of its tokens up to t, as far as its own logits tell it. It takes the place of the group's baseline: use it
-    with algorithm.baseline=none and algorithm.scale=none."""
+    """Subtracts a separate baseline at each token: the weighted mean reward of the group's rollouts that reach it.
+
+    The weight of a rollout is the squared gradient of its log-probabilities up to that token with respect to their own
+    logits. It replaces the group baseline: use it with algorithm.baseline=none and algorithm.scale=none.
+    """
 
     equation: ClassVar[str] = (
         "A_t = A - sum_j W_jt A_j / sum_j W_jt,  W_jt = sum_{s <= t} (1 - 2 p_js + sum_k p_k^2), over the group"
@@ -208,8 +214,8 @@ class TokenBaseline(Shaper):
 
         rollouts = batch.rollouts
         assert rollouts.old_logp is not None and rollouts.old_square_sum is not None
-        moved = (1 - 2 * rollouts.old_logp.exp() + rollouts.old_square_sum).where(rollouts.mask, 0)
-        weight = moved.cumsum(1).where(rollouts.mask, 0)
+        squared_gradient = (1 - 2 * rollouts.old_logp.exp() + rollouts.old_square_sum).where(rollouts.mask, 0)
+        weight = squared_gradient.cumsum(1).where(rollouts.mask, 0)
         shaped = torch.zeros_like(advantages)
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group

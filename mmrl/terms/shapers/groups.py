@@ -1,4 +1,4 @@
-"""Advantages that are changed within groups, or from step to step."""
+"""Advantage shapers that compare the rollouts of a group, or of a batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class Stratified(Shaper):
-    """Rollouts are compared with those of their group that are built alike, such as those that called a tool as often,
-    and the result is blended with the comparison with all."""
+    """Mixes the algorithm's advantages with advantages within strata of the group.
+
+    A stratum holds the group's rollouts that agree in some quantity, such as the number of tool calls.
+    """
 
     equation: ClassVar[str] = (
         "A <- alpha (r - mean of the stratum) / (std of the stratum + 1e-6) + (1 - alpha) A; a stratum without two "
@@ -27,9 +29,9 @@ class Stratified(Shaper):
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "stratified"
     by: str = option(
-        description="the fact that makes strata: tool_calls, turns, truncated, ... (`mmrl.protocols.columns`)"
+        description="quantity that defines the strata: tool_calls, turns, truncated, ... (`mmrl.protocols.columns`)"
     )
-    alpha: float = option(0.5, "weight of the comparison within the stratum", ge=0, le=1)
+    alpha: float = option(0.5, "weight of the advantages within the stratum", ge=0, le=1)
 
     @property
     def needs(self) -> Needs:
@@ -42,27 +44,27 @@ class Stratified(Shaper):
 
         pairs = torch.stack([batch.column("group").double(), batch.column(self.by).double()], 1)
         stratum = pairs.unique(dim=0, return_inverse=True)[1]
-        pairs_of_one = torch.bincount(stratum)[stratum] == 1
-        rewards = batch.combined_rewards()
-        # A stratum of one has nothing to compare with, which is not a mistake here.
-        within, _ = group_advantages(rewards.where(~pairs_of_one, torch.nan), stratum)
-        return self.alpha * batch.local(within)[:, None] + (1 - self.alpha) * advantages
+        is_single = torch.bincount(stratum)[stratum] == 1
+        # NaN: a stratum of one rollout has no baseline, and gets 0
+        rewards = batch.combined_rewards().where(~is_single, torch.nan)
+        stratum_advantages, _ = group_advantages(rewards, stratum)
+        return self.alpha * batch.local(stratum_advantages)[:, None] + (1 - self.alpha) * advantages
 
 
 class SetDiversity(Shaper):
-    """A bonus for the diversity that a group would lose without the rollout."""
+    """A bonus for the diversity of responses that the group would lose without the rollout."""
 
     equation: ClassVar[str] = (
-        "A_i <- A_i + weight (d_i - mean d), d_i = logdet(I + K / tau) - logdet of the same without i, K the cosine of "
-        "counted n-grams of characters of the group's responses"
+        "A_i <- A_i + weight (d_i - mean d), d_i = logdet(I + K / tau) - logdet of the same without i, K the cosine "
+        "similarity of the character n-gram counts of the group's responses"
     )
     source: ClassVar[str] = "reconstructed from the abstract on set-level diversity: leave-one-out of a kernel's logdet"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "set_diversity"
-    weight: float = option(0.1, "of the diversity", gt=0)
-    tau: float = option(1.0, "the kernel is divided by it", gt=0)
-    n: int = option(3, "characters of an n-gram", ge=1)
-    threshold: float | None = option(None, "only for rollouts whose reward is above it; null: for all")
+    weight: float = option(0.1, "weight of the bonus", gt=0)
+    tau: float = option(1.0, "divisor of the kernel K", gt=0)
+    n: int = option(3, "characters per n-gram", ge=1)
+    threshold: float | None = option(None, "only rollouts with a reward above it are used; null: all")
 
     @property
     def needs(self) -> Needs:
@@ -71,32 +73,34 @@ class SetDiversity(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         import torch
 
-        from mmrl.core.distances import similarity
+        from mmrl.core.distances import ngram_similarity
 
-        rollouts, gained = batch.rollouts, torch.zeros(len(batch.rollouts))
+        rollouts, bonus = batch.rollouts, torch.zeros(len(batch.rollouts))
         rewards = batch.local(batch.combined_rewards())
-        allowed = ~rewards.isnan() if self.threshold is None else rewards > self.threshold
+        selected = ~rewards.isnan() if self.threshold is None else rewards > self.threshold
         for group in rollouts.group.unique():  # a group lies on one rank
-            rows = ((rollouts.group == group) & allowed).nonzero().flatten()
+            rows = ((rollouts.group == group) & selected).nonzero().flatten()
             if not len(rows):
                 continue
-            kernel = similarity([rollouts.samples[row].response for row in rows.tolist()], self.n) / self.tau
+            kernel = ngram_similarity([rollouts.samples[row].response for row in rows.tolist()], self.n) / self.tau
             inverse = torch.linalg.inv(torch.eye(len(rows), dtype=kernel.dtype) + kernel)
-            lost = -inverse.diagonal().log()  # det(M without i) / det M is the inverse's diagonal
-            gained[rows] = (lost - lost.mean()).to(gained)
-        return advantages + self.weight * gained[:, None]
+            contribution = -inverse.diagonal().log()  # det(M without i) / det M is the inverse's diagonal
+            bonus[rows] = (contribution - contribution.mean()).to(bonus)
+        return advantages + self.weight * bonus[:, None]
 
 
 class LongWrong(Shaper):
-    """The advantage of a wrong rollout grows, up to twice, with how much longer it is than the group's right ones on
-    average. A group without a right one stays as it is."""
+    """Multiplies the advantage of wrong rollouts that are longer than the group's right rollouts on average.
+
+    The factor grows from 1 to 2 with the difference in length. A group without a right rollout is not changed.
+    """
 
     equation: ClassVar[str] = "A <- A (2 - base^-(L - mean L of the right)) of wrong rollouts that are longer"
     source: ClassVar[str] = "STCR of View-R1, from its released code"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "long_wrong"
-    base: float = option(1.00001, "the further above 1, the sooner the factor is 2", gt=1)
-    threshold: float = option(0.5, "rewards above it are of right answers")
+    base: float = option(1.00001, "base of the power; a larger one makes the factor approach 2 sooner", gt=1)
+    threshold: float = option(0.5, "a rollout is right if its reward is above it")
 
     @property
     def needs(self) -> Needs:
@@ -111,49 +115,54 @@ class LongWrong(Shaper):
             rows = group == g
             if bool((rows & right).any()):
                 excess = lengths - lengths[rows & right].mean()
-                wrong = rows & (rewards <= self.threshold) & (excess > 0)
-                factor[wrong] = 2 - self.base ** -excess[wrong]
+                long_wrong = rows & (rewards <= self.threshold) & (excess > 0)
+                factor[long_wrong] = 2 - self.base ** -excess[long_wrong]
         return advantages * batch.local(factor)[:, None]
 
 
 class AdvantageMomentum(Shaper):
-    """A rollout gains by how much its reward is above that of a response of the reference policy to the same prompt,
-    within bounds: a group whose rewards are all equal teaches as well, and dynamic sampling keeps it. AAPO has no
-    ratio; that is algorithm.surrogate=reinforce."""
+    """Adds the clamped difference of the rollout's reward and that of a reference policy's response to the same prompt.
+
+    So a group of equal rewards has a learning signal too, and dynamic sampling keeps it. AAPO uses no likelihood ratio;
+    set algorithm.surrogate=reinforce for that.
+    """
 
     equation: ClassVar[str] = "A + clamp(r - reward of a response of the reference policy, -low, high)"
     source: ClassVar[str] = (
         "AAPO, arXiv 2505.14264, and its published code, where every rollout has such a response of its own"
     )
     test: ClassVar[str] = "tests/joints/test_advantage_momentum.py"
-    of_flat_groups: ClassVar[bool] = True
+    learns_from_equal_rewards: ClassVar[bool] = True
     type: str = "advantage_momentum"
-    low: float = option(0.2, "most that is taken off an advantage", ge=0)
-    high: float = option(0.28, "most that is added to it", ge=0)
+    low: float = option(0.2, "largest amount that is subtracted", ge=0)
+    high: float = option(0.28, "largest amount that is added", ge=0)
 
     @property
     def needs(self) -> Needs:
         return Needs(reference=Reference(), measurements=(ReferenceRewards(),))
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        ahead = batch.local(batch.combined_rewards()) - batch.measured(ReferenceRewards()).values
-        gain = ahead.clamp(-self.low, self.high).nan_to_num(0.0)  # where either could not be scored
-        return advantages + gain[:, None].to(advantages)
+        difference = batch.local(batch.combined_rewards()) - batch.measured(ReferenceRewards()).values
+        bonus = difference.clamp(-self.low, self.high).nan_to_num(0.0)  # NaN: one of the rewards is unknown
+        return advantages + bonus[:, None].to(advantages)
 
 
 class SignalCorrection(Shaper):
-    """Advantages grow by the share of groups that teach nothing, so that these do not make a step smaller. With
-    algorithm.scale=none and the surrogate reinforce this is GPG."""
+    """Multiplies advantages to make up for groups of equal rewards, whose zero advantages would make the step smaller.
+
+    With algorithm.scale=none and the surrogate reinforce this is GPG.
+    """
 
     equation: ClassVar[str] = "A <- A n / m, n the scored rollouts of the batch, m those whose group has two rewards"
     source: ClassVar[str] = "alpha of GPG, arXiv 2504.02546, as in AMAP-ML/GPG at e096da8, R1-V's grpo_trainer.py"
     test: ClassVar[str] = "tests/joints/test_returns.py"
-    at_dynamic_sampling: ClassVar[str] = "every group that is left teaches something, so that the factor is 1"
+    at_dynamic_sampling: ClassVar[str] = "every group that is left has a learning signal, so the factor is 1"
     type: str = "signal_correction"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.filters import varied_groups
 
         rewards = batch.combined_rewards()
-        signal = int(varied_groups(rewards, batch.column("group")).logical_and(~rewards.isnan()).sum())
-        return advantages * (int((~rewards.isnan()).sum()) / max(signal, 1))
+        num_scored = int((~rewards.isnan()).sum())
+        num_with_signal = int(varied_groups(rewards, batch.column("group")).logical_and(~rewards.isnan()).sum())
+        return advantages * (num_scored / max(num_with_signal, 1))

@@ -1,4 +1,4 @@
-"""Credit of tokens by a second model that learns from outcomes alone."""
+"""Credit of tokens by an implicit process reward model, which is trained on outcomes only (PRIME)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ if TYPE_CHECKING:
 
 
 class ImplicitProcess(Shaper):
-    """A copy of the policy learns to tell right rollouts from wrong ones by the sum of its log-ratios to the reference,
-    beside the policy and from its rollouts. Each of these log-ratios is then the process reward of a token. With
-    algorithm.baseline=leave_one_out and algorithm.scale=none this is PRIME's advantage."""
+    """Adds returns of implicit process rewards to the advantages (PRIME).
+
+    A copy of the policy is trained, on the policy's rollouts, to predict the outcome from the sum of its log-ratios to
+    the reference policy. The log-ratio at a token is the token's process reward. With algorithm.baseline=leave_one_out
+    and algorithm.scale=none this is PRIME's advantage.
+    """
 
     equation: ClassVar[str] = (
-        "r_t = beta (log pi_phi(y_t) - log pi_ref(y_t)); phi minimises -o log s - (1 - o) log(1 - s), s = "
+        "r_t = beta (log pi_phi(y_t) - log pi_ref(y_t)); phi minimizes -o log s - (1 - o) log(1 - s), s = "
         "sigmoid(sum_t r_t), o the outcome; A_t = outcome A + weight sum_{u >= t} gamma^(u - t) (r_u - b), b the mean "
         "over the other rollouts of the group of their mean r"
     )
     source: ClassVar[str] = "PRIME, arXiv 2502.01456; Implicit PRM, arXiv 2412.01981"
     test: ClassVar[str] = "tests/whole_runs/test_implicit_process.py"
     type: str = "implicit_process"
-    label: str = option("accuracy", "the outcome, 0 or 1, that it learns from: accuracy or reward/NAME")
-    beta: float = option(0.05, "of the log-ratio", gt=0)
-    lr: float = option(1e-6, "of the copy's optimizer (Adam)", ge=0)
-    gamma: float = option(1.0, "discount of a decision", ge=0, le=1)
-    weight: float = option(1.0, "of the process advantages", ge=0)
-    outcome: float = option(1.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
+    label: str = option("accuracy", "outcome, 0 or 1, that the copy is trained on: accuracy or reward/NAME")
+    beta: float = option(0.05, "factor of the log-ratio", gt=0)
+    lr: float = option(1e-6, "learning rate of the copy (Adam)", ge=0)
+    gamma: float = option(1.0, "discount per decision", ge=0, le=1)
+    weight: float = option(1.0, "weight of the process advantages", ge=0)
+    outcome: float = option(1.0, "weight of the algorithm's own advantage of the rollout", ge=0)
     updates: Literal["before", "after"] = option(
-        "before", "it learns from the rollouts of a step before it scores them, in a second forward pass, or after"
+        "before",
+        "before: train the copy on a step's rollouts, then score them (one more forward pass); after: score first",
     )
 
     @property
@@ -51,14 +55,14 @@ class ImplicitProcess(Shaper):
 
         rewards = batch.measured(self.measurement).values
         scored = batch.rollout_mask & batch.local(batch.combined_rewards()).isfinite()
-        counted = batch.rollouts.mask & scored[:, None]
+        mask = batch.rollouts.mask & scored[:, None]
         self._report(rewards, batch)
-        process = leave_one_out_returns(rewards, counted, batch.rollouts.group, self.gamma)
+        process = leave_one_out_returns(rewards, mask, batch.rollouts.group, self.gamma)
         return self.outcome * advantages + self.weight * process.to(advantages)
 
     def _report(self, rewards: Tensor, batch: Batch) -> None:
-        """Reports the cross-entropy, and the share of rollouts on whose side of 1/2 the copy is, after its update or
-        before it, as `updates` says."""
+        """Logs the copy's cross-entropy and its accuracy in predicting the outcome, for the rewards [rollout,
+        decision] as they are used: after its update or before it, by `updates`."""
         from mmrl.measurements.implicit import outcome_loss
 
         logits, outcome = batch.gather(rewards.sum(1)), batch.column(self.label)

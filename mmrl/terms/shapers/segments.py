@@ -1,4 +1,4 @@
-"""Credit of the segments and parts of a response."""
+"""Credit of segments of a response, and of its text and image parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 class SegmentValues(Shaper):
-    """The gain in expected reward of each segment of a response, from the mean rewards of responses that are resampled
-    from its beginning and its end; it replaces the advantage. No critic is trained."""
+    """Replaces the advantage by the gain in expected reward over the decision's segment (VinePPO).
+
+    Expected rewards are mean rewards of responses that are resampled from the segment's beginning and end, so no critic
+    is trained.
+    """
 
     equation: ClassVar[str] = (
         "A_t = V(end of t's segment) - V(its beginning), V the mean reward of `count` continuations; V(0) the group's "
@@ -26,8 +29,8 @@ class SegmentValues(Shaper):
     source: ClassVar[str] = "VinePPO, arXiv 2410.01679; segments in place of steps: SPO, arXiv 2505.23564"
     test: ClassVar[str] = "tests/joints/test_segments.py"
     type: str = "segment_values"
-    every: int = option(16, "decisions of a segment", unit="tokens", ge=1)
-    count: int = option(4, "continuations from each edge of a segment", ge=1)
+    every: int = option(16, "decisions per segment", unit="tokens", ge=1)
+    count: int = option(4, "resampled responses per boundary between segments", ge=1)
 
     @property
     def gains(self) -> SegmentGains:
@@ -46,8 +49,7 @@ class SegmentValues(Shaper):
 
 
 class PartCredit(Shaper):
-    """Separate credit for the text and the image of a response: each part has a weight, and may be compared within its
-    group by separate rewards."""
+    """Gives the text and the image of a response separate weights, and optionally advantages from separate rewards."""
 
     equation: ClassVar[str] = (
         "A_part = weight x A, or weight x (r - mean) / scale by group, r the weighted sum of the part's own rewards"
@@ -57,9 +59,9 @@ class PartCredit(Shaper):
     type: str = "part_credit"
     text: float = option(1.0, "weight of the text's advantages", ge=0)
     image: float = option(1.0, "weight of the image's advantages", ge=0)
-    text_rewards: list[str] = option([], "rewards that text is compared by; none: the advantage that there is")
-    image_rewards: list[str] = option([], "rewards that the image is compared by; none: the advantage that there is")
-    scale: Literal["group_std", "none"] = option("group_std", "what differences of its own rewards are divided by")
+    text_rewards: list[str] = option([], "names of the text's own rewards; []: the algorithm's advantage")
+    image_rewards: list[str] = option([], "names of the image's own rewards; []: the algorithm's advantage")
+    scale: Literal["group_std", "none"] = option("group_std", "normalization of advantages from a part's own rewards")
 
     @property
     def needs(self) -> Needs:
@@ -69,7 +71,9 @@ class PartCredit(Shaper):
         for key in ("text_rewards", "image_rewards"):
             for name in vars(self)[key]:
                 if name not in names:
-                    raise ValueError(f"algorithm.shaping: {key}: {name} is not one of the rewards, {', '.join(names)}")
+                    raise ValueError(
+                        f"algorithm.shaping: {key}: {name} is not a reward; choose from {', '.join(names)}"
+                    )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.rollouts import IMAGE, TEXT, part_mask
@@ -80,7 +84,7 @@ class PartCredit(Shaper):
         return image.where(part_mask(batch.rollouts, IMAGE), shaped)
 
     def _part_advantages(self, names: list[str], advantages: Tensor, batch: Batch) -> Tensor:
-        """Computes advantages from these rewards alone, [rollout, decision]."""
+        """Computes advantages from only the rewards `names`, [rollout, decision]; with none, returns `advantages`."""
         from mmrl.core.advantages import group_advantages
 
         if not names:
@@ -96,8 +100,8 @@ class PartCredit(Shaper):
 
 
 class SharedPrefix(Shaper):
-    """The advantage of a decision is divided by the rollouts of its group that begin with the same decisions up to and
-    with it, for a step that many rollouts share would otherwise count as often."""
+    """Divides the advantage of a decision by the number of the group's rollouts that have the same decisions up to it,
+    so that a shared prefix is not counted several times."""
 
     equation: ClassVar[str] = "A_t <- A_t / #{j in the group: the first t decisions of j are those of i}"
     source: ClassVar[str] = "lambda-GRPO, arXiv 2509.21154"
@@ -113,16 +117,16 @@ class SharedPrefix(Shaper):
         numbers, mask = batch.measured(DecisionNumbers()).values, rollouts.mask
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
-            members, counted = numbers[rows], mask[rows]
-            same = (members[:, None] == members[None]) & counted[:, None] & counted[None]  # [rollout, other, decision]
-            sharing = same.long().cumprod(2).sum(1)
-            shaped[rows] = advantages[rows] / sharing.clamp(min=1)
+            ids, group_mask = numbers[rows], mask[rows]
+            same = (ids[:, None] == ids[None]) & group_mask[:, None] & group_mask[None]  # [rollout, other, decision]
+            num_sharing = same.long().cumprod(2).sum(1)
+            shaped[rows] = advantages[rows] / num_sharing.clamp(min=1)
         return shaped
 
 
 class SelfProcess(Shaper):
-    """Adds to the advantage of each decision the rollout's cumulative log-ratio to the reference, less its mean over
-    the group's rollouts that reach that position."""
+    """Adds to each decision's advantage the cumulative log-ratio to the reference policy up to it, minus its mean over
+    the group's rollouts that reach that position (SPRO)."""
 
     equation: ClassVar[str] = (
         "A_t <- A + R_t - mean of R_t over the group's rollouts that reach t, "
@@ -141,10 +145,10 @@ class SelfProcess(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         rollouts, shaped = batch.rollouts, advantages.clone()
         assert rollouts.old_logp is not None and rollouts.ref_logp is not None
-        gained = self.beta * (rollouts.old_logp - rollouts.ref_logp).where(rollouts.mask, 0).cumsum(1)
+        cumulative = self.beta * (rollouts.old_logp - rollouts.ref_logp).where(rollouts.mask, 0).cumsum(1)
         for group in rollouts.group.unique():  # a group lies on one rank
             rows = rollouts.group == group
-            alive = rollouts.mask[rows]
-            mean = gained[rows].where(alive, 0).sum(0) / alive.sum(0).clamp(min=1)
-            shaped[rows] = advantages[rows] + (gained[rows] - mean).where(alive, 0)
+            mask = rollouts.mask[rows]
+            mean = cumulative[rows].where(mask, 0).sum(0) / mask.sum(0).clamp(min=1)
+            shaped[rows] = advantages[rows] + (cumulative[rows] - mean).where(mask, 0)
         return shaped

@@ -1,7 +1,8 @@
-"""Credit of spans: a reward that returns values of parts of a response, as advantages of their decisions."""
+"""Credit of spans: values that a reward gives to parts of a response (such as reasoning steps) become advantages."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class SpanShaper(Shaper):
-    """A shaper that reads the spans of a reward. The base of those below."""
+    """Base class of shapers that use the spans of a reward."""
 
     test: ClassVar[str] = "tests/joints/test_span_credit.py"
-    reward: str = option("process", "column of the reward that returns spans")
-    of: Unit = option("characters", "what its spans count")
+    reward: str = option("process", "name of the reward that returns spans")
+    of: Unit = option("characters", "unit of the spans' bounds")
 
     @property
     def spans(self) -> SpanValues:
@@ -35,40 +36,49 @@ class SpanShaper(Shaper):
 
     def check_rewards(self, names: list[str]) -> None:
         if self.reward not in names:
-            raise ValueError(f"algorithm.shaping: reward: {self.reward} is not one of the rewards, {', '.join(names)}")
+            raise ValueError(
+                f"algorithm.shaping: reward: {self.reward} is not a reward; choose from {', '.join(names)}"
+            )
 
 
 class SpanCredit(SpanShaper):
-    """Each span gets credit from the values of all spans of its response, compared within the group; decisions of no
-    span get none. A decision that lies in several spans gets the mean of their credits, by its characters."""
+    """Base class of shapers that compute a credit for each span from the values of its response's spans.
 
-    weight: float = option(1.0, "of the spans' advantages", ge=0)
-    outcome: float = option(1.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
+    A baseline from the group is subtracted, and each decision gets the mean credit of its spans, weighted by its
+    characters in them. Decisions outside all spans get 0.
+    """
+
+    weight: float = option(1.0, "weight of the spans' advantages", ge=0)
+    outcome: float = option(1.0, "weight of the algorithm's own advantage of the rollout", ge=0)
     against: Literal["others", "span", "group", "none"] = option(
         "others",
-        "what a span's credit is compared with. others: the mean of the same span of the other rollouts of the group; "
-        "span: of the same span of all; group: of all spans of the group; none: it is the advantage",
+        "baseline of a span's credit. others: the mean of the same span of the group's other rollouts; span: of the "
+        "same span of all its rollouts; group: of all its spans; none: no baseline",
     )
-    scale: Literal["group_std", "none"] = option("none", "scale by which differences are divided")
+    scale: Literal["group_std", "none"] = option("none", "divide differences by the std of the group, or not")
 
     @abstractmethod
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
-        """Returns the credit of the spans of each of this rank's rollouts, [span]."""
+        """Computes the credit of each span, one tensor [span] for each of this rank's rollouts."""
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.core.turns import compared, spread
+        from mmrl.core.turns import distribute_credit, subtract_group_baseline
 
         column, scored = batch.measured(self.spans), batch.local(batch.combined_rewards()).isfinite()
-        counted = (batch.rollout_mask & scored).tolist()
-        credits = [each if keep else each[:0] for each, keep in zip(self.credit(column, batch), counted, strict=True)]
-        shares = [each if keep else each[:, :0] for each, keep in zip(column.shares, counted, strict=True)]
-        shaped = compared(credits, batch.rollouts.group, self.against, self.scale)
-        return self.outcome * advantages + self.weight * spread(shaped, shares, advantages.shape[1]).to(advantages)
+        is_used = (batch.rollout_mask & scored).tolist()
+        # rollouts that are masked or not scored have no spans: they get no credit and are in no baseline
+        credits = [x if keep else x[:0] for x, keep in zip(self.credit(column, batch), is_used, strict=True)]
+        shares = [x if keep else x[:, :0] for x, keep in zip(column.shares, is_used, strict=True)]
+        span_advantages = subtract_group_baseline(credits, batch.rollouts.group, self.against, self.scale)
+        credit = distribute_credit(span_advantages, shares, advantages.shape[1]).to(advantages)
+        return self.outcome * advantages + self.weight * credit
 
 
 class SpanReturns(SpanCredit):
-    """A span gets the values from it on, discounted. With gamma=0 each span has its own value, as paragraphs have in
-    PRPO (with against=span, scale=group_std)."""
+    """The credit of a span is the discounted return: the values of itself and of all later spans.
+
+    With gamma=0 it is the span's own value, as for paragraphs in PRPO (with against=span, scale=group_std).
+    """
 
     equation: ClassVar[str] = (
         "G_s = sum_{k >= s} gamma^(k - s) r_k; A_t = outcome A + weight (G_s - b) / scale, s the span of t, b as "
@@ -79,17 +89,20 @@ class SpanReturns(SpanCredit):
         "(paragraph-level)"
     )
     type: str = "span_returns"
-    gamma: float = option(1.0, "discount of a span", ge=0, le=1)
+    gamma: float = option(1.0, "discount per span", ge=0, le=1)
 
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
-        from mmrl.core.turns import discounted
+        from mmrl.core.turns import discounted_returns
 
-        return [discounted(values[None], self.gamma)[0] for values in column.values]
+        return [discounted_returns(values[None], self.gamma)[0] for values in column.values]
 
 
 class SpanMinimum(SpanCredit):
-    """A response is worth its worst span: spans up to and with it get its value, those after it about 0. Many good
-    spans so never pay for a bad one, and padding with good ones pays nothing."""
+    """The credit of a span is a return whose sum is the soft minimum of the values (PURE).
+
+    Spans up to the worst one get about its value, later ones about 0. So many good spans cannot make up for a bad one,
+    and adding good spans gains nothing.
+    """
 
     equation: ClassVar[str] = (
         "G_s = sum_{k >= s} w_k r_k, w = softmax(-r / T); T = 0: the first minimum alone; A_t = outcome A + weight "
@@ -102,34 +115,42 @@ class SpanMinimum(SpanCredit):
     temperature: float = option(0.1, "T; 0: the strict minimum", ge=0)
 
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
-        from mmrl.core.turns import discounted, minimum_weighted
+        from mmrl.core.turns import discounted_returns, softmin_weighted
 
-        return [discounted(minimum_weighted(values, self.temperature)[None], 1.0)[0] for values in column.values]
+        return [
+            discounted_returns(softmin_weighted(values, self.temperature)[None], 1.0)[0] for values in column.values
+        ]
 
 
 class SpanSigns(SpanShaper):
-    """A span's sign turns advantages of the other sign: a false sentence of a right answer is pushed down, a true one
-    of a wrong answer up. Spans of value 0 and decisions of no span keep theirs."""
+    """Flips the sign of advantages that disagree with the sign of the span's value.
+
+    So a false sentence in a right answer is made less likely, and a true sentence in a wrong answer more likely. Spans
+    of value 0 and decisions outside all spans are not changed.
+    """
 
     equation: ClassVar[str] = "A_t <- A_t where sign(r_s) A_t >= 0, else -A_t, s the span of t"
     source: ClassVar[str] = "FSPO, as its repository turboLJY/FSPO has it"
     type: str = "span_signs"
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
-        from mmrl.core.turns import spread
+        from mmrl.core.turns import distribute_credit
 
         column = batch.measured(self.spans)
-        signs = spread(column.values, column.shares, advantages.shape[1]).sign().to(advantages)
-        turned = (signs * advantages < 0) & batch.rollout_mask[:, None]
-        return advantages.where(~turned, -advantages)
+        signs = distribute_credit(column.values, column.shares, advantages.shape[1]).sign().to(advantages)
+        disagrees = (signs * advantages < 0) & batch.rollout_mask[:, None]
+        return advantages.where(~disagrees, -advantages)
 
 
 PROMPT_WIDTH = 64  # buckets of the hashed words of prompts and of spans
 
 
 class SpanProgress(SpanCredit):
-    """The rollout's reward is split over its spans by contributions that a small network learns, whose sum over a
-    response is to be the reward. The values of the spans are not used, only where they are: any splitter will do."""
+    """Distributes the rollout's reward over its spans by contributions that a small network predicts.
+
+    The network is trained so that its predictions sum to the reward. Only the bounds of the spans are used, not their
+    values, so any reward that splits a response will do.
+    """
 
     equation: ClassVar[str] = (
         "c = argmin E (sum_s c(prompt, text of s, s / n) - R)^2; r_s = c_s + (R - sum c) / n, so sum r = R; G_s = "
@@ -140,15 +161,15 @@ class SpanProgress(SpanCredit):
         "language model's states"
     )
     type: str = "span_progress"
-    outcome: float = option(0.0, "weight of the advantages that the algorithm gave the whole rollout", ge=0)
-    gamma: float = option(1.0, "discount of a span", ge=0, le=1)
+    outcome: float = option(0.0, "weight of the algorithm's own advantage of the rollout", ge=0)
+    gamma: float = option(1.0, "discount per span", ge=0, le=1)
     width: int = option(32, "width of the network's hidden layers", ge=1)
-    lr: float = option(1e-3, "learning rate of its optimizer (Adam)", gt=0)
-    passes: int = option(4, "updates on the responses of a step, after their advantages", ge=0)
+    lr: float = option(1e-3, "learning rate of the network (Adam)", gt=0)
+    passes: int = option(4, "updates of the network on the responses of a step", ge=0)
 
     def credit(self, column: SpanColumn, batch: Batch) -> list[Tensor]:
-        """Splits by contributions from before the network is trained on these rollouts."""
-        from mmrl.core.turns import discounted, split_evenly_beyond
+        """Computes credits from the network's predictions, and then trains the network on these rollouts."""
+        from mmrl.core.turns import add_remainder_evenly, discounted_returns
         from mmrl.core.values import ValueNetwork
 
         features = [self._features(texts, row, batch) for row, texts in enumerate(column.texts)]
@@ -157,14 +178,17 @@ class SpanProgress(SpanCredit):
         combined = batch.combined_rewards()
         credits = []
         for x, outcome in zip(features, batch.local(combined).tolist(), strict=True):
-            known = outcome == outcome  # else it was not scored
-            parts = split_evenly_beyond(network.predict(x).float(), outcome) if known else x.new_zeros(len(x)).float()
-            credits.append(discounted(parts[None], self.gamma)[0])
+            if math.isnan(outcome):  # the reward is unknown
+                contributions = x.new_zeros(len(x)).float()
+            else:
+                contributions = add_remainder_evenly(network.predict(x).float(), outcome)
+            credits.append(discounted_returns(contributions[None], self.gamma)[0])
         batch.report(self._learn(network, features, combined, batch))
         return credits
 
     def _features(self, texts: list[str], row: int, batch: Batch) -> Tensor:
-        """Returns hashed words of the prompt and of the span, and how far the span is, [span, number]."""
+        """Returns the hashed word counts of the prompt and of each span, and the span's relative position, [span,
+        feature]."""
         import torch
 
         from mmrl.core.values import word_counts
@@ -179,17 +203,20 @@ class SpanProgress(SpanCredit):
     def _learn(
         self, network: AuxiliaryModule, features: list[Tensor], combined: Tensor, batch: Batch
     ) -> dict[str, float]:
-        """Trains the network on the responses of all ranks, so that it stays equal on them."""
+        """Trains the network on the responses of all ranks, so that it stays equal on all of them. Returns metrics.
+
+        features: [span, feature] of each of this rank's rollouts; combined: [rollout], the rewards of all ranks.
+        """
         import torch
 
-        everywhere = batch.gather_list(features)
-        known = [(x, float(r)) for x, r in zip(everywhere, combined, strict=True) if len(x) and bool(r.isfinite())]
-        if not known or not self.passes:
+        all_features = batch.gather_list(features)
+        scored = [(x, float(r)) for x, r in zip(all_features, combined, strict=True) if len(x) and bool(r.isfinite())]
+        if not scored or not self.passes:
             return {}
-        rows = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(known)])
-        x, outcome = torch.cat([x for x, _ in known]), torch.tensor([r for _, r in known], dtype=torch.float64)
+        rows = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(scored)])
+        x, outcome = torch.cat([x for x, _ in scored]), torch.tensor([r for _, r in scored], dtype=torch.float64)
         for _ in range(self.passes):
-            whole = torch.zeros_like(outcome).index_add(0, rows, network.module(x))
-            loss = (whole - outcome).square().mean()
+            predicted = torch.zeros_like(outcome).index_add(0, rows, network.module(x))
+            loss = (predicted - outcome).square().mean()
             network.update(loss)
         return {"span_progress/loss": float(loss.detach())}

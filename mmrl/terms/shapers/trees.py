@@ -1,4 +1,4 @@
-"""Credit of responses that branch: of whole rollouts by their subtrees, and of decisions by those that share them."""
+"""Credit of rollouts that form a tree, in which several rollouts share their first decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TreeShaper(Shaper):
-    """A shaper of rollouts that share decisions. The base of those below; it replaces the advantage."""
+    """Base class of shapers that replace the advantages of rollouts which share decisions."""
 
     test: ClassVar[str] = "tests/joints/test_branches.py"
 
@@ -25,8 +25,10 @@ class TreeShaper(Shaper):
 
 
 class SubtreeAdvantages(TreeShaper):
-    """A rollout is compared with the whole group and with every subtree that it is in; the comparisons are averaged.
-    With `whitening` after it these are TreePO's advantages."""
+    """The mean difference of a rollout's reward from the mean rewards of its group and of all subtrees that it is in.
+
+    With `whitening` after it, these are TreePO's advantages.
+    """
 
     equation: ClassVar[str] = (
         "A_i = sum_S w_S (R_i - mean_{j in S} R_j) / sum_S w_S over the sets S of two or more: the group of i, and "
@@ -38,7 +40,7 @@ class SubtreeAdvantages(TreeShaper):
     )
     type: str = "subtree_advantages"
     weights: Literal["alike", "size"] = option(
-        "alike", "weights of the comparisons: equal, or by the number of rollouts"
+        "alike", "weights of group and subtrees. alike: equal; size: by their number of rollouts"
     )
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
@@ -47,20 +49,20 @@ class SubtreeAdvantages(TreeShaper):
 
         rollouts = batch.rollouts
         rewards, nodes = batch.local(batch.combined_rewards()), require(rollouts.nodes, "nodes of a tree")
-        own = subtree_advantages(rewards, rollouts.group, nodes, weights=self.weights)
-        return own[:, None].expand(advantages.shape).to(advantages)
+        rollout_advantages = subtree_advantages(rewards, rollouts.group, nodes, weights=self.weights)
+        return rollout_advantages[:, None].expand(advantages.shape).to(advantages)
 
 
 class PrefixMean(TreeShaper):
-    """A decision that several rollouts of a tree share gets the mean of their advantages; after the last branch a
-    rollout has its own."""
+    """Gives a decision that several rollouts share the mean of their advantages; after the last branch, a rollout has
+    its own advantage."""
 
     equation: ClassVar[str] = (
         "A_t = mean over the rollouts j that share decision t of (R_j - mean R) / (std R + 1e-6), by group"
     )
     source: ClassVar[str] = "ARPO, arXiv 2507.19849: its hard estimate of advantages"
     type: str = "prefix_mean"
-    scale: Literal["group_std", "none"] = option("group_std", "scale by which differences are divided")
+    scale: Literal["group_std", "none"] = option("group_std", "divide differences by the std of the group, or not")
 
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         from mmrl.core.advantages import group_advantages
@@ -69,6 +71,6 @@ class PrefixMean(TreeShaper):
 
         rollouts, nodes = batch.rollouts, require(batch.rollouts.nodes, "nodes of a tree")
         combined = batch.combined_rewards()
-        compared, _ = group_advantages(combined, batch.column("group"), scale=self.scale)
-        known = batch.local(compared.where(~combined.isnan(), float("nan")))
-        return shared_means(known, rollouts.group, nodes).to(advantages)
+        rollout_advantages, _ = group_advantages(combined, batch.column("group"), scale=self.scale)
+        local_advantages = batch.local(rollout_advantages.where(~combined.isnan(), float("nan")))
+        return shared_means(local_advantages, rollouts.group, nodes).to(advantages)

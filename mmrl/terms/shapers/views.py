@@ -1,4 +1,4 @@
-"""Advantages for responses that were read off the image."""
+"""An advantage bonus for responses that depend on the image."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 class ViewInformation(Shaper):
-    """A bonus for the pointwise mutual information of response and view: the log-likelihood under the prompt less that
-    under another view, such as one without its image, compared within the group."""
+    """A bonus for the pointwise mutual information of response and image, minus its mean over the group.
+
+    It is estimated by the log-probability of the response given the prompt minus that given a view of the prompt, such
+    as one with a masked image.
+    """
 
     equation: ClassVar[str] = (
-        "A_i <- A_i + weight (I_i - mean of I over the group), I = mean_t (logp_t - logp_t under the view), "
-        "at most bound"
+        "A_i <- A_i + weight (I_i - mean of I over the group), I = min(bound, mean_t (logp_t - logp_t under the view))"
     )
     source: ClassVar[str] = "reconstructed from MIRL's reward: the pointwise mutual information of text and image"
     test: ClassVar[str] = "tests/joints/test_shapers.py"
     type: str = "view_information"
-    weight: float = option(0.1, "of the information", gt=0)
+    weight: float = option(0.1, "weight of the bonus", gt=0)
     bound: float = option(5.0, "largest information that is rewarded", unit="nats", gt=0)
-    view: View = option(MaskedPatches(), "the other view")
+    view: View = option(MaskedPatches(), "change of the prompt")
 
     @property
     def needs(self) -> Needs:
@@ -39,11 +41,12 @@ class ViewInformation(Shaper):
     def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
         rollouts, shaped = batch.rollouts, advantages.clone()
         assert rollouts.old_logp is not None
-        apart = (rollouts.old_logp - batch.measured(ViewLikelihoods(self.view)).values).where(rollouts.mask, 0)
-        counted = rollouts.mask.sum(1)
-        information = (apart.sum(1) / counted.clamp(min=1)).clamp(max=self.bound)
+        view_logp = batch.measured(ViewLikelihoods(self.view)).values
+        difference = (rollouts.old_logp - view_logp).where(rollouts.mask, 0)
+        num_decisions = rollouts.mask.sum(1)
+        information = (difference.sum(1) / num_decisions.clamp(min=1)).clamp(max=self.bound)
         for group in rollouts.group.unique():  # a group lies on one rank
-            rows = (rollouts.group == group) & (counted > 0)
-            centred = information[rows] - information[rows].mean()
-            shaped[rows] = advantages[rows] + self.weight * centred[:, None]
+            rows = (rollouts.group == group) & (num_decisions > 0)
+            centered = information[rows] - information[rows].mean()
+            shaped[rows] = advantages[rows] + self.weight * centered[:, None]
         return shaped

@@ -9,7 +9,7 @@ from torch.distributions import Normal
 
 from mmrl.config import validate
 from mmrl.core.contrast import implicit_errors
-from mmrl.core.ratios import by_unit
+from mmrl.core.ratios import aggregate_log_ratio
 from mmrl.core.reduce import reduce
 from mmrl.errors import UserError
 from mmrl.policies.diffusion import trees
@@ -416,7 +416,7 @@ class TestTrees:
         weight = trees.decision_weights((2, 2), 2).expand(4, 2)
         ratio = torch.zeros(4, 2, requires_grad=True)
         mask = torch.ones(4, 2, dtype=torch.bool)
-        values = by_unit(ratio, mask, level=level) * weight
+        values = aggregate_log_ratio(ratio, mask, level=level) * weight
         reduce(values, mask, mode=mode, length=4).backward()
         first = ratio.grad[:, 0].view(2, 2).sum(1)  # two leaves share a node
         return torch.cat([first, ratio.grad[:, 1]])
@@ -432,7 +432,9 @@ class TestTrees:
 
     def test_the_ratio_of_a_sequence_is_that_of_its_whole_chain(self):
         """Leaves with log-ratios (.4, .2) and (.4, .1) have .3 and .25, though the first decision is one."""
-        found = by_unit(torch.tensor([[0.4, 0.2], [0.4, 0.1]]), torch.ones(2, 2, dtype=torch.bool), level="sequence")
+        found = aggregate_log_ratio(
+            torch.tensor([[0.4, 0.2], [0.4, 0.1]]), torch.ones(2, 2, dtype=torch.bool), level="sequence"
+        )
         torch.testing.assert_close(found[:, 0], torch.tensor([0.3, 0.25]))
 
     def test_weights_of_steps_and_of_nodes_multiply(self):

@@ -95,9 +95,11 @@ def test_a_latent_may_change_where_a_pixel_of_it_may():
     assert stats["region/stayed"].item() == pytest.approx(STAYED)
     none, stats = term.values(micro(0.0, torch.zeros(4, 4)), replayed(NOISY, V, OLD))
     assert stats["region/changed"].item() == 0 and none.isfinite().all()
-    with pytest.raises(UserError, match="prompt 'p' has no metadata 'region', by which the term region knows"):
+    with pytest.raises(UserError, match="prompt 'p' has no metadata 'region', the mask of pixels"):
         term.values(micro(0.0, None), replayed(NOISY, V, OLD))
-    with pytest.raises(UserError, match=r"masks of the term region are \[height, width\], got \[1, 2, 2\]"):
+    with pytest.raises(
+        UserError, match=r"metadata 'region' must be a mask \[height, width\] for the term region, got \[1, 2, 2\]"
+    ):
         term.values(micro(0.0, MASK[None]), replayed(NOISY, V, OLD))
 
 
@@ -175,5 +177,5 @@ def test_what_can_not_be_compared_is_one_line(folder, tmp_path):
         validate(chain, "test")
     told = replayed(NOISY, V, OLD)
     told.extras["matching"].source = None  # of a model that draws from words
-    with pytest.raises(UserError, match="edits no image, so that there is no source that the term region"):
+    with pytest.raises(UserError, match="does not edit images, so the term region has no source image"):
         choose(Term, {"type": "region"}).values(micro(0.0), told)

@@ -157,12 +157,12 @@ def test_preferences_are_of_bounds_with_the_same_states_for_both_policies(folder
         batch.ref_logp = policy.replay(batch, policy.module, reference=True).logp
         learner = choose(Algorithm, algorithm)
         rows = torch.tensor([0]), torch.tensor([1])
-        loss, _ = learner.of_group(*rows, batch, policy.replay(batch, policy.module))
+        loss, _ = learner.group_loss(*rows, batch, policy.replay(batch, policy.module))
         assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
         for parameter in policy.module.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         now = policy.replay(batch, policy.module)
-        loss, _ = learner.of_group(*rows, batch, now)
+        loss, _ = learner.group_loss(*rows, batch, now)
     apart = ((now.logp - batch.ref_logp) * batch.mask).sum(1)
     margin = 0.5 * float(apart[0] - apart[1])
     assert abs(margin) > 1e-3 and float(loss) == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-5)
