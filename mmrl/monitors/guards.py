@@ -93,7 +93,7 @@ class Stop(Action):
     type: str = "stop"
 
     def act(self, run: GuardedRun, reason: str) -> None:
-        raise UserError(f"guard: {reason}; the run stops there, as guards.action.type=stop says")
+        raise UserError(f"guard: {reason}; the run stops there, since its action is stop")
 
 
 class Guard(Section):

@@ -102,8 +102,8 @@ class Branches(ExtraSource):
         own_node = (1 << 32) + torch.tensor(seeds)[:, None]  # above all row numbers, which are other nodes' ids
         new.nodes = resize_columns(parents.nodes, shared.shape[1]).where(shared, own_node)
         if new.behaviour_logp is not None and parents.behaviour_logp is not None:
-            kept = resize_columns(parents.behaviour_logp, shared.shape[1])
-            new.behaviour_logp = kept.where(shared, new.behaviour_logp)
+            parent_logp = resize_columns(parents.behaviour_logp, shared.shape[1])
+            new.behaviour_logp = parent_logp.where(shared, new.behaviour_logp)
         return new
 
     def _select_points(self, members: Rollouts, num_branches: int, used: set[State]) -> tuple[list[Point], list[int]]:
