@@ -36,7 +36,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "predict(min(rows * steps, at_most))", "predict(rows * steps)", MEMORY),
     ("blueprint: responses without their prompts", "mmrl/policies/vlm/memory_estimate.py",
      "length = rollout.max_prompt_length + response", "length = response", MEMORY),
-    ("blueprint: half of keys and values", "mmrl/policies/vlm/memory_estimate.py", "memory.cache = 2 * width", "memory.cache = width",
+    ("blueprint: half of keys and values", "mmrl/policies/vlm/memory_estimate.py", "memory.cache = 2 * bytes_per_number", "memory.cache = bytes_per_number",
      MEMORY),
     ("blueprint: all looks at once", "mmrl/policies/vla/memory_estimate.py", "    if total <= at_once:", "    if True:", MEMORY),
     # --- mmrl doctor --gpu ---

@@ -79,7 +79,7 @@ def write_language(folder: Path, small: bool) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.model_max_length = 32_768
-    build_processor(tokenizer, Sizes(patch=14, merge=2, longest=4096)).save_pretrained(folder)
+    build_processor(tokenizer, Sizes(patch=14, merge=2, max_patches=4096)).save_pretrained(folder)
 
 
 def write_questions(folder: Path, small: bool) -> Path:

@@ -160,9 +160,7 @@ def rename(file, before, after):
 
 def test_a_published_folder_is_never_run_and_the_command_is_named(tmp_path):
     write(tmp_path / "llada", "llada")
-    with pytest.raises(
-        UserError, match=f"llada model with code of its own, .* mmrl convert {tmp_path / 'llada'} --out"
-    ):
+    with pytest.raises(UserError, match=f"type llada with code of its own .* mmrl convert {tmp_path / 'llada'} --out"):
         policy_of(tmp_path / "llada", build=False)
     done = mmrl(tmp_path, "convert", str(tmp_path / "llada"))
     assert done.code == 0, done.err
