@@ -106,7 +106,7 @@ def test_what_it_can_not_be(tmp_path):
     with pytest.raises(UserError, match=r"unmasking.likelihood=elbo shows .* never in, and algorithm.critic values"):
         policy_of(missing, build=False, algorithm=PPO, unmasking={"likelihood": "elbo"})
     separate = PPO | {"critic": {"type": "separate"}}
-    with pytest.raises(UserError, match="algorithm.critic.type=separate is not a critic of a masked diffusion model"):
+    with pytest.raises(UserError, match="algorithm.critic.type=separate does not work with a masked diffusion model"):
         policy_of(missing, build=False, algorithm=separate, unmasking={"likelihood": "trace"})
     tree = {"run_dir": "x", "model": {"type": "uniform_diffusion"}, "task": {"type": "text_sums"}, "algorithm": PPO}
     with pytest.raises(UserError, match="algorithm.type=ppo needs a critic, which model.type=uniform_diffusion"):
