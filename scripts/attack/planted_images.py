@@ -76,7 +76,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("candidates: completed from the step before", "mmrl/policies/diffusion/decisions/chain.py", "[point + ends for",
      "[point for", CANDIDATES),
     ("candidates: everybody goes on alone", "mmrl/policies/diffusion/candidates.py",
-     "apart = x.repeat_interleave(size, 0)", "apart = x.repeat_interleave(size, 0) if k == 0 else after[-1]",
+     "state = x.repeat_interleave(size, 0)", "state = x.repeat_interleave(size, 0) if k == 0 else next_states[-1]",
      CANDIDATES),
     ("values: the mean whatever eta", "mmrl/core/values.py", "if eta == 0:", "if eta >= 0:", VALUES),
     ("values: segments lose what they add", "mmrl/terms/shapers/denoising_steps.py", "clamp(max=count)] - value[:, first]",

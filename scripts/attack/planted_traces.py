@@ -40,7 +40,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CRITIC),
     # --- branches ---
     ("branch_credit: the trunk is drawn, too", CANDIDATES,
-     "segment(x, prompts, roots, none, at,", "segment(x, prompts, roots, [[p] for p in at], at,", BRANCHES),
+     "segment(x, prompts, group_seeds, no_steps, step,", "segment(x, prompts, group_seeds, [[p] for p in step], step,", BRANCHES),
     ("branch_credit: a candidate goes on", CANDIDATES, 'if trunk == "ode":', "if False:", BRANCHES),
     ("branch_credit: the trunk of the settings is not looked at", "mmrl/policies/diffusion/decisions/chain.py",
      "group_size, last, self.likelihood.trunk)", "group_size, last)", BRANCHES),

@@ -141,7 +141,7 @@ def write_prompts(folder: Path, model: Path, resolution: int) -> Path:
     condition = family.meta_condition(shape)
     tensors, files = {}, {}
     for text in [*prompts, ""]:
-        key = embeddings.key_of(ConditionInputs(text), shape)
+        key = embeddings.condition_key(ConditionInputs(text), shape)
         files[key] = "embeddings-00000.safetensors"
         tensors |= {f"{key}.{name}": torch.randn(meta.shape) for name, meta in condition.items()}
     save_file(tensors, folder / "embeddings-00000.safetensors")

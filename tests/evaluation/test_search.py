@@ -11,7 +11,7 @@ from mmrl.cli import main as cli
 from mmrl.config import load, validate
 from mmrl.errors import UserError
 from mmrl.evaluation.search import BestOf, Particles
-from mmrl.policies.diffusion.family import Remarks, Shape
+from mmrl.policies.diffusion.family import ModelNotes, Shape
 from mmrl.policies.diffusion.steering import Steering, particles, resampled, steered
 from mmrl.rollouts import Prompt
 from mmrl.samplers.chain import mixed
@@ -85,7 +85,7 @@ class Exact:
 
     space = "velocity"
     norm_patch = None
-    remarks = Remarks()
+    notes = ModelNotes()
 
     def __init__(self, family):
         self.family, self.module = family, family.module

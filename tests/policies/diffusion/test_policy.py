@@ -352,11 +352,15 @@ def test_a_text_is_encoded_once_while_it_is_kept():
     policy.replay(draw(policy), policy.module)
     assert sorted(sum(asked, [])) == ["", "red cat", "two dog"]
     asked.clear()
-    policy.network.conditions.of(said("red cat"), policy.shape)
-    policy.network.conditions.of(said("cat"), policy.shape)  # the fourth: the one that was asked for longest ago goes
-    policy.network.conditions.of(said("red cat", "cat"), policy.shape)
+    policy.network.conditions.encode(said("red cat"), policy.shape)
+    policy.network.conditions.encode(
+        said("cat"), policy.shape
+    )  # the fourth: the one that was asked for longest ago goes
+    policy.network.conditions.encode(said("red cat", "cat"), policy.shape)
     assert asked == [["cat"]]
-    found = policy.network.conditions.of(said("red", "dog", "two", "cat", "red"), policy.shape)  # more than are kept
+    found = policy.network.conditions.encode(
+        said("red", "dog", "two", "cat", "red"), policy.shape
+    )  # more than are kept
     assert all(
         torch.equal(f["words"], encode(said(t))[0]["words"])
         for f, t in zip(found, ["red", "dog", "two", "cat", "red"], strict=True)

@@ -150,11 +150,11 @@ def test_sides_beyond_the_position_table(name, largest, shared_family):
 
 
 def test_guidance_that_a_model_holds(shared_family):
-    assert "denoising.embedded_guidance" in shared_family("flux").remarks.held_guidance
-    assert "its own scale: none" in shared_family("flux_schnell").remarks.held_guidance
-    assert all(shared_family(name).remarks.held_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
-    (line,) = shared_family("sd3").remarks.facts
-    assert "shift=3 once" in line and shared_family("flux").remarks.facts == ()
+    assert "denoising.embedded_guidance" in shared_family("flux").notes.distilled_guidance
+    assert "its own scale: none" in shared_family("flux_schnell").notes.distilled_guidance
+    assert all(shared_family(name).notes.distilled_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
+    (line,) = shared_family("sd3").notes.differences
+    assert "shift=3 once" in line and shared_family("flux").notes.differences == ()
 
 
 def test_norms_of_patches_by_hand():
