@@ -33,7 +33,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "self.prompts.with_unconditional(self.prompts.prefixes(prompt_ids, texts), guidance)",
      "self.prompts.with_unconditional(self.prompts.prefixes(prompt_ids, [NO_TEXT] * len(texts)), guidance)", REASONING),
     ("codes: texts of neighbours change the noise", "mmrl/policies/autoregressive_image/sampling.py",
-     "torch.Generator(self.prompts.device).manual_seed(mixed(int(seed), TEXTS) % 2**63) for seed in seeds",
+     "torch.Generator(self.prompts.device).manual_seed(mixed(int(seed), TEXT_SEED) % 2**63) for seed in seeds",
      "torch.Generator(self.prompts.device).manual_seed(i) for i, seed in enumerate(seeds)", REASONING),
     ("codes: guidance the other way", "mmrl/policies/autoregressive_image/scorer.py", "unconditional + guidance * (conditional - unconditional)",
      "conditional + guidance * (unconditional - conditional)", REASONING),

@@ -164,7 +164,9 @@ def test_particles_need_a_denoiser_and_its_own_transition(folder):
         with pytest.raises(UserError, match=f"the chains of model.type=diffusion, which {told} does not have"):
             validate({**searched, **tree}, "test")
     _, task, policy = parts(folder)
-    with pytest.raises(UserError, match="sample.search.transition.type=ddim is not for a model that predicts velocity"):
+    with pytest.raises(
+        UserError, match="sample.search.transition.type=ddim does not fit a model that predicts velocity"
+    ):
         Particles(transition=DDIM()).respond(policy, task, [task.evaluation[0]], [0])
 
 
