@@ -163,7 +163,7 @@ def test_demonstrations_are_texts_and_images(folder):
         made.replay(batch, made.module).logp[2][batch.mask[2]].double(), by_hand(made, batch.inputs[2], 1.0, 1.0),
         rtol=0, atol=5e-4,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"has no text to learn from: metadata\['reasoning'\]"):
+    with pytest.raises(UserError, match=r"has no text to learn from; set its metadata\['reasoning'\]"):
         made.demonstrate([replace(prompts[0], metadata={"target": prompts[0].metadata["target"]})], [0])
     long = replace(prompts[0], metadata=prompts[0].metadata | {"reasoning": "a a a a a a"})
     with pytest.raises(UserError, match="has 6 tokens and an end token, more than rollout.reasoning_length=6"):
