@@ -169,7 +169,7 @@ def test_rows_with_recorded_experts_stay_padded(policy, rollouts, monkeypatch):
     """Records lie by row and token of padded rows."""
     recorded = with_records(rollouts, elsewhere)
     usual = replay(policy, recorded).logp
-    monkeypatch.setattr(policy.runner, "packs", lambda lengths: True)
+    monkeypatch.setattr(policy.runner, "should_pack", lambda lengths: True)
     torch.testing.assert_close(replay(policy, recorded).logp, usual)
 
 

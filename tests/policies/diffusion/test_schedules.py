@@ -29,7 +29,7 @@ def every_class():
 
 
 def fault(family, scheduler):
-    return family.schedules.fault(type(scheduler).__name__, scheduler.config)
+    return family.schedules.problem(type(scheduler).__name__, scheduler.config)
 
 
 def test_every_class_has_a_verdict_of_every_family():
@@ -41,7 +41,7 @@ def test_every_class_has_a_verdict_of_every_family():
         # Solvers are read where they are of flows; of their own default prediction they are not.
         assert read == set(schedules.FLOW if flow else schedules.NOISE) - clipping(family), family
         for name in classes.keys() - read - set(family.schedules.kinds):
-            assert "it is not supported" in family.schedules.fault(name, {})
+            assert "it is not supported" in family.schedules.problem(name, {})
 
 
 def clipping(family):
