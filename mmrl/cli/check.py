@@ -103,7 +103,7 @@ class JobCheck:
             with self.findings.guarded("data"):
                 self.findings.add(probe_cut(prompts, policy.family.truncated_tokens))
             self.findings.add(probe_policy(policy))
-            self.findings.facts += [("model", fact) for fact in policy.family.remarks.facts]
+            self.findings.facts += [("model", fact) for fact in policy.family.notes.differences]
         with self.findings.guarded("rollout"):
             samples = policy.respond(sampled(task.evaluation, 2), [1, 2])
             task.accuracy(samples)

@@ -52,7 +52,7 @@ PROMPTS = (
 
 def template_line(processor: Processor) -> str:
     forms = forms_of(processor)
-    if "image" not in forms.shown:
+    if "image" not in forms.media:
         rendered(processor, [Message("user", (*ONE.images, ONE.text))])  # raises, with the reason
     system = "no system role: system texts stand before the first question" if forms.system is None else "system role"
     return f"content as {'a list of parts' if forms.user == 'parts' else 'one string'}, {system}"

@@ -66,4 +66,4 @@ def longest_rollout(config: Config) -> tuple[str, int] | None:
 def probe_policy(policy: Policy) -> Iterator[Alarm]:
     """Finds settings that do not fit what the loaded model is."""
     if isinstance(policy, DiffusionPolicy):
-        yield from probe_guidance(policy.denoising.guidance, policy.family.remarks.held_guidance)
+        yield from probe_guidance(policy.denoising.guidance, policy.family.notes.distilled_guidance)
