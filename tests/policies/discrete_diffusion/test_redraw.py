@@ -119,7 +119,9 @@ def test_what_is_measured_in_the_first_epochs_states_is_refused():
         "epochs": 2,
         "terms": [{"type": "kl", "against": {"type": "view", "view": "no_text"}, "coefficient": 0.1}],
     }
-    with pytest.raises(UserError, match="is measured in the first one's; set redraw: false, or epochs=1") as error:
+    with pytest.raises(
+        UserError, match="is measured only in those of the first; set unmasking.likelihood.redraw=false"
+    ) as error:
         validate(tree, "test")
     assert "\n" not in str(error.value)
     likelihood["redraw"] = False

@@ -165,7 +165,7 @@ def test_images_are_written_as_codes(tmp_path):
 
 def test_wrong_options_are_one_line(folder):
     for noising, line in (
-        ({"levels": [0.8, 0.2]}, "levels must lie in"),
+        ({"levels": [0.8, 0.2]}, "must be two numbers from 0 to 1, the smaller one first"),
         ({"steps": 0}, "noising.steps"),
         ({"order": "random"}, "unknown key noising.order"),
     ):
