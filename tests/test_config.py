@@ -258,7 +258,7 @@ def test_half_precision_needs_master_weights(refusal, config):
         (["optim.hold_steps=3"], "optim: hold_steps=3 leaves nothing to learn"),
         (
             ["rollout.max_response_length={type: additive, start: 9, metric: m, target: 1, rate: 1, low: 4}"],
-            "rollout: max_response_length may grow without a bound; set its `high`",
+            "rollout: max_response_length has no upper bound; set its `high`",
         ),
         (["engine.offload=all", "engine.zero_stage=2"], "engine.zero_stage=3"),
         (["engine.offload=optimizer"], "engine.zero_stage of 1"),
@@ -296,10 +296,10 @@ PARTIAL = ["rollout.generator.partial={oversample: 4, segment: 64}"]
         ([*COLOCATED, "rollout.generator.correction.weight.cap=0.5"], "rollout.generator.correction.weight.cap"),
         ([*COLOCATED, "rollout.generator.correction.reject.low=1.5"], "rollout.generator.correction.reject.low"),
         ([*COLOCATED, "rollout.generator.correction.reject.high=0.5"], "rollout.generator.correction.reject.high"),
-        ([*COLOCATED, "rollout.temperature=3"], "rollout.temperature=3: vLLM takes at most 2"),
+        ([*COLOCATED, "rollout.temperature=3"], "rollout.temperature=3: vLLM accepts at most 2"),
         (
             [*COLOCATED, "rollout.temperature={type: linear, start: 1, end: 2.5, steps: 9}"],
-            "rollout.temperature=2.5: vLLM takes at most 2",
+            "rollout.temperature=2.5: vLLM accepts at most 2",
         ),
         ([*COLOCATED, "rollout.generator.async_steps=1"], "unknown key rollout.generator.async_steps"),
         (["rollout.generator.partial.oversample=4"], "unknown key rollout.generator.partial"),
@@ -309,7 +309,7 @@ PARTIAL = ["rollout.generator.partial={oversample: 4, segment: 64}"]
         ),
         (
             [*COLOCATED, "rollout.generator.partial.oversample=4"],
-            "rollout.generator.partial.segment=256 does not divide responses of at most",
+            "rollout.generator.partial.segment=256 is not below rollout.max_response_length=",
         ),
         ([*COLOCATED, *PARTIAL, "rollout.micro_batch=8"], "set rollout.micro_batch=null"),
         (

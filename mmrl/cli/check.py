@@ -109,7 +109,7 @@ class JobCheck:
             with self.report.catch_errors("data"):
                 self.report.add(probe_truncation(prompts, policy.family.truncated_tokens))
             self.report.add(probe_policy(policy))
-            self.report.inspected += [("model", remark) for remark in policy.family.remarks.facts]
+            self.report.inspected += [("model", remark) for remark in policy.family.notes.differences]
         with self.report.catch_errors("rollout"):
             samples = policy.respond(sample_prompts(task.evaluation, 2), [1, 2])
             task.accuracy(samples)

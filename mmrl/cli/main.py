@@ -535,7 +535,7 @@ def run_embed(options: argparse.Namespace) -> int:
     policy: Any = build_policy(config, task)
     if isinstance(policy.family, SmallFamily):
         raise UserError("mmrl embed needs a diffusers pipeline; mmrl's small networks have no text encoders")
-    count = embeddings.write(policy.family, embeddings.condition_inputs_of(task, policy), options.out)
+    count = embeddings.write(policy.family, embeddings.job_inputs(task, policy), options.out)
     print(f"{count} prompts written to {options.out}; train with model.embeddings={options.out}")
     return 0
 

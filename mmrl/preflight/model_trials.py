@@ -54,7 +54,7 @@ PROMPTS = (
 def check_template(processor: Processor) -> str:
     """Returns a line on the form of messages that the chat template takes. Raises UserError if it takes no images."""
     forms = forms_of(processor)
-    if "image" not in forms.shown:
+    if "image" not in forms.media:
         rendered(processor, [Message("user", (*ONE_IMAGE.images, ONE_IMAGE.text))])  # raises, with the reason
     system = "no system role: the system text goes before the first question" if forms.system is None else "system role"
     return f"content as {'a list of parts' if forms.user == 'parts' else 'one string'}, {system}"

@@ -69,4 +69,4 @@ def longest_rollout(config: Config) -> tuple[str, int] | None:
 def probe_policy(policy: Policy) -> Iterator[Alarm]:
     """Yields alarms about settings that do not fit the loaded model."""
     if isinstance(policy, DiffusionPolicy):
-        yield from probe_guidance(policy.denoising.guidance, policy.family.remarks.held_guidance)
+        yield from probe_guidance(policy.denoising.guidance, policy.family.notes.distilled_guidance)

@@ -147,7 +147,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     # --- policies ---
     ("centre: alternatives are not normalised", VLM + "scorer.py", "logits - (target - scores.logp)[:, None]",
      "logits - target[:, None]", SEAMS + ("engine/test_fused_head.py",)),
-    ("centre: the least likely alternatives", VLM + "scorer.py", "part.topk(count).indices", "part.topk(count, largest=False).indices",
+    ("centre: the least likely alternatives", VLM + "scorer.py", ".topk(count).indices)", ".topk(count, largest=False).indices)",
      SEAMS + ("policies/test_vlm.py",)),
     ("centre: all continuations are drawn alike", VLM + "responses/reuse.py", "replace(draft.request, seed=seed)",
      "replace(draft.request, seed=seeds[0])", JOINED),

@@ -44,10 +44,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("few steps: its chains are steered", "mmrl/policies/few_step_diffusion/settings.py", '{"views", "steering", Taught}', '{"views", Taught}', ("evaluation/test_search.py",)),
     ("few steps: a teacher is offered", "mmrl/policies/few_step_diffusion/settings.py", '{"views", "steering", Taught}', '{"views", "steering"}',
      ("policies/diffusion/test_two_networks.py",)),
-    ("embed: encoders visit for every prompt", E, "for key, condition in zip(some, family.encode("
-     "[distinct[key][0] for key in some], shape), strict=True):",
-     "for key, condition in ((key, family.encode([distinct[key][0]], shape)[0]) for key in some):", EMBEDDED),
-    ("embed: images of all sizes at once", E, "shape if one.images else first", "first", EMBEDDED),
+    ("embed: encoders visit for every prompt", E, "conditions = family.encode([distinct[key][0] for key in shape_keys], shape)",
+     "conditions = [family.encode([distinct[key][0]], shape)[0] for key in shape_keys]", EMBEDDED),
+    ("embed: images of all sizes at once", E, "shape if item.images else first_shape", "first_shape", EMBEDDED),
     ("embed: models of two networks too", "mmrl/cli/main.py", 'if config.model.type != "diffusion":',
      'if not config.model.type.endswith("diffusion"):', EMBEDDED),
     ("rewritten: the writer is asked without its template", "mmrl/policies/prompt_rewriting/policy.py",

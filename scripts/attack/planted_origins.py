@@ -167,8 +167,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      CORRECTIONS),
     ("corrections: too long ones join", CO, "joined.select(fits)", "joined", CORRECTIONS),
     ("corrections: without a right one", CO, "if not correct or not wrong:", "if not wrong:", CORRECTIONS),
-    ("corrections: the first response counts", "mmrl/policies/vlm/responses/reuse.py", "mask=rollouts.mask & chosen", "mask=rollouts.mask", RUN),
-    ("corrections: the text is left out", "mmrl/policies/vlm/responses/reuse.py", "torch.cat([beginning, between])", "beginning", RUN),
+    ("corrections: the first response counts", "mmrl/policies/vlm/responses/reuse.py", "mask=rollouts.mask & decision_mask", "mask=rollouts.mask", RUN),
+    ("corrections: the text is left out", "mmrl/policies/vlm/responses/reuse.py", "torch.cat([prefix, text_ids])", "prefix", RUN),
     # --- critics of responses ---
     ("text critic: not asked before the updates", "mmrl/rollouts.py", "values.where(mask, 0.0), last", "blank, last",
      PPO),

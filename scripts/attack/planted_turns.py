@@ -19,8 +19,8 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("ocr tool: tells all that it read", P, "if len(content) > characters:", "if len(content) > 10 * characters:", TOOLS),
     # --- conversations from files ---
     ("files: only the last response is learned from", "mmrl/policies/vlm/turns.py",
-     "draft.grow(ids, torch.zeros(len(ids)), None)",
-     "draft.grow(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
+     "draft.append(ids, torch.zeros(len(ids)), None)",
+     "draft.append(ids, torch.zeros(len(ids)), None); draft.tokens.decided[: (number == 0) * len(ids)] = False", TALKS),
     ("files: results of tools are learned from", "mmrl/policies/vlm/prompts.py",
      "grown = self.extended(observation.prompt, decided=False)", "grown = self.extended(observation.prompt, decided=True)", TALKS),
     ("files: images of the column in another order", C, "image_column = enumerate(images if isinstance(images,",

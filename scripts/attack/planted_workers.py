@@ -27,7 +27,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("workers: one that is started again counts as up to date", H, "        self.child.stop()\n"
      "        self.weights = 0", "        self.child.stop()", POOL),
     ("workers: predictions of older weights pass for those of now", "mmrl/policies/diffusion/settings.py",
-     "of_use and not ahead and isinstance", "of_use and isinstance", POOL),
+     "useful and not is_async and kept_by_chain", "useful and kept_by_chain", POOL),
     ("workers: more of them than prompts", "mmrl/collection/checks.py", "at_once = config.generator, prompts_at_once(config, world)",
      "at_once = config.generator, prompts_at_once(config, 1)", POOL),
     ("workers: any class is made of a message", "mmrl/children/frames.py", "isinstance(kind, type) and is_dataclass(kind)",

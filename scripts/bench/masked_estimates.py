@@ -64,7 +64,7 @@ def main() -> None:
     for name, tree in KINDS.items():
         policy.likelihood = choose(MaskedLikelihood, tree)
         found = estimates(policy, drawn, options.seeds)
-        states = len(policy.states_of(drawn.inputs[0]).empty)
+        states = len(policy.scoring_states(drawn.inputs[0]).masked)
         bias, spread = (found - exact[:, None]).mean(), found.var(1).mean().sqrt()
         print(f"| {name} | {states} | {float(bias):+.3f} | {float(spread):.3f} |", flush=True)
 

@@ -68,10 +68,10 @@ class SlowSettings(EnvironmentSettings):
 class LockStep(turns.ThreadedSteps):
     """None goes on before all have been answered."""
 
-    def done(self, *, block: bool) -> list[Any]:
-        while self.waiting and any(not future.done() for _, future in self.waiting.values()):
+    def results(self, *, block: bool) -> list[Any]:
+        while self.pending and any(not future.done() for _, future in self.pending.values()):
             time.sleep(1e-3)
-        return super().done(block=False)
+        return super().results(block=False)
 
 
 def measured(policy: Any, prompts: list[Prompt], steps: type[turns.ThreadedSteps]) -> tuple[float, Any]:
@@ -85,7 +85,7 @@ def read_again(rollouts: Any) -> tuple[int, int]:
     """Tokens that turns read without and with a cache of what they have in common with the turn before."""
     whole = new = 0
     for tokens in rollouts.inputs:
-        starts = [0, *((~tokens.chosen[:-1] & tokens.chosen[1:]).nonzero().flatten() + 1).tolist()]
+        starts = [0, *((~tokens.decision_mask[:-1] & tokens.decision_mask[1:]).nonzero().flatten() + 1).tolist()]
         lengths = [len(tokens.prompt) + start for start in starts]
         whole, new = whole + sum(lengths), new + lengths[-1]
     return whole, new

@@ -79,7 +79,7 @@ def write_language(folder: Path, small: bool) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.model_max_length = 32_768
-    build_processor(tokenizer, Sizes(patch=14, merge=2, longest=4096)).save_pretrained(folder)
+    build_processor(tokenizer, Sizes(patch=14, merge=2, max_patches=4096)).save_pretrained(folder)
 
 
 def write_questions(folder: Path, small: bool) -> Path:
@@ -141,7 +141,7 @@ def write_prompts(folder: Path, model: Path, resolution: int) -> Path:
     condition = family.meta_condition(shape)
     tensors, files = {}, {}
     for text in [*prompts, ""]:
-        key = embeddings.key_of(ConditionInputs(text), shape)
+        key = embeddings.condition_key(ConditionInputs(text), shape)
         files[key] = "embeddings-00000.safetensors"
         tensors |= {f"{key}.{name}": torch.randn(meta.shape) for name, meta in condition.items()}
     save_file(tensors, folder / "embeddings-00000.safetensors")

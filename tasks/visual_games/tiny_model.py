@@ -23,6 +23,6 @@ def build(path: str | Path, seed: int = 0) -> None:
     write(
         path,
         build_tokenizer(),
-        Sizes("3", patch=SIDE, width=128, vision_width=64, rope=(2, 7, 7), spread=INITIALIZER_RANGE),
+        Sizes("3", patch=SIDE, width=128, vision_width=64, rope=(2, 7, 7), vision_init_std=INITIALIZER_RANGE),
         seed,
     )

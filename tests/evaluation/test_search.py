@@ -11,7 +11,7 @@ from mmrl.cli import main as cli
 from mmrl.config import load, validate
 from mmrl.errors import UserError
 from mmrl.evaluation.search import BestOf, Particles
-from mmrl.policies.diffusion.family import Remarks, Shape
+from mmrl.policies.diffusion.family import ModelNotes, Shape
 from mmrl.policies.diffusion.steering import Steering, particles, resampled, steered
 from mmrl.rollouts import Prompt
 from mmrl.samplers.chain import derive_seed
@@ -85,7 +85,7 @@ class Exact:
 
     space = "velocity"
     norm_patch = None
-    remarks = Remarks()
+    notes = ModelNotes()
 
     def __init__(self, family):
         self.family, self.module = family, family.module
@@ -164,7 +164,9 @@ def test_particles_need_a_denoiser_and_its_own_transition(folder):
         with pytest.raises(UserError, match=f"the chains of model.type=diffusion, which {told} does not have"):
             validate({**searched, **tree}, "test")
     _, task, policy = parts(folder)
-    with pytest.raises(UserError, match="sample.search.transition.type=ddim is not for a model that predicts velocity"):
+    with pytest.raises(
+        UserError, match="sample.search.transition.type=ddim does not fit a model that predicts velocity"
+    ):
         Particles(transition=DDIM()).respond(policy, task, [task.evaluation[0]], [0])
 
 

@@ -140,7 +140,7 @@ def test_weights_that_are_still_being_written():
     made = built(model_folder(), Late)
     named(updated(made, 1e-6), "35 of 69 tensors are not as they were sent")
     Copy.load(made.engine, made.engine.rest)
-    assert made.arrivals.judge(made.base.sent, {}, made.engine.arrived())[0] is None  # a moment later
+    assert made.comparison.compare(made.base.sent, {}, made.engine.arrived())[0] is None  # a moment later
 
 
 class Pair(Copy):

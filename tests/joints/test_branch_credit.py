@@ -141,5 +141,5 @@ def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811
     with pytest.raises(UserError, match=r"\(branch_credit\) needs denoising steps from states that a group shares"):
         validate(tree, "test")
     alone = {"likelihood": {"trunk": "ode"}}
-    with pytest.raises(UserError, match="trunk=ode says how a group goes on from shared states; set shared_states"):
+    with pytest.raises(UserError, match="trunk=ode has an effect only with shared_states=true; set"):
         validate(tree | {"denoising": alone, "algorithm": {}}, "test")

@@ -118,7 +118,7 @@ def test_a_chain_of_its_own_states_is_refused(folder):  # noqa: F811
     with pytest.raises(UserError, match=r"needs denoising steps from states that a group shares .*shared_states=true"):
         validate(tree, "test")
     both = {"likelihood": {"shared_states": True, "branching": [12]}}
-    with pytest.raises(UserError, match="two ways to share states"):
+    with pytest.raises(UserError, match="exclude each other"):
         validate(tree | {"denoising": both}, "test")
     shaped = {"likelihood": {"shared_states": True}}
     with pytest.raises(UserError, match="needs a separate denoising chain for each rollout"):

@@ -158,5 +158,5 @@ def test_what_has_no_gradient_is_one_line(folder):
         parts(folder, algorithm="grpo")
     with pytest.raises(UserError, match="needs images with their gradient"):
         parts(folder, likelihood="chain")
-    with pytest.raises(UserError, match="denoising.likelihood.steps=5 are more than denoising.steps=4"):
+    with pytest.raises(UserError, match="denoising.likelihood.steps=5 is more than denoising.steps=4"):
         parts(folder, steps=5)

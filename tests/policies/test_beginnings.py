@@ -66,8 +66,8 @@ def test_pictures_between_turns_are_read_with_what_came_before_them(folders, mon
     """Two rows of equal tokens whose tools showed different pictures are two, each read whole."""
     policy = conversing(folders["qwen2_5_vl"], length=300, end=5.0)
     talks = policy.rollout(PROMPTS[1:2], 4, [1, 2, 3, 4])
-    row = next(row for row in talks.inputs if row.read_images)
-    other = replace(row, read_images=row.read_images | {"pixel_values": -row.read_images["pixel_values"]})
+    row = next(row for row in talks.inputs if row.observed_images)
+    other = replace(row, observed_images=row.observed_images | {"pixel_values": -row.observed_images["pixel_values"]})
     last, begin = [], Prefix.begin
 
     def begun(self, ids):

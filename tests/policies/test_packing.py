@@ -28,7 +28,7 @@ def gradients(policy):
 def scores(policy, rollouts, packs):
     """Likelihoods of responses, and gradients of their weighted sum, padded or packed."""
     policy.module.zero_grad()
-    policy.runner.packs = lambda lengths: packs
+    policy.runner.should_pack = lambda lengths: packs
     replay = policy.replay(rollouts, policy.module)
     weights = torch.arange(1.0, replay.logp.numel() + 1).view_as(replay.logp)
     (replay.logp * weights).sum().backward()
@@ -38,7 +38,7 @@ def scores(policy, rollouts, packs):
 @pytest.mark.parametrize("policy", FAMILIES, indirect=True)
 def test_packed_rows_have_the_likelihoods_and_gradients_of_padded_ones(policy):
     if not policy.runner.can_pack:
-        assert not policy.module.packs
+        assert not policy.module.can_pack
         pytest.skip("this family is padded")
     seen = []
     first = policy.runner.core.get_decoder().layers[0]
@@ -97,9 +97,9 @@ def test_it_is_off_where_the_engine_says_so(folders):
     on = config.model.load(config, None, config.model.path)
     engine = config.engine.model_copy(update={"packing": False})
     off = config.model.load(config.model_copy(update={"engine": engine}), None, config.model.path)
-    assert on.module.packs and not off.module.packs
+    assert on.module.can_pack and not off.module.can_pack
     used = [policy.runner.core.get_decoder().config._attn_implementation for policy in (on, off)]
-    assert used == [PACKED, "sdpa"] and not off.runner.packs([1, 100])
+    assert used == [PACKED, "sdpa"] and not off.runner.should_pack([1, 100])
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl"], indirect=True)

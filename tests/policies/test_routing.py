@@ -169,7 +169,7 @@ def test_rows_with_recorded_experts_stay_padded(policy, rollouts, monkeypatch):
     """Records lie by row and token of padded rows."""
     recorded = with_records(rollouts, elsewhere)
     usual = replay(policy, recorded).logp
-    monkeypatch.setattr(policy.runner, "packs", lambda lengths: True)
+    monkeypatch.setattr(policy.runner, "should_pack", lambda lengths: True)
     torch.testing.assert_close(replay(policy, recorded).logp, usual)
 
 
@@ -430,7 +430,7 @@ def test_a_model_without_experts_is_refused(load):
 
 def test_an_engine_that_tells_no_or_other_experts_is_named(policy):
     policy.engine = Copy(policy, PROMPTS)
-    with pytest.raises(UserError, match="routing_replay is set and vLLM returned no experts"):
+    with pytest.raises(UserError, match="routing_replay is set, but vLLM returned no experts"):
         policy.rollout(PROMPTS, 1, [1, 2, 3])
     routing = Routing(vlm.transformers_model(policy.module.model))
     known = torch.zeros(9, LAYERS, K, dtype=torch.int16)

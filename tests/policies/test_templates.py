@@ -122,7 +122,7 @@ DROPS = template("{%- for p in m['content'] -%}{{- p['text'] -}}{%- endfor -%}")
         (None, r"has no chat template.*chat_template\.jinja"),
         (DROPS, r"\(chat_template\.jinja\) drops images"),
         (template("{{- m['content'][0]['text'] -}}"), r"drops images"),
-        (template("{{- m['text'] -}}"), r"shows the text of a question neither as a list"),
+        (template("{{- m['text'] -}}"), r"renders the text of a question neither from a list"),
         (template("{{- m['content']['text'] + '' -}}"), r"neither.*UndefinedError"),
         ("{{ broken", r"neither.*TemplateSyntaxError"),
     ],

@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_whole_conversation(family, folders):
         with torch.no_grad():  # images and further inputs: families lay several images out in their own ways
             got = policy.module.model(**policy.runner.collate([tokens], padding_side="right")).logits[0]
             close(got, policy.module.model(**want).logits[0, : len(ids)], 1e-4)
-        chosen = policy.tokens.tokenizer.decode(tokens.response[tokens.chosen])
+        chosen = policy.tokens.tokenizer.decode(tokens.response[tokens.decision_mask])
         end = policy.tokens.tokenizer.decode(policy.eos[:1])
         assert chosen == f"The sum{end}is 3{end}left{end}"
 
@@ -151,7 +151,7 @@ def test_decided_tokens_have_the_likelihoods_of_a_full_forward(talks):
             logits = model(**inputs).logits[0, len(tokens.prompt) - 1 : -1]
         logits[:, never] = -torch.inf
         logp = (logits / 0.7).log_softmax(-1)[torch.arange(len(tokens.response)), tokens.response]
-        want = torch.where(tokens.chosen, logp, 0.0).float()
+        want = torch.where(tokens.decision_mask, logp, 0.0).float()
         close(got[row, : len(want)], want, 1e-4)
 
 
@@ -164,7 +164,7 @@ def test_what_is_sampled_is_drawn_from_the_replayed_distribution(talks):
             logits = policy.module.model(**policy.runner.collate([tokens], padding_side="right")).logits[0]
         logits[:, list(policy.tokens.suppressed)] = -torch.inf
         best = logits[len(tokens.prompt) - 1 : -1].argmax(-1)
-        assert torch.equal(best[tokens.chosen], tokens.response[tokens.chosen])
+        assert torch.equal(best[tokens.decision_mask], tokens.response[tokens.decision_mask])
 
 
 def test_observations_are_read_but_never_scored(talks):
@@ -173,7 +173,7 @@ def test_observations_are_read_but_never_scored(talks):
     want = replay(policy, rollouts).logp
     changed = []
     for tokens in rollouts.inputs:
-        spot = int((~tokens.chosen).nonzero()[-3])  # text of the last observation or of the template after it
+        spot = int((~tokens.decision_mask).nonzero()[-3])  # text of the last observation or of the template after it
         response = tokens.response.clone()
         response[spot] = policy.tokens.tokenizer("9").input_ids[-1]
         changed.append((spot, replace(tokens, response=response)))
@@ -199,7 +199,7 @@ def test_the_same_seed_gives_the_same_conversation_whatever_the_batch(talks):
     policy, rollouts = talks
     again = policy.rollout(PROMPTS[1:2], 2, [3, 4])
     for one, other in zip(again.inputs, rollouts.inputs[2:4], strict=True):
-        assert torch.equal(one.response, other.response) and torch.equal(one.chosen, other.chosen)
+        assert torch.equal(one.response, other.response) and torch.equal(one.decision_mask, other.decision_mask)
 
 
 def test_gradients_equal_finite_differences_over_turns(folders):
@@ -224,7 +224,7 @@ def test_turns_and_their_rewards_by_decision(folders):
     rollouts = policy.demonstrate([said])
     turns = rollouts.extras["turns"]
     assert turns.rewards.tolist() == [[1.0, 2.0]] and turns.mask.tolist() == [[True, True]]
-    chosen = rollouts.inputs[0].chosen
+    chosen = rollouts.inputs[0].decision_mask
     numbers = turns.number[0, : len(chosen)][chosen]
     first = len(policy.tokens.tokenizer("left").input_ids) + 1
     assert numbers.tolist() == [0] * first + [1] * (len(numbers) - first)
@@ -323,7 +323,7 @@ def test_a_conversation_that_is_put_aside_and_restored_goes_on_as_it_was(folders
             policy.extend(one, one.drafts, 3)
     for one, other in zip(engine.drafts, again.drafts, strict=True):
         assert torch.equal(one.tokens.response, other.tokens.response)
-        assert torch.equal(one.tokens.chosen, other.tokens.chosen) and torch.equal(one.logp, other.logp)
+        assert torch.equal(one.tokens.decision_mask, other.tokens.decision_mask) and torch.equal(one.logp, other.logp)
         assert [t.reward for t in one.dialogue.turns] == [t.reward for t in other.dialogue.turns]
 
 
@@ -336,7 +336,7 @@ def test_an_environment_that_does_not_repeat_itself_is_named(folders):
     state = engine.drafts[0].state()
     spot = int((~state["decided"]).nonzero()[-3])
     state["response"][spot] += 1
-    with pytest.raises(UserError, match="did not answer prompt two as it did before; what"):
+    with pytest.raises(UserError, match="did not answer prompt two as it did before; make"):
         policy.restore([draft], [state])
 
 
@@ -372,6 +372,6 @@ def test_a_batch_of_lost_conversations_is_replayed_and_told(folders, caplog):
     got = replay(policy, rollouts)
     assert (got.logp == 0).all() and (got.entropy == 0).all()
     got.logp.sum().backward()  # as a rank whose share was lost has to, beside others
-    told = [record.getMessage() for record in caplog.records if "lost its conversation" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "failed, so its rollout" in record.getMessage()]
     assert len(told) == 2 and "about prompt p0: KeyError" in told[0] and "(number 1)" in told[0]
     assert "(number 10)" in told[1]

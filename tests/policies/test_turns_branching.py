@@ -70,7 +70,7 @@ def full_forward(policy, rollouts):
             )
         logits[:, list(policy.tokens.suppressed)] = -torch.inf
         logp = (logits / row.temperature).log_softmax(-1)
-        for t in row.chosen.nonzero().flatten().tolist():
+        for t in row.decision_mask.nonzero().flatten().tolist():
             found[number, t] = logp[len(row.prompt) + t - 1, row.response[t]]
     return found
 

@@ -106,7 +106,7 @@ def test_a_view_changes_the_images_of_observations_too(folders, name):
     assert torch.equal(got, expected) and not torch.equal(got, plain)
     for one, other in zip(viewed.inputs, want.inputs, strict=True):
         assert torch.equal(one.response, other.response)
-        assert all(torch.equal(one.read_images[key], other.read_images[key]) for key in other.read_images)
+        assert all(torch.equal(one.observed_images[key], other.observed_images[key]) for key in other.observed_images)
 
 
 def test_a_view_without_text_keeps_what_observations_say(policy, talks):
@@ -128,8 +128,8 @@ def test_a_stored_conversation_is_the_same_again(policy, talks):
     assert torch.equal(again.mask, talks.mask)
     for one, other in zip(again.inputs, talks.inputs, strict=True):
         assert torch.equal(one.prompt, other.prompt) and torch.equal(one.response, other.response)
-        assert torch.equal(one.chosen, other.chosen) and one.temperature == other.temperature == 0.7
-        for name in ("read_images", "read_sequence"):
+        assert torch.equal(one.decision_mask, other.decision_mask) and one.temperature == other.temperature == 0.7
+        for name in ("observed_images", "observed_sequence"):
             assert all(torch.equal(vars(one)[name][k], v) for k, v in vars(other)[name].items())
     for one, other in zip(again.samples, talks.samples, strict=True):
         assert one.conversation.end == other.conversation.end
@@ -168,12 +168,12 @@ def test_a_conversation_goes_on_from_inside(policy, talks, kept):
     lengths = [kept] * len(talks)
     again = policy.continue_from(talks, lengths, [11, 12, 13, 14])
     for one, other, sample in zip(again.inputs, talks.inputs, again.samples, strict=True):
-        mine, theirs = one.response[one.chosen][:kept], other.response[other.chosen][:kept]
+        mine, theirs = one.response[one.decision_mask][:kept], other.response[other.decision_mask][:kept]
         assert torch.equal(mine, theirs)
         assert len(sample.conversation.messages) == 1 and sample.conversation.messages[0].text.count("Look.") == 1
     assert again.behaviour_logp is None and again.rewards is None
     same = [torch.equal(a.response, b.response) for a, b in zip(again.inputs, talks.inputs, strict=True)]
-    whole = [int(row.chosen.sum()) <= kept for row in talks.inputs]
+    whole = [int(row.decision_mask.sum()) <= kept for row in talks.inputs]
     assert all(one for one, ended in zip(same, whole, strict=True) if ended)  # nothing was left to draw
     assert all(whole) if kept == 100 else kept > 1 or not all(same)
     with torch.no_grad():

@@ -131,7 +131,7 @@ def test_every_response_is_learned_from_and_nothing_else(folder):
     for row, tokens in zip(rows, demonstrated.inputs, strict=True):
         ids, said = whole(policy, row)
         assert torch.cat([tokens.prompt, tokens.response]).tolist() == ids
-        assert tokens.chosen.tolist() == said[len(tokens.prompt) :] and not any(said[: len(tokens.prompt)])
+        assert tokens.decision_mask.tolist() == said[len(tokens.prompt) :] and not any(said[: len(tokens.prompt)])
         images = [Image.open(folder / name).convert("RGB") for name in row.get("images", [])]
         shown = policy.tokens.processor.image_processor(images, return_tensors="pt") if images else {}
         inputs = {"input_ids": torch.tensor([ids]), **shown}

@@ -83,7 +83,7 @@ def killed(trainer) -> dict:
         time.sleep(0.2)
     engine._bring_up_to_date(engine.servers[0])
     found = {"version": engine.servers[0].version() == engine.current.version}
-    found["copy"] = generator.compare(generator.arrivals)
+    found["copy"] = generator.compare(generator.comparison)
     with torch.no_grad():
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)

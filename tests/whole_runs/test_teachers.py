@@ -301,7 +301,7 @@ def test_another_vocabulary_is_refused_before_the_start(tmp_path):
     write(folder, byte_pairs(["which digit is the largest"] * 9, 400), Sizes(), seed=0)
     with pytest.raises(UserError, match=r"^algorithm.teacher: teacher .*other has another vocabulary than the model: "):
         make(tmp_path, f"algorithm={{type: distillation, teacher: {{path: {folder}}}}}")
-    with pytest.raises(UserError, match="can not be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         make(tmp_path, "algorithm={type: distillation, teacher: {path: nowhere/at/all}}")
 
 

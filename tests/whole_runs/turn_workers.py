@@ -115,8 +115,8 @@ def beside(folder: Path) -> None:
         logits[:, list(policy.tokens.suppressed)] = -torch.inf
         logp = logits.log_softmax(-1)[torch.arange(len(tokens.response)), tokens.response]
         said = sampled.behaviour_logp[row, : len(logp)]
-        gaps += (logp - said)[tokens.chosen].abs().tolist()
-        assert (said[~tokens.chosen] == 0).all()
+        gaps += (logp - said)[tokens.decision_mask].abs().tolist()
+        assert (said[~tokens.decision_mask] == 0).all()
     found = {
         "gaps": gaps,
         "turns": [len(s.conversation.turns) for s in sampled.samples],

@@ -1,1 +1,1 @@
-"""Autoregressive image generation: language models that write image tokens one after the other."""
+"""Autoregressive image generation: language models that sample an image as a sequence of image tokens."""

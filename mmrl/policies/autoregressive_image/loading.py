@@ -1,4 +1,4 @@
-"""Loads models that write image tokens."""
+"""Loads autoregressive image models."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> ImageTokenPolicy:
-    """Loads the policy of a job. Raises UserError without a causal language model at `path`, or without a codebook
-    beside it."""
+    """Loads the policy of a job. Raises UserError if there is no Janus model at `path`, and no causal language model
+    with a codebook."""
     limits: ImageTokenLimits = config.rollout
     drawing: ImageTokenDrawing = config.section("drawing")
     tokenizer = load_tokenizer(path)
@@ -46,7 +46,8 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
         core = load_pretrained(AutoModelForCausalLM, path, settings.dtype, settings.attention)
     else:
         raise UserError(
-            f"model.path={path} is a {model_config.model_type} model, which does not write token after token"
+            f"model.path={path} is a model of type {model_config.model_type}, which does not generate token by token; "
+            "take a causal language model with a codebook, or Janus"
         )
     model = adapt(core, path, freeze=(), lora=settings.lora)
     freeze_readers(model)
@@ -66,22 +67,22 @@ def load(path: str, settings: AutoregressiveImageModel, config: JobConfig) -> Im
 
 
 def codebook_writer(path: str) -> ImageTokenWriter:
-    """Returns the writer of a causal model, by the codebook in its folder. Raises UserError where there is none."""
+    """Returns the adapter of a causal language model, with the codebook in its folder. Raises UserError if there is
+    none."""
     book = codebook.read(path)
     if book is None:
         raise UserError(
-            f"model.path={path} has no {codebook.NAME}.safetensors, which says what images its tokens are; see "
+            f"model.path={path} has no {codebook.NAME}.safetensors, which maps image tokens to pixels; add it, see "
             "mmrl/policies/codebook.py"
         )
     return CausalWriter(book)
 
 
 def text_vocabulary(tokenizer: Tokenizer, writer: ImageTokenWriter) -> Tensor:
-    """Returns which tokens below the first image token may be written as text, [text token] bool: words and the end
-    token, but no tokens that stand for padding, for images or for roles in a chat. Raises UserError without an end
-    token."""
+    """Returns which tokens may be sampled in the text before an image, [token below the first image token] bool: the
+    end token and all that are not special (padding, images, roles of a chat). Raises UserError without an end token."""
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end token (eos_token), which ends the text before an image")
+        raise UserError("the tokenizer of model.path has no eos_token, which ends the text before an image; set it")
     allowed = torch.zeros(writer.first, dtype=torch.bool)
     allowed[: len(tokenizer)] = True
     special = [i for i in tokenizer.all_special_ids if i < writer.first]

@@ -1,4 +1,4 @@
-"""Models that write image tokens on the meta device: what a micro-batch and a batch of images take."""
+"""Estimates the memory of training and sampling autoregressive image models, by running them on the meta device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mmrl.policies.vlm.memory_estimate import head_size, last_hidden
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-# Sizes of published models, so that no hub is needed.
+# Sizes of published models, so that they need no download.
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 102400, "max_position_embeddings": 16384}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-community/Janus-Pro-1B": {
@@ -53,7 +53,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def model_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a model, from this file where it is a published one. Raises UserError."""
+    """Returns the configuration of a model; those in PUBLISHED need no download. Raises UserError as `load_config`."""
     if path not in PUBLISHED:
         return load_config(path)
     text = PUBLISHED[path]
@@ -67,10 +67,14 @@ def model_config(path: str) -> PreTrainedConfig:
 
 
 def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
-    """Builds the model at `path`, as `loading.load` does, without weights. Raises UserError for another kind."""
+    """Builds the model that `loading.load` would load, on the meta device, without weights. Raises UserError for a
+    model of another type."""
     config = model_config(path)
     if not isinstance(config, JanusConfig) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model.path={path} is a {config.model_type} model, which does not write token after token")
+        raise UserError(
+            f"model.path={path} is a model of type {config.model_type}, which does not generate token by token; take "
+            "a causal language model with a codebook, or Janus"
+        )
     lora, base = settings.lora, path
     with on_meta(settings.dtype):
         if isinstance(config, JanusConfig):
@@ -90,7 +94,8 @@ def network(settings: AutoregressiveImageModel, path: str) -> nn.Module:
 
 
 def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job. Raises UserError as `load_config`, and for a model without a codebook."""
+    """Returns the memory model of a job, for prompts and texts of maximum length. Raises UserError as `network`, and
+    for a causal language model without a codebook."""
     limits: ImageTokenLimits = config.rollout
     drawing: ImageTokenDrawing = config.section("drawing")
     model = network(settings, path)
@@ -102,17 +107,19 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
     else:
         book = codebook.read(path)
         if book is None:
-            raise UserError(f"model.path={path} has no {codebook.NAME}.safetensors, which says how long an image is")
+            raise UserError(
+                f"model.path={path} has no {codebook.NAME}.safetensors, which gives the number of tokens of an image; "
+                "add it"
+            )
         image_tokens = book.tokens_per_image
-    longest = limits.max_prompt_length + limits.reasoning_length + janus + image_tokens
+    max_length = limits.max_prompt_length + limits.reasoning_length + janus + image_tokens
     branches = 1 if isinstance(drawing, ImageTokenDemonstrations) or drawing.guidance == 1 else 2
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
-    width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
 
     def train(rows: int) -> tuple[Tensor, Tensor]:
-        """Computes hidden states of all tokens and logits of image tokens; returns the guided logits, and those of
-        text."""
-        hidden = last_hidden(model, branches * rows, longest, requires_grad=settings.lora is None)
+        """Runs a training forward pass; returns the guided logits of image tokens, and the logits of text."""
+        hidden = last_hidden(model, branches * rows, max_length, requires_grad=settings.lora is None)
         head = core.model.generation_head if janus else core.lm_head
         conditional, *unconditional = head(hidden[:, -image_tokens:]).float().chunk(branches)
         logits = (
@@ -124,21 +131,29 @@ def memory_model(settings: AutoregressiveImageModel, config: JobConfig, path: st
         return logits, text_logits
 
     def sample() -> Tensor:
-        drawn = last_hidden(
+        """Runs the prefill of a batch of images, and decodes image tokens to pixels."""
+        hidden = last_hidden(
             model, branches * at_once, limits.max_prompt_length + limits.reasoning_length, requires_grad=False
         )
         if janus:
             core.model.vqmodel.decode(torch.zeros(min(AT_ONCE, at_once), image_tokens, dtype=torch.long, device="meta"))
-        return drawn
+        return hidden
 
     heads = text.num_key_value_heads or text.num_attention_heads
     return MemoryModel(
         model,
         train,
         sample=sample,
-        cache=2.0 * width * text.num_hidden_layers * heads * head_size(text) * longest * branches * at_once,
+        cache=2.0
+        * bytes_per_number
+        * text.num_hidden_layers
+        * heads
+        * head_size(text)
+        * max_length
+        * branches
+        * at_once,
         notes=[
-            f"a micro-batch is {config.engine.micro_batch} x {branches} rows of up to {longest} tokens, "
+            f"a micro-batch is {config.engine.micro_batch} x {branches} rows of up to {max_length} tokens, "
             f"{image_tokens} are image tokens"
         ],
     )

@@ -1,4 +1,4 @@
-"""Autoregressive image models as policies: one decision an image token, and one a token of text before the image."""
+"""Autoregressive image models as policies. Each image token, and each token of the text before it, is one decision."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmrl.schedules.schedule import Schedule
 
 
 class ImageTokenPolicy:
-    """Writes images token by token, and computes their likelihoods; guidance is the same in both.
+    """Samples images token by token, and computes their log-probabilities, with the same guidance in both.
 
-    The first `reasoning_length` decisions of a rollout are its text, padded behind its end; the image tokens follow.
+    The first `reasoning_length` decisions of a rollout are its text, padded after its end; the image tokens follow.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ImageTokenPolicy:
         evaluation_temperature: float,
         reasoning_length: int = 0,
     ) -> None:
+        """max_prompt_length: in tokens. reasoning_length: maximum tokens of the text before an image; 0: no text."""
         self.module, self.tokenizer, self.writer, self.drawing = scorer, tokenizer, scorer.writer, drawing
         self.prompts = ImageTokenPrompts(
             scorer, tokenizer, drawing, max_prompt_length=max_prompt_length, reasoning_length=reasoning_length
@@ -56,49 +57,53 @@ class ImageTokenPolicy:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.prompts.device
 
     @property
     def max_decisions(self) -> int:
+        """The number of decisions of a rollout: text tokens, padding included, and image tokens."""
         return self.reasoning_length + self.writer.tokens_per_image
 
     # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Samples `group_size` images a prompt. seeds: one a rollout, prompt by prompt."""
-        each = [prompt for prompt in prompts for _ in range(group_size)]
-        records = self.sampler.draw(each, seeds, self.temperature.value, self.drawing.guidance)
-        return self._rollouts(each, records, group_size)
+        """Samples `group_size` images per prompt. seeds: one per rollout, prompt by prompt. step: not used."""
+        row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        records = self.sampler.sample(row_prompts, seeds, self.temperature.value, self.drawing.guidance)
+        return self._rollouts(row_prompts, records, group_size)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Samples one image a prompt, at the temperature and with the guidance of evaluation."""
+        """Samples one image per prompt, with the temperature and guidance of evaluation."""
         evaluation_guidance = self.drawing.evaluation_guidance
         guidance = self.drawing.guidance if evaluation_guidance is None else evaluation_guidance
-        records = self.sampler.draw(prompts, seeds, self.evaluation_temperature, guidance)
+        records = self.sampler.sample(prompts, seeds, self.evaluation_temperature, guidance)
         return self._rollouts(list(prompts), records, 1).samples
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """Returns the images that prompts carry in metadata["target"] as rollouts; some of them without their prompt.
-        Text before them comes from metadata["reasoning"]."""
+        """Returns rollouts of the images in metadata["target"] of prompts, for supervised fine-tuning.
+
+        The text before an image is metadata["reasoning"]. With probability `drawing.prompt_dropout` the prompt is
+        replaced by the negative prompt; seeds: of these choices, one per prompt. Raises UserError for missing metadata.
+        """
         dropout = self.drawing.prompt_dropout if isinstance(self.drawing, ImageTokenDemonstrations) else 0.0
         for key, kind in (("target", "image"), ("reasoning", "text")):
             missing = next((p.id for p in prompts if key not in p.metadata), None)
             if missing is not None and (key == "target" or self.reasoning_length):
-                raise UserError(f"prompt {missing} has no {kind} to learn from: metadata[{key!r}] is missing")
+                raise UserError(f"prompt {missing} has no {kind} to learn from; set its metadata[{key!r}]")
         tokens = self.writer.tokens(self.module.model, torch.stack([p.metadata["target"] for p in prompts]))
         records = []
         for prompt, seed, image in zip(prompts, seeds, tokens, strict=True):
-            unprompted = torch.rand((), generator=torch.Generator().manual_seed(int(seed))) < dropout
+            drop_prompt = torch.rand((), generator=torch.Generator().manual_seed(int(seed))) < dropout
             prompt_ids = self.prompts.encode(
-                self.drawing.negative_prompt if unprompted else self.prompts.request(prompt)
+                self.drawing.negative_prompt if drop_prompt else self.prompts.request(prompt)
             )
             text = self.prompts.reasoning(prompt) if self.reasoning_length else NO_TEXT
             records.append(ImageTokenRecord(prompt_ids, image, self.temperature.value, text))
         return self._rollouts(list(prompts), records, 1)
 
     def _rollouts(self, prompts: list[Prompt], records: list[ImageTokenRecord], group_size: int) -> Rollouts:
-        """Decodes image tokens and returns the rollouts. Decisions are the text's positions, then the image's; those
-        behind the text's end are masked."""
+        """Decodes image tokens and builds rollouts, `group_size` per prompt. The padding after a text is masked."""
         images = self.writer.images(self.module.model, torch.stack([record.tokens for record in records]))
         samples = [self._sample(*row) for row in zip(prompts, records, images, strict=True)]
         lengths = torch.tensor([len(record.text) for record in records])
@@ -112,7 +117,7 @@ class ImageTokenPolicy:
         return rollouts
 
     def _sample(self, prompt: Prompt, record: ImageTokenRecord, image: Tensor) -> Sample:
-        """Returns one sample: the image [channel, height, width], and the text before it where the model reasons."""
+        """Returns what rewards see of a rollout: the image [channel, height, width], and the text before it if any."""
         if not self.reasoning_length:
             return Sample(prompt, image=image)
         return Sample(
@@ -127,9 +132,12 @@ class ImageTokenPolicy:
     # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """Returns logp, entropy and sum of squared probabilities of each image token under `model` (`self.module` or
-        the engine around it), with the guidance of rollouts, and of each text token, which has none. One forward
-        computes all; its unconditional half has its gradient too. Demonstrations are scored without guidance."""
+        """Returns logp, entropy and sum of squared probabilities of text tokens, then image tokens, [rollout,
+        decision].
+
+        model: `self.module`, or the engine that wraps it; called once. Image tokens are scored with the guidance of
+        rollouts, with a gradient through the unconditional pass too; text tokens and demonstrations without guidance.
+        """
         records: list[ImageTokenRecord] = rollouts.inputs
         guidance = 1.0 if isinstance(self.drawing, ImageTokenDemonstrations) else self.drawing.guidance
         tokens = torch.stack([record.tokens for record in records])
@@ -144,21 +152,23 @@ class ImageTokenPolicy:
         return Replay(logp, entropy, square_sum, extras=extras)
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the part of each decision, text or image, [rollout, decision] int64."""
+        """Returns the part of each decision, [rollout, decision] int64: 0 for text, 1 for the image."""
         return text_image_parts(len(rollouts), self.reasoning_length, self.max_decisions)
 
     @torch.no_grad()
     def prompt_logp(self, rollouts: Rollouts) -> Tensor:
-        """Returns the mean log-likelihood of each prompt's text behind its image and the question, [rollout], without
-        temperature. Raises UserError for a prompt without text."""
+        """Returns the mean log-probability per token of each prompt's text, given its image and `drawing.question`,
+        [rollout], at temperature 1. Raises UserError for a prompt without text."""
         records: list[ImageTokenRecord] = rollouts.inputs
         question = torch.tensor(self.prompts.ids(self.drawing.question), dtype=torch.long)
         texts = [torch.tensor(self.prompts.ids(sample.prompt.text), dtype=torch.long) for sample in rollouts.samples]
         if missing := [s.prompt.id for s, text in zip(rollouts.samples, texts, strict=True) if not len(text)]:
-            raise UserError(f"prompt {missing[0]} has no text, whose likelihood inverse_likelihood needs")
+            raise UserError(
+                f"prompt {missing[0]} has no text, of which inverse_likelihood computes the likelihood; add one"
+            )
         image_inputs = [self.writer.image_input(record.tokens, self.tokenizer) for record in records]
         ids, mask = self.prompts.collate(
-            [torch.cat([a, question, b]) for a, b in zip(image_inputs, texts, strict=True)]
+            [torch.cat([image, question, text]) for image, text in zip(image_inputs, texts, strict=True)]
         )
         images = torch.stack([s.image for s in rollouts.samples if s.image is not None]).to(self.device)
         recompute(self.module, False)
@@ -181,23 +191,25 @@ class ImageTokenPolicy:
         return replace(rollouts, inputs=inputs)
 
     def decision_ids(self, rollouts: Rollouts) -> Tensor:
-        """Returns the id of each written token, [rollout, decision] int64; -1 where there is none."""
+        """Returns the token id of each decision, [rollout, decision] int64; -1 where the mask is false."""
         records: list[ImageTokenRecord] = rollouts.inputs
         text, _ = self.prompts.text_targets(records, 10**6)
         return torch.cat([text.cpu(), torch.stack([r.tokens for r in records])], 1).where(rollouts.mask, -1)
 
-    # --- the rest of a policy ---
+    # --- other methods of a policy ---
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Has texts written to their limit under ZeRO-3, so that every rank makes as many passes."""
-        self.sampler.in_step = engine.zero_stage == 3
+        """Makes all ranks sample texts up to the maximum length under ZeRO-3, so that they make the same number of
+        forward passes."""
+        self.sampler.lockstep = engine.zero_stage == 3
 
     def counts(self) -> dict[str, float]:
+        """Returns no metrics."""
         return {}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Saves model (or adapter) and tokenizer in transformers' own format, and the files that belong to image
-        tokens. state: the weights of `self.module`."""
+        """Saves the model (or its LoRA) and tokenizer with `save_pretrained`, and the files of image tokens, such as
+        the codebook. state: the gathered state dict of `self.module`."""
         write_model(self.module.model, folder, state)
         self.tokenizer.save_pretrained(folder)
         self.writer.save(folder)

@@ -1,4 +1,4 @@
-"""Prompts, text and image tokens as rows of tokens."""
+"""Encodes prompts, and builds batches of prompts, texts and image tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NO_TEXT = torch.zeros(0, dtype=torch.long)
 
 @dataclass(frozen=True)
 class ImageTokenRecord:
-    """One rollout on the CPU: the prompt, the text written about it, and the image."""
+    """The tokens of one rollout, on the CPU: prompt, text and image."""
 
     prompt: Tensor  # [token] int64
-    tokens: Tensor  # [position] int64, the image
-    temperature: float
-    text: Tensor  # [text token] int64, before the image; its end token too, where it has one
+    tokens: Tensor  # [image token] int64
+    temperature: float  # of its log-probabilities
+    text: Tensor  # [text token] int64, the text before the image, with its end token if it has ended
 
 
 class ImageTokenPrompts:
-    """Turns prompts into tokens, and tokens into model inputs. reasoning_length: the longest text before an image."""
+    """Encodes prompts as tokens, and builds model inputs from tokens."""
 
     def __init__(
         self,
@@ -40,16 +40,18 @@ class ImageTokenPrompts:
         max_prompt_length: int,
         reasoning_length: int,
     ) -> None:
+        """max_prompt_length, reasoning_length: maximum tokens of a prompt, and of the text before an image."""
         self.scorer, self.writer, self.tokenizer, self.drawing = scorer, scorer.writer, tokenizer, drawing
         self.max_prompt_length, self.reasoning_length = max_prompt_length, reasoning_length
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return next(self.scorer.parameters()).device
 
     def encode(self, text: str) -> Tensor:
-        """Returns the tokens of a request, [token] int64. Raises UserError for a string that is too long, or that has
-        no tokens."""
+        """Returns the token ids of a text as a user message, [token] int64. Raises UserError if it has too many tokens,
+        or none."""
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "user", "content": self.writer.content(text)}]
             rendered = render_template(
@@ -60,55 +62,59 @@ class ImageTokenPrompts:
             ids = self.tokenizer(text).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
             raise UserError(
-                f"prompt {text!r} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at "
-                "least one is needed"
+                f"prompt {text!r} has {len(ids)} tokens; it needs at least one and at most "
+                f"rollout.max_prompt_length={self.max_prompt_length}"
             )
         return torch.tensor(ids)
 
     def request(self, prompt: Prompt) -> str:
-        """Returns the request for an image: the template, filled with the prompt's text."""
+        """Returns the text of the user message: `drawing.template` with the prompt's text in place of {}."""
         return self.drawing.template.replace("{}", prompt.text)
 
     def read(self, prompt: Prompt) -> Tensor:
-        """Returns the tokens of a prompt, [token]. Raises UserError as `encode`, and for a prompt with images."""
+        """Returns the token ids of a prompt, [token]. Raises UserError as `encode`, and for a prompt with images."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(f"prompt {prompt.id}: model.type=autoregressive_image reads a single text without images")
+            raise UserError(
+                f"prompt {prompt.id} has images, videos or several messages, which model.type=autoregressive_image "
+                "does not read; give it a single text"
+            )
         return self.encode(self.request(prompt))
 
     def reasoning(self, prompt: Prompt) -> Tensor:
-        """Returns the text that a prompt carries, and the end token, [text token]."""
+        """Returns the token ids of metadata["reasoning"] of a prompt and an end token, [text token]. Raises UserError
+        if it is too long or has tokens that the policy never samples."""
         ids = self.ids(prompt.metadata["reasoning"])
         if len(ids) >= self.reasoning_length:
             raise UserError(
-                f"the text of prompt {prompt.id} has {len(ids)} tokens and its end; rollout.reasoning_length="
-                f"{self.reasoning_length}"
+                f"the text of prompt {prompt.id} has {len(ids)} tokens and an end token, more than "
+                f"rollout.reasoning_length={self.reasoning_length}; raise it, or shorten the text"
             )
-        if impossible := [i for i in ids if not self.scorer.allowed[i]]:
+        if never_sampled := [i for i in ids if not self.scorer.allowed[i]]:
             raise UserError(
-                f"the text of prompt {prompt.id} holds {self.tokenizer.decode(impossible)}, which the policy never "
-                "writes"
+                f"the text of prompt {prompt.id} holds {self.tokenizer.decode(never_sampled)}, a special token that "
+                "the policy never samples; take it out"
             )
         return torch.tensor([*ids, self.tokenizer.eos_token_id])
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a string inside a prompt."""
+        """Returns the token ids of a text, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def prefixes(self, prompts: Sequence[Tensor], texts: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tokens before the image tokens of each row."""
+        """Returns the tokens before the image tokens of each row: prompt, text, and the begin-of-image token if any."""
         between = torch.tensor(self.writer.between, dtype=torch.long)
         return [torch.cat([prompt, text, between]) for prompt, text in zip(prompts, texts, strict=True)]
 
     def with_unconditional(self, rows: list[Tensor], guidance: float, after: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Returns rows, and behind them as many unconditional ones where there is guidance; each is followed by its row
-        of `after`."""
+        """Returns the rows and, if guidance is not 1, as many unconditional ones, with the negative prompt. after:
+        tokens that are appended to each row and to its unconditional one."""
         if guidance != 1:
             negative = self.encode(self.drawing.negative_prompt)
             rows = [*rows, *(self.writer.unconditional(negative, row, self.tokenizer) for row in rows)]
         return [torch.cat([row, after[i % len(after)]]) for i, row in enumerate(rows)] if after else rows
 
     def collate(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns tokens, padded in front, and their attention mask, [row, token] each."""
+        """Returns token ids, padded on the left, and their attention mask, [row, token] each."""
         width = max(map(len, rows))
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -118,11 +124,14 @@ class ImageTokenPrompts:
 
     def text_targets(self, records: list[ImageTokenRecord], width: int) -> tuple[Tensor, Tensor]:
         """Returns the text tokens of each row, and the columns whose hidden states predict them, [row, text token]
-        each; behind a shorter text stand end tokens with any columns. width: of the rows."""
-        rest = len(self.writer.between) + self.writer.tokens_per_image - 1
+        each.
+
+        Shorter texts are padded with end tokens, whose columns mean nothing. width: tokens of a row, padding included.
+        """
+        tokens_after = len(self.writer.between) + self.writer.tokens_per_image - 1
         text = torch.full((len(records), self.reasoning_length), self.tokenizer.eos_token_id or 0)
-        first = torch.tensor([width - rest - len(record.text) for record in records])[:, None]
+        text_start = torch.tensor([width - tokens_after - len(record.text) for record in records])[:, None]
         for i, record in enumerate(records):
             text[i, : len(record.text)] = record.text
-        columns = (first + torch.arange(self.reasoning_length) - 1).clamp(max=width - 1)
+        columns = (text_start + torch.arange(self.reasoning_length) - 1).clamp(max=width - 1)
         return text.to(self.device), columns.to(self.device)

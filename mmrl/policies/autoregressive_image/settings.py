@@ -1,4 +1,4 @@
-"""Settings of language models that write image tokens."""
+"""Settings of autoregressive image models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ImageTokenLimits(Section):
-    """Longest prompts, and longest text before an image."""
+    """Maximum lengths of prompts, and of the text before an image."""
 
     max_prompt_length: int = option(256, "longest prompt", unit="tokens", ge=1)
     reasoning_length: int = option(
@@ -38,32 +38,34 @@ class ImageTokenSampling(ImageTokenLimits):
 class ImageTokenEvaluation(Section):
     """Sampling of image tokens in evaluation."""
 
-    temperature: float = option(1.0, "0: the most likely token each time", ge=0)
+    temperature: float = option(1.0, "sampling temperature; 0: the most likely token", ge=0)
 
 
 class ImageTokenDrawing(Section):
-    """Guidance and templates: how a prompt leads what is written."""
+    """Guidance and templates: how prompts condition images."""
 
     guidance: float = option(1.0, "classifier-free guidance on logits, in rollouts and in replay alike; 1: none", ge=0)
-    evaluation_guidance: float | None = option(None, "in evaluation; default: as in training", ge=0)
+    evaluation_guidance: float | None = option(
+        None, "classifier-free guidance in evaluation; default: as in training", ge=0
+    )
     negative_prompt: str = option(
-        "", "the prompt that guidance leads away from; Janus has padding in its place, as it was trained"
+        "", "prompt of the unconditional pass, which guidance leads away from; Janus takes padding, as in its training"
     )
     template: str = option("{}", "text around the prompt, such as a request to plan the image first; {}: the prompt")
 
     question: str = option(
-        "", "what stands between an image and its prompt where the model reads it, see `inverse_likelihood`"
+        "", "text between the image and the prompt, when `inverse_likelihood` scores the prompt given the image"
     )
 
     @model_validator(mode="after")
-    def _there_is_a_place(self) -> ImageTokenDrawing:
+    def _template_has_prompt(self) -> ImageTokenDrawing:
         if self.template.count("{}") != 1:
-            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+            raise ValueError(f"template={self.template!r} must have {{}} exactly once, where the prompt goes")
         return self
 
 
 class ImageTokenDemonstrations(ImageTokenDrawing):
-    """Learning from images that a data set holds."""
+    """Supervised fine-tuning on the images of a data set."""
 
     prompt_dropout: float = option(
         0.0, "share of training images without their prompt, which classifier-free guidance needs", ge=0, lt=1
@@ -71,8 +73,8 @@ class ImageTokenDemonstrations(ImageTokenDrawing):
 
 
 class AutoregressiveImageModel(ModelSettings):
-    """A causal language model of transformers that writes an image as tokens of a codebook, or a model of its Janus
-    class. Text may come before the image. One decision a token."""
+    """A causal language model of transformers that samples an image as tokens of a codebook, or a Janus model. A text
+    (reasoning) may come before the image. Each token is one decision."""
 
     test: ClassVar[str] = "tests/policies/autoregressive_image/test_policy.py"
     source: ClassVar[str] = (

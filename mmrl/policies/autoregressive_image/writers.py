@@ -1,6 +1,7 @@
-"""Adapters of transformers models that write images: how they read text and image tokens, and how tokens become pixels.
+"""Adapters for transformers models that generate images: hidden states and logits of text and image tokens, and the
+conversion between image tokens and pixels.
 
-Both kinds of tokens share one range of ids: ids from `first` on are image tokens, those below are text.
+Ids from `first` on are image tokens, those below are text tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mmrl.policies.codebook import Codebook
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.policies.vlm.scorer import transformers_model
 
-# Parts of Janus that read images and decode image tokens: none of them takes part in writing.
+# Parts of Janus that encode images and decode image tokens, which are not used while it samples tokens.
 UNTRAINED = {"vision_model", "aligner", "vqmodel"}
 AT_ONCE = 8  # images that are decoded together
 FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja", "chat_template.json")
@@ -40,27 +41,23 @@ class ReadingOptions(CacheOptions, total=False):
 
 
 class ImageTokenWriter:
-    """A language model that writes text and image tokens.
+    """The adapter for a language model that generates text and image tokens."""
 
-    first, count: the range of image tokens. tokens_per_image: image tokens of an image. between: tokens between text
-    and image tokens, which are not decisions.
-    """
-
-    first: int
-    count: int
+    first: int  # id of the first image token
+    count: int  # number of image tokens in the vocabulary
     tokens_per_image: int
-    between: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()  # ids between text and image tokens, such as begin-of-image, which are not decisions
 
     def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Raises UserError where image tokens are not tokens of the model."""
+        """Raises UserError if image tokens are not in the vocabulary of the model."""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
-        """Returns a user's text as the chat template takes it."""
+        """Returns the content of a user message in the format of the chat template."""
         return text
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
-        """Returns what `text_logits` and `image_logits` read behind each of the tokens `ids` [row, token]; it can be
-        indexed as a tensor [row, token, ...]."""
+        """Returns the last hidden states of `ids` [row, token], from which `text_logits` and `image_logits` compute
+        logits: [row, token, ...]."""
         raise NotImplementedError
 
     def text_logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -72,36 +69,38 @@ class ImageTokenWriter:
         raise NotImplementedError
 
     def unconditional(self, negative: Tensor, conditional: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns the tokens before an unconditional image, [token]. negative: the tokens of the negative prompt;
-        conditional: the tokens before the image with the prompt."""
+        """Returns the tokens before the image in the unconditional pass of guidance, [token]. negative: the tokens of
+        the negative prompt. conditional: the tokens before the image in the conditional pass."""
         raise NotImplementedError
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns the tokens with which an image, [position], stands as an input among text, [token]."""
+        """Returns the tokens by which the model gets an image as an input, [token]. tokens: its image tokens, [image
+        token]."""
         raise NotImplementedError
 
     def hidden_with_images(
         self, model: nn.Module, ids: Tensor, mask: Tensor, images: Tensor, **options: Unpack[ReadingOptions]
     ) -> Tensor:
-        """Returns `hidden` of rows with one image each, laid out as by `image_input`. images: [row, channel, height,
-        width]."""
+        """Returns the hidden states of rows with one input image each, whose tokens come from `image_input`. images:
+        [row, channel, height, width]."""
         return self.hidden(model, ids, mask, **options)
 
     def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Decodes tokens [image, position] to images [image, channel, height, width], fp32 on the CPU."""
+        """Decodes image tokens [image, token] to images [image, channel, height, width] from 0 to 1, fp32 on the
+        CPU."""
         raise NotImplementedError
 
     def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Encodes images [image, channel, height, width] in [0, 1] as tokens [image, position] int64. Raises UserError
-        for images of another size."""
+        """Encodes images [image, channel, height, width] from 0 to 1 as image tokens [image, token] int64. Raises
+        UserError for images of another size than the model generates."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
-        """Saves the files that belong to image tokens beside the model."""
+        """Saves the files of image tokens, such as a codebook, in the folder of the model."""
 
 
 class CausalWriter(ImageTokenWriter):
-    """A causal language model with a codebook beside it: image tokens are tokens of its vocabulary."""
+    """The adapter for a causal language model with a codebook. Image tokens are part of its vocabulary."""
 
     def __init__(self, book: Codebook) -> None:
         self.codebook, self.first, self.count = book, book.first, len(book.patches)
@@ -111,7 +110,7 @@ class CausalWriter(ImageTokenWriter):
         self.codebook.other_tokens(transformers_model(model).get_output_embeddings().weight.shape[0])
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
-        """Returns the logits themselves."""
+        """Returns the logits, in place of hidden states."""
         return model(input_ids=ids, attention_mask=mask, **options)[0]
 
     def text_logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ class CausalWriter(ImageTokenWriter):
         return negative
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns the image's own tokens."""
+        """Returns the image tokens themselves."""
         return tokens
 
     def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -138,11 +137,12 @@ class CausalWriter(ImageTokenWriter):
 
 
 class JanusWriter(ImageTokenWriter):
-    """A Janus model of transformers: image tokens have embeddings and a head of their own, and a decoder makes the
-    image."""
+    """The adapter for a Janus model of transformers. Image tokens have their own embeddings and output layer, and a VQ
+    decoder makes the image."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, path: str) -> None:
-        """path: the folder or hub name of the processor's files, which are saved beside the model."""
+        """path: folder or hub name of the model, whose processor files are saved with the trained model. Raises
+        UserError if the tokenizer has no begin-of-image token."""
         config = transformers_model(model).config
         self.files = [file for name in FILES if (file := cached(path, name)) is not None]
         self.first, self.count = config.text_config.vocab_size, config.vq_config.num_embeddings
@@ -151,13 +151,13 @@ class JanusWriter(ImageTokenWriter):
         self.placeholder = config.image_token_id
         self.patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         self.size = (config.vq_config.out_channels, *[config.vision_config.image_size] * 2)
-        begin = tokenizer.special_tokens_map.get("boi_token")
-        if begin is None:
+        begin_token = tokenizer.special_tokens_map.get("boi_token")
+        if begin_token is None:
             raise UserError(
-                "the tokenizer beside a Janus model has no boi_token, which stands before image tokens; take the "
-                "one that the model was published with"
+                f"model.path={path}: its tokenizer has no boi_token, which begins an image; take the tokenizer that "
+                "the Janus model was published with"
             )
-        self.between = (tokenizer.convert_tokens_to_ids(str(begin)),)
+        self.between = (tokenizer.convert_tokens_to_ids(str(begin_token)),)
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
         core = core_of(model)
@@ -183,13 +183,13 @@ class JanusWriter(ImageTokenWriter):
                 shutil.copy(file, folder / file.name)
 
     def unconditional(self, negative: Tensor, conditional: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Replaces all text by as many padding tokens, as in the model's training."""
+        """Returns the conditional tokens with all text replaced by padding tokens, as in the training of Janus."""
         keep = (conditional == tokenizer.bos_token_id) | (conditional == self.between[0])
         return conditional.where(keep, torch.tensor(tokenizer.pad_token_id))
 
     def image_input(self, tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
-        """Returns placeholders of the vision tower's features: the model reads images in another way than it writes
-        them."""
+        """Returns placeholder tokens for the features of the vision tower, with which Janus reads images, with the
+        tokens that begin and end an image."""
         end = tokenizer.special_tokens_map.get("eoi_token")
         last = [] if end is None else [tokenizer.convert_tokens_to_ids(str(end))]
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -207,7 +207,8 @@ class JanusWriter(ImageTokenWriter):
 
     @torch.no_grad()
     def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Decodes AT_ONCE images at a time: the decoder takes a hundred times the memory of its image."""
+        """As the base class. Decodes AT_ONCE images at a time: the decoder needs a hundred times the memory of an
+        image."""
         decoder = core_of(model).model.vqmodel
         device = next(decoder.parameters()).device
         parts = [decoder.decode(part.to(device)).float().cpu() for part in (tokens - self.first).split(AT_ONCE)]
@@ -216,7 +217,10 @@ class JanusWriter(ImageTokenWriter):
     @torch.no_grad()
     def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
         if tuple(images.shape[1:]) != self.size:
-            raise UserError(f"images of {list(images.shape[1:])} do not fit a model that draws {list(self.size)}")
+            raise UserError(
+                f"images of shape {list(images.shape[1:])} do not fit the model at model.path, which generates "
+                f"{list(self.size)}; resize them"
+            )
         encoder = core_of(model).model.vqmodel
         weight = next(encoder.parameters())
         image_tokens = encoder.encode(images.to(weight) * 2 - 1).image_tokens
@@ -224,19 +228,21 @@ class JanusWriter(ImageTokenWriter):
 
 
 def core_of(model: nn.Module) -> Any:
-    """Returns the Janus model itself, untyped: torch's types take what it holds for tensors."""
+    """Returns the transformers model, without the PEFT wrapper, as Any: torch declares all attributes of modules as
+    tensors."""
     return transformers_model(model)
 
 
 def freeze_readers(model: nn.Module) -> None:
-    """Freezes the parts that read images and decode tokens: a trained decoder would change what tokens mean."""
+    """Freezes the parts that encode images and decode image tokens (UNTRAINED). A trained decoder would change the
+    meaning of tokens."""
     for name, parameter in model.named_parameters():
         if set(name.split(".")) & UNTRAINED:
             parameter.requires_grad_(False)
 
 
 def cached(path: str, name: str) -> Path | None:
-    """Returns a file of a model by folder or hub name, None where there is none."""
+    """Returns the local path of a file of a model, None if the model has no such file. path: folder or hub name."""
     file = cached_file(
         path,
         name,

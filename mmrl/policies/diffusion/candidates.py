@@ -1,5 +1,5 @@
-"""Chains whose rollouts step from the same states: at every step a group draws candidates, and continues from one of
-them or from a step without noise."""
+"""Groups of chains that share their states: at each step of the window, every rollout of a group samples a next state
+from the same state, and the group continues from one of these candidates or from a step without noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mmrl.samplers.chain import Chain, derive_seed
 
-CHOSEN = 8000  # offset of the random numbers that choose the candidate to continue from
+SELECTION_OFFSET = 8000  # offset of the random numbers that select the candidate to continue from
+# Runs a part of a chain per row; see `trees.Segment`. Here each row has a list of stochastic steps.
 Segment = Callable[[Tensor, list[int], list[int], list[list[int]], list[int], list[int]], Chain]
 
 
@@ -24,32 +25,31 @@ def grow(
     last: int,
     trunk: Literal["candidate", "ode"] = "candidate",
 ) -> Chain:
-    """Draws `size` rollouts of each prompt, which share the state before every step of the window.
+    """Samples `size` rollouts per prompt, which share the state before each step of the window.
 
-    segment(x, owner, seeds, windows, start, stop): a chain for the rows of prompts `owner`. noise: [prompt, ...] pure
-    noise; seeds: one a rollout; windows: steps without gaps, one list a prompt, all of the same length; last: grid
-    points. With trunk "candidate" the next state is that of a candidate which is drawn from the first seed of a group,
-    with "ode" that of a deterministic step.
+    noise: pure noise, [prompt, ...]. seeds: one per rollout. windows: consecutive steps, one list per prompt, all of
+    the same length. last: the grid point at which chains end. trunk: the group continues from a random candidate
+    ("candidate"), or from a deterministic step ("ode").
     """
-    count, width = len(noise), len(windows[0])
-    prompts, roots = list(range(count)), [int(seed) for seed in seeds[::size]]
-    rows = [g for g in prompts for _ in range(size)]
-    none: list[list[int]] = [[]] * count
-    x = segment(noise, prompts, roots, none, [0] * count, [window[0] for window in windows]).final
-    before, after = [], []
+    num_prompts, width = len(noise), len(windows[0])
+    prompts, group_seeds = list(range(num_prompts)), [int(seed) for seed in seeds[::size]]
+    row_prompts, row_seeds = [g for g in prompts for _ in range(size)], [int(seed) for seed in seeds]
+    no_steps: list[list[int]] = [[]] * num_prompts
+    x = segment(noise, prompts, group_seeds, no_steps, [0] * num_prompts, [window[0] for window in windows]).final
+    states, next_states = [], []
     for k in range(width):
-        at = [window[k] for window in windows]
-        start = [at[g] for g in rows]
-        apart = x.repeat_interleave(size, 0)
-        drawn = segment(apart, rows, [int(s) for s in seeds], [[p] for p in start], start, [p + 1 for p in start])
-        before.append(apart)
-        after.append(drawn.final)
+        step = [window[k] for window in windows]
+        start = [step[g] for g in row_prompts]
+        state = x.repeat_interleave(size, 0)
+        candidates = segment(state, row_prompts, row_seeds, [[p] for p in start], start, [p + 1 for p in start]).final
+        states.append(state)
+        next_states.append(candidates)
         if trunk == "ode":
-            x = segment(x, prompts, roots, none, at, [p + 1 for p in at]).final
+            x = segment(x, prompts, group_seeds, no_steps, step, [p + 1 for p in step]).final
         else:
-            chosen = [g * size + derive_seed(roots[g], CHOSEN + at[g]) % size for g in prompts]
-            x = drawn.final[torch.tensor(chosen, device=drawn.final.device)]
-    ends = [windows[g][-1] + 1 for g in rows]
-    nobody: list[list[int]] = [[]] * len(rows)
-    final = segment(after[-1], rows, [int(s) for s in seeds], nobody, ends, [last] * len(rows)).final
-    return Chain(final, torch.stack(before, 1), torch.stack(after, 1))
+            selected = [g * size + derive_seed(group_seeds[g], SELECTION_OFFSET + step[g]) % size for g in prompts]
+            x = candidates[torch.tensor(selected, device=candidates.device)]
+    window_ends = [windows[g][-1] + 1 for g in row_prompts]
+    no_row_steps: list[list[int]] = [[]] * len(row_prompts)
+    final = segment(next_states[-1], row_prompts, row_seeds, no_row_steps, window_ends, [last] * len(row_prompts)).final
+    return Chain(final, torch.stack(states, 1), torch.stack(next_states, 1))

@@ -1,4 +1,4 @@
-"""Loads diffusion models from folders and hub names."""
+"""Loads diffusion models from folders, or from the Hugging Face hub by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mmrl.policies.diffusion import small
 from mmrl.policies.diffusion.family import Family
 from mmrl.policies.diffusion.settings import DiffusionModel
 
+# Settings of `DiffusionModel` that small networks do not have
 PIPELINES_ONLY = (
     "base",
     "lora",
@@ -22,14 +23,14 @@ PIPELINES_ONLY = (
 
 
 def is_small(path: str) -> bool:
-    """Returns whether the folder `path` holds a small network of mmrl's own."""
+    """Returns whether the folder `path` holds a small network of mmrl's own (small.py), not a diffusers pipeline."""
     return (Path(path) / small.CONFIG).is_file()
 
 
 def load(path: str, model: DiffusionModel) -> Family:
     """Loads the model at `path`: a small network of mmrl's own, or a diffusers pipeline.
 
-    Raises UserError for an option that a small network does not have, and where `pipelines.load` does.
+    Raises UserError for a setting that a small network does not have, and as `pipelines.load`.
     """
     if not is_small(path):
         from mmrl.policies.diffusion import pipelines  # diffusers is an extra
@@ -37,5 +38,8 @@ def load(path: str, model: DiffusionModel) -> Family:
         return pipelines.load(path, model)
     for name in PIPELINES_ONLY:
         if vars(model)[name] != DiffusionModel.model_fields[name].default:
-            raise UserError(f"model.{name} is for diffusers pipelines; a small network is trained whole, as it is")
+            raise UserError(
+                f"model.{name} is for diffusers pipelines, but model.path={path} is a small network of mmrl's own; "
+                "leave it out"
+            )
     return small.load(Path(path), dtype=model.dtype)

@@ -1,5 +1,4 @@
-"""Memory estimates of diffusers pipelines, on the meta device: of a micro-batch of denoising steps, a batch of chains
-and a VAE."""
+"""Estimates the memory of training and sampling diffusers pipelines, by running network and VAE on the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ KL16 = {**KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_co
 FLUX = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128}
 FLUX |= {"num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True}
 T5, CLIP_L, CLIP_G = 4.762e9, 0.123e9, 0.695e9
-# Sizes of published pipelines, so that no hub is contacted: class, trained part, VAE, parameters of encoders.
+# Sizes of published pipelines, so that they need no download: class of the pipeline, class and configuration of network
+# and VAE, and number of parameters of the text encoders.
 PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]] = {
     "stabilityai/stable-diffusion-3.5-medium": (
         "StableDiffusion3Pipeline",
@@ -104,8 +104,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str,
 def parts(
     path: str, base: str | None = None, named: str | None = None
 ) -> tuple[str, dict[str, tuple[str, dict[str, Any]]], dict[str, float]]:
-    """Returns a pipeline's class name, class name and configuration of its trained network and its VAE, and the
-    parameter counts of its encoders by name. Raises UserError where there is no supported pipeline."""
+    """Returns the class name of a pipeline, class name and configuration of its network and VAE, and the number of
+    parameters of its text encoders by name.
+
+    base: the pipeline of a LoRA that does not name it (model.base). named: model.family. Raises UserError if there is
+    no supported pipeline.
+    """
     base = base_of(path, base)
     if base in PUBLISHED:
         return PUBLISHED[base]
@@ -113,7 +117,8 @@ def parts(
         index = DiffusionPipeline.load_config(base)
     except OSError as error:
         raise UserError(
-            f"model.path={path}: no diffusers pipeline there ({str(error).strip().splitlines()[0]})"
+            f"model.path={path} is not a diffusers pipeline ({str(error).strip().splitlines()[0]}); name a folder or "
+            "hub name of one"
         ) from None
     name = index.get("_class_name")
     family = family_of(name, named, f"model.path={path}")
@@ -129,6 +134,7 @@ def parts(
 
 
 def _parameters(base: str, part: str, name: str) -> int:
+    """Returns the number of parameters of a text encoder. part: its subfolder; name: its class in transformers."""
     config = transformers.AutoConfig.from_pretrained(base, subfolder=part, trust_remote_code=False)
     with on_meta("bfloat16"):
         encoder = transformers.__getattr__(name)(config)
@@ -136,18 +142,19 @@ def _parameters(base: str, part: str, name: str) -> int:
 
 
 def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, float]]:
-    """Builds the pipeline at `path` as `pipelines.load` does, but without weights, and returns it with the parameter
-    counts of its encoders by name."""
+    """Builds the pipeline that `pipelines.load` would load, on the meta device, without weights. Returns it with the
+    number of parameters of its text encoders by name."""
     name, components, encoders = parts(path, settings.base, settings.family)
-    kind = family_of(name, settings.family, f"model.path={path}")
+    family_class = family_of(name, settings.family, f"model.path={path}")
     with on_meta(settings.dtype):
-        network = diffusers.__getattr__(components[kind.trained][0])(**components[kind.trained][1])
+        network_class, network_config = components[family_class.trained]
+        network = diffusers.__getattr__(network_class)(**network_config)
     with on_meta("float32"):
         vae = diffusers.__getattr__(components["vae"][0])(**components["vae"][1])
-    pipeline_class = kind.pipeline_class or diffusers.__getattr__(name)
+    pipeline_class = family_class.pipeline_class or diffusers.__getattr__(name)
     defaults = {k: p.default for k, p in inspect.signature(pipeline_class.__init__).parameters.items() if k != "self"}
-    arguments = {k: (None if d is inspect.Parameter.empty else d) for k, d in defaults.items()}
-    pipe: Any = pipeline_class(**{**arguments, kind.trained: network, "vae": vae})
+    arguments = {k: (None if default is inspect.Parameter.empty else default) for k, default in defaults.items()}
+    pipe: Any = pipeline_class(**{**arguments, family_class.trained: network, "vae": vae})
     vae.requires_grad_(False)
     if settings.decoding != "whole":
         vae.enable_slicing()
@@ -161,20 +168,20 @@ def family(path: str, settings: DiffusionModel) -> tuple[Pipeline, dict[str, flo
     if settings.activation_checkpointing:
         network.enable_gradient_checkpointing()
     network.train()
-    return kind(pipe, path, lora=settings.lora is not None, text_tokens=settings.text_tokens), encoders
+    return family_class(pipe, path, lora=settings.lora is not None, text_tokens=settings.text_tokens), encoders
 
 
 def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Builds the memory model of a job with a pipeline. Raises UserError where `parts` does, and for a size that the
-    pipeline can not draw."""
+    """Returns the memory model of a job with a pipeline. Raises UserError as `parts`, and for an image size that the
+    pipeline does not support."""
     denoising = config.section("denoising")
     pipeline, encoders = family(path, settings)
     shape = pipeline.latent_shape(denoising.resolution, denoising.frames)
     condition = pipeline.meta_condition(shape)
-    steps = draws(config)
+    steps = rows_per_rollout(config)
     engine: ImageEngine = config.engine
     micro = config.engine.micro_batch
-    at_most = engine.steps_at_once or micro * steps  # further rows are recomputed in the backward pass
+    max_rows = engine.steps_at_once or micro * steps  # further rows are recomputed in the backward pass
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
 
     def predict(rows: int) -> Tensor:
@@ -187,17 +194,17 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
         predict(at_once)
         pipeline.autoencoder.decoded(torch.empty(1 if settings.decoding != "whole" else at_once, *shape, device="meta"))
 
-    width = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
-    encoder_bytes = {f"encoder {name}": count * width for name, count in encoders.items()}
-    vae = sum(p.numel() for p in pipeline.pipe.vae.parameters()) * 4
-    stays = settings.encoders == "stay"
+    bytes_per_number = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    encoder_bytes = {f"encoder {name}": count * bytes_per_number for name, count in encoders.items()}
+    vae_bytes = sum(p.numel() for p in pipeline.pipe.vae.parameters()) * 4
+    encoders_stay = settings.encoders == "stay"
     tokens = math.prod(shape[1:]) // pipeline.patch**2
     return MemoryModel(
         pipeline.module,
-        lambda rows: predict(min(rows * steps, at_most)),
+        lambda rows: predict(min(rows * steps, max_rows)),
         sample=sample,
-        sampling_parts={"VAE": float(vae), **encoder_bytes},
-        training_parts=dict(encoder_bytes) if stays else {},
+        sampling_parts={"VAE": float(vae_bytes), **encoder_bytes},
+        training_parts=dict(encoder_bytes) if encoders_stay else {},
         notes=[
             f"a micro-batch is {micro} x {steps} denoising steps = "
             f"{micro * steps} rows of {'x'.join(map(str, shape))} latents, {tokens} tokens each"
@@ -205,8 +212,8 @@ def memory_model(settings: DiffusionModel, config: JobConfig, path: str) -> Memo
     )
 
 
-def draws(config: JobConfig) -> int:
-    """Returns the number of rows of the network's input that one rollout takes in replay."""
+def rows_per_rollout(config: JobConfig) -> int:
+    """Returns the number of rows (denoising steps or noise levels) that one rollout adds to the batch of a replay."""
     denoising = config.section("denoising")
     if not isinstance(denoising, Denoising):
         return int(denoising.draws)

@@ -1,4 +1,4 @@
-"""Loads diffusers pipelines from folders and hub names, each as the family of its class."""
+"""Loads diffusers pipelines from folders or from the hub, each with the `Pipeline` subclass (family) for its class."""
 
 from __future__ import annotations
 
@@ -56,15 +56,13 @@ CLASSES: dict[str, type[Pipeline]] = {
 
 
 def load(path: str, model: DiffusionModel) -> Pipeline:
-    """Loads a family from a pipeline's folder or hub name, or from a folder with LoRA weights that `save` wrote.
+    """Loads a pipeline from its folder or hub name, or with the LoRA weights in a folder or file.
 
-    Only the transformer or U-Net is trained: all of it, or with model.lora adapters on it, which have its dtype. The
-    VAE runs in fp32.
-
-    Raises UserError if there is no usable pipeline at `path`, or a setting does not apply to it.
+    Only the transformer or U-Net is trained: all of its weights, or a LoRA (model.lora) of the same dtype. The VAE runs
+    in fp32. Raises UserError if there is no supported pipeline at `path`, or if a setting does not apply to it.
     """
     if model.attention != "sdpa":
-        raise UserError(f"model.attention={model.attention}: diffusion pipelines run with sdpa")
+        raise UserError(f"model.attention={model.attention} is not supported for diffusion pipelines; set it to sdpa")
     if not bars_shown():
         disable_progress_bar()
     adapter = adapter_at(path, model.base)
@@ -78,66 +76,75 @@ def load(path: str, model: DiffusionModel) -> Pipeline:
     if model.decoding == "tiled":
         pipe.vae.enable_tiling()
     network = pipe.components[family.trained]
-    adapted = adapter is not None or model.lora is not None
-    if model.embeddings is not None and not adapted:
+    has_lora = adapter is not None or model.lora is not None
+    if model.embeddings is not None and not has_lora:
         raise UserError(
-            f"model.embeddings={model.embeddings} leaves the encoders out, without which a whole pipeline can not be "
-            "saved; set model.lora"
+            f"with model.embeddings={model.embeddings} text encoders are not loaded, so the full pipeline cannot be "
+            "saved; set model.lora, of which only the LoRA is saved"
         )
     if adapter is not None:
-        _same_adapter(path, adapter.load(pipe, family.trained), model.lora)
+        _check_same_lora(path, adapter.load(pipe, family.trained), model.lora)
     elif model.lora is not None:
         add_lora(network, model.lora)
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_("lora_" in name or not adapted)
+        parameter.requires_grad_("lora_" in name or not has_lora)
     if model.activation_checkpointing:
         network.enable_gradient_checkpointing()
-    pipeline = family(pipe, base, lora=adapted, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
+    pipeline = family(pipe, base, lora=has_lora, text_tokens=model.text_tokens, encoders_stay=model.encoders == "stay")
     if model.embeddings is not None:
         pipeline.embeddings = Embeddings(model.embeddings, type(pipe).__name__, pipeline.text_tokens)
     return pipeline
 
 
 def base_of(path: str, named: str | None = None) -> str:
-    """Returns the pipeline to load for `path`, absolute if it is a folder. named: that of LoRA weights which name none
-    themselves."""
+    """Returns the pipeline to load for `path`: itself, or the base of the LoRA there; absolute if it is a folder.
+    named: the base of a LoRA that does not name it (model.base)."""
     adapter = adapter_at(path, named)
     base = path if adapter is None else adapter.base
     return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
 def family_of(name: object, named: str | None, where: str) -> type[Pipeline]:
-    """Returns the class of a pipeline's family. name: of the pipeline's class, as its folder has it. named:
-    package.module:Class, in its place (model.family). where: for messages. Raises UserError where there is none."""
+    """Returns the `Pipeline` subclass for a pipeline.
+
+    name: the pipeline's class in its model_index.json. named: model.family, package.module:Class, which takes
+    precedence. where: "model.path=PATH", for messages. Raises UserError if there is none.
+    """
     if named is not None:
         return own_family(named)
     if not isinstance(name, str) or name not in CLASSES:
         raise UserError(
-            f"{where} is a {name}; supported are {', '.join(CLASSES)}, and others by model.family=package.module:Class"
+            f"{where} is a {name}, which is not supported; take one of {', '.join(CLASSES)}, or write its family and "
+            "set model.family=package.module:Class"
         )
     return CLASSES[name]
 
 
 def own_family(named: str) -> type[Pipeline]:
-    """Returns the class at package.module:Class. Raises UserError where that is not a family."""
+    """Returns the class at package.module:Class. Raises UserError if it is no subclass of `Pipeline`."""
     try:
-        kind = load_attribute(named)
+        family = load_attribute(named)
     except (ImportError, KeyError, ValueError) as error:
         raise UserError(f"model.family={named} cannot be imported: {describe_error(error)}") from None
-    if not (isinstance(kind, type) and issubclass(kind, Pipeline)):
-        raise UserError(f"model.family={named} is not a subclass of {Pipeline.__module__}:Pipeline")
-    return kind
+    if not (isinstance(family, type) and issubclass(family, Pipeline)):
+        raise UserError(f"model.family={named} is not a subclass of {Pipeline.__module__}:Pipeline; make it one")
+    return family
 
 
 def _pipeline(
     path: str, base: str, dtype: str, named: str | None, *, encoders: bool = True
 ) -> tuple[DiffusersPipeline, type[Pipeline]]:
-    """Loads a pipeline, without text encoders if `encoders` is false, and returns it with its family's class."""
+    """Loads a pipeline, without text encoders if `encoders` is false. Returns it with its `Pipeline` subclass.
+
+    path: model.path; base: the pipeline to load. Raises UserError if there is none, or components are missing.
+    """
     where = f"model.path={path}" if path == base else f"model.path={path}, whose base is {base}"
     try:
         index = DiffusionPipeline.load_config(base)
     except OSError as error:
-        raise UserError(f"{where}: no diffusers pipeline there ({_first_line(error)})") from None
+        raise UserError(
+            f"{where} is not a diffusers pipeline ({_first_line(error)}); name a folder or hub name of one"
+        ) from None
     name = index.get("_class_name")
     family = family_of(name, named, where)
     absent: dict[str, None] = {part: None for part, source in index.items() if source == [None, None]}
@@ -147,34 +154,35 @@ def _pipeline(
     for part in (family.trained, "vae", "scheduler", *needed, *tokenizers):
         present = part in index and part not in absent and (not Path(base).is_dir() or (Path(base) / part).is_dir())
         if not present and part.replace("tokenizer", "text_encoder") not in family.optional:
-            raise UserError(f"{where} has no {part}, which {name} needs")
+            raise UserError(f"{where} has no {part}, which {name} needs; take a complete pipeline")
     _check_scheduler(where, base, index["scheduler"][1], family, name)
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     try:
         pipe = (family.pipeline_class or DiffusionPipeline).from_pretrained(
-            base, dtype={"default": kind, "vae": torch.float32}, use_safetensors=True, **absent
+            base, dtype={"default": torch_dtype, "vae": torch.float32}, use_safetensors=True, **absent
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"{where} can not be loaded: {_first_line(error)}") from None
+        raise UserError(f"{where} cannot be loaded: {_first_line(error)}") from None
     return pipe, family
 
 
 def _check_scheduler(where: str, base: str, name: str, family: type[Pipeline], pipeline: str) -> None:
-    """Raises UserError for a scheduler whose noise levels the family does not read."""
+    """Raises UserError if the family does not support the scheduler. name: its class; pipeline: class of the
+    pipeline."""
     config: Mapping[str, Any] = {}
     if name in family.schedules.kinds:
-        kind: Any = getattr(diffusers, name)
+        scheduler_class: Any = getattr(diffusers, name)
         try:
-            config = kind.from_pretrained(base, subfolder="scheduler").config
+            config = scheduler_class.from_pretrained(base, subfolder="scheduler").config
         except (OSError, ValueError, NotImplementedError) as error:
-            raise UserError(f"{where}: its scheduler can not be loaded: {_first_line(error)}") from None
-    fault = family.schedules.fault(name, config)
-    if fault is not None:
-        raise UserError(f"{where}: the scheduler of this {pipeline} is a {name}: {fault}")
+            raise UserError(f"{where}: its scheduler cannot be loaded: {_first_line(error)}") from None
+    problem = family.schedules.problem(name, config)
+    if problem is not None:
+        raise UserError(f"{where}: the scheduler of this {pipeline} is a {name}: {problem}")
 
 
 def add_lora(network: Any, lora: LoRA) -> None:
-    """Adds a new LoRA adapter to the network. Raises UserError where its targets match no module."""
+    """Adds a new LoRA to the network. Raises UserError if its targets match no module."""
     from peft import LoraConfig  # takes a second to import
 
     targets = lora.targets
@@ -190,14 +198,17 @@ def add_lora(network: Any, lora: LoRA) -> None:
             )
         )
     except ValueError as error:
-        raise UserError(f"model.lora.targets={targets}: {_first_line(error)}") from None
+        raise UserError(
+            f"model.lora.targets={targets} fit no module of the network ({_first_line(error)}); set all-linear"
+        ) from None
 
 
-def _same_adapter(path: str, saved: LoraConfig, lora: LoRA | None) -> None:
+def _check_same_lora(path: str, saved: LoraConfig, lora: LoRA | None) -> None:
+    """Raises UserError if model.lora differs from the LoRA at model.path in rank or alpha."""
     if lora is not None and (lora.rank, lora.alpha) != (saved.r, saved.lora_alpha):
         raise UserError(
-            f"model.path={path} holds an adapter of rank {saved.r} and alpha {saved.lora_alpha}; set model.lora to "
-            "these or leave it out"
+            f"model.lora has rank {lora.rank} and alpha {lora.alpha}, but the LoRA at model.path={path} has rank "
+            f"{saved.r} and alpha {saved.lora_alpha}; set model.lora to these, or leave it out"
         )
 
 

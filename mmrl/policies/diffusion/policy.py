@@ -1,4 +1,4 @@
-"""Diffusion and flow models as policies: they draw images or videos for prompts, and compute their likelihoods."""
+"""Diffusion and flow models as policies: they sample images or videos for prompts, and compute their likelihoods."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ from mmrl.samplers.chain import Sampler
 
 
 class Decisions(Protocol):
-    """A kind of decision: draws rollouts of such decisions, and computes their log-likelihoods."""
+    """One way to see an image as decisions: samples rollouts, and computes log-likelihoods of their decisions.
+
+    Implemented by `ChainDecisions`, `LevelDecisions` and `LastStepDecisions`; see `DiffusionPolicy` for the methods.
+    """
 
     @property
     def count(self) -> int:
-        """Returns the number of decisions of a rollout."""
+        """The number of decisions of a rollout."""
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts: ...
 
@@ -50,12 +53,12 @@ class Decisions(Protocol):
 
 
 class DiffusionPolicy:
-    """Draws images with a family's network and computes their log-likelihoods.
+    """Samples images with the network of a model family, and computes their log-likelihoods.
 
-    With an `ImageChain` a decision is a step of the sampler inside the window; otherwise it is one noise level at
-    which the network's prediction is compared with its target. A policy that learns from demonstrations matches them,
-    without guidance. Its parts: `network` predicts under guidance, `denoiser` draws with it, `decisions`
-    replays.
+    The setting `denoising.likelihood` says what a decision is: a denoising step inside the window (`ImageChain`), a
+    noise level at which the prediction is compared with its target (`ImageMatching`, `ImageContrast`), or the image
+    itself (`ImageLastSteps`). Demonstrations are learned by matching, without guidance. Parts: `network` predicts under
+    guidance, `denoiser` runs denoising chains with it, `decisions` computes likelihoods.
     """
 
     def __init__(
@@ -67,15 +70,16 @@ class DiffusionPolicy:
         steps_at_once: int | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """keep_predictions: whether rollouts hold the network's predictions while sampling, for `recorded`. Replay with
-        a gradient then takes them for the present weights' values where no old policy's predictions are set.
-        steps_at_once: rows per forward of a replay; None: all. module: the network, where it is not the family's.
+        """keep_predictions: rollouts keep the predictions of sampling, for `recorded_replay`. Before the first update,
+        replay with a gradient takes them as the values of its own predictions.
+        steps_at_once: rows per forward pass of a replay; None: all. module: the network, if not that of the family.
 
-        Raises UserError for settings that do not fit the family, and for an impossible window."""
+        Raises UserError for settings that do not fit the family, and for a window that does not fit the steps.
+        """
         self.family, self.denoising = family, denoising
         self.module = family.module if module is None else module
         self.network = GuidedNetwork(family, denoising, self.module)
-        tally = Tally()  # of the network; encoders and decoder are not counted
+        tally = Tally()  # FLOPs of the network; those of encoders and decoder are not counted
         CallMeter(self.module, tally)
         unit = "videos" if denoising.frames else "images"
         self.work = PolicyWork([tally], lambda rollouts: {unit: len(rollouts)})
@@ -84,11 +88,12 @@ class DiffusionPolicy:
             denoising.evaluation_resolution or denoising.resolution, denoising.frames
         )
         self.denoiser = Denoiser(self.network, shape, keep_predictions=keep_predictions, steps_at_once=steps_at_once)
-        self.decisions = decisions_of(self.denoiser)
+        self.decisions = build_decisions(self.denoiser)
         self.teachers = Teachers(self.module)
 
     @property
     def device(self) -> torch.device:
+        """The device of the network."""
         return self.network.device
 
     @property
@@ -98,6 +103,7 @@ class DiffusionPolicy:
 
     @property
     def max_decisions(self) -> int:
+        """The number of decisions of a rollout."""
         return self.decisions.count
 
     @property
@@ -109,39 +115,45 @@ class DiffusionPolicy:
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Draws `group_size` images of each prompt. seeds: one a rollout, prompt by prompt; a group's window follows
-        from its first seed and training step `step`."""
+        """Samples `group_size` images per prompt. seeds: one per rollout, prompt by prompt. step: the training step;
+        with the first seed of a group it decides the window of the group."""
         return self.decisions.rollout(prompts, group_size, seeds, step)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Draws one image of each prompt by deterministic steps, with the steps, size and guidance of evaluation."""
-        settings, inputs = self.denoising, [ConditionInputs.of(p) for p in prompts]
+        """Samples one image per prompt by deterministic steps, with the steps, size and guidance of evaluation."""
+        settings, inputs = self.denoising, [ConditionInputs.from_prompt(p) for p in prompts]
         guidance = settings.guidance if settings.evaluation_guidance is None else settings.evaluation_guidance
-        sampler = self.denoiser.sampler_of(settings.evaluation_steps, self.evaluation_shape)
-        drawn = self.denoiser.draw(sampler, inputs, seeds, [[]] * len(inputs), guidance, self.evaluation_shape)
-        return decoded_samples(prompts, self.denoiser.decode(drawn.final))
+        sampler = self.denoiser.build_sampler(settings.evaluation_steps, self.evaluation_shape)
+        windows: list[list[int]] = [[]] * len(inputs)
+        chains = self.denoiser.sample(sampler, inputs, seeds, windows, guidance, self.evaluation_shape)
+        return decoded_samples(prompts, self.denoiser.decode(chains.final))
 
     @torch.no_grad()
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """Builds rollouts of the images or videos in metadata["target"] ([channel, height, width] or [frame, channel,
-        height, width], 0 to 1) of prompts. A share prompt_dropout of them gets the negative prompt instead.
+        """Returns rollouts of the images or videos in metadata["target"] of prompts, for supervised fine-tuning.
 
-        Raises UserError where decisions are not noise levels, and for a prompt without a target."""
+        A target is [channel, height, width] or [frame, channel, height, width], from 0 to 1. With probability
+        `prompt_dropout` a prompt is replaced by the negative prompt. Raises UserError if decisions are not noise
+        levels, and for a prompt without a target.
+        """
         if not isinstance(self.decisions, LevelDecisions):
-            raise UserError(f"denoising.likelihood.type={self.denoising.likelihood.type} scores no given images")
+            raise UserError(
+                f"denoising.likelihood.type={self.denoising.likelihood.type} cannot score given images "
+                "(demonstrations); set it to matching"
+            )
         dropout = self.denoising.prompt_dropout if isinstance(self.denoising, DenoisingDemonstrations) else 0.0
         return self.decisions.demonstrate(prompts, seeds, dropout, self.denoising.negative_prompt)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """Returns the same images under changed prompts, without the log-likelihoods and predictions under their own
-        ones."""
+        """Returns the same images with changed prompts. Log-likelihoods and predictions under the old prompts are
+        removed."""
         prompts = [change(sample.prompt) for sample in rollouts.samples]
         return replace(
             rollouts,
             samples=[replace(s, prompt=p) for s, p in zip(rollouts.samples, prompts, strict=True)],
             inputs=[
-                replace(record, condition_inputs=ConditionInputs.of(p), prediction=None)
+                replace(record, condition_inputs=ConditionInputs.from_prompt(p), prediction=None)
                 for record, p in zip(rollouts.inputs, prompts, strict=True)
             ],
             old_logp=None,
@@ -153,28 +165,27 @@ class DiffusionPolicy:
     # --- images to likelihoods ---
 
     def recorded_replay(self, rollouts: Rollouts) -> Replay | None:
-        """Returns the replay by the predictions that were kept while sampling; None where none were kept."""
+        """Returns the replay from the predictions that sampling kept, without a forward pass; None if it kept none."""
         return self.decisions.recorded_replay(rollouts)
 
     def replay(self, rollouts: Rollouts, model: NetworkCall, *, reference: bool = False) -> Replay:
-        """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine around it), in one
-        forward."""
+        """Returns the log-likelihoods of all decisions under `model`: `self.module`, or the engine that wraps it."""
         return self.decisions.replay(rollouts, model)
 
     @torch.no_grad()
     def complete_steps(self, rollouts: Rollouts, *, ends: bool = False) -> list[Sample]:
-        """Completes every step of the window by deterministic steps, under the guidance of rollouts, from the state
-        before it, or with `ends` from the state after it. Returns one image a step, those of the first rollout
-        first."""
+        """Denoises the state before each step of the window (after it, if `ends`) to an image by deterministic steps,
+        with the guidance of rollouts. Returns one image per rollout and step, rollout by rollout."""
         return chain.complete_steps(self.denoiser, rollouts, ends=ends)
 
     def latents(self, rollouts: Rollouts) -> Tensor:
-        """Returns [rollout, decision, number]: latents before each step, pooled to at most 8 a side, and their noise
-        level."""
+        """Returns the inputs of a value function, [rollout, decision, feature]: the latents before each step, pooled to
+        at most 8 x 8 and flattened, and their noise level."""
         return chain.latents(self.denoiser, rollouts.inputs)
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the chunk of each step, [rollout, decision] int64. Raises ValueError where the chain has none."""
+        """Returns the number of the chunk of each step, [rollout, decision] int64. Raises ValueError if there are no
+        chunks."""
         likelihood = self.denoising.likelihood
         chunks = likelihood.chunks if isinstance(likelihood, ImageChain) else ()
         return require(chain.segment_ids(chunks, len(rollouts)), "denoising.likelihood.chunks")
@@ -183,18 +194,18 @@ class DiffusionPolicy:
         """Does nothing: no part of this policy depends on the engine."""
 
     def counts(self) -> dict[str, float]:
-        """Returns the number of prompts longer than the encoders' token limit since the last call, if there were
-        any."""
+        """Returns the number of prompts since the last call that were longer than the encoders' token limit, if any."""
         return self.network.conditions.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Saves the trained weights in the format of diffusers. state: the gathered state dict of `self.module`."""
         self.family.save(folder, state)
         use_default_mode(folder)
 
 
-def decisions_of(denoiser: Denoiser) -> Decisions:
-    """Builds the decisions of the settings' likelihood. Raises UserError for a transition or weight that does not fit
-    the model, an impossible window, and a likelihood of an unknown kind."""
+def build_decisions(denoiser: Denoiser) -> Decisions:
+    """Builds the decisions that `denoising.likelihood` names. Raises UserError for a transition or weight that does not
+    fit the model, a window that does not fit the steps, and a likelihood of unknown type."""
     likelihood, denoising = denoiser.denoising.likelihood, denoiser.denoising
     key = "denoising.likelihood" if isinstance(denoising, Denoising) else "denoising"
     if isinstance(likelihood, ImageChain):
@@ -203,9 +214,12 @@ def decisions_of(denoiser: Denoiser) -> Decisions:
         return LastStepDecisions(denoiser, likelihood)
     if not isinstance(likelihood, ImageMatching | ImageContrast):
         raise UserError(
-            f"{key}.type={likelihood.type} inherits from none of ImageChain, ImageMatching, ImageContrast "
-            "and ImageLastSteps"
+            f"{key}.type={likelihood.type} is a subclass of none of ImageChain, ImageMatching, ImageContrast and "
+            "ImageLastSteps; make it one"
         )
     if denoiser.family.space == "noise" and isinstance(likelihood, ImageMatching) and likelihood.weight == "elbo":
-        raise UserError(f"{key}.weight=elbo is for models that predict velocity; use one or sigma")
+        raise UserError(
+            f"{key}.weight=elbo is for models that predict velocity, and model.path predicts noise; set it to one or "
+            "sigma"
+        )
     return LevelDecisions(denoiser, likelihood)

@@ -1,4 +1,4 @@
-"""Predictions of a network under classifier-free guidance."""
+"""Calls a diffusion network with classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from mmrl.samplers.guidance import guided, scale_at, with_grad
 
 
 class GuidedNetwork:
-    """A family's network under classifier-free guidance, with a cache of prompts' conditions. module: predicts in
-    sampling."""
+    """The network of a family under classifier-free guidance, with a cache of the conditions of prompts."""
 
     def __init__(self, family: Family, denoising: Denoising | DenoisingDemonstrations, module: nn.Module) -> None:
+        """module: the network that samples."""
         self.family, self.denoising, self.module = family, denoising, module
         self.conditions = PromptConditions(family, denoising.prompt_cache)
 
     @property
     def device(self) -> torch.device:
+        """The device of the network."""
         return next(self.module.parameters()).device
 
     def predictor(
         self, sampler: Sampler, inputs: Sequence[ConditionInputs], guidance: float
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Returns the function `predict` of `samplers.chain.run`: the module's guided predictions for one input a
-        row."""
+        """Returns the function `predict` that `samplers.chain.run` calls: guided predictions of `self.module`. inputs:
+        one per row."""
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
             grid = sampler.grid
@@ -50,14 +51,19 @@ class GuidedNetwork:
         guidance: float,
         cached: Tensor | None = None,
     ) -> Tensor:
-        """Predicts [row, ...] with `model` under classifier-free guidance. cached: the guided prediction's value of an
-        earlier pass; the gradient then comes from the conditional pass alone, and the unconditional one is saved. With
-        norm-preserving guidance the gradient needs both, and `cached` is not used."""
+        """Returns the guided prediction for latents x [row, ...].
+
+        model: `self.module`, or the engine that wraps it. sigma, time: noise levels, [row], and the same as the network
+        takes them. inputs: one per row. guidance: scale; 1: none. cached: the value of the guided prediction [row, ...]
+        from an earlier pass; then only the conditional pass runs, for the gradient. It is not used with norm-preserving
+        guidance, whose gradient needs both passes.
+        """
         if self.family.norm_patch is not None and guidance != 1:
             cached = None
         embedded, time, shape = self.denoising.embedded_guidance, time.to(x.device), tuple(x.shape[1:])
         negative = self._negative(inputs) if guidance != 1 and cached is None else []
-        conditions = self.conditions.of([*inputs, *negative], shape)  # all at once: the encoders visit the device once
+        # In one call, so that the encoders are moved to the device once
+        conditions = self.conditions.encode([*inputs, *negative], shape)
 
         def unconditional() -> Tensor:
             return self.family.predict(model, x, time, conditions[len(inputs) :], embedded)
@@ -69,6 +75,7 @@ class GuidedNetwork:
         return guided(conditional, unconditional, scale, self.family.norm_patch)
 
     def _negative(self, inputs: Sequence[ConditionInputs]) -> list[ConditionInputs]:
-        """Returns the inputs of the unconditional half: the same images with the negative prompt."""
-        negative = {id(one): one.with_text(self.denoising.negative_prompt) for one in inputs}
-        return [negative[id(one)] for one in inputs]
+        """Returns the inputs of the unconditional pass: the same images with the negative prompt. Rows that share an
+        object share the result."""
+        negative = {id(row_inputs): row_inputs.with_text(self.denoising.negative_prompt) for row_inputs in inputs}
+        return [negative[id(row_inputs)] for row_inputs in inputs]

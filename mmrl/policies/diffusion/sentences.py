@@ -1,4 +1,4 @@
-"""A small denoiser that replaces the transformer of a diffusers pipeline and reads a sentence encoder's states."""
+"""A small denoiser in place of the transformer of an AuraFlow pipeline, conditioned on a sentence embedding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mmrl.policies.embeddings import sinusoids
 
 
 class SentenceDenoiser(ModelMixin, ConfigMixin):
-    """A modulated perceptron over all pixels, called as AuraFlow's transformer is. It predicts data and gives a
-    velocity.
+    """An MLP over all pixels with adaptive layer norm, with the call signature of AuraFlow's transformer.
 
-    A sentence is the mean of its tokens' states, scaled to unit variance: sentence encoders are trained for that mean.
-    The pipeline zeroes the states of padding, so that it adds nothing."""
+    It predicts data, converted to a velocity. The embedding of a sentence is the mean of the hidden states of its
+    tokens, as sentence encoders are trained, scaled to unit variance. The pipeline sets states of padding to 0.
+    """
 
     @register_to_config
     def __init__(
@@ -40,8 +40,11 @@ class SentenceDenoiser(ModelMixin, ConfigMixin):
         return_dict: bool = True,
         **_: object,
     ) -> tuple[Tensor]:
-        """Takes hidden_states [n, channel, height, width]; encoder_hidden_states [n, token, number], 0 where padded;
-        timestep [n] in [0, 1] -> velocity like hidden_states, alone in a tuple."""
+        """Returns the velocity, shaped like hidden_states, in a tuple.
+
+        hidden_states: latents, [n, channel, height, width]; encoder_hidden_states: [n, token, width], 0 for padding;
+        timestep: [n], in [0, 1].
+        """
         sigma = timestep.to(hidden_states)
         condition = self.condition(
             torch.cat([sinusoids(sigma, 32).to(hidden_states), sentence(encoder_hidden_states)], 1)
@@ -50,6 +53,6 @@ class SentenceDenoiser(ModelMixin, ConfigMixin):
 
 
 def sentence(states: Tensor) -> Tensor:
-    """Returns embeddings [n, number] of unit scale: the direction of the mean of states [n, token, number], where
-    padding is 0."""
+    """Returns sentence embeddings [n, width] of unit variance: the direction of the mean of hidden states [n, token,
+    width], which are 0 for padding."""
     return F.normalize(states.sum(1), dim=1) * states.shape[2] ** 0.5

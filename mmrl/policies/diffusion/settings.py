@@ -1,4 +1,4 @@
-"""Settings of diffusion and flow models that draw images and videos."""
+"""Settings of diffusion and flow models of images and videos."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
 
 
 class ImageLikelihood(Likelihood):
-    """The decisions of an image, and their likelihood."""
+    """What the decisions of an image are, and how their likelihood is computed."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {
@@ -49,50 +49,49 @@ class ImageLikelihood(Likelihood):
     @property
     @abstractmethod
     def offers(self) -> frozenset[Offer]:
-        """Returns what its decisions support; see `mmrl.protocols.offers`."""
+        """The quantities that these decisions have, which methods ask for; see `mmrl.protocols.offers`."""
 
 
 class ImageChain(ChainLikelihood, ImageLikelihood):
-    """The steps of the chain inside the window, each a Gaussian; of a tree of chains where `branching` is given."""
+    """Decisions are the denoising steps inside the window, each a sample of a Gaussian; with `branching`, steps of a
+    tree of chains."""
 
     tail: Tail = option(Euler(), "solver of the deterministic steps")
     branching: tuple[int, ...] = option((), "children at each step of the window; their product is rollout.group_size")
     chunks: tuple[int, ...] = option((), "lengths of the chunks that algorithm.level=segment averages over (GCPO)")
     shared_states: bool = option(
         False,
-        "at every step of the window a group draws candidates from one state, see `trunk`",
+        "at every step of the window all rollouts of a group sample from one shared state, see `trunk`",
     )
     trunk: Literal["candidate", "ode"] = option(
         "candidate",
-        "from which states a group with shared ones draws next. candidate: that of one of the candidates, by chance "
-        "(SPO); ode: that of a step without noise, so that every step branches off one deterministic chain "
-        "(TempFlow-GRPO)",
+        "the next shared state of a group with shared_states. candidate: that of a random rollout of the group (SPO); "
+        "ode: that of a deterministic step, so that every step branches off one deterministic chain (TempFlow-GRPO)",
     )
 
     old: Literal["sampled", "replayed"] | None = option(
         None,
-        "whose predictions are those of the old policy. sampled: the sampler's, which need no pass of the network, "
-        "and with guidance save the first update its pass without the prompt; replayed: computed again, in the "
-        "micro-batches of training. Default: sampled in float32, where the two agree to rounding, replayed in "
-        "bfloat16. Before the first update the ratio is exactly 1 with either",
+        "where the old policy's predictions come from. sampled: kept from sampling, which needs no forward pass and, "
+        "with guidance, saves the first update its unconditional pass; replayed: computed again in the micro-batches "
+        "of training. Default: sampled in float32, where both agree to rounding, replayed in bfloat16. The first ratio "
+        "is exactly 1 with either",
     )
 
     @model_validator(mode="after")
-    def _positive(self) -> ImageChain:
-        """Raises ValueError for branching and chunks below 1, and for combinations of shared states, trunk and old that
-        exclude each other."""
+    def _options_fit(self) -> ImageChain:
+        """Raises ValueError for branching and chunks below 1, and for options that exclude each other."""
         if any(n < 1 for n in (*self.branching, *self.chunks)):
-            raise ValueError("branching and chunks hold positive numbers")
+            raise ValueError("branching and chunks must be lists of numbers of at least 1")
         if self.shared_states and self.branching:
-            raise ValueError("branching and shared_states are two ways to share states; set one of them")
+            raise ValueError("branching and shared_states exclude each other; set one of them")
         if self.trunk == "ode" and not self.shared_states:
-            raise ValueError("trunk=ode says how a group goes on from shared states; set shared_states=true too")
+            raise ValueError("trunk=ode has an effect only with shared_states=true; set that too")
         if self.old == "sampled" and (self.branching or self.shared_states):
-            raise ValueError("old=sampled is for chains of their own; without branching and shared_states, or replayed")
+            raise ValueError("old=sampled does not work with branching or shared_states; set old=replayed")
         return self
 
     def keeps_predictions(self, dtype: str) -> bool:
-        """Returns whether rollouts keep the predictions of sampling, for a network with weights of this dtype."""
+        """Returns whether rollouts keep the predictions of sampling. dtype: of the network's weights."""
         if self.branching or self.shared_states:
             return False
         return self.old == "sampled" or (self.old is None and dtype == "float32")
@@ -107,7 +106,7 @@ class ImageChain(ChainLikelihood, ImageLikelihood):
 
 
 class ImageMatching(MatchingLikelihood, ImageLikelihood):
-    """The flow-matching error of the final image as a log-likelihood."""
+    """Decisions are noise levels; the negative (flow-)matching error of the final image is their log-likelihood."""
 
     draw_range: tuple[float, float] = option(
         (0.02, 0.98), "range of the uniform random number from which a noise level is computed"
@@ -115,12 +114,12 @@ class ImageMatching(MatchingLikelihood, ImageLikelihood):
     weight: MatchingWeight = option("one", "w(s)")
     shared: bool | None = option(
         None,
-        "the same noise levels and noises for all images of a group; default: true for preferences between them, whose "
-        "pairs share both (Diffusion-DPO), and false for others",
+        "all images of a group get the same noise levels and noises; default: true for preference losses, whose pairs "
+        "share both (Diffusion-DPO), else false",
     )
 
     @model_validator(mode="after")
-    def _inside(self) -> ImageMatching:
+    def _range_is_valid(self) -> ImageMatching:
         check_draw_range(self.draw_range)
         return self
 
@@ -130,7 +129,8 @@ class ImageMatching(MatchingLikelihood, ImageLikelihood):
 
 
 class ImageContrast(Draws, ImageLikelihood):
-    """The errors of implicit policies on both sides of the old one, for algorithm.type=contrast."""
+    """Decisions are noise levels, with the matching errors of two implicit policies: the new policy mixed with the old
+    one and extrapolated from it, for algorithm.type=contrast (DiffusionNFT)."""
 
     source: ClassVar[str] = "DiffusionNFT, arXiv 2509.16117"
     test: ClassVar[str] = "tests/policies/diffusion/test_policy.py"
@@ -140,7 +140,7 @@ class ImageContrast(Draws, ImageLikelihood):
     )
 
     @model_validator(mode="after")
-    def _inside(self) -> ImageContrast:
+    def _range_is_valid(self) -> ImageContrast:
         check_draw_range(self.draw_range)
         return self
 
@@ -150,7 +150,8 @@ class ImageContrast(Draws, ImageLikelihood):
 
 
 class ImageLastSteps(ImageLikelihood):
-    """The image itself, with its gradient through the last steps of its chain; it has no likelihood."""
+    """The decision is the image, with a gradient through its last denoising steps, for differentiable rewards. It has
+    no likelihood."""
 
     equation: ClassVar[str] = "x_0 of the last `steps` deterministic steps"
     source: ClassVar[str] = "ReFL, arXiv 2304.05977; DRaFT-K, arXiv 2309.17400"
@@ -164,13 +165,16 @@ class ImageLastSteps(ImageLikelihood):
 
 
 def refuse_estimate(kind: str, path: str) -> None:
-    """Raises UserError for a memory estimate of two networks, one of which is the pipeline at `path`."""
+    """Raises UserError if `path` is a pipeline: memory is not estimated for model types with two networks. kind: the
+    value of `model.type`."""
     if not load_attribute("mmrl.policies.diffusion.loading:is_small")(path):
-        raise UserError(f"memory is not estimated for model.type={kind}, which holds two networks")
+        raise UserError(
+            f"memory cannot be estimated for model.type={kind}, which has two networks; start a short run instead"
+        )
 
 
 class Drawing(Section):
-    """Settings of images in evaluation and of their prompts, which every job that draws images has."""
+    """Settings of sampling images in evaluation, and of their prompts; all jobs with images have them."""
 
     evaluation_steps: int = option(40, "denoising steps of an image in evaluation", unit="steps", ge=1)
     resolution: int | tuple[int, int] | None = option(
@@ -179,25 +183,27 @@ class Drawing(Section):
         unit="pixels",
     )
     evaluation_resolution: int | tuple[int, int] | None = option(
-        None, "in evaluation; default: as in training", unit="pixels"
+        None, "size of images and videos in evaluation; default: as in training", unit="pixels"
     )
     frames: int | None = option(None, "frames of a video, for video models; default: the model's own", ge=1)
     evaluation_guidance: float | None = option(None, "classifier-free guidance in evaluation; default: as in training")
-    guidance_interval: tuple[float, float] = option((0.0, 1.0), "sigmas at which guidance acts")
+    guidance_interval: tuple[float, float] = option(
+        (0.0, 1.0), "sigmas (noise levels) between which guidance is applied"
+    )
     embedded_guidance: float = option(3.5, "guidance scale that guidance-distilled networks (FLUX) take as an input")
-    negative_prompt: str = option("", "the prompt that guidance leads away from")
-    prompt_cache: int = option(256, "prompts whose conditions are kept in memory", ge=1)
+    negative_prompt: str = option("", "prompt of the unconditional pass, which guidance leads away from")
+    prompt_cache: int = option(256, "prompts whose embeddings are cached in memory", ge=1)
 
 
 class Denoising(Drawing):
-    """Settings of images in training, and of their likelihood."""
+    """Settings of sampling images in training, and of their likelihood."""
 
     steps: int = option(10, "denoising steps of an image in training", unit="steps", ge=1)
     likelihood: ImageLikelihood = option(ImageChain(), "what a decision is: how its log-probability is computed")
     guidance: float = option(
         1.0,
-        "classifier-free guidance in rollouts and replay; 1: none. The gradient goes through the half with the prompt "
-        "alone, as flow_grpo's does: it is not that of the guided likelihood",
+        "classifier-free guidance in rollouts and replay; 1: none. The gradient goes through the conditional pass "
+        "alone, as in flow_grpo: it is not the gradient of the guided likelihood",
         ge=0,
     )
 
@@ -207,15 +213,15 @@ class ImageEngine(Section):
 
     steps_at_once: int | None = option(
         None,
-        "denoising steps of a micro-batch's images that are replayed at once; where there are more, each part is "
-        "computed a second time in the backward pass: less memory, more time; default: all",
+        "denoising steps of a micro-batch that are replayed in one forward pass; with fewer than all, each part is "
+        "computed again in the backward pass: less memory, more time; default: all",
         unit="steps",
         ge=1,
     )
 
 
 class DenoisingDemonstrations(Drawing):
-    """Settings of a denoiser that learns from given images (demonstrations)."""
+    """Settings of supervised fine-tuning on given images (demonstrations)."""
 
     draws: int = option(4, "noise levels and noises an image", ge=1)
     draw_range: tuple[float, float] = option(
@@ -229,46 +235,47 @@ class DenoisingDemonstrations(Drawing):
     guidance: float = option(1.0, "classifier-free guidance in evaluation; 1: none", ge=0)
 
     @model_validator(mode="after")
-    def _inside(self) -> DenoisingDemonstrations:
+    def _range_is_valid(self) -> DenoisingDemonstrations:
         check_draw_range(self.draw_range)
         return self
 
     @property
     def likelihood(self) -> ImageMatching:
+        """The matching likelihood of these options."""
         return ImageMatching(draws=self.draws, draw_range=self.draw_range, weight=self.weight, reduction=self.reduction)
 
 
 class DiffusionModel(ModelSettings):
-    """A diffusion or flow model: a diffusers pipeline, or a small network of mmrl's own. One decision a denoising
-    step."""
+    """A diffusion or flow model: a diffusers pipeline, or a small network of mmrl's own. Each denoising step is one
+    decision."""
 
     type: str = "diffusion"
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
     lora: LoRA | None = option(None, "train low-rank adapters in place of the weights")
     base: str | None = option(
-        None, "the pipeline that LoRA weights at model.path change, where these do not name it: a folder or a hub name"
+        None, "base pipeline of the LoRA at model.path, if its files do not name it: a folder or hub name"
     )
     family: str | None = option(
         None,
-        "package.module:Class of a pipeline that mmrl does not know, which inherits from "
-        "mmrl.policies.diffusion.families.pipeline:Pipeline or a shipped family; default: by the pipeline's class",
+        "package.module:Class for a pipeline that mmrl does not support, a subclass of "
+        "mmrl.policies.diffusion.families.pipeline:Pipeline or of a shipped family; default: by the pipeline's class",
     )
     text_tokens: int | None = option(
         None,
-        "of a prompt that the encoder with the longest limit (T5, Qwen) reads; default: the pipeline's own",
+        "tokens of a prompt that the text encoder with the largest limit (T5, Qwen) reads; default: as in the pipeline",
         unit="tokens",
         ge=1,
     )
     encoders: Literal["visit", "stay"] = option(
-        "visit", "whether the encoders of prompts visit the network's device while they are needed, or stay on it"
+        "visit", "visit: text encoders are moved to the GPU only while they encode; stay: they stay there"
     )
     embeddings: str | None = option(
-        None, "a folder of prompt embeddings that `mmrl embed` wrote; the encoders are not loaded then"
+        None, "folder of prompt embeddings that `mmrl embed` wrote, with which text encoders are not loaded"
     )
     decoding: Literal["whole", "sliced", "tiled"] = option(
         "sliced",
-        "how the VAE works. whole: on a batch at once; sliced: on one image or video at a time; tiled: on overlapping "
-        "tiles of it, for large ones: less memory, and seams are blended",
+        "how the VAE decodes. whole: all images of a batch at once; sliced: one image or video at a time; tiled: "
+        "overlapping tiles of it, with blended seams, which needs less memory for large ones",
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
 
@@ -300,30 +307,31 @@ class DiffusionModel(ModelSettings):
                 and config.rollout.workers.async_steps
             ):
                 raise ValueError(
-                    "denoising.likelihood.old=sampled takes the predictions of sampling for those of the present "
-                    f"weights, but with rollout.workers.async_steps={config.rollout.workers.async_steps} those are "
-                    "older; use old=replayed"
+                    "denoising.likelihood.old=sampled needs rollouts of the current weights, but with "
+                    f"rollout.workers.async_steps={config.rollout.workers.async_steps} they are sampled by older ones; "
+                    "set it to replayed"
                 )
         if isinstance(likelihood, ImageContrast) and "contrast" not in config.needs.offers:
             raise ValueError(
-                f"denoising.likelihood.type={likelihood.type} compares implicit policies and gives no likelihood of "
-                f"the present one, which algorithm.type={config.algorithm.type} needs; use chain or matching"
+                f"denoising.likelihood.type={likelihood.type} gives no likelihood of the policy, which "
+                f"algorithm.type={config.algorithm.type} needs; set it to chain or matching"
             )
         if isinstance(likelihood, ImageLastSteps):
             if "image_gradient" not in config.needs.offers:
                 raise ValueError(
                     f"denoising.likelihood.type={likelihood.type} gives no likelihood, which algorithm.type="
-                    f"{config.algorithm.type} needs; use chain or matching"
+                    f"{config.algorithm.type} needs; set it to chain or matching"
                 )
             if likelihood.steps > denoising.steps:
                 raise ValueError(
-                    f"denoising.likelihood.steps={likelihood.steps} are more than denoising.steps={denoising.steps}"
+                    f"denoising.likelihood.steps={likelihood.steps} is more than denoising.steps={denoising.steps}; "
+                    "lower it"
                 )
         if isinstance(likelihood, ImageChain) and likelihood.branching:
             leaves = math.prod(likelihood.branching)
             if leaves != config.group_size:
                 raise ValueError(
-                    f"denoising.likelihood.branching={list(likelihood.branching)} makes {leaves} leaves a tree; "
+                    f"denoising.likelihood.branching={list(likelihood.branching)} makes trees of {leaves} leaves; "
                     f"set rollout.group_size={leaves}"
                 )
 
@@ -336,9 +344,11 @@ class DiffusionModel(ModelSettings):
         denoising = config.section("denoising")
         engine: ImageEngine = config.engine
         likelihood = denoising.likelihood if isinstance(denoising, Denoising) else None
-        of_use = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
-        ahead = config.generator is not None and config.generator.steps_ahead > 0  # predictions of older weights
-        keep = of_use and not ahead and isinstance(likelihood, ImageChain) and likelihood.keeps_predictions(self.dtype)
+        useful = config.needs.old and (config.algorithm.updates > 1 or denoising.guidance != 1)
+        # With asynchronous steps sampling has older weights, and its predictions are of no use
+        is_async = config.generator is not None and config.generator.steps_ahead > 0
+        kept_by_chain = isinstance(likelihood, ImageChain) and likelihood.keeps_predictions(self.dtype)
+        keep = useful and not is_async and kept_by_chain
         if isinstance(likelihood, ImageMatching) and likelihood.shared is None:
             matching = likelihood.model_copy(update={"shared": config.algorithm.pairs_decisions})
             denoising = denoising.model_copy(update={"likelihood": matching})

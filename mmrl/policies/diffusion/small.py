@@ -1,4 +1,4 @@
-"""A small conditional velocity network for laptops and tests: prompts of a fixed vocabulary, pixels as latents."""
+"""Small flow models of mmrl's own for CPUs and tests: prompts of a fixed vocabulary, and pixels as latents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmrl.errors import UserError
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, ModelNotes, Resolution, Shape
 from mmrl.policies.embeddings import sinusoids
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
@@ -26,22 +26,25 @@ CONFIG, WEIGHTS = "small_diffusion.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class SmallDiffusionConfig:
+    """The configuration of a small flow model, saved as small_diffusion.json."""
+
     words: tuple[str, ...]  # the vocabulary of prompts
     channels: int = 1
-    size: int = 8  # pixels
+    size: int = 8  # side of an image, in pixels
     network: Literal["mlp", "modulated_mlp", "transformer"] = "mlp"
     width: int = 256
     depth: int = 3
     heads: int = 4
-    patch: int = 2  # pixels, of the transformer
+    patch: int = 2  # side of a patch of the transformer, in pixels
     max_words: int = 16
-    ordered: bool = False  # of the perceptrons: whether they read the order of words
-    predicts: Literal["velocity", "data"] = "velocity"  # the last layer's output; data is converted to a velocity
-    shift: float = 1.0  # of the sigma grid, towards noise
+    ordered: bool = False  # the MLPs get the order of words, not only their set
+    predicts: Literal["velocity", "data"] = "velocity"  # output of the last layer; data is converted to a velocity
+    shift: float = 1.0  # of the noise levels, towards noise (as in Stable Diffusion 3)
 
 
 class SmallMLP(nn.Module):
-    """A residual MLP over all pixels and words; unless `ordered`, the prompt is the sum of its words' embeddings."""
+    """A residual MLP over all pixels, noise level and prompt; the prompt is the sum of its word embeddings, or their
+    concatenation if `ordered`."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
@@ -53,7 +56,11 @@ class SmallMLP(nn.Module):
         self.leave = nn.Linear(config.width, pixels)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
-        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        """Returns the velocity, shaped like x.
+
+        x: noisy pixels, [n, channel, height, width]; time: noise level, [n], in [0, 1]; words: ids, [n, word], 0 for
+        padding.
+        """
         text = self.words(words)
         text = text.flatten(1) if self.ordered else text.sum(1)
         inputs = torch.cat([x.flatten(1), sinusoids(time, 32).to(x), text], 1)
@@ -65,8 +72,8 @@ class SmallMLP(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A residual MLP over all pixels whose every block is scaled and shifted by the condition (adaptive layer
-    normalisation, arXiv 2212.09748), so that a prompt can switch features off."""
+    """A residual MLP over all pixels whose blocks are scaled and shifted by the condition (adaptive layer norm, arXiv
+    2212.09748), so that a prompt can switch features off."""
 
     def __init__(self, pixels: int, condition_width: int, width: int, depth: int) -> None:
         super().__init__()
@@ -81,31 +88,31 @@ class Modulated(nn.Module):
         nn.init.zeros_(self.leave.bias)
 
     def run_blocks(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Maps x [n, channel, height, width] and condition [n, number] to an output like x."""
+        """Maps x [n, channel, height, width] and condition [n, condition width] to an output shaped like x."""
         h = self.enter(x.flatten(1))
         for block, modulation in zip(self.blocks, self.modulations, strict=False):
             h = h + block(self.modulated(h, modulation(condition)))
         return self.leave(self.modulated(h, self.modulations[-1](condition))).view_as(x)
 
-    def modulated(self, h: Tensor, by: Tensor) -> Tensor:
-        """Normalises h [n, width], then scales and shifts it by the halves of `by` [n, 2 width]."""
-        scale, shift = by.chunk(2, 1)
+    def modulated(self, h: Tensor, modulation: Tensor) -> Tensor:
+        """Normalises h [n, width], then scales and shifts it by the two halves of `modulation` [n, 2 x width]."""
+        scale, shift = modulation.chunk(2, 1)
         return self.norm(h) * (1 + scale) + shift
 
 
-CONDITION_WIDTH = 128  # of the embedding of noise level and prompt
+CONDITION_WIDTH = 128  # size of the embedding of noise level and prompt
 
 
 def condition_mlp(prompt_width: int) -> nn.Sequential:
-    """Builds the network from 32 numbers of the noise level and `prompt_width` of the prompt to CONDITION_WIDTH
-    numbers."""
+    """Builds the MLP from the embeddings of noise level (32) and prompt (prompt_width), concatenated, to a condition of
+    size CONDITION_WIDTH."""
     return nn.Sequential(
         nn.Linear(32 + prompt_width, CONDITION_WIDTH), nn.SiLU(), nn.Linear(CONDITION_WIDTH, CONDITION_WIDTH), nn.SiLU()
     )
 
 
 class ModulatedMLP(Modulated):
-    """A `Modulated` MLP conditioned on noise level and words, which it reads as `SmallMLP` does."""
+    """A `Modulated` MLP, conditioned on noise level and prompt; the prompt is embedded as in `SmallMLP`."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__(config.channels * config.size**2, CONDITION_WIDTH, config.width, config.depth)
@@ -114,7 +121,11 @@ class ModulatedMLP(Modulated):
         self.condition = condition_mlp(CONDITION_WIDTH * (config.max_words if config.ordered else 1))
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
-        """x [n, channel, height, width], time [n] in [0, 1], words [n, word] ids (0: none) -> velocity like x."""
+        """Returns the velocity, shaped like x.
+
+        x: noisy pixels, [n, channel, height, width]; time: noise level, [n], in [0, 1]; words: ids, [n, word], 0 for
+        padding.
+        """
         text = self.words(words)
         text = text.flatten(1) if self.ordered else text.sum(1)
         output = self.run_blocks(x, self.condition(torch.cat([sinusoids(time, 32).to(x), text], 1)))
@@ -122,7 +133,7 @@ class ModulatedMLP(Modulated):
 
 
 class SmallTransformer(nn.Module):
-    """A small DiT (arXiv 2212.09748): patches and words in one sequence, modulated by the noise level."""
+    """A small DiT (arXiv 2212.09748): a transformer over words and patches, modulated by the noise level."""
 
     def __init__(self, config: SmallDiffusionConfig) -> None:
         super().__init__()
@@ -141,6 +152,7 @@ class SmallTransformer(nn.Module):
         nn.init.zeros_(self.leave.bias)
 
     def forward(self, x: Tensor, time: Tensor, words: Tensor) -> Tensor:
+        """Returns the velocity, shaped like x; arguments as `SmallMLP.forward`."""
         p = self.patch
         text = self.words(words) + self.word_places
         patches = self.patches(rearrange(x, "n c (h p) (w q) -> n (h w) (c p q)", p=p, q=p)) + self.patch_places
@@ -154,6 +166,8 @@ class SmallTransformer(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block with adaptive layer norm (DiT)."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -165,8 +179,8 @@ class Block(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, h: Tensor, level: Tensor) -> Tensor:
-        """Returns h [n, token, width] after attention and MLP, each scaled, shifted and gated by level [n, width].
-        Gates begin at 1, so that a fresh network is an ordinary transformer."""
+        """Applies attention and MLP to h [n, token, width], each scaled, shifted and gated by the embedding of the
+        noise level [n, width]. Gates are initialised to 1, so that a new network is an ordinary transformer."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(level))[:, None].chunk(6, -1)
         a = self.norms[0](h) * (1 + scale_a) + shift_a
         q, k, v = rearrange(self.qkv(a), "n t (three h d) -> three n h t d", three=3, h=self.heads)
@@ -176,11 +190,12 @@ class Block(nn.Module):
 
 
 class SmallFamily:
-    """The family of small networks. Pixels in [-1, 1] are the latents; the network holds the word embeddings."""
+    """The family of small networks; implements `Family`. Latents are pixels in [-1, 1]; word embeddings are part of the
+    network."""
 
     space: Space = "velocity"
     norm_patch: int | None = None
-    remarks = Remarks()
+    notes = ModelNotes()
 
     def __init__(self, config: SmallDiffusionConfig, module: nn.Module) -> None:
         self.config, self.module = config, module.eval()
@@ -189,9 +204,12 @@ class SmallFamily:
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         if resolution not in (None, self.config.size, (self.config.size,) * 2):
             size = self.config.size
-            raise UserError(f"denoising.resolution={resolution}: this model draws {size} x {size} pixels only")
+            raise UserError(
+                f"denoising.resolution={resolution}, but the model at model.path generates {size} x {size} pixels; "
+                "leave it out"
+            )
         if frames is not None:
-            raise UserError(f"denoising.frames={frames}: this model draws images; leave it out")
+            raise UserError(f"denoising.frames={frames}, but the model at model.path generates images; leave it out")
         return self.config.channels, self.config.size, self.config.size
 
     def grid(self, steps: int, shape: Shape) -> Grid:
@@ -203,26 +221,37 @@ class SmallFamily:
         return sigma, sigma
 
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        conditioned = next((one for one in inputs if one.images), None)
-        if conditioned is not None:
-            raise UserError(f"prompt {conditioned.text!r} has an image; this model draws from words alone")
-        return [{"words": self._encode(one.text)} for one in inputs]
+        with_image = next((item for item in inputs if item.images), None)
+        if with_image is not None:
+            raise UserError(
+                f"prompt {with_image.text!r} has an image, but the model at model.path reads only words; take the "
+                "image out"
+            )
+        return [{"words": self._encode(item.text)} for item in inputs]
 
     def truncated_tokens(self, text: str) -> int:
         return 0  # `encode` raises UserError for longer prompts
 
     def readable(self, text: str) -> str:
-        """Returns the words of a string that are in the vocabulary, at most max_words of them."""
+        """Returns the words of a text that are in the vocabulary, at most max_words of them."""
         words = [word for word in text.lower().replace(",", " ").split() if word in self._ids]
         return " ".join(words[: self.config.max_words])
 
     def _encode(self, text: str) -> Tensor:
+        """Returns the ids of the words of a prompt, padded with 0, [max_words]. Raises UserError for unknown words and
+        too many words."""
         words = text.lower().replace(",", " ").split()
         unknown = [word for word in words if word not in self._ids]
         if unknown:
-            raise UserError(f"prompt {text!r}: this model does not know {unknown[0]!r}; it knows {' '.join(self._ids)}")
+            raise UserError(
+                f"prompt {text!r}: the model at model.path does not know the word {unknown[0]!r}; it knows "
+                f"{' '.join(self._ids)}"
+            )
         if len(words) > self.config.max_words:
-            raise UserError(f"prompt {text!r} has {len(words)} words; this model reads {self.config.max_words}")
+            raise UserError(
+                f"prompt {text!r} has {len(words)} words, more than the {self.config.max_words} that the model at "
+                "model.path reads; shorten it"
+            )
         ids = [self._ids[word] for word in words]
         return torch.tensor(ids + [0] * (self.config.max_words - len(ids)))
 
@@ -247,30 +276,36 @@ class SmallFamily:
 
 
 def velocity(data: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-    """Converts predicted data to a velocity, (x - data) / s [n, ...] for sigma s [n], which is at least 0.05 here. Data
-    is easier to predict: images lie on few dimensions, noise on all (arXiv 2511.13720)."""
+    """Converts predicted data [n, ...] to a velocity, (x - data) / sigma, with sigma [n] clamped to at least 0.05.
+
+    Data is easier to predict than velocity: images lie on a low-dimensional manifold, noise does not (arXiv
+    2511.13720).
+    """
     return (x - data) / sigma.clamp(min=0.05).view(-1, *[1] * (x.dim() - 1))
 
 
 def network(config: SmallDiffusionConfig) -> nn.Module:
-    kinds = {"mlp": SmallMLP, "modulated_mlp": ModulatedMLP, "transformer": SmallTransformer}
-    return kinds[config.network](config)
+    """Builds the network that `config.network` names, with random weights."""
+    classes = {"mlp": SmallMLP, "modulated_mlp": ModulatedMLP, "transformer": SmallTransformer}
+    return classes[config.network](config)
 
 
 def create(folder: Path, config: SmallDiffusionConfig, seed: int) -> None:
-    """Writes a freshly initialised model."""
+    """Writes a model with random weights. seed: of the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write(folder, config, network(config).state_dict())
 
 
 def write(folder: Path, config: SmallDiffusionConfig, state: dict[str, Tensor]) -> None:
+    """Saves weights and configuration. state: the state dict of the network."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in state.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(asdict(config), indent=2))
 
 
 def load(folder: Path, *, dtype: str) -> SmallFamily:
+    """Loads a small model from its folder. dtype: of the weights, as "float32"."""
     config = SmallDiffusionConfig(**json.loads((folder / CONFIG).read_text()))
     module = network(config)
     module.load_state_dict(load_file(folder / WEIGHTS))

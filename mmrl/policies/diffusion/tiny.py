@@ -1,7 +1,7 @@
-"""Parts of tiny diffusers pipelines that are built in code: nothing is downloaded, nothing but the network is trained.
+"""Components of tiny diffusers pipelines for tests and examples, built in code without downloads.
 
-Their pipelines are of diffusers' own classes, and their folders load in diffusers. Text encoders are random and frozen,
-with token states of unit scale. The VAE is the identity, or halves the sides.
+The pipelines are of diffusers' own classes, and diffusers can load their folders. Text encoders are random and frozen,
+with hidden states of unit scale. The VAE is the identity, or halves height and width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
 )
 
 PAD, UNKNOWN, START, END = "<pad>", "<unknown>", "<start>", "<end>"
-MARGIN = 1000.0  # value of constant channels, which turn the identity VAE's norms into divisions by a constant
+MARGIN = 1000.0  # value of the constant channels, by which norms in the identity VAE divide by a constant
 
 
 class Convolution(Protocol):
@@ -37,7 +37,7 @@ class Convolution(Protocol):
 
 
 def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token a word, in lower case, that ignores commas and full stops."""
+    """Builds a tokenizer with one token per word, which lower-cases text and ignores commas and full stops."""
     vocabulary = {token: i for i, token in enumerate((PAD, UNKNOWN, START, END, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(
@@ -60,8 +60,8 @@ def word_tokenizer(words: Sequence[str], max_length: int) -> PreTrainedTokenizer
 def clip_text_encoder(
     tokenizer: PreTrainedTokenizerFast, width: int = 32, *, projection: bool = True
 ) -> CLIPTextModelWithProjection | CLIPTextModel:
-    """Builds a random CLIP text encoder whose states have unit scale. By default they are small (std 0.08 after the
-    first layer), and a network takes several times as long to learn to read them."""
+    """Builds a random CLIP text encoder whose hidden states have unit scale. The default initialisation gives small
+    ones (std 0.08 after the first layer), from which a network learns several times more slowly."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -84,12 +84,11 @@ def clip_text_encoder(
 
 
 def identity_vae(channels: int, size: int, *, halving: bool = False) -> AutoencoderKL:
-    """Builds an AutoencoderKL whose latents are the pixels, [channels, size, size] in -1..1, by weights set by hand; or
-    with `halving` the means of 2 x 2 pixels, which decoding repeats.
+    """Builds an AutoencoderKL whose latents are the pixels [channels, size, size], by weights that are set by hand;
+    with `halving`, latents are the means of 2 x 2 pixels, and decoding repeats them.
 
-    Its hidden channels are x, -x, M and -M. A group norm over all of them divides by a constant, M times the share of
-    the margins, as long as x is small beside M; and silu(y) - silu(-y) = y undoes the activation. The blocks between
-    add nothing.
+    The hidden channels are x, -x and margins of constant M and -M. As long as x is small beside M, a group norm divides
+    all of them by a constant. The activation is undone by silu(y) - silu(-y) = y. Residual blocks add 0.
     """
     hidden, blocks = 4 * channels, 1 + halving  # channels: x, -x and as many margins
     vae: Any = AutoencoderKL(
@@ -119,7 +118,7 @@ def identity_vae(channels: int, size: int, *, halving: bool = False) -> Autoenco
 
 
 def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
-    """Zeroes the convolutions of these names, so that a residual block returns its input."""
+    """Sets convolutions with the names `last` to 0, so that residual blocks return their input."""
     for name, part in module.named_modules():
         if name.rsplit(".", 1)[-1] in last and isinstance(part, nn.Conv2d | nn.Conv3d):
             nn.init.zeros_(part.weight)
@@ -131,27 +130,31 @@ def silence_blocks(module: nn.Module, last: tuple[str, ...]) -> None:
 def pass_through(
     conv_in: Convolution, norm: nn.Module, conv_out: Convolution, channels: int, gain: float, margins: int | None = None
 ) -> None:
-    """Sets weights so that conv_in writes x, -x and the margins (None: in all channels that are left), the norm
-    multiplies by `gain`, and conv_out reads x. A convolution over time uses the last of its taps, the present frame."""
+    """Sets weights so that conv_in outputs x, -x and constant margins, the norm multiplies by `gain`, and conv_out
+    outputs x.
+
+    channels: of x. margins: number of constant channels; None: all that are left. A convolution over time uses only the
+    current frame, its last tap.
+    """
     for part in (conv_in, conv_out):
         part.weight.zero_()
         part.bias.zero_()
     for name, parameter in norm.named_parameters():  # a group norm's weight and bias, or an RMS norm's gamma
         parameter.fill_(0.0 if name == "bias" else gain)
     sizes = conv_in.weight.shape[2:]
-    centre = tuple(size - 1 if len(sizes) == 3 and i == 0 else size // 2 for i, size in enumerate(sizes))
+    center = tuple(size - 1 if len(sizes) == 3 and i == 0 else size // 2 for i, size in enumerate(sizes))
     for c in range(channels):
-        conv_in.weight[(c, c, *centre)] = 1.0
-        conv_in.weight[(channels + c, c, *centre)] = -1.0
-        conv_out.weight[(c, c, *centre)] = 1.0
-        conv_out.weight[(c, channels + c, *centre)] = -1.0
+        conv_in.weight[(c, c, *center)] = 1.0
+        conv_in.weight[(channels + c, c, *center)] = -1.0
+        conv_out.weight[(c, c, *center)] = 1.0
+        conv_out.weight[(c, channels + c, *center)] = -1.0
     last = None if margins is None else 2 * channels + margins
     constant = conv_in.bias[2 * channels : last]
     constant.copy_(torch.tensor([MARGIN, -MARGIN]).repeat(len(constant) // 2))
 
 
 def umt5_text_encoder(tokenizer: PreTrainedTokenizerFast, width: int = 32) -> UMT5EncoderModel:
-    """Builds a random UMT5 encoder; its last norm gives states of unit scale."""
+    """Builds a random UMT5 encoder; its last norm gives hidden states of unit scale."""
     encoder = UMT5EncoderModel(UMT5Config(**_t5(tokenizer, width)))
     nn.init.normal_(encoder.shared.weight, std=1.0)
     return encoder
@@ -181,10 +184,10 @@ def _t5(tokenizer: PreTrainedTokenizerFast, width: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
-    """Builds an AutoencoderKLWan that halves the sides and keeps every frame, by weights set by hand: latents are the
-    means of 2 x 2 pixels, decoding repeats them. Videos that are drawn in cells of 2 x 2 pixels pass unchanged.
+    """Builds an AutoencoderKLWan that halves height and width and keeps all frames, by weights that are set by hand.
 
-    It works as `identity_vae`, with an RMS norm over the channels, of which x, -x and two margins are in use.
+    Latents are the means of 2 x 2 pixels, and decoding repeats them; videos made of cells of 2 x 2 pixels are decoded
+    exactly. It works as `identity_vae`, with an RMS norm over x, -x and two margin channels.
     """
     used = 2 * channels + 2
     width = 2 * used  # its upsampling halves the channels
@@ -217,7 +220,7 @@ def halving_wan_vae(channels: int = 3) -> AutoencoderKLWan:
 
 @torch.no_grad()
 def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) -> None:
-    """Sets the convolution to copy its first `count` channels, by the tap `tap` of its kernel."""
+    """Sets a convolution to copy its first `count` channels, by the element `tap` of its kernel."""
     convolution.weight.zero_()
     convolution.bias.zero_()
     for channel in range(count):
@@ -226,8 +229,8 @@ def copy_channels(convolution: Convolution, count: int, tap: tuple[int, ...]) ->
 
 @torch.no_grad()
 def average_pairs(convolution: Convolution, count: int) -> None:
-    """Sets a convolution of stride 2, padded to the right and below, to average 2 x 2 pixels of each of its first
-    `count` channels."""
+    """Sets a convolution of stride 2, padded at the right and bottom, to average 2 x 2 pixels of its first `count`
+    channels."""
     copy_channels(convolution, count, (0, 0))
     for row, column in ((0, 1), (1, 0), (1, 1)):
         convolution.weight[:, :, row, column] = convolution.weight[:, :, 0, 0]

@@ -1,5 +1,5 @@
-"""Conversion of published masked-diffusion language models to the transformers classes whose layers they have: LLaDA
-and MMaDA to Llama, Dream to Qwen2, SDAR (and TraDo) to Qwen3. Files are read as data, and no code of a folder runs."""
+"""Converts published masked diffusion language models to checkpoints of the transformers classes with the same layers:
+LLaDA and MMaDA to Llama, Dream to Qwen2, SDAR (and TraDo) to Qwen3. No code of the model's folder is run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from mmrl.errors import UserError
 from mmrl.policies.vlm.loading import load_tokenizer
 
-Values = dict[str, Any]  # of a config.json
+ModelConfig = dict[str, Any]  # the contents of a config.json
 INDEX = "model.safetensors.index.json"
-SHIFTED = "shifted_predictions"  # key of a converted config.json: a position predicts the token at the next
+SHIFTED = "shifted_predictions"  # key of a converted config.json: the output at a position predicts the next token
 
-# LLaDA's names inside a block, and Llama's inside a layer
-BLOCK = {
+# Names of weights inside a layer, LLaDA's to Llama's
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ff_norm": "post_attention_layernorm",
     "q_proj": "self_attn.q_proj",
@@ -32,9 +32,10 @@ BLOCK = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
-WHOLE = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
-# What a Llama does not compute, by the key of LLaDA's configuration, and the values without it
-WITHOUT = {
+# Names of weights outside layers
+TOP_NAMES = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+# Keys of LLaDA's configuration that Llama does not have, and the values with which both compute the same
+REQUIRED_VALUES = {
     "block_type": ("llama",),
     "layer_norm_type": ("rms",),
     "activation_type": ("silu",),
@@ -47,8 +48,8 @@ WITHOUT = {
     "clip_qkv": (None,),
     "block_group_size": (1,),
 }
-MASKS = ("<|mdm_mask|>", "<|MASK|>", "<|mask|>", "[MASK]")  # in tokenizers whose config.json has no mask token
-OF_QWEN = (
+MASK_TOKENS = ("<|mdm_mask|>", "<|MASK|>", "<|mask|>", "[MASK]")  # looked for if config.json has no mask token
+QWEN_KEYS = (  # keys of config.json that transformers' Qwen2 and Qwen3 read
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
     *("tie_word_embeddings", "rope_theta", "rope_scaling", "attention_bias", "attention_dropout", "torch_dtype"),
@@ -57,65 +58,72 @@ OF_QWEN = (
 
 
 @dataclass(frozen=True)
-class Published:
-    """A published kind of model. architecture: the class of transformers with its layers; config: returns its
-    config.json; name: returns a tensor's name there. shifted: a position predicts the token at the next."""
+class Conversion:
+    """How models of one published type are converted."""
 
-    architecture: str
-    config: Callable[[Values], Values]
-    name: Callable[[str], str]
-    shifted: bool = False
+    architecture: str  # the class of transformers with the same layers
+    config: Callable[[ModelConfig], ModelConfig]  # converts the contents of config.json
+    rename: Callable[[str], str]  # converts the name of a tensor
+    shifted: bool = False  # the output at a position predicts the next token
 
 
 def convert(folder: Path, out: Path) -> Path:
-    """Writes the model in `folder` to `out` as transformers reads it without remote code. Returns `out`. Raises
-    UserError for another kind of model, for one with parts that its class does not compute, for weights that are not
-    safetensors, and where `out` exists."""
-    values, kind = _read(folder)
+    """Converts the model in `folder` to a checkpoint that transformers loads without remote code, in the new folder
+    `out`. Returns `out`.
+
+    Raises UserError if the model is of another type, has parts that the transformers class does not compute, or has no
+    safetensors weights, and if `out` exists.
+    """
+    model_config, conversion = _read_config(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
-            f"{folder} has no *.safetensors; pickled weights (*.bin) are not read, save them as safetensors"
+            f"{folder} has no *.safetensors file; pickled weights (*.bin) are not read, save them as safetensors first"
         )
     if out.exists():
-        raise UserError(f"{out} exists; name a folder that does not with --out")
+        raise UserError(f"--out={out} exists; name a folder that does not exist")
     out.mkdir(parents=True)
-    shapes = _write_weights(files, out, kind.name)
-    config = kind.config(values) | {"architectures": [kind.architecture], SHIFTED: kind.shifted}
+    shapes = _write_weights(files, out, conversion.rename)
+    config = conversion.config(model_config)
+    config |= {"architectures": [conversion.architecture], SHIFTED: conversion.shifted}
     config["vocab_size"] = shapes["model.embed_tokens.weight"][0]  # MMaDA's is larger than its config.json says
     config["tie_word_embeddings"] = "lm_head.weight" not in shapes
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_tokenizer(folder, out, values)
+    _write_tokenizer(folder, out, model_config)
     return out
 
 
 def is_published(folder: Path) -> bool:
-    """Returns whether a folder holds a model that `convert` reads."""
+    """Returns whether a folder holds a model of a type that `convert` converts."""
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") in KINDS
+        return json.loads((folder / "config.json").read_text()).get("model_type") in CONVERSIONS
     except (OSError, ValueError):
         return False
 
 
-def _read(folder: Path) -> tuple[Values, Published]:
-    """Returns the contents of config.json, and the kind of model that it names."""
+def _read_config(folder: Path) -> tuple[ModelConfig, Conversion]:
+    """Returns the contents of config.json, and the conversion of its model type. Raises UserError if there is none."""
     try:
         values = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: config.json can not be read: {error}") from None
-    kind = KINDS.get(values.get("model_type"))
-    if kind is None:
-        raise UserError(f"{folder} holds a {values.get('model_type')} model; those converted are {', '.join(KINDS)}")
-    return values, kind
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from None
+    conversion = CONVERSIONS.get(values.get("model_type"))
+    if conversion is None:
+        raise UserError(
+            f"{folder} holds a model of type {values.get('model_type')}, which cannot be converted; name one of type "
+            f"{', '.join(CONVERSIONS)}"
+        )
+    return values, conversion
 
 
-def _write_weights(files: list[Path], out: Path, name: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
-    """Writes every file with the tensors' new names, and the index of several. Returns the tensors' shapes."""
+def _write_weights(files: list[Path], out: Path, rename: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
+    """Writes all safetensors files to `out` with renamed tensors, and an index if there are several. Returns the shapes
+    of the tensors by their new names."""
     shapes: dict[str, tuple[int, ...]] = {}
     weight_map: dict[str, str] = {}
     for file in files:
         with safe_open(file, "pt") as source:
-            tensors = {name(key): source.get_tensor(key).contiguous() for key in source.keys()}  # noqa: SIM118
+            tensors = {rename(key): source.get_tensor(key).contiguous() for key in source.keys()}  # noqa: SIM118
         target = out / ("model.safetensors" if len(files) == 1 else file.name)
         save_file(tensors, target, metadata={"format": "pt"})
         shapes |= {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -125,37 +133,47 @@ def _write_weights(files: list[Path], out: Path, name: Callable[[str], str]) -> 
     return shapes
 
 
-def _write_tokenizer(folder: Path, out: Path, values: Values) -> None:
-    """Copies the tokenizer's files without names of remote code, and saves it with its mask token."""
+def _write_tokenizer(folder: Path, out: Path, values: ModelConfig) -> None:
+    """Copies the files of the tokenizer to `out` without references to remote code, and sets its mask token. values: of
+    config.json."""
     skipped = (".safetensors", ".py", ".bin")
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith(skipped) and file.name not in ("config.json", INDEX):
             (out / file.name).write_bytes(file.read_bytes())
     settings = out / "tokenizer_config.json"
     if settings.is_file():
-        read = json.loads(settings.read_text())
-        read.pop("auto_map", None)
-        if read.get("tokenizer_class") == "DreamTokenizer":
-            read["tokenizer_class"] = "Qwen2Tokenizer"  # whose vocabulary and merges it has
-        settings.write_text(json.dumps(read, indent=2) + "\n")
+        tokenizer_config = json.loads(settings.read_text())
+        tokenizer_config.pop("auto_map", None)
+        if tokenizer_config.get("tokenizer_class") == "DreamTokenizer":
+            tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"  # whose vocabulary and merges it has
+        settings.write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     tokenizer = load_tokenizer(str(out))
-    number = values.get("mask_token_id")
-    token = tokenizer.convert_ids_to_tokens(number) if number is not None else _mask_token(tokenizer.get_vocab())
+    mask_id = values.get("mask_token_id")
+    token = tokenizer.convert_ids_to_tokens(mask_id) if mask_id is not None else _mask_token(tokenizer.get_vocab())
     if token is None:
-        raise UserError(f"{folder}: neither mask_token_id in config.json nor a token such as {MASKS[0]} is there")
+        raise UserError(
+            f"{folder}: no mask token is known; set mask_token_id in its config.json, or add a token such as "
+            f"{MASK_TOKENS[0]} to its tokenizer"
+        )
     tokenizer.mask_token = token
     tokenizer.save_pretrained(out)
 
 
 def _mask_token(vocabulary: Mapping[str, int]) -> str | None:
-    return next((token for token in MASKS if token in vocabulary), None)
+    """Returns the first of the usual mask tokens that is in the vocabulary, None if there is none."""
+    return next((token for token in MASK_TOKENS if token in vocabulary), None)
 
 
-def _llama(values: Values) -> Values:
-    """Returns Llama's configuration of a LLaDA or MMaDA model. Raises UserError for what a Llama does not compute."""
-    for key, plain in WITHOUT.items():
-        if key in values and values[key] not in plain:
-            raise UserError(f"config.json has {key}={values[key]}, which a Llama does not compute")
+def _llama_config(values: ModelConfig) -> ModelConfig:
+    """Returns the Llama configuration of a LLaDA or MMaDA model. Raises UserError if Llama does not compute the
+    same."""
+    for key, accepted in REQUIRED_VALUES.items():
+        if key in values and values[key] not in accepted:
+            expected = " or ".join(str(value) for value in accepted)
+            raise UserError(
+                f"config.json has {key}={values[key]}, which Llama does not compute; only models with {expected} are "
+                "converted"
+            )
     heads = values["n_heads"]
     return {
         "model_type": "llama",
@@ -178,33 +196,36 @@ def _llama(values: Values) -> Values:
     }
 
 
-def _of_llada(name: str) -> str:
-    """Returns Llama's name of a tensor. Raises UserError for one that a Llama has not."""
+def _llama_name(name: str) -> str:
+    """Returns the name in Llama of a tensor of LLaDA. Raises UserError for a tensor that Llama does not have."""
     if match := re.fullmatch(r"(?:model\.)?transformer\.blocks\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = match.groups()
-        if part in BLOCK:
-            return f"model.layers.{layer}.{BLOCK[part]}.{kind}"
+        layer, module, parameter = match.groups()
+        if module in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[module]}.{parameter}"
     elif match := re.fullmatch(r"(?:model\.)?transformer\.(\w+)\.(weight|bias)", name):
-        part, kind = match.groups()
-        if part in WHOLE:
-            return f"{WHOLE[part]}.{kind}"
-    raise UserError(f"the tensor {name} does not belong to a Llama")
+        module, parameter = match.groups()
+        if module in TOP_NAMES:
+            return f"{TOP_NAMES[module]}.{parameter}"
+    raise UserError(f"the weights have a tensor {name}, which Llama does not have, so the model cannot be converted")
 
 
-def _qwen(model_type: str) -> Callable[[Values], Values]:
-    def config(values: Values) -> Values:
-        return {"model_type": model_type} | {key: values[key] for key in OF_QWEN if key in values}
+def _qwen_config(model_type: str) -> Callable[[ModelConfig], ModelConfig]:
+    """Returns a function that converts a configuration to one of Qwen2 or Qwen3."""
+
+    def config(values: ModelConfig) -> ModelConfig:
+        return {"model_type": model_type} | {key: values[key] for key in QWEN_KEYS if key in values}
 
     return config
 
 
-def _same(name: str) -> str:
+def _same_name(name: str) -> str:
     return name
 
 
-KINDS = {
-    "llada": Published("LlamaForCausalLM", _llama, _of_llada),
-    "mmada": Published("LlamaForCausalLM", _llama, _of_llada),
-    "Dream": Published("Qwen2ForCausalLM", _qwen("qwen2"), _same, shifted=True),
-    "sdar": Published("Qwen3ForCausalLM", _qwen("qwen3"), _same),
+# By the `model_type` in config.json
+CONVERSIONS = {
+    "llada": Conversion("LlamaForCausalLM", _llama_config, _llama_name),
+    "mmada": Conversion("LlamaForCausalLM", _llama_config, _llama_name),
+    "Dream": Conversion("Qwen2ForCausalLM", _qwen_config("qwen2"), _same_name, shifted=True),
+    "sdar": Conversion("Qwen3ForCausalLM", _qwen_config("qwen3"), _same_name),
 }

@@ -1,7 +1,8 @@
-"""States in which the model scores a masked response, and the weights with which its likelihood is estimated.
+"""The states (partly masked copies) in which a masked diffusion model scores a response, and their weights in the
+estimate of its log-likelihood.
 
-Everything here is a function of a rollout's seed and trace: no model, and nothing that changes between the old, the
-present and the reference policy.
+All functions depend only on the seed of a rollout and on its trace, the step in which each position was filled. So the
+old, the current and the reference policy score a response in the same states.
 """
 
 from __future__ import annotations
@@ -14,126 +15,143 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class States:
-    """States of one rollout in which the model scores its response."""
+    """The states in which the model scores the response of one rollout."""
 
-    empty: Tensor  # [state, position] bool, positions of the response that are masked
-    weight: Tensor  # [state, position] fp32, of the log-likelihood in this state; 0 where it is not empty
-    prompt_empty: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
-    # [position] each position is scored seeing those of lower order, all in one pass; there is one state then
+    masked: Tensor  # [state, position] bool, positions of the response that are masked
+    weight: Tensor  # [state, position] fp32, of the token's log-probability in this state; 0 if it is not scored
+    prompt_masked: Tensor | None = None  # [state, token] bool, tokens of the prompt that are masked; None: none
+    # [position], the step in which it was filled: a single state scores all positions in one pass, each given those of
+    # earlier steps
     order: Tensor | None = None
-    # [state, position] in [0, 1), the token at an empty position, see `UniformPolicy`; None: mask tokens
+    # [state, position] in [0, 1): random tokens at masked positions, see `UniformPolicy`; None: mask tokens
     noise: Tensor | None = None
-    # [position] the block of each; the noised response stands behind the response, see `by_blocks`
+    # [position], the block of each; the noised copy comes after the response in one row, see `block_attention`
     blocks: Tensor | None = None
 
 
-def one_step(seed: int, prompt: int, length: int, prompt_mask: float) -> States:
-    """Masks all positions, and each of `prompt` tokens with the chance `prompt_mask`."""
-    hidden = torch.rand(1, prompt, generator=_generator(seed)) < prompt_mask
-    return States(torch.ones(1, length, dtype=torch.bool), torch.ones(1, length), hidden)
+def one_step(seed: int, prompt_length: int, length: int, prompt_mask: float) -> States:
+    """Returns one state: all `length` positions of the response are masked, and each prompt token with probability
+    `prompt_mask`."""
+    prompt_masked = torch.rand(1, prompt_length, generator=_generator(seed)) < prompt_mask
+    return States(torch.ones(1, length, dtype=torch.bool), torch.ones(1, length), prompt_masked)
 
 
 def coupled(seed: int, length: int, pairs: int, levels: tuple[float, float]) -> States:
-    """Masks the whole response, then makes pairs of states: in the first of a pair each position is masked with a
-    chance t between `levels`, in the second the other positions are. A score is divided by the chance of its mask, t
-    or 1 - t; the mean over pairs and the score of the whole response count one half each."""
-    generator, (low, high) = _generator(seed), levels
-    share = low + (high - low) * torch.rand(pairs, 1, generator=generator)
-    first = torch.rand(pairs, length, generator=generator) < share
-    states = torch.stack([first, ~first], 1)  # [pair, 2, position]
-    chance = torch.stack([share, 1 - share], 1)  # [pair, 2, 1]
-    whole = torch.ones(1, length)
-    weight = torch.cat([whole / 2, (states / (2 * pairs * chance)).flatten(0, 1)])
-    return States(torch.cat([whole.bool(), states.flatten(0, 1)]), weight)
+    """Returns a fully masked state, then `pairs` pairs of states with complementary masks.
 
-
-def elbo(seed: int, length: int, draws: int, antithetic: bool = False) -> States:
-    """Masks l positions in draw j of n, l from the j-th of n equal parts of 1 to `length`; any l positions alike.
-
-    antithetic: draws come in pairs, which share out the parts; in the second of a pair length + 1 - l positions are
-    masked, those that are not in the first, and one of those that are.
+    In the first state of a pair each position is masked with a probability t from `levels`, in the second state the
+    other positions are masked. The estimate is half the score in the fully masked state and half the mean over pairs;
+    in a pair a score is divided by the probability of its mask, t or 1 - t.
     """
-    generator, parts = _generator(seed), draws // 2 if antithetic else draws
+    generator, (low, high) = _generator(seed), levels
+    mask_ratio = low + (high - low) * torch.rand(pairs, 1, generator=generator)
+    first_mask = torch.rand(pairs, length, generator=generator) < mask_ratio
+    masks = torch.stack([first_mask, ~first_mask], 1)  # [pair, 2, position]
+    probability = torch.stack([mask_ratio, 1 - mask_ratio], 1)  # [pair, 2, 1]
+    full_mask = torch.ones(1, length)
+    weight = torch.cat([full_mask / 2, (masks / (2 * pairs * probability)).flatten(0, 1)])
+    return States(torch.cat([full_mask.bool(), masks.flatten(0, 1)]), weight)
+
+
+def elbo(seed: int, length: int, num_states: int, antithetic: bool = False) -> States:
+    """Returns states for the evidence lower bound. In state j of n, l positions are masked, with l uniform in the j-th
+    of n equal parts of 1 to `length`; which ones is uniform too.
+
+    antithetic: states come in pairs, with n / 2 parts. If l positions are masked in the first state of a pair, length
+    + 1 - l are masked in the second: the other ones, and one of the l.
+    """
+    generator, parts = _generator(seed), num_states // 2 if antithetic else num_states
     uniform = (torch.arange(parts) + torch.rand(parts, generator=generator)) / parts
-    count = (uniform * length).long().clamp(max=length - 1) + 1  # 1 to length, alike
+    num_masked = (uniform * length).long().clamp(max=length - 1) + 1  # uniform in 1 to length
     rank = torch.rand(parts, length, generator=generator).argsort(1).argsort(1)
-    empty = rank < count[:, None]
+    masked = rank < num_masked[:, None]
     if antithetic:
-        empty = torch.stack([empty, rank >= count[:, None] - 1], 1).flatten(0, 1)
-        count = empty.sum(1)
-    return States(empty, empty * (length / (count[:, None] * draws)).float())
+        masked = torch.stack([masked, rank >= num_masked[:, None] - 1], 1).flatten(0, 1)
+        num_masked = masked.sum(1)
+    return States(masked, masked * (length / (num_masked[:, None] * num_states)).float())
 
 
-def spread(seed: int, length: int, draws: int) -> States:
-    """Masks each position in state j of n with the chance (u + j / n) mod 1, u drawn once, and one position at least. A
-    position is scored in the states in which it is masked, with equal weights; one that is masked in none has no
-    likelihood."""
+def spread(seed: int, length: int, num_states: int) -> States:
+    """Returns states with evenly spread mask ratios: state j of n masks each position with probability (u + j / n) mod
+    1, with one uniform u, and at least one position.
+
+    A position's estimate is the mean over the states in which it is masked; it is 0 if there are none.
+    """
     generator = _generator(seed)
-    level = (torch.rand(1, generator=generator) + torch.arange(draws) / draws) % 1
-    chance = torch.rand(draws, length, generator=generator)
-    empty = (chance < level[:, None]) | (chance == chance.amin(1, keepdim=True))
-    return States(empty, empty / empty.sum(0).clamp(min=1))
+    mask_ratio = (torch.rand(1, generator=generator) + torch.arange(num_states) / num_states) % 1
+    uniform = torch.rand(num_states, length, generator=generator)
+    masked = (uniform < mask_ratio[:, None]) | (uniform == uniform.amin(1, keepdim=True))
+    return States(masked, masked / masked.sum(0).clamp(min=1))
 
 
-def staircase(seed: int, blocks: Tensor, draws: int) -> States:
-    """Masks l positions of each block of n in every state, l from 1 to n alike; any l positions alike. blocks:
-    [position]."""
-    generator, empty = _generator(seed), torch.zeros(draws, len(blocks), dtype=torch.bool)
-    weight = torch.zeros(draws, len(blocks))
+def staircase(seed: int, blocks: Tensor, num_states: int) -> States:
+    """Returns states for the evidence lower bound block by block: each state masks l of the n positions of every block,
+    with l uniform in 1 to n; which ones is uniform too. blocks: [position], the block of each."""
+    generator, masked = _generator(seed), torch.zeros(num_states, len(blocks), dtype=torch.bool)
+    weight = torch.zeros(num_states, len(blocks))
     for block in blocks.unique().tolist():
         positions = (blocks == block).nonzero().flatten()
-        count = torch.randint(1, len(positions) + 1, (draws, 1), generator=generator)
-        rank = torch.rand(draws, len(positions), generator=generator).argsort(1).argsort(1)
-        empty[:, positions] = rank < count
-        weight[:, positions] = (rank < count) * (len(positions) / (count * draws)).float()
-    return States(empty, weight, blocks=blocks)
+        num_masked = torch.randint(1, len(positions) + 1, (num_states, 1), generator=generator)
+        rank = torch.rand(num_states, len(positions), generator=generator).argsort(1).argsort(1)
+        masked[:, positions] = rank < num_masked
+        weight[:, positions] = (rank < num_masked) * (len(positions) / (num_masked * num_states)).float()
+    return States(masked, weight, blocks=blocks)
 
 
-def by_blocks(prompt: int, blocks: Tensor, width: int, *, noised: bool) -> tuple[Tensor, Tensor]:
-    """Returns an attention mask [token, token] bool and position ids [token] of a prompt of so many tokens, a response
-    with `blocks` [position], with `noised` a noised copy of it, and padding to `width`.
+def block_attention(prompt_length: int, blocks: Tensor, width: int, *, noised: bool) -> tuple[Tensor, Tensor]:
+    """Returns the attention mask [token, token] bool and position ids [token] of a block diffusion model, for a row of
+    prompt, response, a noised copy of the response if `noised`, and padding.
 
-    A prompt sees itself. A position sees the prompt, the blocks before its own, and its own block: that of the
-    response, or of the copy, whose positions see earlier blocks in the response.
+    Prompt tokens attend to the prompt. A response token attends to the prompt, to earlier blocks of the response and to
+    its own block. A token of the noised copy attends to the prompt, to earlier blocks of the response, and to its own
+    block in the copy. blocks: [position], the block of each position of the response. width: tokens of the row.
     """
     n, attention, positions = len(blocks), torch.eye(width, dtype=torch.bool), torch.zeros(width, dtype=torch.long)
-    whole, response_positions = prompt + n * (1 + noised), torch.arange(prompt, prompt + n)
-    response = slice(prompt, prompt + n)
-    attention[:whole, :prompt] = True
+    length = prompt_length + n * (1 + noised)  # without padding
+    response_positions = torch.arange(prompt_length, prompt_length + n)
+    response, copy = slice(prompt_length, prompt_length + n), slice(prompt_length + n, length)
+    attention[:length, :prompt_length] = True
     attention[response, response] = blocks[:, None] >= blocks
     if noised:
-        attention[prompt + n : whole, response] = blocks[:, None] > blocks
-        attention[prompt + n : whole, prompt + n : whole] = blocks[:, None] == blocks
-    positions[:whole] = torch.cat([torch.arange(prompt), *[response_positions] * (1 + noised)])
+        attention[copy, response] = blocks[:, None] > blocks
+        attention[copy, copy] = blocks[:, None] == blocks
+    positions[:length] = torch.cat([torch.arange(prompt_length), *[response_positions] * (1 + noised)])
     return attention, positions
 
 
-def trace(steps: Tensor, last: int, shrink: int) -> States:
-    """Makes one state for `shrink` steps that filled a position: that before the first of them. steps: [position] the
-    step, 0 to last - 1, in which a position was filled; a threshold leaves gaps in them."""
-    number = torch.arange(-(-last // shrink))[:, None]
-    part = (steps.unique(return_inverse=True)[1] // shrink)[None]
-    return States(part >= number, (part == number).float())
+def trace(steps: Tensor, num_steps: int, shrink: int) -> States:
+    """Returns the states of sampling in which tokens were filled in, with `shrink` such steps merged into one state:
+    the one before the first of them.
+
+    steps: [position] int64, the step in which a position was filled, 0 to num_steps - 1. Some steps fill none, if a
+    threshold filled positions early; they do not count.
+    """
+    state = torch.arange(-(-num_steps // shrink))[:, None]
+    scored_in = (steps.unique(return_inverse=True)[1] // shrink)[None]
+    return States(scored_in >= state, (scored_in == state).float())
 
 
-def step_merge(steps: Tensor, last: int, segments: int) -> States:
-    """Makes one state for each of `segments` runs of steps of the same length, as far as that goes: that before the
-    first step of it. steps, last: as in `trace`."""
-    segments = min(segments, last)
-    part = ((steps + 1) * segments - 1) // last  # the segment of a step: 0 to segments - 1
-    number = torch.arange(segments)[:, None]
-    return States(part[None] >= number, (part[None] == number).float())
+def step_merge(steps: Tensor, num_steps: int, segments: int) -> States:
+    """Returns the states of sampling before each of `segments` segments of steps, of equal length up to rounding.
+
+    steps, num_steps: as in `trace`.
+    """
+    segments = min(segments, num_steps)
+    scored_in = ((steps + 1) * segments - 1) // num_steps  # the segment of a step: 0 to segments - 1
+    state = torch.arange(segments)[:, None]
+    return States(scored_in[None] >= state, (scored_in[None] == state).float())
 
 
 def any_order(steps: Tensor) -> States:
-    """Makes one state for one pass in which every position sees what was filled before it. steps: as in `trace`."""
-    everywhere = torch.ones(1, len(steps), dtype=torch.bool)
-    return States(everywhere, everywhere.float(), order=steps)
+    """Returns one state, which scores each position given the positions that were filled before it, all in one pass.
+    steps: as in `trace`."""
+    all_masked = torch.ones(1, len(steps), dtype=torch.bool)
+    return States(all_masked, all_masked.float(), order=steps)
 
 
-def moments(states: States) -> Tensor:
-    """Returns the state in which each position is scored, [position] int64, or the step in which it was filled where
-    all are scored in one pass. For likelihoods that follow the trace."""
+def scoring_state_index(states: States) -> Tensor:
+    """Returns the index of the state in which each position is scored, [position] int64; for `any_order` the step in
+    which it was filled. Only for estimates that follow the trace, which score each position once."""
     return states.weight.argmax(0) if states.order is None else states.order
 
 

@@ -1,4 +1,4 @@
-"""Loads discrete diffusion models from folders and hub names."""
+"""Loads discrete diffusion models from folders, or from the Hugging Face hub by name."""
 
 from __future__ import annotations
 
@@ -43,56 +43,63 @@ from mmrl.schedules.schedule import constant
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-NO_MASK = -1  # the mask token of policies without masked positions
+NO_MASK = -1  # stands for the id of the mask token in policies that have none
 
 
 def load(path: str, settings: MaskedModel, config: JobConfig) -> MaskedPolicy:
-    """Loads the policy of a job. Raises UserError if there is no model at `path`, or none that can fill empty
-    positions."""
+    """Loads the masked diffusion policy of a job. Raises UserError as `load_parts`, and if the tokenizer has no mask
+    token."""
     unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
-    read = read_model(path, settings, config, MaskedPolicy.kind, lambda tokenizer: mask_of(tokenizer, settings))
+    parts = load_parts(path, settings, config, MaskedPolicy.kind, lambda tokenizer: mask_token_id(tokenizer, settings))
     try:
-        check_shift(unmasking, shifted=read.scorer.shifted)
+        check_shift(unmasking, shifted=parts.scorer.shifted)
     except ValueError as error:
         raise UserError(f"model.path={path}: {error}") from None
     if isinstance(config.needs.critic, SharedCritic):
-        read.scorer.critic = critic_of(transformers_model(read.scorer.model), config.needs.critic, Path(path))
-    return MaskedPolicy(*read, unmasking, unmasking.likelihood)
+        parts.scorer.critic = critic_of(transformers_model(parts.scorer.model), config.needs.critic, Path(path))
+    return MaskedPolicy(*parts, unmasking, unmasking.likelihood)
 
 
 def load_uniform(path: str, settings: UniformModel, config: JobConfig) -> UniformPolicy:
-    """Loads the policy of a job. Raises UserError if there is no model at `path`, or none that writes text."""
+    """Loads the uniform diffusion policy of a job. Raises UserError as `load_parts`."""
     noising: Noising = config.section("noising")
-    return UniformPolicy(*read_model(path, settings, config, UniformPolicy.kind, lambda tokenizer: NO_MASK), noising)
+    return UniformPolicy(*load_parts(path, settings, config, UniformPolicy.kind, lambda tokenizer: NO_MASK), noising)
 
 
-class ReadModel(NamedTuple):
-    """The parts of a discrete diffusion policy."""
+class PolicyParts(NamedTuple):
+    """The arguments that all discrete diffusion policies need."""
 
     scorer: MaskScorer
     layout: ResponseLayout
     options: TokenDiffusionOptions
 
 
-def read_model(
+def load_parts(
     path: str, settings: TokenDiffusionModel, config: JobConfig, kind: str, mask: Callable[[Tokenizer], int]
-) -> ReadModel:
-    """Loads the model at `path`. kind: `model.type`. mask: returns the mask token of a tokenizer. Raises UserError."""
+) -> PolicyParts:
+    """Loads the model and tokenizer at `path`, and its codebook of image tokens if there is one.
+
+    kind: the value of `model.type`. mask: returns the id of the mask token. Raises UserError if there is no language
+    model at `path`, or if its context or codebook does not fit the lengths in `rollout`.
+    """
     limits: MaskedLimits = config.rollout
     model_config = load_config(path)
     causal = type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING
     if causal and type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model.path={path} is a {model_config.model_type} model, which does not write text")
+        raise UserError(
+            f"model.path={path} is a model of type {model_config.model_type}, which does not write text; take a "
+            "language model of transformers"
+        )
     model_class = AutoModelForCausalLM if causal else AutoModelForMaskedLM
     core = load_pretrained(model_class, path, settings.dtype, settings.attention)
     context = model_config.get_text_config().max_position_embeddings
     text = limits.reasoning_length if isinstance(limits, WritingLimits) else 0
     length = text + limits.response_length
     if length >= context:
-        more = f"with rollout.reasoning_length={text} before it " if text else ""
+        text_part = f"with rollout.reasoning_length={text} before it " if text else ""
         raise UserError(
-            f"rollout.response_length={limits.response_length} {more}leaves no room for a prompt in the {context} "
-            f"tokens that model.path={path} can read; lower it"
+            f"rollout.response_length={limits.response_length} {text_part}leaves no room for a prompt in the context "
+            f"of model.path={path}, {context} tokens; lower it"
         )
     model = adapt(core, path, freeze=(), lora=settings.lora)
     if settings.activation_checkpointing:
@@ -100,16 +107,16 @@ def read_model(
     tokenizer, image_codebook = load_tokenizer(path), codebook.read(path)
     if text and image_codebook is None:
         raise UserError(
-            f"rollout.reasoning_length={text} writes text before the tokens of an image, and model.path={path} has no "
-            "codebook; leave it out: rollout.response_length is that of the text"
+            f"rollout.reasoning_length={text} is for text before an image, but model.path={path} has no codebook and "
+            "generates text alone; leave it out, and set rollout.response_length to the length of the text"
         )
     if image_codebook is not None and image_codebook.tokens_per_image != limits.response_length:
         raise UserError(
-            f"model.path={path} writes images of {image_codebook.tokens_per_image} tokens; set "
-            f"rollout.response_length={image_codebook.tokens_per_image}"
+            f"rollout.response_length={limits.response_length}, but model.path={path} generates images of "
+            f"{image_codebook.tokens_per_image} tokens; set it to {image_codebook.tokens_per_image}"
         )
-    size = transformers_model(model).get_output_embeddings().weight.shape[0]
-    vocabulary = vocabulary_of(tokenizer, mask(tokenizer), size, image_codebook, text=text > 0)
+    vocabulary_size = transformers_model(model).get_output_embeddings().weight.shape[0]
+    vocabulary = build_vocabulary(tokenizer, mask(tokenizer), vocabulary_size, image_codebook, text=text > 0)
     layout = ResponseLayout(
         kind,
         tokenizer,
@@ -119,49 +126,53 @@ def read_model(
         codebook=image_codebook,
         reasoning_length=text,
     )
-    written: bool = model_config.to_dict().get(SHIFTED, False)
-    shifted = written if settings.shifted is None else settings.shifted
+    declared: bool = model_config.to_dict().get(SHIFTED, False)
+    shifted = declared if settings.shifted is None else settings.shifted
     options = TokenDiffusionOptions(
         temperature=limits.temperature if isinstance(limits, MaskedSampling) else constant(1.0),
         evaluation_temperature=config.evaluation.temperature,
         keeps_distributions="distribution" in config.needs.offers,
     )
-    return ReadModel(MaskScorer(model, vocabulary, causal=causal, shifted=shifted), layout, options)
+    return PolicyParts(MaskScorer(model, vocabulary, causal=causal, shifted=shifted), layout, options)
 
 
-def mask_of(tokenizer: Tokenizer, settings: MaskedModel) -> int:
-    """Returns the mask token. Raises UserError without one."""
+def mask_token_id(tokenizer: Tokenizer, settings: MaskedModel) -> int:
+    """Returns the id of the mask token. Raises UserError if the tokenizer has none, or not that of
+    `model.mask_token`."""
     mask = tokenizer.mask_token_id
     if settings.mask_token is not None:
         mask = tokenizer.get_vocab().get(settings.mask_token)
     if mask is None:
-        raise UserError(
-            f"model.mask_token={settings.mask_token} is not a token of the model's tokenizer; name the one that "
-            "stands at empty positions"
+        problem = (
+            "the tokenizer of model.path has no mask token"
+            if settings.mask_token is None
+            else f"model.mask_token={settings.mask_token} is not in the vocabulary of model.path"
         )
+        raise UserError(f"{problem}; set model.mask_token to the text of its mask token")
     return int(mask)
 
 
-def vocabulary_of(
+def build_vocabulary(
     tokenizer: Tokenizer, mask: int, size: int, image_codebook: Codebook | None, *, text: bool = False
 ) -> Vocabulary:
-    """Returns the vocabulary of a policy. size: rows of the output layer. Special tokens other than the end, and rows
-    beyond the tokenizer, are never drawn; with a codebook alone, only its tokens are. With both a codebook and `text`
-    each kind has positions of its own; text has no image tokens.
+    """Returns the special tokens of a policy, and the tokens that it never samples.
 
-    Raises UserError without an end token.
+    Text: special tokens other than the end, image tokens, and rows of the output layer beyond the tokenizer. Images:
+    all tokens that are not in the codebook. mask: id of the mask token. size: rows of the output layer. text: responses
+    of a model with a codebook have text before the image. Raises UserError if there is no end token for a text.
     """
     if image_codebook is not None and not text:
         return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.other_tokens(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
-        raise UserError("the model's tokenizer has neither an end token nor a separator")
+        raise UserError(
+            "the tokenizer of model.path has no end token; set eos_token or sep_token in its tokenizer_config.json"
+        )
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    beyond = set(range(len(tokenizer), size))
+    not_text = set(range(len(tokenizer), size))
     if image_codebook is not None:
-        beyond |= set(range(image_codebook.first, image_codebook.first + len(image_codebook.patches)))
-    suppressed = sorted((special | {mask} | beyond) - {end, NO_MASK})
+        not_text |= set(range(image_codebook.first, image_codebook.first + len(image_codebook.patches)))
+    suppressed = sorted((special | {mask} | not_text) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Vocabulary(
-        mask, pad, end, torch.tensor(suppressed), None if image_codebook is None else image_codebook.other_tokens(size)
-    )
+    image_suppressed = None if image_codebook is None else image_codebook.other_tokens(size)
+    return Vocabulary(mask, pad, end, torch.tensor(suppressed), image_suppressed)

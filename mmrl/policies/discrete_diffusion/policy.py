@@ -1,5 +1,4 @@
-"""Masked diffusion models as policies: masked positions are filled step by step, one decision a token of the
-response."""
+"""Discrete diffusion language models as policies. Each token of the response is one decision."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from mmrl.engine.flops import CallMeter, PolicyWork, Tally
 from mmrl.generation.sampling import draw
 from mmrl.policies import codebook
 from mmrl.policies.discrete_diffusion.inputs import StateCollator
-from mmrl.policies.discrete_diffusion.likelihoods import States, moments
+from mmrl.policies.discrete_diffusion.likelihoods import States, scoring_state_index
 from mmrl.policies.discrete_diffusion.responses import MaskedRecord, ResponseLayout
-from mmrl.policies.discrete_diffusion.schedule import in_parts
+from mmrl.policies.discrete_diffusion.schedule import text_and_image_schedule
 from mmrl.policies.discrete_diffusion.scorer import MaskScorer
 from mmrl.policies.discrete_diffusion.settings import MaskedLikelihood, RandomStates, Unmasking
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
@@ -31,19 +30,23 @@ from mmrl.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class TokenDiffusionOptions:
-    """Sampling and replay of responses. keeps_distributions: replays hold the whole distribution of every decision in
-    every state, which takes as much memory as the logits."""
+    """Options of sampling responses and of replaying them."""
 
     temperature: Schedule
     evaluation_temperature: float
+    # Replays hold the log-probabilities of all tokens at each position, which take as much memory as the logits
     keeps_distributions: bool = False
 
 
 class DiscreteDiffusionPolicy(ABC):
-    """Base of policies that turn noise into a response of tokens. It is replayed from states that its seed (and its
-    trace) decide, in one forward. `layout` knows the kinds of positions, `collator` builds model inputs."""
+    """Base of policies that sample a response of fixed length by denoising its tokens.
 
-    kind: ClassVar[str]  # as `model.type` has it
+    Log-probabilities of a response are estimated from several states, partly masked or noised copies of it, in one
+    forward pass. The states follow from the seed of the rollout, and for some estimates from its trace: the step in
+    which each token was sampled. `layout` converts prompts and responses, `collator` builds model inputs.
+    """
+
+    kind: ClassVar[str]  # the value of `model.type`
 
     def __init__(self, scorer: MaskScorer, layout: ResponseLayout, options: TokenDiffusionOptions) -> None:
         self.module, self.layout, self.collator = scorer, layout, StateCollator(layout, scorer)
@@ -55,50 +58,57 @@ class DiscreteDiffusionPolicy(ABC):
         self.module.eval()  # dropout would make replay differ from sampling
 
     @abstractmethod
-    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """Samples one response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+    def _sample(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """Samples one response per prompt ([token] ids); response i depends on seeds[i] alone. temperature: 0 takes the
+        most likely tokens."""
 
     @abstractmethod
-    def states_of(self, record: MaskedRecord) -> States:
-        """Returns the states in which a response is replayed."""
+    def scoring_states(self, record: MaskedRecord) -> States:
+        """Returns the states in which the model scores a response."""
 
     @abstractmethod
-    def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
-        """Returns the response as it is read in a state, [position]."""
+    def _noised_response(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        """Returns the token ids of the response in one of its states, [position]: some are masked, or replaced by
+        random tokens."""
 
     def _forwards(self, record: MaskedRecord) -> int:
-        """Returns how many forwards a response took."""
+        """Returns the number of forward passes that sampled a response."""
         return len(record.steps.unique())
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.collator.device
 
     @property
     def max_decisions(self) -> int:
+        """The number of tokens of a response."""
         return self.layout.length
 
     # --- prompts to responses ---
 
     @torch.no_grad()
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Samples `group_size` responses a prompt. seeds: one a rollout, prompt by prompt."""
-        each = [prompt for prompt in prompts for _ in range(group_size)]
+        """Samples `group_size` responses per prompt. seeds: one per rollout, prompt by prompt. step: not used."""
+        row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
         ids = [row for row in map(self.layout.encode, prompts) for _ in range(group_size)]
-        records = self._draw(ids, seeds, self.temperature.value)
-        return self.layout.rollouts(each, records, group_size, self._forwards)
+        records = self._sample(ids, seeds, self.temperature.value)
+        return self.layout.rollouts(row_prompts, records, group_size, self._forwards)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Samples one response a prompt at the temperature of evaluation."""
+        """Samples one response per prompt at the evaluation temperature."""
         ids = [self.layout.encode(prompt) for prompt in prompts]
-        records = self._draw(ids, seeds, self.evaluation_temperature)
+        records = self._sample(ids, seeds, self.evaluation_temperature)
         return self.layout.rollouts(list(prompts), records, 1, self._forwards).samples
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
-        """Returns the prompts with the responses that they carry in metadata["demonstration"], or with their answers;
-        positions behind the end are filled with end tokens. For a model that writes images: with those in
-        metadata["target"], and with the text in metadata["reasoning"] before them."""
+        """Returns the prompts with demonstrated responses, for supervised fine-tuning.
+
+        The text is metadata["demonstration"] of the prompt, or else its answer; it is padded with end tokens. For a
+        model that generates images, the image is metadata["target"], and the text before it metadata["reasoning"].
+        seeds: of the states in which the responses are scored, one per prompt.
+        """
         layout, temperature = self.layout, self.temperature.value
         steps = torch.zeros(layout.length, dtype=torch.long)
         records = [
@@ -107,70 +117,75 @@ class DiscreteDiffusionPolicy(ABC):
         ]
         return layout.rollouts(list(prompts), records, 1, self._forwards)
 
-    # --- responses to likelihoods ---
+    # --- responses to log-probabilities ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """Returns logp of every token under `model` (`self.module` or the engine around it), weighted over the states
-        in which the likelihood scores it; entropies and squares are means with the same weights. One forward computes
-        all."""
+        """Returns the log-probability of each token: the weighted sum over the states that score it. Entropies and sums
+        of squared probabilities are means with the same weights.
+
+        model: `self.module`, or the engine that wraps it; called once. reference: not used.
+        """
         records: list[MaskedRecord] = rollouts.inputs
-        states = [self.states_of(record) for record in records]
-        weight = torch.stack([row_states.weight for row_states in states])
-        rollout, state, position = weight.nonzero().unbind(1)
-        ids, mask, first, options = self._inputs(records, states)
+        states = [self.scoring_states(record) for record in records]
+        weight = torch.stack([row_states.weight for row_states in states])  # [rollout, state, position]
+        rollout, state, position = weight.nonzero().unbind(1)  # of each score
+        ids, mask, response_start, options = self._inputs(records, states)
         temperature = torch.tensor([record.temperature for record in records])[rollout]
-        row, column = rollout * weight.shape[1] + state, first[rollout] + position
+        row, column = rollout * weight.shape[1] + state, response_start[rollout] + position
         responses = torch.stack([record.response for record in records])
-        queries = [row, column, responses[rollout, position], temperature]
+        score_inputs = [row, column, responses[rollout, position], temperature]
         if (is_image := self.layout.image_mask(position)) is not None:
             options["is_image"] = is_image.to(self.device)
         if self.keeps_distributions and rollouts.old_prediction is not None:
             options["old"] = rollouts.old_prediction[rollout, position, state].to(self.device)
-        scored = model(ids, mask, *(part.to(self.device) for part in queries), **options)
-        w = weight[rollout, state, position].to(self.device)
-        total = weight.sum(1)[rollout, position].to(self.device)
-        where = (rollout.to(self.device), position.to(self.device))
-        blank = torch.zeros(len(records), self.layout.length, device=self.device)
+        scored = model(ids, mask, *(values.to(self.device) for values in score_inputs), **options)
+        score_weight = weight[rollout, state, position].to(self.device)
+        mean_weight = score_weight / weight.sum(1)[rollout, position].to(self.device)
+        index = (rollout.to(self.device), position.to(self.device))
+        zeros = torch.zeros(len(records), self.layout.length, device=self.device)
         logp, entropy, square_sum = (
-            blank.index_put(where, values * share_of, accumulate=True)
-            for values, share_of in zip(scored[:3], (w, w / total, w / total), strict=True)
+            zeros.index_put(index, values * weights, accumulate=True)
+            for values, weights in zip(scored[:3], (score_weight, mean_weight, mean_weight), strict=True)
         )
         replay = Replay(logp, entropy, square_sum)
-        if self.layout.in_parts:
+        if self.layout.has_text_and_image:
             replay.extras[SEGMENTS.name] = self.segments(rollouts).to(self.device)
         if self.module.critic is not None:
-            replay.value = blank.index_put(where, scored[-1] * (w / total), accumulate=True)
-            replay.extras[MOMENTS.name] = torch.stack([moments(row_states) for row_states in states])
+            replay.value = zeros.index_put(index, scored[-1] * mean_weight, accumulate=True)
+            replay.extras[MOMENTS.name] = torch.stack([scoring_state_index(row_states) for row_states in states])
         if self.keeps_distributions:
             distributions = torch.zeros(len(records), self.layout.length, weight.shape[1], scored[3].shape[-1])
             distributions[rollout, position, state] = scored[3].cpu()
             replay.prediction = distributions
         if "old" in options:
-            replay.extras[OLD_CROSS_ENTROPY.name] = blank.index_put(where, scored[4] * w, accumulate=True)
+            replay.extras[OLD_CROSS_ENTROPY.name] = zeros.index_put(index, scored[4] * score_weight, accumulate=True)
         return replay
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the part of each position, text or image, [rollout, position] int64."""
+        """Returns the part of each position, [rollout, position] int64: 0 for text, 1 for the image."""
         return text_image_parts(len(rollouts), self.layout.text_length, self.layout.length)
 
     def _inputs(
         self, records: list[MaskedRecord], states: list[States]
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Returns token ids, their attention mask, the column at which each response is scored [rollout], and further
-        inputs."""
+        """Returns token ids, their attention mask, the column at which the scored response starts [rollout], and
+        further arguments of `MaskScorer.forward`."""
         options: dict[str, Any] = {"distributions": True} if self.keeps_distributions else {}
-        first = torch.tensor([len(record.prompt) for record in records])
+        prompt_lengths = torch.tensor([len(record.prompt) for record in records])
         orders, blocks = [row_states.order for row_states in states if row_states.order is not None], states[0].blocks
         if not orders and blocks is None:
-            return *self.collator.in_states(records, states, self._response_in_state), first, options
+            return *self.collator.collate_states(records, states, self._noised_response), prompt_lengths, options
         if blocks is None:
-            ids, mask, options["positions"] = self.collator.in_one_pass(records, orders)
+            ids, mask, options["positions"] = self.collator.collate_one_pass(records, orders)
         else:
-            ids, mask, options["positions"] = self.collator.in_blocks(records, states, blocks, self._response_in_state)
-        return ids, mask, first + self.layout.length, options  # behind the response
+            ids, mask, options["positions"] = self.collator.collate_blocks(
+                records, states, blocks, self._noised_response
+            )
+        # The masked copy, which is scored, comes after the response
+        return ids, mask, prompt_lengths + self.layout.length, options
 
     def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Implements `ResamplingStates`: every epoch has the same states."""
+        """Returns None: every epoch of updates scores responses in the same states."""
         return None
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
@@ -182,20 +197,24 @@ class DiscreteDiffusionPolicy(ABC):
         return replace(rollouts, inputs=inputs)
 
     def decision_ids(self, rollouts: Rollouts) -> Tensor:
-        """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
+        """Returns the token id of each decision, [rollout, decision] int64; -1 where the mask is false."""
         return torch.stack([record.response for record in rollouts.inputs]).where(rollouts.mask, -1)
 
-    # --- the rest of a policy ---
+    # --- other methods of a policy ---
 
     def set_engine(self, engine: TrainingEngine) -> None:  # noqa: B027
-        """Does nothing: every replay is one forward, and every rank takes as many steps."""
+        """Does nothing: all ranks make the same number of forward passes anyway."""
 
     def counts(self) -> dict[str, float]:
+        """Returns no metrics."""
         return {}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Saves model (or adapter) and tokenizer in transformers' own format, and a critic beside them. state: the
-        weights of `self.module`."""
+        """Saves the model (or its LoRA) and tokenizer with `save_pretrained`, and the critic and codebook if there are
+        any.
+
+        state: the gathered state dict of `self.module`.
+        """
         write_model(self.module.model, folder, state)
         self.layout.tokenizer.save_pretrained(folder)
         if self.module.critic is not None:
@@ -206,7 +225,7 @@ class DiscreteDiffusionPolicy(ABC):
 
 
 class MaskedPolicy(DiscreteDiffusionPolicy):
-    """Fills the positions of a response step by step, and estimates likelihoods of responses as `likelihood` says."""
+    """A masked diffusion model: a response starts as mask tokens, and each step fills in some of them."""
 
     kind: ClassVar[str] = "discrete_diffusion"
 
@@ -218,72 +237,78 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         unmasking: Unmasking,
         likelihood: MaskedLikelihood,
     ) -> None:
+        """likelihood: the estimate of log-probabilities of responses."""
         super().__init__(scorer, layout, options)
         self.unmasking, self.likelihood = unmasking, likelihood
-        text = layout.text_length if layout.in_parts else 0
+        text_length = layout.text_length if layout.has_text_and_image else 0
         text_steps, steps, block = unmasking.reasoning_steps, unmasking.steps, unmasking.block
-        self.steps = in_parts(text, layout.length - text, text_steps, steps, block)
+        self.steps = text_and_image_schedule(text_length, layout.length - text_length, text_steps, steps, block)
         starts = torch.tensor(sorted({step.start for step in self.steps}))
-        self.blocks = torch.searchsorted(starts, torch.arange(layout.length), right=True) - 1  # [position]
+        self.blocks = torch.searchsorted(starts, torch.arange(layout.length), right=True) - 1  # [position], its block
 
-    def _draw(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
-        """Samples one response a prompt, from its seed alone. temperature: 0 for the most likely token each time."""
+    def _sample(self, prompts: list[Tensor], seeds: Sequence[int], temperature: float) -> list[MaskedRecord]:
+        """Samples responses by the unmasking schedule; see `DiscreteDiffusionPolicy._sample`.
+
+        Each step samples a token for every masked position, and keeps those whose positions come first in the order
+        `unmasking.order`, and with `unmasking.threshold` those of high probability.
+        """
         generators = [torch.Generator(self.device).manual_seed(int(seed)) for seed in seeds]
         response = torch.full((len(prompts), self.layout.length), self.layout.vocabulary.mask)
-        filled = torch.zeros_like(response)
+        filled_in_step = torch.zeros_like(response)
         rows = torch.arange(len(prompts)).repeat_interleave(self.layout.length).to(self.device)
         position = torch.arange(self.layout.length).repeat(len(prompts)).to(self.device)
-        first = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         is_image = self.layout.image_mask(position)
-        for turn, step in enumerate(self.steps):
+        for step_index, step in enumerate(self.steps):
             ids, mask, positions = self._partial_inputs(prompts, response)
-            logits = self.module.logits(ids, mask, rows, first[rows] + position, positions, is_image)
+            logits = self.module.logits(ids, mask, rows, prompt_lengths[rows] + position, positions, is_image)
             logits = logits.view(len(prompts), self.layout.length, -1) / (temperature or 1.0)
             noisy = draw(logits, generators) if temperature else logits
             tokens = noisy.argmax(-1)
             logp = logits.log_softmax(-1)
-            chosen = logp.gather(-1, tokens[..., None])[..., 0].cpu()
+            token_logp = logp.gather(-1, tokens[..., None])[..., 0].cpu()
             entropy = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1).cpu()
-            chance = torch.stack(
+            uniform = torch.stack(
                 [torch.rand(self.layout.length, generator=g, device=self.device) for g in generators]
             ).cpu()
-            open_ = torch.zeros_like(response, dtype=torch.bool)
-            open_[:, step.start : step.stop] = response[:, step.start : step.stop] == self.layout.vocabulary.mask
-            scores = self.unmasking.order.scores(chosen, entropy, chance).masked_fill(~open_, -torch.inf)
-            now = torch.zeros_like(open_).scatter(1, scores.topk(step.number, -1).indices, True)
+            masked = torch.zeros_like(response, dtype=torch.bool)
+            masked[:, step.start : step.stop] = response[:, step.start : step.stop] == self.layout.vocabulary.mask
+            scores = self.unmasking.order.scores(token_logp, entropy, uniform).masked_fill(~masked, -torch.inf)
+            fill = torch.zeros_like(masked).scatter(1, scores.topk(step.number, -1).indices, True)
             if self.unmasking.threshold is not None:
-                now |= chosen.exp() >= self.unmasking.threshold
-            now &= open_  # a response that is done keeps what it has
-            response = torch.where(now, tokens.cpu(), response)
-            filled = filled.masked_fill(now, turn)
-        replay_temperature = temperature or 1.0  # responses of the most likely tokens are replayed as they are
+                fill |= token_logp.exp() >= self.unmasking.threshold
+            fill &= masked  # positions that were filled earlier keep their tokens
+            response = torch.where(fill, tokens.cpu(), response)
+            filled_in_step = filled_in_step.masked_fill(fill, step_index)
+        logp_temperature = temperature or 1.0  # log-probabilities of greedy responses (temperature 0) are those at 1
         return [
-            MaskedRecord(prompt, response[i], filled[i], int(seeds[i]), replay_temperature)
+            MaskedRecord(prompt, response[i], filled_in_step[i], int(seeds[i]), logp_temperature)
             for i, prompt in enumerate(prompts)
         ]
 
     def _partial_inputs(self, prompts: list[Tensor], response: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns unfinished responses as `MaskScorer.logits` reads them."""
+        """Returns token ids, attention mask and position ids of unfinished responses [row, position], for
+        `MaskScorer.logits`."""
         rows = [torch.cat(pair) for pair in zip(prompts, response, strict=True)]
         if not self.unmasking.causal_blocks:
             return *self.collator.collate(rows), None
         return self.collator.with_block_mask(rows, [len(prompt) for prompt in prompts], self.blocks, noised=False)
 
-    def states_of(self, record: MaskedRecord) -> States:
+    def scoring_states(self, record: MaskedRecord) -> States:
         return self.likelihood.states_in_blocks(
             record.seed, len(record.prompt), record.steps, len(self.steps), self.blocks
         )
 
     def resample_states(self, rollouts: Rollouts, epoch: int, keep: Tensor) -> Rollouts | None:
-        """Implements `ResamplingStates` where the likelihood has `redraw`. Seeds depend on the rollout's seed and the
-        epoch."""
+        """Returns the rollouts with new seeds, so that epoch `epoch` of the updates scores them in new states; None if
+        `likelihood.redraw` is false. keep: [rollout] bool, rollouts that keep their seed."""
         if not (isinstance(self.likelihood, RandomStates) and self.likelihood.redraw):
             return None
         inputs = [
-            record if stays else replace(record, seed=derive_seed(record.seed, epoch))
-            for record, stays in zip(rollouts.inputs, keep.tolist(), strict=True)
+            record if kept else replace(record, seed=derive_seed(record.seed, epoch))
+            for record, kept in zip(rollouts.inputs, keep.tolist(), strict=True)
         ]
         return replace(rollouts, inputs=inputs)
 
-    def _response_in_state(self, record: MaskedRecord, states: States, state: int) -> Tensor:
-        return record.response.masked_fill(states.empty[state], self.layout.vocabulary.mask)
+    def _noised_response(self, record: MaskedRecord, states: States, state: int) -> Tensor:
+        return record.response.masked_fill(states.masked[state], self.layout.vocabulary.mask)

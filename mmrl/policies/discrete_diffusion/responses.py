@@ -1,4 +1,4 @@
-"""Layout of responses: text up to an end token, the tokens of an image, or one after the other."""
+"""The layout of responses: text up to an end token, the tokens of an image, or text followed by an image."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmrl.runtime.template_limits import render_template
 
 @dataclass(frozen=True)
 class MaskedRecord:
-    """A prompt and its response, on the CPU."""
+    """A prompt and its response, on the CPU: all that replaying the response needs."""
 
     prompt: Tensor  # [token] int64
     response: Tensor  # [position] int64
-    steps: Tensor  # [position] int64, the step in which a position was filled; 0 for demonstrations
-    seed: int  # of the states in which it is scored
-    temperature: float
+    steps: Tensor  # [position] int64, the step in which a position was filled (the trace); 0 for demonstrations
+    seed: int  # of the states in which the response is scored
+    temperature: float  # of its log-probabilities
 
 
 class ResponseLayout:
-    """Turns prompts into tokens, and the positions of responses into texts and images."""
+    """Encodes prompts as tokens, and decodes the tokens of responses to texts and images."""
 
     def __init__(
         self,
@@ -41,26 +41,30 @@ class ResponseLayout:
         codebook: Codebook | None = None,
         reasoning_length: int = 0,
     ) -> None:
-        """kind: `model.type`. length: positions of a response. codebook: of a model that writes images; None: it writes
-        text. reasoning_length: how many positions of a model that writes images are text before the image."""
+        """kind: the value of `model.type`. length: tokens of a response. codebook: the image tokens of a model that
+        generates images; None: it generates text. reasoning_length: text tokens before those of the image."""
         self.kind, self.tokenizer, self.vocabulary = kind, tokenizer, vocabulary
         self.length, self.codebook, self.max_prompt_length = length, codebook, max_prompt_length
-        self.text_length = length if codebook is None else reasoning_length  # positions of text; image tokens follow
+        self.text_length = length if codebook is None else reasoning_length  # tokens of text; image tokens follow
 
     @property
-    def in_parts(self) -> bool:
-        """Returns whether a response has text and image tokens."""
+    def has_text_and_image(self) -> bool:
+        """Whether a response has both text and image tokens."""
         return 0 < self.text_length < self.length
 
     def image_mask(self, position: Tensor) -> Tensor | None:
-        """Returns which of the positions [n] hold image tokens, [n] bool; None where all are of one kind."""
-        return position >= self.text_length if self.in_parts else None
+        """Returns which of the positions [n] hold image tokens, [n] bool; None if a response has only text or only
+        image tokens."""
+        return position >= self.text_length if self.has_text_and_image else None
 
     def encode(self, prompt: Prompt) -> Tensor:
-        """Returns the tokens of a prompt, [token] int64. Raises UserError for images, and for a prompt that is too
-        long."""
+        """Returns the token ids of a prompt, [token] int64. Raises UserError if it has images or several messages, or
+        is too long."""
         if prompt.images or prompt.videos or prompt.messages:
-            raise UserError(f"prompt {prompt.id}: model.type={self.kind} reads a single text without images")
+            raise UserError(
+                f"prompt {prompt.id} has images, videos or several messages, which model.type={self.kind} does not "
+                "read; give it a single text"
+            )
         if self.tokenizer.chat_template is not None:
             messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
             messages.append({"role": "user", "content": prompt.text})
@@ -72,21 +76,24 @@ class ResponseLayout:
             ids = self.tokenizer(f"{prompt.system or ''}{prompt.text}", add_special_tokens=False).input_ids
         if not 0 < len(ids) <= self.max_prompt_length:
             raise UserError(
-                f"prompt {prompt.id} has {len(ids)} tokens; rollout.max_prompt_length={self.max_prompt_length}, and at "
-                "least one is needed"
+                f"prompt {prompt.id} has {len(ids)} tokens; it needs at least one and at most {self.max_prompt_length} "
+                "(rollout.max_prompt_length, and the context of the model)"
             )
         return torch.tensor(ids)
 
     def demonstration(self, prompt: Prompt) -> Tensor:
-        """Returns the response that a prompt carries, [position]. Raises UserError where there is none, or one that the
-        policy could not give."""
+        """Returns the token ids of a prompt's demonstrated response, [position]; see
+        `DiscreteDiffusionPolicy.demonstrate`.
+
+        Raises UserError if the prompt has none, or if the policy could not sample it.
+        """
         if self.codebook is None:
             return self._text_tokens(
                 prompt, str(prompt.metadata.get("demonstration", prompt.answer)), "response_length"
             )
         for key, kind in (("target", "image"), ("reasoning", "text")):
             if key not in prompt.metadata and (key == "target" or self.text_length):
-                raise UserError(f"prompt {prompt.id} has no {kind} to learn from: metadata[{key!r}] is missing")
+                raise UserError(f"prompt {prompt.id} has no {kind} to learn from; set its metadata[{key!r}]")
         image_tokens = self.codebook.encode(prompt.metadata["target"][None])[0]
         if not self.text_length:
             return image_tokens
@@ -95,19 +102,20 @@ class ResponseLayout:
         )
 
     def _text_tokens(self, prompt: Prompt, text: str, limit: str) -> Tensor:
-        """Returns a string filled up with end tokens, [position]. limit: the key of its length."""
+        """Returns the token ids of a text, padded with end tokens, [position]. limit: the key of rollout that sets the
+        length, for messages."""
         end = self.vocabulary.end
         assert end is not None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) > self.text_length:
             raise UserError(
                 f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
-                f"rollout.{limit}={self.text_length}"
+                f"rollout.{limit}={self.text_length}; raise it, or shorten the demonstration"
             )
-        if impossible := set(ids) & set(self.vocabulary.suppressed.tolist()):
+        if never_sampled := set(ids) & set(self.vocabulary.suppressed.tolist()):
             raise UserError(
-                f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(impossible))}, which the "
-                "policy never writes"
+                f"the demonstration of prompt {prompt.id} holds {self.tokenizer.decode(list(never_sampled))}, a "
+                "special token that the policy never samples; take it out"
             )
         return torch.tensor(ids + [end] * (self.text_length - len(ids)))
 
@@ -118,20 +126,24 @@ class ResponseLayout:
         group_size: int,
         forwards: Callable[[MaskedRecord], int],
     ) -> Rollouts:
-        """Builds rollouts of records. forwards: returns how many forwards a response took."""
+        """Builds rollouts of records, `group_size` per prompt.
+
+        prompts: one per record. forwards: returns the number of forward passes that sampled a response.
+        """
         responses = torch.stack([record.response for record in records])
         mask = torch.ones_like(responses, dtype=torch.bool)
         if self.vocabulary.end is not None:
             ends = (responses[:, : self.text_length] == self.vocabulary.end).long()
-            mask[:, : self.text_length] = ends.cumsum(1) - ends == 0  # up to the first end token, and it too
+            mask[:, : self.text_length] = ends.cumsum(1) - ends == 0  # up to and including the first end token
         samples = [self.sample(*row, forwards) for row in zip(prompts, records, mask, strict=True)]
         rollouts = Rollouts(samples, records, torch.arange(len(records)) // group_size, mask)
-        if self.in_parts:
+        if self.has_text_and_image:
             rollouts.extras[PARTS] = DecisionColumn(text_image_parts(len(records), self.text_length, self.length))
         return rollouts
 
     def units(self, rollouts: Rollouts) -> dict[str, int]:
-        """Returns the tokens of prompts and responses, those of responses up to their ends, and images."""
+        """Returns the number of tokens of prompts and responses, of tokens of responses up to their ends, and of
+        images."""
         tokens = sum(len(record.prompt) + len(record.response) for record in rollouts.inputs)
         images = {} if self.codebook is None else {"images": len(rollouts)}
         return {"tokens": tokens, "response_tokens": sum(int(mask.sum()) for mask in rollouts.mask), **images}
@@ -139,7 +151,8 @@ class ResponseLayout:
     def sample(
         self, prompt: Prompt, record: MaskedRecord, mask: Tensor, forwards: Callable[[MaskedRecord], int]
     ) -> Sample:
-        """Builds the sample of one record. mask: [position] which positions count."""
+        """Returns what rewards see of one record: its text, its image, or both. mask: [position] bool, up to the end
+        token."""
         image = None
         if self.codebook is not None:
             image = self.codebook.decode(record.response[None, self.text_length :])[0]

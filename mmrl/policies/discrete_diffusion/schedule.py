@@ -1,4 +1,4 @@
-"""The unmasking schedule: how many positions of a response are filled in each step, and which of them may be."""
+"""The unmasking schedule: how many masked positions each step fills, and in which block of the response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class UnmaskingStep(NamedTuple):
-    """A step that fills `number` of the positions [start, stop) that are still empty."""
+    """A step that fills `number` of the masked positions in [start, stop)."""
 
     start: int
     stop: int
@@ -20,37 +20,42 @@ def schedule(
     *,
     names: tuple[str, str] = ("unmasking.steps", "rollout.response_length"),
 ) -> list[UnmaskingStep]:
-    """Plans `steps` steps (None: one a position) for responses of `length` positions, block by block (None: all at
-    once).
+    """Plans the steps that fill a response of `length` positions.
 
-    Steps are shared out among blocks, and positions among the steps of a block, as evenly as can be; what is left over
-    comes first. names: the keys of steps and length, for messages. Raises ValueError for steps that leave a block or a
-    step without anything to do.
+    steps: number of steps; None: one per position. block: positions of a block, blocks are filled one after the other;
+    None: a single block. Steps are divided evenly among blocks, and positions among the steps of a block; the first
+    ones get the remainder. names: the keys of steps and length, for messages. Raises ValueError if there are fewer
+    steps than blocks, or more than positions.
     """
-    blocks = _shared(length, -(-length // block)) if block is not None else [length]
+    blocks = _split_evenly(length, -(-length // block)) if block is not None else [length]
     steps = length if steps is None else steps
     if not len(blocks) <= steps <= length:
         raise ValueError(
-            f"{names[0]}={steps} do not fill {names[1]}={length} positions in {len(blocks)} "
-            f"block{'s' if len(blocks) > 1 else ''}; use {len(blocks)} to {length}"
+            f"{names[0]}={steps} does not fit {names[1]}={length} positions in {len(blocks)} "
+            f"block{'s' if len(blocks) > 1 else ''}; set it to {len(blocks)} to {length}"
         )
-    planned, start = [], 0
-    for size, block_steps in zip(blocks, _shared(steps, len(blocks)), strict=True):
-        planned += [UnmaskingStep(start, start + size, count) for count in _shared(size, block_steps)]
+    schedule_steps, start = [], 0
+    for size, block_steps in zip(blocks, _split_evenly(steps, len(blocks)), strict=True):
+        for number in _split_evenly(size, block_steps):
+            schedule_steps.append(UnmaskingStep(start, start + size, number))
         start += size
-    return planned
+    return schedule_steps
 
 
-def in_parts(
-    text: int, image: int, text_steps: int | None, steps: int | None, block: int | None
+def text_and_image_schedule(
+    text_length: int, image_length: int, text_steps: int | None, image_steps: int | None, block: int | None
 ) -> list[UnmaskingStep]:
-    """Plans the schedule of `text` positions and behind them that of `image` positions, each with steps and blocks of
-    its own; `text` may be 0. Raises ValueError as `schedule`."""
+    """Plans the steps of a response of text positions, which may be 0, followed by image positions. The steps of the
+    text come first. Raises ValueError as `schedule`."""
     names = ("unmasking.reasoning_steps", "rollout.reasoning_length")
-    first = schedule(text, text_steps, block, names=names) if text else []
-    then = schedule(image, steps, block)
-    return [*first, *(UnmaskingStep(text + step.start, text + step.stop, step.number) for step in then)]
+    text = schedule(text_length, text_steps, block, names=names) if text_length else []
+    image = [
+        UnmaskingStep(text_length + step.start, text_length + step.stop, step.number)
+        for step in schedule(image_length, image_steps, block)
+    ]
+    return [*text, *image]
 
 
-def _shared(total: int, parts: int) -> list[int]:
+def _split_evenly(total: int, parts: int) -> list[int]:
+    """Returns `parts` numbers with the sum `total`, which differ by at most 1, larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]

@@ -1,4 +1,4 @@
-"""Likelihoods of tokens at chosen positions of a response, under a masked language model."""
+"""The module that DeepSpeed wraps: log-probabilities of tokens at given positions, under a masked language model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from mmrl.policies.vlm.critic import TokenCritic
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids with a meaning, and those that are never drawn."""
+    """Ids of special tokens, and of tokens that are never sampled."""
 
-    mask: int  # stands at empty positions
+    mask: int  # the mask token
     pad: int
-    end: int | None  # ends a response; None: responses fill all of their positions
-    suppressed: Tensor  # [n] int64, ids that are never drawn
-    outside: Tensor | None = None  # [n] int64, ids that are never drawn as image tokens, where text comes before these
+    end: int | None  # ends a text; None: responses have only image tokens
+    suppressed: Tensor  # [n] int64, ids that are never sampled
+    # [n] int64, ids that are never sampled as image tokens, if responses have text and an image; `suppressed` is for
+    # text
+    image_suppressed: Tensor | None = None
 
 
 class MaskScorer(nn.Module):
-    """Computes likelihoods at chosen positions; this is the module that the engine wraps."""
+    """Computes log-probabilities of tokens at given positions; the module that DeepSpeed wraps."""
 
     def __init__(self, model: nn.Module, vocabulary: Vocabulary, *, causal: bool, shifted: bool) -> None:
-        """causal: the model's own attention is causal, and is made bidirectional. shifted: see `MaskedModel`."""
+        """causal: the model has causal attention, which is made bidirectional. shifted: the output at a position
+        predicts the next token (Dream), not the token at the position."""
         super().__init__()
         self.model, self.causal, self.shifted = model, causal, shifted
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
         self.register_buffer("suppressed", vocabulary.suppressed, persistent=False)
-        nothing = torch.zeros(0, dtype=torch.long)
-        self.register_buffer("outside", nothing if vocabulary.outside is None else vocabulary.outside, persistent=False)
+        no_ids = torch.zeros(0, dtype=torch.long)
+        image_suppressed = no_ids if vocabulary.image_suppressed is None else vocabulary.image_suppressed
+        self.register_buffer("image_suppressed", image_suppressed, persistent=False)
 
     def logits(
         self,
@@ -44,12 +48,15 @@ class MaskScorer(nn.Module):
         positions: Tensor | None = None,
         is_image: Tensor | None = None,
     ) -> Tensor:
-        """Returns fp32 logits [position, vocabulary] at column[i] of row row[i]. ids, mask: [row, token], token ids and
-        attention mask; or mask [row, token, token], with positions [row, token]. is_image: [position] bool, which
-        positions hold image tokens, where others hold text."""
-        return self._read(ids, mask, row, column, positions, is_image, states=False)[0]
+        """Returns fp32 logits [position, vocabulary] for the token at column column[i] of row row[i].
 
-    def _read(
+        ids: [row, token]. mask: attention mask, [row, token] with positions None, or [row, token, token] with position
+        ids `positions` [row, token]. row, column: [position]. is_image: [position] bool, true for image tokens; None:
+        the response has only one of text and image.
+        """
+        return self._logits_and_hidden(ids, mask, row, column, positions, is_image, hidden=False)[0]
+
+    def _logits_and_hidden(
         self,
         ids: Tensor,
         mask: Tensor,
@@ -58,10 +65,11 @@ class MaskScorer(nn.Module):
         positions: Tensor | None,
         is_image: Tensor | None,
         *,
-        states: bool,
+        hidden: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns `logits`, and with `states` the last hidden states of the same positions, [position, width]."""
-        options: dict[str, Any] = {"output_hidden_states": True} if states else {}
+        """Returns `logits`, and if `hidden` the last hidden states at the same positions [position, width], else
+        None."""
+        options: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         if positions is not None:
             options |= {"attention_mask": mask[:, None], "position_ids": positions}
         elif self.causal:
@@ -70,12 +78,13 @@ class MaskScorer(nn.Module):
         else:
             options["attention_mask"] = mask.long()
         outputs = self.model(input_ids=ids, **options)
-        index = (row, column - 1 if self.shifted else column)  # shifted: a position predicts the next token
-        unrestricted = outputs.logits[index].float()
-        logits = unrestricted.index_fill(-1, self.suppressed, -torch.inf)
+        index = (row, column - 1 if self.shifted else column)
+        all_logits = outputs.logits[index].float()
+        logits = all_logits.index_fill(-1, self.suppressed, -torch.inf)
         if is_image is not None:
-            logits = unrestricted.index_fill(-1, self.outside, -torch.inf).where(is_image[:, None], logits)
-        return logits, outputs.hidden_states[-1][index] if states else None
+            image_logits = all_logits.index_fill(-1, self.image_suppressed, -torch.inf)
+            logits = image_logits.where(is_image[:, None], logits)
+        return logits, outputs.hidden_states[-1][index] if hidden else None
 
     def forward(
         self,
@@ -90,18 +99,22 @@ class MaskScorer(nn.Module):
         positions: Tensor | None = None,
         is_image: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy and sum of squared probabilities of tokens `targets`, [position] fp32 each.
-        temperature: [position] too. distributions: also the log-probabilities of all tokens, [position, vocabulary]
-        without gradient. old: those of another policy; then also the cross-entropy to it, [position]. Where there is a
-        critic, the value of the state comes last, [position]."""
-        logits, hidden = self._read(ids, mask, row, column, positions, is_image, states=self.critic is not None)
+        """Returns logp of the targets, entropy and sum of squared probabilities, [position] fp32 each; then what the
+        options add, in this order.
+
+        ids, mask, row, column, positions, is_image: see `logits`. targets: token ids, [position]. temperature:
+        [position]. distributions: adds the log-probabilities of all tokens [position, vocabulary], without gradient.
+        old: log-probabilities of all tokens under the old policy [position, vocabulary]; adds the cross-entropy to it,
+        [position]. A critic adds the value of the state, [position].
+        """
+        with_critic = self.critic is not None
+        logits, hidden = self._logits_and_hidden(ids, mask, row, column, positions, is_image, hidden=with_critic)
         scores = self._scores(logits / temperature[:, None], targets, distributions, old)
         return scores if self.critic is None or hidden is None else (*scores, self.critic(hidden))
 
     def _scores(self, logits: Tensor, targets: Tensor, distributions: bool, old: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns log-probability, entropy and sum of squared probabilities of targets [n] under logits [n,
-        vocabulary]; with `distributions` all log-probabilities too, and with `old` [n, vocabulary] the cross entropy
-        from it."""
+        """Returns what `forward` does, without the critic's value, from logits [position, vocabulary] that are already
+        divided by the temperature."""
         selected = token_logprob(logits, targets)
         scores = (selected.logp, selected.entropy, selected.square_sum)
         if not distributions:
@@ -109,6 +122,6 @@ class MaskScorer(nn.Module):
         logp = logits.log_softmax(-1)
         if old is None:
             return *scores, logp.detach()
-        possible = old > -torch.inf
-        cross = -(old.exp() * logp.where(possible, 0.0)).sum(-1)
-        return *scores, logp.detach(), cross
+        not_suppressed = old > -torch.inf
+        cross_entropy = -(old.exp() * logp.where(not_suppressed, 0.0)).sum(-1)
+        return *scores, logp.detach(), cross_entropy

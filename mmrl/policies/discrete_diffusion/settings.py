@@ -27,7 +27,7 @@ _HERE = "mmrl.policies.discrete_diffusion.settings"
 
 
 class Order(Choice):
-    """The order in which empty positions are filled."""
+    """The order in which masked positions are filled."""
 
     title: ClassVar[str] = "order of unmasking"
     kinds: ClassVar[dict[str, str]] = {
@@ -40,59 +40,64 @@ class Order(Choice):
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_unmasking.py"
 
     @abstractmethod
-    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
-        """Returns scores [row, position], the higher the sooner. chosen: log-probability of the token that was drawn
-        for a position; entropy: of its distribution; chance: uniform draws of the row. Each is [row, position]."""
+    def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
+        """Returns scores [row, position]; masked positions with higher scores are filled first.
+
+        token_logp: log-probability of the token that was sampled for a position; entropy: of the distribution there;
+        uniform: random numbers in [0, 1). Each is [row, position].
+        """
 
 
 class Confidence(Order):
-    """Fills first the positions whose drawn token is most likely."""
+    """Fills the positions first whose sampled token has the highest probability."""
 
     equation: ClassVar[str] = "argmax p(x_k | state)"
     type: str = "confidence"
 
-    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
-        return chosen
+    def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
+        return token_logp
 
 
 class LowEntropy(Order):
-    """Fills first the positions at which the model is surest, whatever token was drawn."""
+    """Fills the positions first whose distribution has the lowest entropy, whatever token was sampled."""
 
     equation: ClassVar[str] = "argmin H(. | state)"
     source: ClassVar[str] = "Dream 7B, arXiv 2508.15487"
     type: str = "entropy"
 
-    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+    def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
         return -entropy
 
 
 class RandomOrder(Order):
-    """Fills positions in random order. Only then is the likelihood of a trace that of the whole rollout."""
+    """Fills positions in random order. Only then is the likelihood of a trace that of the whole rollout: other orders
+    depend on the model too."""
 
     equation: ClassVar[str] = "uniform"
     type: str = "random"
 
-    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
-        return chance
+    def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
+        return uniform
 
 
 class LeftToRight(Order):
-    """Fills the first empty position next, as in an autoregressive model."""
+    """Fills the first masked position next, as an autoregressive model does."""
 
     equation: ClassVar[str] = "argmin k"
     type: str = "left_to_right"
 
-    def scores(self, chosen: Tensor, entropy: Tensor, chance: Tensor) -> Tensor:
+    def scores(self, token_logp: Tensor, entropy: Tensor, uniform: Tensor) -> Tensor:
         import torch
 
-        return -torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen).float()
+        return -torch.arange(token_logp.shape[1], device=token_logp.device).expand_as(token_logp).float()
 
 
 class MaskedLikelihood(Choice):
-    """The estimate of a response's likelihood: the states in which the model scores it, and the weights of the scores.
+    """The estimate of a response's log-likelihood: the states (partly masked copies) in which the model scores it, and
+    the weights of the scores.
 
-    The states follow from a rollout's seed (and from its trace, or the epoch of updates), so that the old, the present
-    and the reference policy score it in the same ones.
+    The states follow from the seed of a rollout, and for some estimates from its trace (the step in which each position
+    was filled) or the epoch of updates. So the old, the current and the reference policy score the same states.
     """
 
     title: ClassVar[str] = "likelihood of a masked response"
@@ -107,70 +112,72 @@ class MaskedLikelihood(Choice):
         "staircase": f"{_HERE}:StaircaseBound",
     }
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_likelihoods.py"
-    of_trace: ClassVar[bool] = False  # each position is scored once, in a state that the rollout went through
+    # Each position is scored once, in a state of the sampling of the rollout
+    follows_trace: ClassVar[bool] = False
     type: str = "one_step"
 
     @abstractmethod
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns the partly masked copies of one rollout in which the model scores its response.
 
-        seed: of the rollout; prompt: number of prompt tokens; steps: [position] int64, the sampling step that filled
-        each position of the response; last: number of sampling steps of a rollout."""
+        seed: of the rollout. prompt_length: in tokens. steps: [position] int64, the sampling step that filled each
+        position of the response. num_steps: sampling steps of a rollout.
+        """
 
-    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
-        """Returns `states` of a response that is decoded block by block. blocks: [position] int64, the block of each;
-        most estimates do not depend on it."""
-        return self.states(seed, prompt, steps, last)
+    def states_in_blocks(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int, blocks: Tensor) -> States:
+        """Returns `states` of a response that is sampled block by block. blocks: [position] int64, the block of each
+        position; most estimates do not depend on it."""
+        return self.states(seed, prompt_length, steps, num_steps)
 
 
 class RandomStates(MaskedLikelihood):
-    """An estimate from states that are drawn at random."""
+    """An estimate from random states."""
 
     redraw: bool = option(
         True,
-        "states are drawn anew for every epoch of updates, in which the old policy and the reference score them too "
-        "(d1, DiffuCoder); false: all epochs have the first one's, which costs no further passes",
+        "every epoch of updates samples new states, in which the old policy and the reference score responses too "
+        "(d1, DiffuCoder); false: all epochs use the states of the first, which costs no further passes",
     )
 
 
 class OneStep(RandomStates):
     """Scores all positions at once, with the whole response masked and some tokens of the prompt masked."""
 
-    equation: ClassVar[str] = "log p(x_k | prompt with tokens hidden, all positions empty)"
+    equation: ClassVar[str] = "log p(x_k | partly masked prompt, all positions masked)"
     source: ClassVar[str] = "d1 (diffu-GRPO), arXiv 2504.12216"
     type: str = "one_step"
     prompt_mask: float = option(0.15, "probability that a token of the prompt is masked", ge=0, lt=1)
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns one state, in which the whole response and a random part of the prompt are masked."""
         from mmrl.policies.discrete_diffusion.likelihoods import one_step
 
-        return one_step(seed, prompt, len(steps), self.prompt_mask)
+        return one_step(seed, prompt_length, len(steps), self.prompt_mask)
 
 
 class Coupled(RandomStates):
-    """Scores complementary pairs of masks, so that each position is scored once a pair, and the fully masked
-    response."""
+    """Scores the fully masked response, and pairs of states with complementary masks, so that each pair scores each
+    position once."""
 
     equation: ClassVar[str] = (
-        "(log p(x_k | all empty) + mean over pairs of log p(x_k | the state in which k is empty) / its chance of being "
-        "empty, t or 1 - t) / 2"
+        "(log p(x_k | all masked) + mean over pairs of log p(x_k | the state in which k is masked) / the probability "
+        "of its mask, t or 1 - t) / 2"
     )
     source: ClassVar[str] = "DiffuCoder (coupled-GRPO), arXiv 2506.20639"
     type: str = "coupled"
     pairs: int = option(1, "pairs of states", ge=1)
     levels: tuple[float, float] = option(
-        (0.2, 0.8), "least and largest share of positions that are empty in one of a pair"
+        (0.2, 0.8), "smallest and largest share of positions that are masked in the first state of a pair"
     )
 
     @model_validator(mode="after")
-    def _rising(self) -> Coupled:
+    def _levels_are_ordered(self) -> Coupled:
         low, high = self.levels
         if not 0 < low <= high < 1:
-            raise ValueError(f"levels must lie inside (0, 1) and not fall, got {self.levels}")
+            raise ValueError(f"levels={list(self.levels)} must be two numbers between 0 and 1, the smaller one first")
         return self
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns the fully masked state, then `pairs` pairs of complementary masks."""
         from mmrl.policies.discrete_diffusion.likelihoods import coupled
 
@@ -180,21 +187,25 @@ class Coupled(RandomStates):
 class ELBO(RandomStates):
     """The evidence lower bound, from stratified numbers of masked positions; which positions are masked is random."""
 
-    equation: ClassVar[str] = "E_l (L / l) sum over l empty positions log p(x_k | the others), l from 1 to L"
+    equation: ClassVar[str] = "E_l (L / l) sum over l masked positions log p(x_k | the others), l from 1 to L"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992 (its form of low variance); LLaDA 1.5 (VRPO), arXiv 2505.19223"
     type: str = "elbo"
-    draws: int = option(4, "states of a response, one in each of as many parts of the levels", ge=1)
+    draws: int = option(
+        4, "states of a response; their numbers of masked positions are stratified over 1 to its length", ge=1
+    )
     antithetic: bool = option(
-        False, "states come in pairs: where the first of a pair has few empty positions, the second has the many others"
+        False, "states come in pairs: the second of a pair masks the positions that the first one does not"
     )
 
     @model_validator(mode="after")
-    def _even(self) -> ELBO:
+    def _draws_are_even(self) -> ELBO:
         if self.antithetic and self.draws % 2:
-            raise ValueError(f"draws={self.draws} is odd, and antithetic=true makes pairs; use an even number")
+            raise ValueError(
+                f"draws={self.draws} is odd, but antithetic=true makes pairs of states; set an even number"
+            )
         return self
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns `draws` states, whose numbers of masked positions are stratified over 1 .. L."""
         from mmrl.policies.discrete_diffusion.likelihoods import elbo
 
@@ -202,9 +213,9 @@ class ELBO(RandomStates):
 
 
 class Spread(RandomStates):
-    """Scores tokens where they are masked, with masks of all densities: mask ratios are spread evenly from a random
-    start. The prompt is not masked. All states of a response are scored in every update; UniGRPO scores one an update,
-    and spreads its mask ratios over the updates of a step."""
+    """Scores masked tokens in states whose mask ratios are spread evenly, from a random start. The prompt is not
+    masked. All states of a response are scored in every update; UniGRPO scores one per update, and spreads the mask
+    ratios over the updates of a step."""
 
     equation: ClassVar[str] = (
         "mean of log p(x_k | prompt, unmasked positions) over the states in which k is masked; state j of n "
@@ -215,7 +226,7 @@ class Spread(RandomStates):
     type: str = "spread"
     draws: int = option(4, "states of a response", ge=1)
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns `draws` states, whose mask ratios are evenly spaced from a random start."""
         from mmrl.policies.discrete_diffusion.likelihoods import spread
 
@@ -223,53 +234,51 @@ class Spread(RandomStates):
 
 
 class Trace(MaskedLikelihood):
-    """Scores what was drawn in each step, in the state in which it was drawn."""
+    """Scores each token in the state of sampling in which it was sampled."""
 
-    equation: ClassVar[str] = (
-        "log p(x_k | the state before the step that filled k), `shrink` steps that filled a position merged"
-    )
+    equation: ClassVar[str] = "log p(x_k | the state before the step that filled k), with each `shrink` steps merged"
     source: ClassVar[str] = "TraceRL, arXiv 2509.06949"
-    of_trace: ClassVar[bool] = True
+    follows_trace: ClassVar[bool] = True
     type: str = "trace"
-    shrink: int = option(1, "steps that filled a position and become one state", unit="steps", ge=1)
+    shrink: int = option(1, "consecutive steps that are merged into one state", unit="steps", ge=1)
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
-        """Returns the states in which the rollout drew its tokens, `shrink` steps merged into one."""
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
+        """Returns the states in which the tokens were sampled, with `shrink` steps merged into one."""
         from mmrl.policies.discrete_diffusion.likelihoods import trace
 
-        return trace(steps, last, self.shrink)
+        return trace(steps, num_steps, self.shrink)
 
 
 class StepMerge(MaskedLikelihood):
-    """Scores what was drawn in the states before runs of steps of equal length: with more of them it comes nearer to
-    the trace, which it equals with one step a run."""
+    """Divides the sampling steps into segments of equal length, and scores each token in the state before its segment.
+    More segments come nearer to `trace`, which is one step per segment."""
 
     equation: ClassVar[str] = "log p(x_k | the state before the segment of steps that filled k)"
     source: ClassVar[str] = "d2-StepMerge, arXiv 2509.21474"
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_traces.py"
-    of_trace: ClassVar[bool] = True
+    follows_trace: ClassVar[bool] = True
     type: str = "step_merge"
-    segments: int = option(4, "states of a response; at most as many as it has steps", ge=1)
+    segments: int = option(4, "segments of the sampling steps, at most as many as there are steps", ge=1)
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
-        """Returns the states before each of `segments` runs of sampling steps."""
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
+        """Returns the states before each of `segments` segments of sampling steps."""
         from mmrl.policies.discrete_diffusion.likelihoods import step_merge
 
-        return step_merge(steps, last, self.segments)
+        return step_merge(steps, num_steps, self.segments)
 
 
 class AnyOrder(MaskedLikelihood):
-    """Scores the whole trace in one pass: each position's mask token stands beside the response and sees the prompt and
-    what was filled before, and what was filled sees no more than that either. Exact for models that decode this way; an
-    approximation for others, which read states in both directions and with their masked positions."""
+    """Scores the whole trace in one pass: a mask token for each position comes after the response, and attends to the
+    prompt and to the positions that were filled before it; filled positions attend to no later ones either. Exact for
+    models that sample with this attention; an approximation for models with bidirectional attention."""
 
-    equation: ClassVar[str] = "log p(x_k | prompt, positions filled before k, which see nothing that was filled later)"
+    equation: ClassVar[str] = "log p(x_k | prompt, positions filled before k, which attend to none filled later)"
     source: ClassVar[str] = "d2-AnyOrder, arXiv 2509.21474"
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_traces.py"
-    of_trace: ClassVar[bool] = True
+    follows_trace: ClassVar[bool] = True
     type: str = "any_order"
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns one state, which scores all positions in the order in which they were filled."""
         from mmrl.policies.discrete_diffusion.likelihoods import any_order
 
@@ -277,28 +286,28 @@ class AnyOrder(MaskedLikelihood):
 
 
 class StaircaseBound(RandomStates):
-    """The bound of `elbo` block by block, for models that are read by blocks (`unmasking.causal_blocks`): all blocks
-    are scored at once, each with masked positions of its own, and sees the finished blocks before it. Response and
-    noised copy stand in one row, and the attention mask is a staircase."""
+    """The bound of `elbo` block by block, for block diffusion models (`unmasking.causal_blocks`). One pass scores all
+    blocks, each partly masked and given the unmasked blocks before it: a row holds the response and its masked copy,
+    with an attention mask in the form of a staircase."""
 
     equation: ClassVar[str] = (
         "sum over blocks b of n positions of E_l n / l log p(x_k | prompt, blocks before b, positions of b that are "
-        "not empty), k empty, l = 1 ... n"
+        "not masked), k masked, l = 1 ... n"
     )
     source: ClassVar[str] = (
         "reconstructed from the abstract of StableDRL, arXiv 2603.06743; block diffusion: arXiv 2503.09573"
     )
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_staircase.py"
     type: str = "staircase"
-    draws: int = option(2, "states of a response, each of which has empty positions in every block", ge=1)
+    draws: int = option(2, "states of a response; each has masked positions in every block", ge=1)
 
-    def states(self, seed: int, prompt: int, steps: Tensor, last: int) -> States:
+    def states(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int) -> States:
         """Returns the states of a response that is a single block."""
         import torch
 
-        return self.states_in_blocks(seed, prompt, steps, last, torch.zeros_like(steps))
+        return self.states_in_blocks(seed, prompt_length, steps, num_steps, torch.zeros_like(steps))
 
-    def states_in_blocks(self, seed: int, prompt: int, steps: Tensor, last: int, blocks: Tensor) -> States:
+    def states_in_blocks(self, seed: int, prompt_length: int, steps: Tensor, num_steps: int, blocks: Tensor) -> States:
         """Returns `draws` states; in each of them every block [position] has masked positions."""
         from mmrl.policies.discrete_diffusion.likelihoods import staircase
 
@@ -310,7 +319,7 @@ class MaskedLimits(Section):
 
     max_prompt_length: int = option(1024, "longest prompt", unit="tokens", ge=1)
     response_length: int = option(
-        64, "positions of every response; those behind its end token are left out", unit="tokens", ge=1
+        64, "length of every response; tokens after its end token are not trained on", unit="tokens", ge=1
     )
 
 
@@ -324,7 +333,7 @@ class WritingLimits(MaskedLimits):
     """Lengths of prompts and responses, and of text before an image."""
 
     reasoning_length: int = option(
-        0, "positions of text before the tokens of an image; 0: an image alone, or text alone", unit="tokens", ge=0
+        0, "tokens of text before those of an image; 0: only an image, or only text", unit="tokens", ge=0
     )
 
 
@@ -335,7 +344,7 @@ class WritingSampling(MaskedSampling, WritingLimits):
 class MaskedEvaluation(Section):
     """Sampling of responses in evaluation."""
 
-    temperature: float = option(0.0, "0: the most likely token each time", ge=0)
+    temperature: float = option(0.0, "sampling temperature; 0: the most likely token", ge=0)
 
 
 class Unmasking(Section):
@@ -345,7 +354,7 @@ class Unmasking(Section):
         None, "unmasking steps of a response; default: one for each position", unit="steps", ge=1
     )
     block: int | None = option(
-        None, "positions that are filled before those behind them; default: all", unit="tokens", ge=1
+        None, "length of a block; blocks are filled one after the other; default: no blocks", unit="tokens", ge=1
     )
     reasoning_steps: int | None = option(
         None, "unmasking steps of the text before an image; default: one for each position", unit="steps", ge=1
@@ -353,13 +362,13 @@ class Unmasking(Section):
     order: Order = option(Confidence(), "which positions are filled next")
     causal_blocks: bool = option(
         False,
-        "a block sees the prompt, the blocks before it and itself, as block diffusion models (SDAR, TraDo) do; "
-        "false: every position sees all others",
+        "a block attends to the prompt, earlier blocks and itself, as in block diffusion models (SDAR, TraDo); "
+        "false: every position attends to all others",
     )
     threshold: float | None = option(
         None,
-        "positions whose drawn token has at least this probability are filled at once, besides those of the step, so "
-        "that a response may need fewer steps; null: those of the step alone",
+        "each step also fills all positions whose sampled token has at least this probability, so that a response may "
+        "need fewer steps; null: it fills only its own number of positions",
         gt=0,
         le=1,
     )
@@ -368,21 +377,22 @@ class Unmasking(Section):
 class UnmaskingRollouts(Unmasking):
     """Sampling of responses in training, and the estimate of their likelihoods."""
 
-    likelihood: MaskedLikelihood = option(OneStep(), "the estimate of a response's likelihood")
+    likelihood: MaskedLikelihood = option(OneStep(), "how the log-likelihood of a response is estimated")
 
 
 class UnmaskingDemonstrations(Unmasking):
-    """Learning of a masked diffusion model from demonstrations."""
+    """Supervised fine-tuning of a masked diffusion model on demonstrations."""
 
-    draws: int = option(1, "states of a response", ge=1)
+    draws: int = option(1, "masked copies of a response that the loss averages over", ge=1)
 
     @property
     def likelihood(self) -> ELBO | StaircaseBound:
+        """The evidence lower bound of a demonstration, by blocks for block diffusion models."""
         return StaircaseBound(draws=self.draws) if self.causal_blocks else ELBO(draws=self.draws)
 
 
 class TokenDiffusionModel(ModelSettings):
-    """Options that all kinds of discrete diffusion share."""
+    """Options of all discrete diffusion models."""
 
     type: str = "discrete_diffusion"
     attention: Literal["sdpa", "eager"] = option("sdpa", "implementation of attention")
@@ -390,8 +400,8 @@ class TokenDiffusionModel(ModelSettings):
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     shifted: bool | None = option(
         None,
-        "the model predicts at each position the token at the next, as those made of autoregressive ones do (Dream); "
-        "default: what `mmrl convert` wrote into its config.json, else false",
+        "the output at a position predicts the next token, as in models made from autoregressive ones (Dream); "
+        "default: what `mmrl convert` wrote into config.json, else false",
     )
 
     def capabilities(self, config: JobConfig) -> Capabilities:
@@ -401,9 +411,9 @@ class TokenDiffusionModel(ModelSettings):
 
 
 class MaskedModel(TokenDiffusionModel):
-    """A masked diffusion model of text: a masked language model of transformers, or a causal one that is read in both
-    directions. One decision a token of the response. With a codebook beside it it writes images, and text about them
-    before, in the same way."""
+    """A masked diffusion language model: a masked language model of transformers, or a causal one with bidirectional
+    attention. Each token of the response is one decision. With a codebook file in its folder it generates images as
+    tokens, after a text if `rollout.reasoning_length` is set."""
 
     test: ClassVar[str] = "tests/policies/discrete_diffusion/test_policy.py"
     source: ClassVar[str] = "LLaDA, arXiv 2502.09992; text and images: MMaDA, arXiv 2505.15809"
@@ -426,17 +436,17 @@ class MaskedModel(TokenDiffusionModel):
         return Capabilities(shared.source, shared.offers | {"critic"} | parts, groups=("critic",))
 
     def check(self, config: JobConfig) -> None:
-        from mmrl.policies.discrete_diffusion.schedule import in_parts
+        from mmrl.policies.discrete_diffusion.schedule import text_and_image_schedule
 
         unmasking: UnmaskingRollouts | UnmaskingDemonstrations = config.section("unmasking")
         limits: WritingLimits = config.rollout
         text, text_steps = limits.reasoning_length, unmasking.reasoning_steps
         if text_steps is not None and not text:
             raise ValueError(
-                f"unmasking.reasoning_steps={text_steps} fills text before the tokens of an image; set "
-                "rollout.reasoning_length, or leave it out"
+                f"unmasking.reasoning_steps={text_steps} is for text before an image, but rollout.reasoning_length is "
+                "0; set that, or leave out unmasking.reasoning_steps"
             )
-        in_parts(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
+        text_and_image_schedule(text, limits.response_length, text_steps, unmasking.steps, unmasking.block)
         _check_critic(config.needs.critic, unmasking.likelihood)
         likelihood = unmasking.likelihood
         redraws = isinstance(likelihood, RandomStates) and likelihood.redraw
@@ -448,61 +458,68 @@ class MaskedModel(TokenDiffusionModel):
 
 
 def check_shift(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, *, shifted: bool) -> None:
-    """Raises ValueError for what is read at a position itself, where the model predicts it at the position before."""
+    """Raises ValueError for options that do not work with `model.shifted`, where a token is predicted at the position
+    before it."""
     _check_blocks(unmasking, shifted)
     if shifted and isinstance(unmasking, UnmaskingRollouts) and unmasking.likelihood.type == "any_order":
         raise ValueError(
-            "unmasking.likelihood=any_order scores a position at its own mask token, and with model.shifted=true "
-            "the model predicts it at the position before; choose another likelihood, such as step_merge"
+            "unmasking.likelihood=any_order scores a token at its own mask token, but with model.shifted=true the "
+            "model predicts it at the position before; set another likelihood, such as step_merge"
         )
 
 
 def _check_critic(critic: CriticSettings | None, likelihood: MaskedLikelihood) -> None:
-    """Raises ValueError for a critic of states that are not those of the trace."""
+    """Raises ValueError for a critic that cannot be used: of another type, or with a likelihood that does not follow
+    the trace."""
     if critic is None:
         return
     if not isinstance(critic, SharedCritic):
         raise ValueError(
-            f"algorithm.critic.type={critic.type} is not a critic of a masked diffusion model; use shared, with "
-            "detach=true where the model shall not learn from it"
+            f"algorithm.critic.type={critic.type} does not work with a masked diffusion model; set it to shared, with "
+            "algorithm.critic.detach=true if the critic's loss must not train the model"
         )
-    if not likelihood.of_trace:
+    if not likelihood.follows_trace:
         raise ValueError(
-            f"unmasking.likelihood={likelihood.type} shows the model states that the rollout was never in, "
-            "and algorithm.critic values those of its trace; use trace, step_merge or any_order"
+            f"unmasking.likelihood={likelihood.type} scores responses in states that sampling never had, but "
+            "algorithm.critic needs the states of sampling; set the likelihood to trace, step_merge or any_order"
         )
 
 
 def _check_blocks(unmasking: UnmaskingRollouts | UnmaskingDemonstrations, shifted: bool) -> None:
-    """Raises ValueError where a model is read by blocks in sampling or in replay alone."""
+    """Raises ValueError unless sampling and scoring both use block attention, or neither does."""
     by_blocks = unmasking.likelihood.type == "staircase"
     if not unmasking.causal_blocks:
         if by_blocks:
             raise ValueError(
-                "unmasking.likelihood=staircase is of models that are read by blocks; set unmasking.causal_blocks=true "
-                "for one, or choose elbo"
+                "unmasking.likelihood=staircase is for block diffusion models; set unmasking.causal_blocks=true for "
+                "one, or set the likelihood to elbo"
             )
         return
     if unmasking.block is None:
-        raise ValueError("unmasking.causal_blocks=true needs to know how large blocks are; set unmasking.block")
+        raise ValueError("unmasking.causal_blocks=true needs the length of a block; set unmasking.block, in tokens")
     if not by_blocks:
         raise ValueError(
-            f"unmasking.likelihood={unmasking.likelihood.type} shows a model all of a response at once, and with "
-            "unmasking.causal_blocks=true it is read by blocks; use staircase"
+            f"unmasking.likelihood={unmasking.likelihood.type} scores a response with attention to all of its tokens, "
+            "but unmasking.causal_blocks=true limits attention to blocks; set the likelihood to staircase"
         )
     if shifted:
         raise ValueError(
-            "unmasking.causal_blocks=true scores a position in its own block, and with model.shifted=true the model "
+            "unmasking.causal_blocks=true scores a token in its own block, but with model.shifted=true the model "
             "predicts it at the position before; set one of them to false"
         )
 
 
 def check_redraw(config: JobConfig, redraws: bool, key: str) -> None:
-    """Raises ValueError for measured likelihoods that would be of the first epoch's states alone. key: of `redraws`."""
+    """Raises ValueError if a method needs log-probabilities that are computed once before the updates, while every
+    epoch scores responses in new states.
+
+    redraws: whether it does. key: the option that says so, for the message.
+    """
     if not redraws or config.algorithm.epochs == 1:
         return
     if measured := [measurement for measurement in config.needs.prepared if measurement.scores]:
         raise ValueError(
-            f"algorithm.epochs={config.algorithm.epochs} with {key}=true scores every epoch in states of its own, and "
-            f"{measured[0].name} is measured in the first one's; set redraw: false, or epochs=1"
+            f"with algorithm.epochs={config.algorithm.epochs} and {key}=true every epoch scores responses in new "
+            f"states, but {measured[0].name} is measured only in those of the first; set {key}=false, or "
+            "algorithm.epochs=1"
         )

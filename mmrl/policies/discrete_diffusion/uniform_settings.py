@@ -1,4 +1,4 @@
-"""Settings of uniform discrete diffusion models, which turn tokens drawn at random into a response."""
+"""Settings of uniform discrete diffusion models, which turn random tokens into a response."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class Noising(Section):
-    """The number of steps from noise to a response, and the noised states in which its tokens are scored."""
+    """The steps of sampling, and the noised copies of a response (states) in which its tokens are scored."""
 
     steps: int = option(8, "denoising steps of a response", unit="steps", ge=1)
     draws: int = option(
-        1, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
+        1, "noised copies of a response, at stratified noise levels; its log-likelihood is their mean", ge=1
     )
     levels: tuple[float, float] = option(
         (0.0, 1.0), "smallest and largest probability that a token is replaced by a random one"
     )
 
     @model_validator(mode="after")
-    def _rising(self) -> Noising:
+    def _levels_are_ordered(self) -> Noising:
         low, high = self.levels
         if not 0 <= low <= high <= 1:
-            raise ValueError(f"levels must lie in [0, 1] and not fall, got {self.levels}")
+            raise ValueError(f"levels={list(self.levels)} must be two numbers from 0 to 1, the smaller one first")
         return self
 
 
@@ -45,18 +45,18 @@ class NoisingRollouts(Noising):
     """Sampling of responses in training, and the estimate of their likelihoods."""
 
     draws: int = option(
-        4, "noised states of a response, one in each of as many parts of the levels; its likelihood is their mean", ge=1
+        4, "noised copies of a response, at stratified noise levels; its log-likelihood is their mean", ge=1
     )
-    redraw: bool = option(True, "every epoch scores a response in states of its own; false: all in those of the first")
+    redraw: bool = option(True, "every epoch scores a response in new states; false: in the states of the first epoch")
 
 
 class UniformModel(TokenDiffusionModel):
     """A uniform discrete diffusion model of text or image tokens: a masked language model of transformers, or a causal
-    one that is read in both directions. It reads a response with some tokens replaced by others, without knowing how
-    many, and predicts the original. One decision a token of the response."""
+    one with bidirectional attention. It gets a response in which random tokens replace some tokens, without the noise
+    level, and predicts the original tokens. Each token of the response is one decision."""
 
     equation: ClassVar[str] = (
-        "mean over levels t of log p(x_k | x with each token replaced with chance t), x the response"
+        "mean over levels t of log p(x_k | x with each token replaced with probability t), x the response"
     )
     source: ClassVar[str] = (
         "UDM-GRPO, arXiv 2604.18518: the clean sample is the action, states are noised forward; steps of the sampler: "

@@ -1,4 +1,4 @@
-"""A critic of unfinished responses."""
+"""A critic that shares the backbone of a vision-language model: the value of a prompt and the response so far."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ WEIGHTS = "critic.safetensors"
 
 
 class TokenCritic(nn.Module):
-    """Predicts the value of a prompt and the response so far, from the hidden state of its last token. It begins at
-    0."""
+    """Predicts the value of a prompt and the response so far from the hidden state of the last token, by an MLP whose
+    last layer is initialised to 0."""
 
     def __init__(self, settings: SharedCritic, width: int) -> None:
-        """width: of the model's hidden states."""
+        """width: size of the hidden states of the model."""
         super().__init__()
         sizes, layers = [width, *[settings.width] * settings.layers], list[nn.Module]()
-        for a, b in zip(sizes[:-1], sizes[1:], strict=True):
-            layers += [nn.Linear(a, b), nn.GELU()]
+        for in_size, out_size in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Linear(in_size, out_size), nn.GELU()]
         last = nn.Linear(settings.width, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.layers, self.detach = nn.Sequential(*layers, last), settings.detach
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns values: [decision, width] -> [decision] fp32."""
+        """Returns values [decision] fp32 of hidden states [decision, width]."""
         return self.layers(hidden.detach() if self.detach else hidden).squeeze(1).float()
 
 
 def critic_of(model: PreTrainedModel, settings: SharedCritic, folder: Path) -> TokenCritic:
-    """Builds a critic of the model's hidden states, with its dtype and on its device. folder: where its weights may
-    lie; else it begins anew. Raises UserError as `read_critic`."""
+    """Builds a critic for a model, with its dtype and on its device, and loads the critic's weights if `folder` has
+    them. Raises UserError if these have other shapes than the settings give."""
     critic = TokenCritic(settings, model.config.get_text_config().hidden_size)
     read_critic(critic, folder)
     return critic.to(device=model.device, dtype=model.dtype)
 
 
 def write_critic(folder: Path, state: dict[str, Tensor]) -> None:
-    """Saves the critic's weights. state: the weights of the module that the engine wraps."""
+    """Saves the critic's weights in `folder`. state: the state dict of `TokenScorer`, with keys critic.*."""
     weights = {n.removeprefix("critic."): value.contiguous() for n, value in state.items() if n.startswith("critic.")}
     save_file(weights, folder / WEIGHTS)
 
 
 def read_critic(critic: TokenCritic, folder: Path) -> None:
-    """Loads the weights of the critic in `folder`, if there is one. Raises UserError if it is of another shape."""
+    """Loads the critic's weights from `folder`, if it has them. Raises UserError if their shapes differ."""
     if not (folder / WEIGHTS).is_file():
         return
     stored, expected = load_file(folder / WEIGHTS), critic.state_dict()
     for name in sorted(expected.keys() | stored.keys()):
-        shapes = [list(held[name].shape) if name in held else None for held in (expected, stored)]
-        if shapes[0] != shapes[1]:
+        expected_shape, stored_shape = (
+            list(state[name].shape) if name in state else "absent" for state in (expected, stored)
+        )
+        if expected_shape != stored_shape:
             raise UserError(
-                f"algorithm.critic makes {name} {shapes[0]}, but in {folder / WEIGHTS} it is {shapes[1]}; ask for the "
-                "critic that it was trained with"
+                f"{folder / WEIGHTS}: the weight {name} is {stored_shape}, but {expected_shape} by algorithm.critic; "
+                "set algorithm.critic as in the run that trained it"
             )
     critic.load_state_dict(stored)

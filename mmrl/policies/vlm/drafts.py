@@ -1,4 +1,4 @@
-"""Responses that an engine samples in one go or in several."""
+"""Drafts: unfinished responses, which are sampled in one or several calls of an engine (partial rollouts)."""
 
 from __future__ import annotations
 
@@ -15,31 +15,36 @@ from mmrl.rollouts import Prompt
 
 @dataclass(eq=False)
 class Draft:
-    """An unfinished response of an engine, whose weights may change before it is finished."""
+    """An unfinished response. The weights of the engine that samples it may change before it is finished."""
 
     prompt: Prompt
-    request: Request  # for the whole response
+    request: Request  # for the full response; its `limit` is the maximum number of response tokens
     tokens: RolloutTokens  # with the response so far
-    logp: Tensor  # [response token] fp32, each by the weights that drew it
+    logp: Tensor  # [response token] fp32, under the weights that sampled the token
 
     def finished(self, eos: tuple[int, ...]) -> bool:
+        """Returns whether the response ends in one of the end tokens `eos` or has reached its limit."""
         response = self.tokens.response
         return len(response) > 0 and (len(response) == self.request.limit or int(response[-1]) in eos)
 
-    def next(self, count: int) -> Request:
-        """Returns the request for up to `count` more tokens."""
+    def next_request(self, max_tokens: int) -> Request:
+        """Returns the request for up to `max_tokens` more tokens."""
         request, length = self.request.after(self.tokens.response), len(self.tokens.response)
         seed = continued_seed(self.request.seed, length)
-        return replace(request, seed=seed, limit=min(count, self.request.limit - length))
+        return replace(request, seed=seed, limit=min(max_tokens, self.request.limit - length))
 
     def state(self) -> dict[str, Tensor | None]:
-        """Returns all that a new draft of the same prompt and seed lacks to be this one."""
+        """Returns the values to checkpoint, from which `Drafter.restore` rebuilds this draft of the same prompt and
+        seed."""
         return {"response": self.tokens.response, "logp": self.logp, "experts": self.tokens.experts}
 
-    def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
-        """Appends sampled tokens. ids: [token] int64; logp: [token], their log-probabilities; experts: [token, layer,
-        k] int16 of prompt and response but for the last token, None where routing is not recorded. Earlier records
-        stay: a token keeps the experts with which the token after it was drawn, like that one's log-probability."""
+    def append(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        """Appends sampled tokens to the response.
+
+        ids: [token] int64; logp: their log-probabilities, [token]; experts: [token, layer, k] int16, the experts of all
+        tokens of prompt and response except the last one, None if routing is not recorded. Experts that are recorded
+        already stay: they belong to the weights that sampled the next token, as its log-probability does.
+        """
         old = self.tokens.experts
         if experts is not None and old is not None:
             experts = torch.cat([old, experts[len(old) :]])
@@ -48,6 +53,6 @@ class Draft:
 
 
 def continued_seed(seed: int, tokens: int) -> int:
-    """Returns the seed of a response that is continued after so many tokens: the same seed would draw the same noise
-    again."""
+    """Returns the seed for continuing a response after its first `tokens` tokens. It differs from `seed`, which would
+    repeat the random numbers of these tokens."""
     return seed if tokens == 0 else int(np.random.SeedSequence([seed, tokens]).generate_state(1)[0])

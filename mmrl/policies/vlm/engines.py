@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def synced(
     config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy, source: Source, ranks: Ranks
 ) -> Synced:
-    """Builds engines that have the policy's weights after each synchronisation. source: of the prompts that check it.
+    """Builds the vLLM engines of a job, which get the policy's weights at each step and are checked to have them.
 
-    Raises UserError where they can not start.
+    source: prompts, of which the first `settings.probes` check the engines. Raises UserError if an engine cannot start.
     """
     options = engine_options(config, settings, policy)
     if settings.routing_replay:
@@ -32,7 +32,9 @@ def synced(
     if isinstance(settings, VLLMServer):
         from mmrl.generation.vllm.servers import Servers
 
-        folder = Path(settings.exchange or Path(config.run_dir) / "engines").absolute()  # engines may run elsewhere
+        folder = Path(
+            settings.exchange or Path(config.run_dir) / "engines"
+        ).absolute()  # an engine may have another working directory
         engine: Generator = Servers(
             folder, options, describe=partial(describe, policy), gather=ranks.gather, rank=ranks.rank
         )
@@ -54,7 +56,8 @@ def synced(
 
 
 def engine_options(config: JobConfig, settings: VLLMGenerator, policy: VisionLanguagePolicy) -> EngineOptions:
-    """Returns the options of an engine of the job."""
+    """Returns the options with which vLLM starts: dtype, context length in tokens, images per conversation, LoRA
+    rank."""
     positions = transformers_model(policy.module.model).config.get_text_config().max_position_embeddings
     conversations = policy.drafter.conversations
     return EngineOptions(

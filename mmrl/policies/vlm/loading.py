@@ -1,4 +1,4 @@
-"""Loads vision-language policies from folders and hub names."""
+"""Loads vision-language policies from folders, or from the Hugging Face hub by name."""
 
 from __future__ import annotations
 
@@ -45,22 +45,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Names of modules, as path components of parameter names, in all families of transformers.
+# Parts of parameter names that say which part of a model a parameter belongs to, in all families of transformers.
 CONNECTORS = {"merger", "deepstack_merger_list", "connector", "multi_modal_projector", "projector", "image_newline"}
 VISION_TOWERS = {"visual", "vision_model", "vision_tower", "vision_backbone"}
 
 
 def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task | None = None) -> VisionLanguagePolicy:
-    """Loads the policy of a job from a folder or a hub name. Raises UserError as `load_model` does."""
+    """Loads the policy of a job. path: a folder or a hub name. task: gives prompts to try the chat template with.
+
+    Raises UserError as `load_model`, and if responses may be as long as the context of the model.
+    """
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model, processor = load_model(path, settings, first_conversations(task))
     text = transformers_model(model).config.get_text_config()
-    longest, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
-    if longest >= context:
+    max_response_length, context = rollout.max_response_length.extremes[1], text.max_position_embeddings
+    if max_response_length >= context:
         raise UserError(
-            f"rollout.max_response_length={longest:g} leaves no room for a prompt in the {context} tokens that "
-            f"model.path={path} can read; lower it"
+            f"rollout.max_response_length={max_response_length:g} leaves no room for a prompt in the context of "
+            f"model.path={path}, {context} tokens; lower it"
         )
     if settings.activation_checkpointing:
         recompute_activations(model)
@@ -85,7 +88,8 @@ def load(path: str, settings: VisionLanguageModel, config: JobConfig, task: Task
 
 
 class VisionLanguageSettings(Protocol):
-    """Settings of a vision-language model, shared by all kinds of model that contain one."""
+    """The settings that `load_model` reads; models of other types that contain a vision-language model have them
+    too."""
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]: ...
@@ -104,22 +108,22 @@ class VisionLanguageSettings(Protocol):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a transformers model, or of the one that an adapter at `path` belongs to. Raises
-    UserError where there is none."""
+    """Returns the configuration of the transformers model at `path`, or of the base model of the LoRA there. Raises
+    UserError if there is none, or if it needs code of its own (trust_remote_code)."""
     try:
         return AutoConfig.from_pretrained(base_of(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        if (kind := _kind_of_remote_code(base_of(path))) is not None:
+        if (model_type := _remote_code_type(base_of(path))) is not None:
             raise UserError(
-                f"model.path={path} is a {kind} model with code of its own, which is never run; for masked diffusion "
-                f"models of the kinds llada, mmada, Dream and sdar write what transformers reads with: mmrl convert "
+                f"model.path={path} is a model of type {model_type} with code of its own (trust_remote_code), which is "
+                "never run; convert masked diffusion models of type llada, mmada, Dream or sdar with: mmrl convert "
                 f"{path} --out DIR"
             ) from None
         raise UserError(f"model.path={path}: {str(error).splitlines()[0]}") from None
 
 
-def _kind_of_remote_code(path: str) -> str | None:
-    """Returns the `model_type` of a model that names code of its own, None for others."""
+def _remote_code_type(path: str) -> str | None:
+    """Returns the `model_type` of a model whose configuration names code of its own, None for other models."""
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, ValueError):
@@ -128,14 +132,18 @@ def _kind_of_remote_code(path: str) -> str | None:
 
 
 def load_pretrained(model_class: Any, path: str, dtype: str, attention: str) -> PreTrainedModel:
-    """Loads a model of transformers' class `model_class`, without its adapter. Raises UserError where files lack some
-    of its weights, which transformers would leave at random."""
+    """Loads the base model at `path` with a transformers class, without its LoRA. Raises UserError if its files lack
+    weights, which transformers would initialise at random.
+
+    attention: sdpa, eager or flash_attention_2.
+    """
     model, info = model_class.from_pretrained(
         base_of(path), dtype=dtype, attn_implementation=attention, output_loading_info=True, trust_remote_code=False
     )
     if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"model.path={path}: its files lack {len(missing)} of the model's weights, such as {missing[0]}"
+            f"model.path={path}: its files lack {len(missing)} weights of the model, such as {missing[0]}; take a "
+            "complete checkpoint"
         )
     return model
 
@@ -147,8 +155,8 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def first_conversations(task: Task | None) -> list[Sequence[Message]]:
-    """Returns some prompts of a task as messages, to try a chat template with; none where an environment writes
-    them."""
+    """Returns up to eight prompts of a task as messages, with which the chat template is tried; none if an environment
+    writes the messages."""
     if task is None or isinstance(task, ConversationTask) and task.environment is not None:
         return []
     conversations: list[Sequence[Message]] = []
@@ -158,7 +166,7 @@ def first_conversations(task: Task | None) -> list[Sequence[Message]]:
             assert source is not None
             try:
                 conversations.append(chat(source[index]))
-            except Exception:  # whatever a row's files raise: it is judged where rows are read, with its name
+            except Exception:  # a bad row of the data; reading the data reports it by name
                 _log.debug("row %d is not tried with the chat template", index, exc_info=True)
     return conversations
 
@@ -166,29 +174,31 @@ def first_conversations(task: Task | None) -> list[Sequence[Message]]:
 def load_model(
     path: str, settings: VisionLanguageSettings, conversations: Sequence[Sequence[Message]] = ()
 ) -> tuple[nn.Module, Processor]:
-    """Loads an image-text model and its processor, with its LoRA if `path` is one or a new one if the settings ask for
-    one. conversations: that its chat template has to take.
+    """Loads an image-text model and its processor, with the LoRA at `path`, or with a new one if the settings say so.
 
-    Raises UserError if there is no model at `path`, it is not one that reads images and writes text, or its template
-    does not take the conversations; the latter before weights are read.
+    conversations: messages that the chat template must accept, which is tried before weights are loaded. Raises
+    UserError if there is no model at `path`, if it does not read images and write text, or if its template refuses a
+    conversation.
     """
     config = load_config(path)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise UserError(f"model.path={path} is a {config.model_type} model, which does not read images and write text")
+        raise UserError(
+            f"model.path={path} is a model of type {config.model_type}, which does not read images and write text; "
+            "take an image-text-to-text model of transformers"
+        )
     processor = AutoProcessor.from_pretrained(path, **settings.processor | {"trust_remote_code": False})
     check_template(processor, conversations)
     core = load_pretrained(AutoModelForImageTextToText, path, settings.dtype, settings.attention)
-    write_as_published(core)
+    save_in_published_layout(core)
     pack_images(core)
     return adapt(core, path, freeze=settings.freeze, lora=settings.lora), processor
 
 
-def write_as_published(model: Any) -> None:
-    """Has transformers save all weights in the layout of the published checkpoint, which is what other libraries read.
+def save_in_published_layout(model: Any) -> None:
+    """Makes `save_pretrained` write all weights in the layout of the published checkpoint, which other libraries read.
 
-    Where experts lie transposed in it, transformers reads both layouts and tells them apart by their shape; by the same
-    rule it decides that what it writes need not be transposed back, unless ZeRO-3 has emptied the parameter it compares
-    with.
+    Some published checkpoints have transposed weights of experts. transformers accepts both layouts and tells them
+    apart by shape. When saving, it compares shapes too, and with ZeRO-3's empty parameters that goes wrong.
     """
     for conversion in model._weight_conversions:
         if isinstance(conversion, WeightConverter):
@@ -198,7 +208,7 @@ def write_as_published(model: Any) -> None:
 
 
 def base_of(path: str) -> str:
-    """Returns the base model of the LoRA at `path`, or `path` itself if it is none."""
+    """Returns the path of the base model of the LoRA at `path`, or `path` itself if no LoRA is there."""
     if (Path(path) / "adapter_config.json").is_file():
         import peft  # takes a second, and only a LoRA needs it
 
@@ -207,38 +217,41 @@ def base_of(path: str) -> str:
 
 
 def adapt(model: nn.Module, path: str, *, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
-    """Returns `model` with the LoRA at `path` if there is one, or a new one if `lora` is given; freezes the parts in
-    `freeze`. Raises UserError where targets match no module."""
-    adapted = (Path(path) / "adapter_config.json").is_file()
-    if adapted or lora is not None:
+    """Returns `model` with the LoRA at `path` if there is one, or with a new one if `lora` is given, and freezes parts.
+
+    freeze: of "vision", "connector", "language". Raises UserError if lora.targets match no module.
+    """
+    has_lora = (Path(path) / "adapter_config.json").is_file()
+    if has_lora or lora is not None:
         import peft  # takes a second, and only a LoRA needs it
-    if adapted:
+    if has_lora:
         model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     elif lora is not None:
         options: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
         try:
             model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=lora.peft_init))
-        except ValueError as error:  # its text shows the whole model's class and where that was loaded from
+        except ValueError as error:  # cut, because its text goes on with the class and the files of the model
             raise UserError(
-                f"model.lora.targets={lora.targets}: no adapter can be added there ({error!s:.120})"
+                f"model.lora.targets={lora.targets} fit no module of the model ({error!s:.120}); name linear layers, "
+                "or set all-linear"
             ) from None
-    for parameter_name, parameter in model.named_parameters():  # adapters too
-        if part_of(parameter_name) in freeze:
+    for name, parameter in model.named_parameters():  # of the LoRA too
+        if part_of(name) in freeze:
             parameter.requires_grad_(False)
     return model
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Has layers keep only their inputs for the backward pass (gradient checkpointing)."""
+    """Turns on gradient checkpointing: layers keep only their inputs for the backward pass, and recompute the rest."""
     core = transformers_model(model)
     core.gradient_checkpointing_enable({"use_reentrant": False})
-    # For reentrant checkpoints transformers makes the outputs of all embeddings require a gradient, image patches
-    # included. These checkpoints need none, and a frozen vision tower would be recomputed and run backward.
+    # transformers makes the outputs of all embeddings require a gradient, image patches included, which only reentrant
+    # checkpointing needs. It would make a frozen vision tower be recomputed and run backward.
     core.disable_input_require_grads()
 
 
 def part_of(parameter: str) -> str:
-    """Returns the part that a parameter belongs to, by its name: vision, connector or language."""
+    """Returns the part of the model that a parameter belongs to, by its name: vision, connector or language."""
     names = set(parameter.split("."))
     if names & CONNECTORS:
         return "connector"

@@ -1,4 +1,4 @@
-"""Vision-language models on the meta device: what a micro-batch of tokens and a batch of responses take."""
+"""Estimates the memory of training and sampling vision-language models, by running them on the meta device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from mmrl.policies.vlm.settings import TokenEngine, TokenLimits, TokenSampling, 
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-# Bytes that a layer keeps per vision token and unit of width, at two bytes a number (arXiv 2205.05198, table 2)
-A_LAYER = 34
+# Bytes of activations that a transformer layer keeps per token and unit of hidden size, at two bytes per number (arXiv
+# 2205.05198, table 2)
+LAYER_BYTES = 34
 QWEN_VISION: dict[str, Any] = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
 QWEN_VISION |= {"fullatt_block_indexes": [7, 15, 23, 31]}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-# Sizes of published models, so that no hub is needed.
+# Sizes of published models, so that they need no download.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": {
         "hidden_size": 2048,
@@ -50,8 +51,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def model_config(path: str) -> PreTrainedConfig:
-    """Returns the configuration of a transformers model, from this file where it is a published one. Raises
-    UserError."""
+    """Returns the configuration of a transformers model; those in PUBLISHED need no download. Raises UserError as
+    `load_config`."""
     if path not in PUBLISHED:
         return load_config(path)
     text = PUBLISHED[path]
@@ -61,8 +62,7 @@ def model_config(path: str) -> PreTrainedConfig:
 
 
 def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) -> nn.Module:
-    """Builds the image-text model at `path`, or the one that the adapter there belongs to, as `loading.load_model`
-    does, without weights."""
+    """Builds the model that `loading.load_model` would load, on the meta device, which holds no weights."""
     with on_meta(dtype):
         model: nn.Module = AutoModelForImageTextToText.from_config(model_config(path), attn_implementation="sdpa")
         if (Path(path) / "adapter_config.json").is_file():
@@ -73,12 +73,13 @@ def network(path: str, *, dtype: str, freeze: Sequence[str], lora: LoRA | None) 
 
 
 def decoder(model: nn.Module) -> Any:
-    """Returns the decoder of text."""
+    """Returns the text decoder of a model."""
     return transformers_model(model).get_decoder()
 
 
 def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool) -> Tensor:
-    """Returns the last hidden states [row, token, width] of so many tokens. requires_grad: of the embedded tokens."""
+    """Runs the decoder on the meta device; returns last hidden states [rows, length, hidden size]. requires_grad: of
+    the embeddings that go in."""
     core = decoder(model)
     dtype = next(model.parameters()).dtype
     width = core.get_input_embeddings().embedding_dim
@@ -91,7 +92,8 @@ def last_hidden(model: nn.Module, rows: int, length: int, *, requires_grad: bool
 
 
 def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) -> MemoryModel:
-    """Returns the memory model of a job; an image counts as tokens of the prompt. Raises UserError as `load_config`."""
+    """Returns the memory model of a job, for prompts and responses of maximum length; the tokens of images are part of
+    a prompt. Raises UserError as `load_config`."""
     rollout: TokenLimits = config.rollout
     engine: TokenEngine = config.engine
     model = network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
@@ -101,9 +103,9 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     response = int(rollout.max_response_length.extremes[1])
     length = rollout.max_prompt_length + response
     core = decoder(model)
-    text, width = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    text, bytes_per_number = core.config, torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
     at_once = min(config.rollouts_per_step, config.rollout.generated_at_once or config.rollouts_per_step)
-    shared = config.group_size if config.engine.zero_stage < 3 else 1
+    rows_per_prompt = config.group_size if config.engine.zero_stage < 3 else 1
     batch_rows = engine.longest_at_once(config.engine.micro_batch, length)
     notes = [f"a micro-batch is {batch_rows} responses of up to {length} tokens, prompts included"]
 
@@ -114,32 +116,36 @@ def memory_model(settings: VisionLanguageModel, config: JobConfig, path: str) ->
     memory = MemoryModel(
         model,
         train,
-        sample=lambda: last_hidden(model, max(1, at_once // shared), rollout.max_prompt_length, requires_grad=False),
+        sample=lambda: last_hidden(
+            model, max(1, at_once // rows_per_prompt), rollout.max_prompt_length, requires_grad=False
+        ),
         logits=engine.logp_chunk * text.vocab_size * 4 * 2,  # fp32, and their gradient
         notes=notes,
     )
     if any(p.requires_grad for n, p in model.named_parameters() if part_of(n) == "vision"):
         memory.training_parts["activations of images"] = image_activations(model, batch_rows, rollout, settings)
-        notes.append(f"of images by the formula {A_LAYER} x tokens x width x layers (arXiv 2205.05198)")
+        notes.append(f"activations of images: {LAYER_BYTES} bytes x tokens x hidden size x layers (arXiv 2205.05198)")
     colocated = isinstance(rollout, TokenSampling) and isinstance(rollout.generator, VLLMGenerator)
     if isinstance(rollout, TokenSampling) and not colocated:
         heads = text.num_key_value_heads or text.num_attention_heads
-        memory.cache = 2 * width * text.num_hidden_layers * heads * head_size(text) * length * at_once
+        memory.cache = 2 * bytes_per_number * text.num_hidden_layers * heads * head_size(text) * length * at_once
     if colocated:
         memory.sample = None
     return memory
 
 
 def head_size(text: PreTrainedConfig) -> int:
-    """Returns the width of a key, which only some families name."""
+    """Returns the head dimension, which only some families have in their configuration."""
     return text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
 
 
 def image_activations(model: nn.Module, rows: int, rollout: TokenLimits, settings: VisionLanguageModel) -> float:
-    """Returns the bytes that a trained vision tower keeps of the images of a micro-batch, which are at most as many
-    tokens as a prompt has; four patches make one token in Qwen's towers, more than in any other known here."""
+    """Returns the bytes of activations of a trained vision tower for one micro-batch.
+
+    It is an upper bound: prompts consist of image tokens only, with four patches per token as in Qwen's towers.
+    """
     vision = transformers_model(model).config.vision_config
     depth = vision.to_dict().get("depth") or vision.num_hidden_layers
     patches = rows * rollout.max_prompt_length * 4
-    per_layer = 2 if settings.activation_checkpointing else A_LAYER
-    return float(per_layer * patches * vision.hidden_size * depth + A_LAYER * patches * vision.hidden_size)
+    per_layer = 2 if settings.activation_checkpointing else LAYER_BYTES
+    return float(per_layer * patches * vision.hidden_size * depth + LAYER_BYTES * patches * vision.hidden_size)

@@ -39,9 +39,8 @@ from mmrl.schedules.schedule import Schedule, constant
 class VisionLanguagePolicy:
     """Turns prompts into rollouts and rollouts into log-probabilities.
 
-    Token in, token out: the ids a rollout was sampled with are the ids it is replayed with; text is decoded for rewards
-    only. Its parts: `tokens` converts text and ids, `runner` runs the model, `drafter` samples responses, `likelihoods`
-    replays them.
+    Replay uses the token ids that were sampled; text is decoded for rewards only. Parts: `tokens` converts between text
+    and ids, `runner` runs the model, `drafter` samples responses, `likelihoods` computes their log-probabilities.
     """
 
     def __init__(
@@ -59,8 +58,12 @@ class VisionLanguagePolicy:
         gathers: bool = True,
         packing: bool = True,
     ) -> None:
-        """temperature: of rollouts, where it is not that of `sampling`. segment: tokens of a segment of a response.
-        gathers, packing: see `ModelRunner`."""
+        """Builds the policy of a transformers model, with or without LoRA.
+
+        temperature: of training rollouts; None: that of `sampling`. max_prompt_length, max_response_length: in tokens.
+        logp_chunk: tokens whose logits are in memory at the same time. evaluation_temperature: 0 is greedy. segment:
+        tokens of a segment, for ratios by segment; None: no segments. gathers, packing: see `ModelRunner`.
+        """
         core, sampling = transformers_model(model), sampling or Sampling()
         limit = max_response_length if isinstance(max_response_length, Schedule) else constant(max_response_length)
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
@@ -71,19 +74,19 @@ class VisionLanguagePolicy:
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
         self.temperature = constant(sampling.temperature) if temperature is None else temperature
         vocabulary = core.get_output_embeddings().weight.shape[0]
-        # Temperature 1: each rollout has its own
-        drawn = replace(sampling, temperature=1.0, suppressed=tokens.suppressed, vocabulary=vocabulary)
+        # Temperature 1: logits are divided by the temperature of each rollout elsewhere
+        token_sampling = replace(sampling, temperature=1.0, suppressed=tokens.suppressed, vocabulary=vocabulary)
         self.evaluation_temperature = evaluation_temperature
-        self.module = TokenScorer(model, drawn, logp_chunk)
+        self.module = TokenScorer(model, token_sampling, logp_chunk)
         self.module.eval()  # dropout would make replay differ from sampling
         self.runner = ModelRunner(self.module, tokens, gathers=gathers, packing=packing)
         self.work = PolicyWork([self.runner.flops.tally], token_units)
         recompute(self.module, True)
-        self.drafter = Drafter(self.runner, drawn, self.temperature)
+        self.drafter = Drafter(self.runner, token_sampling, self.temperature)
         self.likelihoods = ResponseReplay(self.runner, segment)
         self.segments = self.likelihoods.segments
         self.teachers = VisionLanguageTeachers(self.module, tokens)
-        # Generates in place of the model; the code that sets it keeps its weights current
+        # A vLLM engine that generates in place of the model. `Synced` sets it and sends it the weights of each step.
         self.engine: Answering | None = None
 
     @property
@@ -92,23 +95,24 @@ class VisionLanguagePolicy:
         return self.tokens.eos
 
     def set_prompt_reader(self, reader: PromptReader) -> None:
-        """Takes encoded prompts from `reader`, where it has them."""
+        """Sets the reader that encodes prompts ahead of time, in another process."""
         self.tokens.reader = reader
 
     @property
     def max_decisions(self) -> int:
-        """Tokens of the longest response of the whole run."""
+        """The longest response that any step of the run may sample, in tokens."""
         return int(self.tokens.response_limit.extremes[1])
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Keeps passes in lockstep over the ranks of `engine` under ZeRO-3."""
+        """Has all ranks of `engine` make the same number of forward passes under ZeRO-3, as its collectives require."""
         if engine.zero_stage == 3:
             self.runner.lockstep = Lockstep(engine.max, engine.gathered_weights)
 
     # --- prompts to rollouts ---
 
     def encoder(self) -> PromptEncoder | None:
-        """Returns the encoder of prompts; None where environments change the prompts of a source."""
+        """Returns the encoder of prompts; None if an environment changes prompts, which then cannot be encoded
+        early."""
         return None if self.drafter.conversations is not None else self.tokens.encoder
 
     def rollout(
@@ -121,10 +125,10 @@ class VisionLanguagePolicy:
         temperature: float | None = None,
         max_response_length: int | None = None,
     ) -> Rollouts:
-        """Samples `group_size` responses a prompt. seeds: one a rollout, prompt by prompt. The group of a rollout is
-        the index of its prompt.
+        """Samples `group_size` responses per prompt; the group of a rollout is the index of its prompt.
 
-        Sampling is the same at every `step` of training. Where there is an engine, it generates; see `Drafter.ask`.
+        seeds: one per rollout, prompt by prompt. step: not used, sampling is the same at every step. temperature,
+        max_response_length (tokens): None for the current ones. With an engine, the engine generates.
         """
         sampling_temperature = self.temperature.value if temperature is None else temperature
         limit = max_response_length or self.tokens.max_response_length
@@ -135,7 +139,7 @@ class VisionLanguagePolicy:
         return self.drafter.sample(prompts, group_size, seeds, sampling_temperature, limit)
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Samples one response a prompt at the temperature of evaluation."""
+        """Samples one response per prompt at the evaluation temperature."""
         return self.rollout(prompts, 1, seeds, temperature=self.evaluation_temperature).samples
 
     def draft(
@@ -147,7 +151,7 @@ class VisionLanguagePolicy:
         limit: int | None = None,
         temperature: float | None = None,
     ) -> list[Draft]:
-        """Returns responses without tokens; see `Drafter.draft`."""
+        """Returns drafts, responses without tokens yet; see `Drafter.draft`."""
         return self.drafter.draft(prompts, group_size, seeds, limit=limit, temperature=temperature)
 
     def extend(self, engine: Answering | None, drafts: Sequence[Draft], count: int) -> None:
@@ -155,40 +159,42 @@ class VisionLanguagePolicy:
         self.drafter.extend(engine, drafts, count)
 
     def restore(self, drafts: Sequence[Draft], states: Sequence[dict[str, Any]]) -> None:
-        """Restores the states of drafts; see `Drafter.restore`."""
+        """Gives new drafts the tokens that `Draft.state` saved; see `Drafter.restore`."""
         self.drafter.restore(drafts, states)
 
     def complete(self, drafts: Sequence[Draft], group_size: int) -> Rollouts:
-        """Returns finished drafts as rollouts, `group_size` a prompt."""
+        """Returns finished drafts as rollouts, `group_size` per prompt."""
         return self.drafter.complete(drafts, group_size)
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> Rollouts:
-        """Returns the prompts with their reference answers as responses, for supervised learning; nothing in it is
-        random."""
+        """Returns the prompts with their reference answers as responses, for supervised fine-tuning. seeds: not used,
+        nothing is random."""
         if self.drafter.conversations is not None:
             return self.drafter.conversations.demonstrate(self.drafter, prompts)
-        return demonstrate(self.tokens, prompts, self.temperature.value)  # the policy that is trained samples at it
+        return demonstrate(self.tokens, prompts, self.temperature.value)
 
-    # --- rollouts to rollouts ---
+    # --- new rollouts from earlier ones ---
 
     def serialize(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Returns what `deserialize` needs of each rollout besides its prompt."""
+        """Returns the values of each rollout from which `deserialize` rebuilds it, as JSON types."""
         return reuse.serialize(rollouts)
 
     def deserialize(self, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-        """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
+        """Rebuilds unscored rollouts from the values of `serialize`; a mixture of experts routes their tokens again."""
         return reuse.deserialize(self.drafter, prompts, states)
 
     def continue_from(self, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]) -> Rollouts:
-        """Keeps the first lengths[i] tokens of each response and samples the rest; not scored."""
+        """Keeps the first lengths[i] tokens of response i and samples the rest with seeds[i]; returns unscored
+        rollouts."""
         return reuse.continue_from(self.drafter, self.engine, rollouts, lengths, seeds)
 
     def join_responses(self, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
-        """Returns responses of `first`, the text, and responses of `second`, whose tokens alone are decisions."""
+        """Joins each response of `first`, the text and the response of `second`; only tokens of `second` are trained
+        on."""
         return reuse.join_responses(self.tokens, first, second, text)
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-        """Returns the same responses to changed prompts."""
+        """Returns the same responses, to prompts that `change` has changed, such as ones with masked images."""
         return reuse.with_prompts(self.drafter, rollouts, change)
 
     # --- rollouts to log-probabilities ---
@@ -196,43 +202,48 @@ class VisionLanguagePolicy:
     def replay(
         self, rollouts: Rollouts, model: Scorer, *, reference: bool = False, padding_side: str = "right"
     ) -> Replay:
-        """Returns logp, entropy and sum of squared probabilities [rollout, decision] of the responses under `model`:
-        `self.module`, or the engine around it. Decisions that do not count hold 0.
+        """Returns logp, entropy and sum of squared probabilities of the response tokens, [rollout, decision] each; 0
+        where the mask is false.
 
-        Tokens with recorded experts go to these again; such rows share no prompts. The reference routes tokens by
-        itself, as it would if it were used: likelihoods with experts that it did not choose are not its own, and a
-        trained router could move away unseen.
+        model: `self.module`, or the engine that wraps it. Tokens whose experts were recorded are routed to the same
+        experts. reference: `model` is the reference, which always routes by its own router: with the experts of the
+        policy, its likelihoods would not be its own, and the KL would miss changes of the router. padding_side: of the
+        batch; it does not change the result.
         """
         return self.likelihoods.replay(rollouts, model, reference=reference, padding_side=padding_side)
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """Returns the tokens of prompt and response, [rollout] int64."""
+        """Returns the number of tokens of prompt and response, [rollout] int64."""
         return torch.tensor(lengths_of(rollouts.inputs))
 
     def decision_ids(self, rollouts: Rollouts) -> Tensor:
-        """Returns the id of each decided token, [rollout, decision] int64; -1 where no decision counts."""
+        """Returns the token id of each decision, [rollout, decision] int64; -1 where the mask is false."""
         ids = torch.full(rollouts.mask.shape, -1)
         for row, tokens in enumerate(rollouts.inputs):
             ids[row, : len(tokens.response)] = tokens.response.cpu()
         return ids.where(rollouts.mask, -1)
 
     def top_k(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
-        """Returns the likeliest tokens of each decision under `model`, best first, [rollout, decision, count] int64."""
+        """Returns the `count` likeliest token ids of each decision, likeliest first, [rollout, decision, count]
+        int64."""
         return self.likelihoods.top_k(rollouts, model, count)
 
     def decision_texts(self, rollouts: Rollouts) -> list[list[str]]:
-        """Returns the text that each token adds to the response before it, the end token included."""
+        """Returns for each rollout the text that each of its response tokens adds, end token included."""
         return [self.tokens.pieces(tokens.response) for tokens in rollouts.inputs]
 
     # --- files ---
 
     def counts(self) -> dict[str, float]:
+        """Returns metrics of environments since the last call: conversations that failed, and tool errors."""
         conversations = self.drafter.conversations
         return {} if conversations is None else conversations.counts()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Saves model (or adapter) and processor in transformers' own format, and a critic beside them. state: the
-        weights of `self.module`."""
+        """Saves the model (or its LoRA) and processor with `save_pretrained`, and the critic's weights if there is one.
+
+        state: the gathered state dict of `self.module`.
+        """
         write_model(self.module.model, folder, state)
         save_processor(self.tokens.processor, folder)
         if self.module.critic is not None:

@@ -25,68 +25,71 @@ RESPONSE = "\u2402response\u2403"  # stands for a response in a chat template; n
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """The model inputs of one rollout. `sequence` holds further inputs with one value a prompt token
-    (mm_token_type_ids), `images` those that are laid out by image (pixel_values, image_grid_thw). `experts` are those
-    that an engine routed prompt and response to, but for the last token, which it only drew.
+    """The model inputs of one rollout.
 
-    In a conversation the response also holds the observations between its turns. `decided` marks the tokens that the
-    policy chose; `read_sequence` and `read_images` are for the response what `sequence` and `images` are for the prompt
-    (the former may end before the response does: tokens that the policy chose at its end have zeros).
+    In a conversation with an environment, `response` holds the observations between the turns too; `decided` is false
+    for their tokens.
     """
 
     prompt: Tensor  # [prompt token] int64
     response: Tensor  # [response token] int64
-    sequence: dict[str, Tensor]
-    images: dict[str, Tensor]
-    experts: Tensor | None = None  # [token, layer, k] int16
+    sequence: dict[str, Tensor]  # further inputs of the prompt with one value per token, such as mm_token_type_ids
+    images: dict[str, Tensor]  # inputs of the images of the prompt, such as pixel_values and image_grid_thw
+    # [token, layer, k] int16, the experts to which vLLM routed the tokens of prompt and response. The last token has
+    # none: it was sampled, but is no input of the model.
+    experts: Tensor | None = None
     temperature: float = 1.0  # at which the response was sampled, and is replayed
-    decided: Tensor | None = None  # [response token] bool; None: all of them
-    read_sequence: dict[str, Tensor] = field(default_factory=dict)
-    read_images: dict[str, Tensor] = field(default_factory=dict)
+    decided: Tensor | None = None  # [response token] bool, true for tokens of the policy; None: all of them
+    # As `sequence` and `images`, for the observations in the response. Values of `sequence` that are missing at the end
+    # of the response are 0.
+    observed_sequence: dict[str, Tensor] = field(default_factory=dict)
+    observed_images: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def chosen(self) -> Tensor:
-        """The mask of the policy's decisions, [response token] bool."""
+    def decision_mask(self) -> Tensor:
+        """The mask of the tokens that the policy sampled, not the environment, [response token] bool."""
         return torch.ones_like(self.response, dtype=torch.bool) if self.decided is None else self.decided
 
     def extended(self, ids: Tensor, *, decided: bool) -> RolloutTokens:
-        """Returns the rollout with `ids` appended to the response. decided: whether the policy chose them."""
+        """Returns the rollout with `ids` appended to the response. decided: the policy sampled them."""
         return replace(
             self,
             response=torch.cat([self.response, ids]),
-            decided=torch.cat([self.chosen, torch.full_like(ids, decided, dtype=torch.bool)]),
+            decided=torch.cat([self.decision_mask, torch.full_like(ids, decided, dtype=torch.bool)]),
         )
 
     def with_observation(self, observation: RolloutTokens) -> RolloutTokens:
-        """Returns the rollout with an observation appended to the response: the prompt of `observation`, images and
-        all."""
+        """Returns the rollout with an observation of the environment appended to the response.
+
+        observation: as encoded by `read`, in its `prompt`, `sequence` and `images`.
+        """
         start = len(self.response)
         sequence = {
-            key: torch.cat([_to_length(self.read_sequence.get(key), start, value), value])
+            key: torch.cat([_to_length(self.observed_sequence.get(key), start, value), value])
             for key, value in observation.sequence.items()
         }
         grown = self.extended(observation.prompt, decided=False)
-        images = joined_images([self.read_images, observation.images])
-        return replace(grown, read_sequence=self.read_sequence | sequence, read_images=images)
+        images = joined_images([self.observed_images, observation.images])
+        return replace(grown, observed_sequence=self.observed_sequence | sequence, observed_images=images)
 
     def without_response(self) -> RolloutTokens:
         """Returns the prompt with an empty response."""
-        return replace(self, response=self.response[:0], decided=None, read_sequence={}, read_images={})
+        return replace(self, response=self.response[:0], decided=None, observed_sequence={}, observed_images={})
 
     def with_prompt(self, prompt: RolloutTokens) -> RolloutTokens:
-        """Returns the same response to another prompt, routed anew."""
+        """Returns the same response to another prompt, without recorded experts."""
         return replace(
             prompt,
             response=self.response,
             temperature=self.temperature,
             decided=self.decided,
-            read_sequence=self.read_sequence,
-            read_images=self.read_images,
+            observed_sequence=self.observed_sequence,
+            observed_images=self.observed_images,
         )
 
 
 def joined_images(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the inputs of the images of all parts, in order."""
+    """Concatenates model inputs of images (pixel_values and the like), in the order of `parts`."""
     images: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -95,14 +98,13 @@ def joined_images(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _to_length(values: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """Pads `values` with zeros to `length`. like: gives dtype and device of missing values."""
+    """Pads `values` [token] with zeros to `length`; None becomes all zeros, with dtype and device of `like`."""
     present = like.new_zeros(0) if values is None else values
     return torch.cat([present, present.new_zeros(length - len(present))])
 
 
 def save_processor(processor: Processor, folder: Path) -> None:
-    """Saves the processor as it was loaded: a fast tokenizer remembers the last padding and truncation, and would save
-    them."""
+    """Saves the processor without the padding and truncation of its last call, which a fast tokenizer would save."""
     if isinstance(processor.tokenizer, PreTrainedTokenizerFast):
         processor.tokenizer.backend_tokenizer.no_padding()
         processor.tokenizer.backend_tokenizer.no_truncation()
@@ -110,9 +112,9 @@ def save_processor(processor: Processor, folder: Path) -> None:
 
 
 def encode(processor: Processor, prompts: Sequence[Prompt], max_length: int) -> list[RolloutTokens]:
-    """Encodes prompts by the chat template and the processor, with empty responses.
+    """Encodes prompts by the chat template and the processor, as rollouts with empty responses.
 
-    Raises UserError if a prompt is longer than max_length tokens; cutting it would cut image tokens.
+    max_length: in tokens. Raises UserError if a prompt is longer; truncation could cut image tokens.
     """
     names = [f"prompt {prompt.id}" for prompt in prompts]
     images, videos = [images_of(prompt) for prompt in prompts], [videos_of(prompt) for prompt in prompts]
@@ -135,12 +137,14 @@ def read(
     videos: Sequence[Sequence[Video]] | None = None,
     inside: bool = False,
 ) -> list[RolloutTokens]:
-    """Encodes texts with one marker an image or video by the processor, as prompts. names: of the texts, for messages.
-    inside: a string continues a prompt, so that nothing is put before it. Raises UserError for one that the processor
-    does not take.
+    """Encodes texts, images and videos by the processor, as rollouts with empty responses.
 
-    Texts with as many images and videos of the same sizes go through the processor together: its outputs then fall into
-    equal parts, which holds for every family.
+    texts: with one placeholder per image or video, in the order of `images[i]`, then `videos[i]`. names: of the texts,
+    for error messages. inside: the texts continue a prompt, so no special tokens are added. Raises UserError if the
+    processor refuses a text.
+
+    Texts whose images and videos have equal sizes go through the processor together: its outputs can then be split
+    evenly, in every model family.
     """
     videos = [()] * len(texts) if videos is None else videos
     by_sizes: dict[tuple[Any, ...], list[int]] = {}
@@ -150,119 +154,128 @@ def read(
     encoded: dict[int, RolloutTokens] = {}
     for indices in by_sizes.values():
         rows = [_Row(names[i], texts[i], list(images[i]), list(videos[i])) for i in indices]
-        part = _read_alike(processor, rows, inside)
-        encoded |= dict(zip(indices, part, strict=True))
+        encoded |= dict(zip(indices, _read_same_sizes(processor, rows, inside), strict=True))
     return [encoded[index] for index in range(len(texts))]
 
 
 @dataclass(frozen=True)
 class _Row:
+    """One text with its images and videos, to be encoded."""
+
     name: str
     text: str
     images: list[Image.Image]
     videos: list[Video]
 
 
-def _read_alike(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
-    """Encodes prompts that all have the same number of images and videos in one call of the processor. Raises UserError
-    naming the prompt that it refuses."""
+def _read_same_sizes(processor: Processor, rows: Sequence[_Row], inside: bool) -> list[RolloutTokens]:
+    """Encodes texts whose images and videos have equal sizes in one call of the processor. Raises UserError with the
+    name of the text that the processor refuses."""
     texts = [row.text for row in rows]
-    more: dict[str, Any] = {"add_special_tokens": False} if inside else {}
+    options: dict[str, Any] = {"add_special_tokens": False} if inside else {}
     if rows[0].images:
-        more["images"] = [row.images for row in rows]  # nested: by text
+        options["images"] = [row.images for row in rows]  # nested: by text
     if rows[0].videos:
         videos = [video for row in rows for video in row.videos]
-        more |= {
+        options |= {
             "videos": [list(video.frames) for video in videos],
             "video_metadata": [video.times() for video in videos],
         }
-        more["do_sample_frames"] = False  # the model sees the frames that rewards and tables see
+        options["do_sample_frames"] = False  # the model gets the same frames as rewards and reports
     try:
-        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **more))
+        encoded = dict(processor(text=texts, return_tensors="pt", padding=True, **options))
     except ValueError as error:
-        if len(rows) > 1:  # find out which
-            return [tokens for row in rows for tokens in _read_alike(processor, [row], inside)]
+        if len(rows) > 1:  # one by one, to find which of them it refuses
+            return [tokens for row in rows for tokens in _read_same_sizes(processor, [row], inside)]
         raise UserError(f"{rows[0].name}: the model's processor does not accept it: {error}") from error
-    real = encoded.pop("attention_mask").bool()
+    unpadded = encoded.pop("attention_mask").bool()
     ids = encoded.pop("input_ids")
     images = {k: v.unflatten(0, (len(texts), -1)) for k, v in encoded.items() if k not in PER_TOKEN}
     tokens = []
     for i in range(len(texts)):
-        sequence = {k: v[i][real[i]] for k, v in encoded.items() if k in PER_TOKEN}
-        tokens.append(RolloutTokens(ids[i][real[i]], ids.new_empty(0), sequence, {k: v[i] for k, v in images.items()}))
+        sequence = {k: v[i][unpadded[i]] for k, v in encoded.items() if k in PER_TOKEN}
+        row_images = {k: v[i] for k, v in images.items()}
+        tokens.append(RolloutTokens(ids[i][unpadded[i]], ids.new_empty(0), sequence, row_images))
     return tokens
 
 
 def chat_texts(processor: Processor, prompts: Sequence[Prompt]) -> list[str]:
-    """Renders prompts by the chat template, with one marker an image or video."""
+    """Renders prompts as text by the chat template, with one placeholder per image or video."""
     return [rendered(processor, chat(prompt), prompt.tools) for prompt in prompts]
 
 
 def between(processor: Processor, messages: Sequence[Message], observation: Sequence[Message], ending: str) -> str:
-    """Returns the chat template's text between a response to `messages` that ended with the text `ending` and the next
-    response, which follows `observation`. Where the template closes a response with another text than `ending`, the
-    result includes it.
+    """Returns the text that the chat template puts between two responses: the end of the turn, the observation of the
+    environment, and the beginning of the next response.
 
-    Raises UserError for a template that does not show what assistants said.
+    messages: before the first of the two responses. ending: the text of the end token that the policy sampled, which
+    is not repeated; if the template ends a response differently, its own ending is part of the result. Raises UserError
+    for a template that leaves out messages of the assistant.
     """
-    whole = rendered(processor, [*messages, Message("assistant", (RESPONSE,)), *observation])
-    _, marker, rest = whole.rpartition(RESPONSE)
+    text = rendered(processor, [*messages, Message("assistant", (RESPONSE,)), *observation])
+    _, marker, rest = text.rpartition(RESPONSE)
     if not marker:
-        raise UserError("the model's chat template does not show responses, so a conversation can not go on with it")
+        raise UserError(
+            "the model's chat template leaves out messages of the assistant, which conversations need "
+            "(task.environment, task.game); take a model whose template shows them"
+        )
     return rest.removeprefix(ending)
 
 
 def collate(
     rows: Sequence[RolloutTokens], *, pad: int, padding_side: str, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Returns one batch of model inputs. Per-token inputs are padded to the longest row; per-image inputs are
-    zero-padded in their trailing dimensions and concatenated in the order of the rows."""
+    """Collates rows of prompt and response into one batch of model inputs.
+
+    pad: the id of the padding token. Inputs per token become [row, length], padded to the longest row on
+    `padding_side`; inputs per image are concatenated in the order of the rows, with trailing dimensions zero-padded.
+    """
     ids = [torch.cat([r.prompt, r.response]) for r in rows]
     padded = {
         "input_ids": (ids, pad),
         "attention_mask": ([torch.ones_like(i) for i in ids], 0),
     }
-    for key in {k: None for r in rows for k in (*r.sequence, *r.read_sequence)}:
+    for key in {k: None for r in rows for k in (*r.sequence, *r.observed_sequence)}:
         padded[key] = ([_per_token(r, key) for r in rows], 0)
     batch = {
         key: nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill, padding_side=padding_side)
         for key, (values, fill) in padded.items()
     }
-    for key in {k: None for r in rows for k in (*r.images, *r.read_images)}:
-        batch[key] = cat_padded([held[key] for r in rows for held in (r.images, r.read_images) if key in held])
+    for key in {k: None for r in rows for k in (*r.images, *r.observed_images)}:
+        batch[key] = cat_padded([part[key] for r in rows for part in (r.images, r.observed_images) if key in part])
     return {key: value.to(device) for key, value in batch.items()}
 
 
 def _per_token(row: RolloutTokens, key: str) -> Tensor:
-    """Returns an input of prompt and response with one value a token, [token]."""
-    first = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
-    return torch.cat([first, _to_length(row.read_sequence.get(key), len(row.response), row.prompt)])
+    """Returns the values of a per-token input for prompt and response, [token]."""
+    prompt_values = _to_length(row.sequence.get(key), len(row.prompt), row.prompt)
+    return torch.cat([prompt_values, _to_length(row.observed_sequence.get(key), len(row.response), row.prompt)])
 
 
 def messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """Returns the prompt as chat templates take it; see `chat`."""
+    """Returns the prompt as messages in the format of `apply_chat_template`; see `chat`."""
     return [as_template(message) for message in chat(prompt)]
 
 
 def chat(prompt: Prompt) -> tuple[Message, ...]:
-    """Returns the prompt as chat messages; `<image>` and `<video>` in its text mark where an image and a video go, else
-    they come first.
+    """Returns the prompt as chat messages, with its system text as the first one.
 
-    Raises UserError if the markers do not match the images and videos.
+    `<image>` and `<video>` in the text of the prompt say where its images and videos go; without these markers images
+    and videos come before the text. Raises UserError if there are more or fewer markers than images or videos.
     """
     if prompt.messages:
         return prompt.messages
-    held: dict[str, Sequence[Image.Image | Video]] = {"<image>": prompt.images, "<video>": prompt.videos}
+    media_by_marker: dict[str, Sequence[Image.Image | Video]] = {"<image>": prompt.images, "<video>": prompt.videos}
     pieces: list[Any] = re.split("(<image>|<video>)", prompt.text)
     if len(pieces) == 1:
         pieces = [*prompt.images, *prompt.videos, prompt.text]
     else:
-        for marker, shown in held.items():
-            if (count := pieces.count(marker)) != len(shown):
+        for marker, media in media_by_marker.items():
+            if (count := pieces.count(marker)) != len(media):
                 kind = "images" if marker == "<image>" else "videos"
-                raise UserError(f"prompt {prompt.id} has {count} {marker} markers and {len(shown)} {kind}")
-        rest = {marker: iter(shown) for marker, shown in held.items()}
-        pieces = [next(rest[piece]) if piece in rest else piece for piece in pieces]
+                raise UserError(f"prompt {prompt.id} has {count} {marker} markers and {len(media)} {kind}")
+        remaining = {marker: iter(media) for marker, media in media_by_marker.items()}
+        pieces = [next(remaining[piece]) if piece in remaining else piece for piece in pieces]
     system = (Message("system", (prompt.system,)),) if prompt.system else ()
     return (*system, Message("user", tuple(piece for piece in pieces if piece)))
 
@@ -278,16 +291,19 @@ def videos_of(prompt: Prompt) -> tuple[Video, ...]:
 
 
 def as_template(message: Message) -> dict[str, Any]:
-    """Returns a message as chat templates take it."""
+    """Returns a message in the format of `apply_chat_template`: its role, and a list of content parts."""
     return {"role": message.role, "content": [as_part(part) for part in message.parts]}
 
 
 def cat_padded(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates on the first dimension, zero-padding the others to the largest."""
-    target = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    """Concatenates tensors on the first dimension; the other dimensions are zero-padded at their end to the largest
+    size among the tensors."""
+    max_sizes = [max(sizes) for sizes in zip(*(t.shape[1:] for t in tensors), strict=True)]
 
     def pad(t: Tensor) -> Tensor:
-        widths = [w for size, want in zip(t.shape[:0:-1], target[::-1], strict=True) for w in (0, want - size)]
+        widths: list[int] = []  # in the order of torch: last dimension first, before and after
+        for size, max_size in zip(t.shape[:0:-1], max_sizes[::-1], strict=True):
+            widths += [0, max_size - size]
         return nn.functional.pad(t, widths)
 
     return torch.cat([pad(t) for t in tensors])

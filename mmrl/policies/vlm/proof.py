@@ -1,5 +1,5 @@
-"""Checks that engines compute with the trained weights: by the tensors that they hold, and by log-probabilities of
-their responses."""
+"""Checks that vLLM engines compute with the trained weights: by checksums of their tensors, and by log-probabilities
+of their responses."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ import torch
 
 from mmrl.generation.weight_sync.checksums import HELD, Checksum, Report, absent, differing
 
-NAMED = 3  # tensors in a message
-NOISE = 4.0  # times the gap at the start, that a later one may have
-# Mean gaps of the probe: up to the first one rounding is taken for the cause, up to the second one at the start.
-FLOORS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (4e-2, 0.2)}
-BEFORE = "after giving the weights to vLLM"
-AFTER = "nothing was sampled with them; set rollout.generator=transformers"
+MAX_NAMED = 3  # tensors that a message names
+NOISE_FACTOR = 4.0  # a later gap may be this many times the first one
+# Mean gaps that are taken for rounding, in nats: the smallest limit, and the limit of the first gap.
+LIMITS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (4e-2, 0.2)}
+PREFIX = "after sending the weights to vLLM,"
+SUFFIX = "nothing was sampled with them; set rollout.generator=transformers"
 
 
-class Arrivals:
-    """Compares the tensors that engines hold with those that were sent, after each synchronisation."""
+class ChecksumComparison:
+    """Compares the checksums of the tensors in each engine with those of the tensors that were sent to it."""
 
     def __init__(self) -> None:
-        self.unused: dict[str, Checksum] | None = None  # tensors that no engine took the first time
+        # Sent tensors that no engine loaded the first time. They must not change later, or training has no effect.
+        self.unused: dict[str, Checksum] | None = None
 
-    def judge(
+    def compare(
         self, base: Mapping[str, Checksum], adapter: Mapping[str, Checksum], reports: Sequence[Report]
     ) -> tuple[str | None, dict[str, float]]:
-        """Returns an error in one line or None, and how many tensors were compared as the engine computes with them
-        (held), as they were before it packed them (packed), and not taken (unused)."""
+        """Returns an error message or None, and metrics: how many tensors were compared in the form that the engine
+        computes with (held), in the form before the engine packed them (packed), or not loaded at all (unused).
+
+        base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine.
+        """
         first = self.unused is None
         for report in reports:
             unused = {name: base[name] for name in absent(base, report.tensors)}
             self.unused = unused if self.unused is None else self.unused
             if problem := self._problem(base, adapter, report, unused, first):
-                return f"{BEFORE} {problem}; {AFTER}", {}
+                return f"{PREFIX} {problem}; {SUFFIX}", {}
         states = [tensor.state for report in reports[:1] for tensor in report.tensors.values()]
         held = sum(state == HELD for state in states)
         counts = {"held": held, "packed": len(states) - held, "unused": len(self.unused or ())}
@@ -48,77 +52,81 @@ class Arrivals:
         unused: Mapping[str, Checksum],
         first: bool,
     ) -> str | None:
-        """Returns what is wrong with the weights that an engine reports, or None: tensors that are missing or differ, a
-        changed layout, parameters that got nothing, trained ones that it does not take."""
+        """Returns what is wrong with the tensors of one engine, or None: missing or different tensors, a changed memory
+        layout, parameters without weights, or trained tensors that the engine does not load.
+
+        unused: sent tensors that this engine did not load. first: this is the first synchronisation.
+        """
         sent = {**base, **adapter}
         if missing := [name for name in adapter if name not in report.tensors]:
             return f"its LoRA lacks {names(missing)}"
-        if other := differing(sent, report.tensors):
-            return f"{len(other)} of {len(sent)} tensors are not as they were sent: {names(other)}"
+        if different := differing(sent, report.tensors):
+            return f"{len(different)} of the {len(sent)} tensors in it are not as they were sent: {names(different)}"
         if report.misplaced:
             return (
-                f"{names(report.misplaced)} came as they were sent, but lie in another layout than at the start: its "
-                "kernels read something else (repacked or transposed weights)"
+                f"{names(report.misplaced)} have the values that were sent, but another memory layout than at the "
+                "start, so its kernels would read wrong values (repacked or transposed weights)"
             )
         if first and report.blank:
-            others = f", while it did not take {names(list(unused))}: names do not fit" if unused else ""
-            return f"its parameters {names(report.blank)} got nothing{others}"
+            hint = f", and it did not load {names(list(unused))}: the names do not match" if unused else ""
+            return f"its parameters {names(report.blank)} got no weights{hint}"
         assert self.unused is not None
         if trained := [name for name, checksum in unused.items() if self.unused.get(name) != checksum]:
-            return f"{names(trained)} are trained, and it does not take them"
+            return f"{names(trained)} are trained, but it does not load them"
         return None
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Means of |log-probability in the engine - in the model| over the tokens of all probes, of those with images and
-    of those without."""
+    """The mean of |log-probability in the engine - log-probability in the model| over the response tokens of probes."""
 
-    mean: float
-    images: float | None = None
-    text: float | None = None
+    mean: float  # of all probes
+    images: float | None = None  # of probes with images; None: there are none
+    text: float | None = None  # of probes without images
 
 
-class Limit:
-    """The largest gap that is still noise. Unless it is given, the first gap measures the model's own noise, in its
-    precision and with its engine."""
+class GapLimit:
+    """The largest gap that is taken for rounding. If the user gives none, the limit is NOISE_FACTOR times the first
+    gap, which measures the rounding of this model and engine."""
 
     def __init__(self, limit: float | None, dtype: torch.dtype) -> None:
-        self.floor, start = FLOORS[dtype]
+        """limit: rollout.generator.probe_limit. dtype: of the model."""
+        self.min_limit, start = LIMITS[dtype]
         self.calibrated = limit is not None
         self.value = start if limit is None else limit
 
     def problem(self, gap: Gap, *, compared: bool) -> str | None:
-        """Returns an error in one line if the gap is above the limit. compared: the weights were compared, and are
-        right."""
+        """Returns an error message if the gap is above the limit, else None. compared: the checksums of the weights
+        were compared, and are equal."""
         if not gap.mean <= self.value:  # true for NaN too
-            return self._stale(gap, compared)
+            return self._message(gap, compared)
         if not self.calibrated:
-            self.value, self.calibrated = max(self.floor, NOISE * gap.mean), True
+            self.value, self.calibrated = max(self.min_limit, NOISE_FACTOR * gap.mean), True
         return None
 
-    def _stale(self, gap: Gap, compared: bool) -> str:
-        """Returns the message for a probe beyond the limit. compared: whether the engine's checksums were compared."""
-        what = "weights or caches are stale"
+    def _message(self, gap: Gap, compared: bool) -> str:
+        """Returns the error message for a gap above the limit, with its likely cause. compared: see `problem`."""
+        cause = "its weights or caches are stale"
         if compared and not self.calibrated:
-            what = (
+            cause = (
                 "it has all tensors as they were sent, but computes something else with them, or its caches are stale"
             )
         elif compared:
-            what = f"it has all tensors as they were sent, so that {self._remembered(gap)} caches are stale"
+            cause = f"it has all tensors as they were sent, so {self._stale_cache(gap)} is stale"
         return (
-            f"{BEFORE} its log-probabilities differ from the trained model's by {gap.mean:.2g} in the mean, more than "
-            f"rollout.generator.probe_limit={self.value:.3g}: {what}; set rollout.generator=transformers, or a higher "
+            f"{PREFIX} its log-probabilities differ from the trained model's by {gap.mean:.2g} on average, more than "
+            f"rollout.generator.probe_limit={self.value:.3g}: {cause}; set rollout.generator=transformers, or a higher "
             "limit"
         )
 
-    def _remembered(self, gap: Gap) -> str:
-        """Returns which caches are stale. Keys and values are cached of text too, so a gap of text means all of
-        them."""
-        alone = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
-        return "of encoded images the" if alone else "its"
+    def _stale_cache(self, gap: Gap) -> str:
+        """Returns the cache that is stale: that of encoded images if only probes with images have a large gap, else the
+        cache of keys and values, which probes without images use too."""
+        images_only = gap.text is not None and gap.text <= self.value and not (gap.images or 0.0) <= self.value
+        return "its cache of encoded images" if images_only else "its key-value cache"
 
 
 def names(parts: Sequence[str]) -> str:
-    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
-    return ", ".join(parts[:NAMED]) + more
+    """Returns up to MAX_NAMED names as a list for a message."""
+    more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+    return ", ".join(parts[:MAX_NAMED]) + more

@@ -1,8 +1,8 @@
-"""Routing replay: the experts that a sampling engine routed tokens to are used again where these tokens are replayed.
+"""Routing replay: the trainer routes each token to the experts to which vLLM routed it during sampling.
 
-In a mixture of experts a difference in rounding can send a token to other experts than in the engine that sampled it,
-and then likelihoods differ by far more than rounding. Rollout routing replay (R3, arXiv 2510.11370) repeats the choice
-of experts alone: their weights are computed anew, so the router learns.
+In a mixture of experts, rounding can route a token to other experts in the trainer than in vLLM, and then
+log-probabilities differ far more than by rounding. Rollout routing replay (R3, arXiv 2510.11370) reuses the selected
+experts only; their weights are computed by the trained router, which therefore still gets a gradient.
 """
 
 from __future__ import annotations
@@ -19,104 +19,118 @@ from transformers import PreTrainedModel
 from mmrl.errors import UserError
 from mmrl.policies.vlm.prompts import RolloutTokens
 
-NONE = -1  # instead of an expert where there is no record
-Inputs = tuple[object, ...]  # of a module, by position
-ROUTES = "recorded_experts"  # argument of a decoder layer
+NONE = -1  # index of an expert that was not recorded
+Inputs = tuple[object, ...]  # positional arguments of a module
+ROUTES = "recorded_experts"  # keyword argument by which decoder layers get the recorded experts
 
 
 def renormalised_softmax(logits: Tensor, experts: Tensor) -> Tensor:
-    """Returns the weights of chosen experts, [token, k], in the dtype of `logits` [token, expert]: their probabilities,
-    scaled to sum to 1."""
-    chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
-    return (chosen / chosen.sum(-1, keepdim=True)).to(logits.dtype)
+    """Returns the weights of selected experts [token, k]: their probabilities, scaled to sum to 1.
+
+    logits: [token, expert]; experts: indices, [token, k].
+    """
+    probabilities = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
+    return (probabilities / probabilities.sum(-1, keepdim=True)).to(logits.dtype)
 
 
-# Families (model_type) for which replay was tested: the part of a layer that chooses experts, which returns logits
-# [token, expert], weights and experts [token, k]; and how it gets weights from logits and experts.
+# By `model_type` of the families for which replay was tested: the router module of a layer, which returns logits
+# [token, expert], weights [token, k] and experts [token, k]; and the function of its weights by logits and experts.
 ROUTERS = {"qwen3_vl_moe": ("mlp.gate", renormalised_softmax)}
 
 
 class Routing:
-    """Makes a model's routers repeat recorded choices inside `replayed`; outside it they choose by themselves."""
+    """Makes the routers of a model select recorded experts inside `replayed`; outside it they select as usual."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UserError for a model without experts, or of a family for which this was not tested."""
         family, text = model.config.model_type, model.config.get_text_config()
         if family not in ROUTERS:
             raise UserError(
-                f"rollout.generator.routing_replay is for mixtures of experts of {', '.join(ROUTERS)}, and model.path "
-                f"is a {family} model; set it to false"
+                f"rollout.generator.routing_replay supports models of type {', '.join(ROUTERS)}, but model.path is of "
+                f"type {family}; set it to false"
             )
-        router, self.weigh = ROUTERS[family]
+        router, self.expert_weights = ROUTERS[family]
         decoder = model.get_decoder()
         self.shape = (len(decoder.layers), text.num_experts_per_tok)
-        self.experts = text.num_experts
-        self.routes: Tensor | None = None
-        self.current: Tensor | None = None  # [token, k] of the layer that is running
-        self.differing: dict[int, Tensor] = {}  # [token] by layer, of the last pass
-        decoder.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.num_experts = text.num_experts
+        self.routes: Tensor | None = None  # [row, length, layer, k], inside `replayed`
+        self.layer_routes: Tensor | None = None  # [token, k] of the layer that is running
+        # By layer, of the last pass: the share of recorded experts that the router did not select, [token]
+        self.layer_differences: dict[int, Tensor] = {}
+        decoder.register_forward_pre_hook(self._add_routes, with_kwargs=True)
         for number, layer in enumerate(decoder.layers):
-            layer.register_forward_pre_hook(partial(self._enter_layer, number), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(self._set_layer_routes, number), with_kwargs=True)
             for name, module in layer.named_modules():
                 if name == router:
-                    module.register_forward_hook(partial(self._choose, number))
+                    module.register_forward_hook(partial(self._replace_experts, number))
 
-    def check(self, prompt: str, tokens: int, experts: Tensor | None) -> Tensor:
-        """Returns the record [token, layer, k] of so many tokens. Raises UserError where an engine gave none, or one of
-        another shape."""
+    def check(self, prompt: str, num_tokens: int, experts: Tensor | None) -> Tensor:
+        """Returns the recorded experts of a response, [token, layer, k]. Raises UserError if vLLM returned none, or if
+        their shape or range is not that of the model.
+
+        prompt: its id, for messages.
+        """
         if experts is None:
             raise UserError(
-                "rollout.generator.routing_replay is set and vLLM returned no experts; start servers of "
+                "rollout.generator.routing_replay is set, but vLLM returned no experts; start the servers of "
                 "rollout.generator.addresses with --enable-return-routed-experts"
             )
-        if experts.shape != (tokens, *self.shape) or not 0 <= int(experts.min()) <= int(experts.max()) < self.experts:
+        in_range = 0 <= int(experts.min()) <= int(experts.max()) < self.num_experts
+        if experts.shape != (num_tokens, *self.shape) or not in_range:
             raise UserError(
-                f"vLLM returned experts {list(experts.shape)} for prompt {prompt}, where the model has "
-                f"{[tokens, *self.shape]} of 0 to {self.experts - 1}; set rollout.generator.routing_replay=false"
+                f"vLLM returned experts of shape {list(experts.shape)} from {int(experts.min())} to "
+                f"{int(experts.max())} for prompt {prompt}, but the model has {[num_tokens, *self.shape]} from 0 to "
+                f"{self.num_experts - 1}; set rollout.generator.routing_replay=false"
             )
         return experts
 
     @contextmanager
     def replayed(self, routes: Tensor | None) -> Iterator[None]:
-        """Replays routes inside the context. routes: [row, length, layer, k] of the input, NONE where a token is to be
-        routed anew; or None.
+        """Makes routers select the experts in `routes` inside the context; None leaves routers as they are.
 
-        Layers keep their routes for the recomputation of their activations, whenever that comes.
+        routes: [row, length, layer, k], NONE where the router itself selects. Gradient checkpointing uses the same
+        routes when it recomputes a layer, also outside the context.
         """
         self.routes = routes
         yield
         self.routes = None
 
     def differences(self) -> Tensor:
-        """Returns the share of recorded experts, over all layers, that routers would not have chosen, [token] of the
-        last pass; NaN where there is no record."""
-        return torch.stack(list(self.differing.values())).mean(0)
+        """Returns the share of recorded experts, over all layers, that the routers themselves would not have selected,
+        [token] of the last pass; NaN for tokens without recorded experts."""
+        return torch.stack(list(self.layer_differences.values())).mean(0)
 
-    def _enter(self, decoder: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+    def _add_routes(self, decoder: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, dict[str, Any]]:
+        """Pre-hook of the decoder: adds the routes to its arguments, which it passes to its layers."""
         return args, kwargs if self.routes is None else kwargs | {ROUTES: self.routes}
 
-    def _enter_layer(self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]) -> tuple[Inputs, Any]:
-        """Takes routes from a layer's arguments, which are there again when the layer is recomputed; an attribute would
-        hold those of a later pass."""
+    def _set_layer_routes(
+        self, number: int, layer: nn.Module, args: Inputs, kwargs: dict[str, Any]
+    ) -> tuple[Inputs, Any]:
+        """Pre-hook of layer `number`: takes its routes from its arguments. Gradient checkpointing repeats the arguments
+        of its pass; an attribute could hold the routes of a later one."""
         routes = kwargs.get(ROUTES)
-        self.current = None if routes is None else routes[:, :, number].flatten(0, 1)
+        self.layer_routes = None if routes is None else routes[:, :, number].flatten(0, 1)
         return args, {name: value for name, value in kwargs.items() if name != ROUTES}
 
-    def _choose(self, number: int, router: nn.Module, args: Inputs, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hooks a router's output: replaces its experts [token, k] by recorded ones, and counts where they differ."""
-        logits, weights, chosen = output
-        if self.current is None:
+    def _replace_experts(
+        self, number: int, router: nn.Module, args: Inputs, output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Hook of the router of layer `number`: replaces the experts in its output by the recorded ones, and notes the
+        share of recorded experts that it did not select itself."""
+        logits, weights, selected = output
+        if self.layer_routes is None:
             return output
-        recorded = self.current != NONE
-        experts = torch.where(recorded, self.current.long(), chosen)
-        missed = (experts[:, :, None] != chosen[:, None]).all(-1).float()
-        self.differing[number] = missed.where(recorded, torch.nan).mean(-1)
-        return logits, self.weigh(logits, experts), experts
+        recorded = self.layer_routes != NONE
+        experts = torch.where(recorded, self.layer_routes.long(), selected)
+        not_selected = (experts[:, :, None] != selected[:, None]).all(-1).float()
+        self.layer_differences[number] = not_selected.where(recorded, torch.nan).mean(-1)
+        return logits, self.expert_weights(logits, experts), experts
 
 
 def collate_routes(rows: Sequence[RolloutTokens], padding_side: str, device: torch.device) -> Tensor | None:
-    """Returns routes [row, length, layer, k] int16 of rows laid out as by `collate`, or None if none of them has a
-    record."""
+    """Returns the recorded experts of rows, padded as by `prompts.collate`, [row, length, layer, k] int16; None if no
+    row has any."""
     shape = next((row.experts.shape[1:] for row in rows if row.experts is not None), None)
     if shape is None:
         return None

@@ -1,5 +1,5 @@
-"""The module that the engine wraps of a vision-language model: likelihoods of chosen tokens, without the logits of a
-batch."""
+"""The module of a vision-language model that DeepSpeed wraps: log-probabilities of given tokens, computed without the
+logits of a full batch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from mmrl.policies.vlm.responses.packing import packed_rows
 
 @dataclass(frozen=True)
 class PrefixContinuations:
-    """Continuations of prompts that are read once: `prompt` [response] is the index of each one's prompt, `ids` and
-    `mask` [response, token] are the responses without their last token, padded on the right."""
+    """Responses whose prompts are read once and shared through the key-value cache. The last token of a response is
+    left out: nothing is predicted from it."""
 
-    prompt: Tensor
-    ids: Tensor
-    mask: Tensor
+    prompt: Tensor  # [response] int64, the index of its prompt
+    ids: Tensor  # [response, token] int64, padded on the right
+    mask: Tensor  # [response, token], 1 for tokens
 
 
 class FusedHead(nn.Module):
-    """Computes likelihoods of chosen tokens by the output matrix of another module, whose logits exist a chunk at a
+    """Computes log-probabilities of given tokens with the output matrix of another layer, one chunk of logits at a
     time.
 
-    A module of its own: ZeRO-3 notices whose matrix it reads and gathers it once for its forward and once for its
-    backward pass, however many chunks there are. The matrix keeps its one parameter name.
+    It is a module so that ZeRO-3 gathers the matrix once per forward and once per backward pass, not once per chunk.
+    The matrix stays a parameter of its own layer, under one name.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -57,9 +57,13 @@ class FusedHead(nn.Module):
         chunk: int,
         others: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy and sum of squared probabilities, [decision] fp32; with others [decision, k], or
-        [k] for all decisions, the logp of these tokens too. hidden: [decision, hidden], targets: [decision]."""
-        if len(targets) == 0:  # the gradient is 0, but other ranks wait for this one to take part
+        """Returns logp of the targets, entropy and sum of squared probabilities, [decision] fp32 each.
+
+        hidden: [decision, hidden]; targets: token ids, [decision]; temperature: one number, or [decision]; excluded:
+        ids of tokens that have no probability; chunk: decisions per chunk of logits. others: ids of alternative
+        tokens, [decision, k], or [k] for all decisions; their logp [decision, k] is then returned last.
+        """
+        if len(targets) == 0:  # the gradient is 0, but under ZeRO-3 other ranks wait for this one to take part
             nothing = (hidden @ self.weight.t()).float().sum(1)
             empty = () if others is None else (nothing[:, None].expand(-1, others.shape[-1]),)
             return nothing, nothing.clone(), nothing.clone(), *empty
@@ -77,21 +81,22 @@ class FusedHead(nn.Module):
 
 
 class TokenScorer(nn.Module):
-    """Computes log-probability and entropy of chosen tokens; this is the module the engine wraps.
+    """Computes log-probability and entropy of given tokens; the module that DeepSpeed wraps.
 
-    Logits over the vocabulary exist only in chunks of `chunk` decisions, recomputed in the backward pass; the logits of
-    a whole batch never exist.
+    Logits over the vocabulary are computed for `chunk` decisions at a time and again in the backward pass, so that the
+    logits of a full batch are never in memory.
     """
 
     suppressed: Tensor
 
     def __init__(self, model: nn.Module, sampling: Sampling, chunk: int) -> None:
+        """model: of transformers, or with LoRA around it. chunk: decisions whose logits are computed at a time."""
         super().__init__()
         self.model = model
         self.sampling = sampling
         self.chunk = chunk
         self.critic: TokenCritic | None = None  # to be set before the engine wraps this module
-        self.packs = False  # whether the decoder can compute without padding; see `pack_rows`
+        self.can_pack = False  # whether the decoder can compute without padding: `pack_rows` has changed it
         self.register_buffer("suppressed", torch.tensor(sampling.suppressed, dtype=torch.int64), persistent=False)
         layer, truncated = transformers_model(model).get_output_embeddings(), sampling.top_k > 0 or sampling.top_p < 1
         fuses = type(layer) is nn.Linear and layer.bias is None and not truncated
@@ -111,15 +116,16 @@ class TokenScorer(nn.Module):
         *,
         packs: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Returns logp, entropy and the sum of squared probabilities, and where there is a critic the value of what
-        came before the decision: [decision] fp32. inputs: the model's own, with input_ids [row, length]. row, column,
-        targets: [decision], the token targets[i] is predicted at position column[i] of row row[i]. temperature: of the
-        distribution, or [decision]. With others [decision, k], alternative tokens, or [k] for all decisions, their logp
-        comes last. With a count above 0 it returns only the ids of so many likeliest tokens [decision, count].
+        """Returns logp, entropy and sum of squared probabilities, then the critic's value of the tokens before each
+        decision if there is a critic, then the logp of `others` if given. All are fp32, [decision], the last one
+        [decision, k].
 
-        With `continuations` the inputs are prompts; rows are then responses, and columns count from a prompt's end.
-        packs: the decoder computes no padding. `chunks` is the number of passes through an output layer that can not be
-        fused, which under ZeRO-3 must be the same on every rank; None: as many as this rank needs.
+        inputs: of the model, with input_ids [row, length]. continuations: inputs are then prompts, rows are responses,
+        and column 0 is the last token of the prompt. row, column, targets: [decision]; token targets[i] is predicted
+        at position column[i] of row row[i]. chunks: passes through an output layer that cannot be fused, under ZeRO-3
+        the same number on every rank; None: as many as this rank needs. temperature: one number, or [decision].
+        others: ids of alternative tokens, [decision, k], or [k] for all decisions. count: if above 0, only the ids of
+        the `count` likeliest tokens are returned, [decision, count]. packs: the decoder skips padding.
         """
         core = transformers_model(self.model)
         if continuations is None:
@@ -139,10 +145,14 @@ class TokenScorer(nn.Module):
     def _likeliest(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, count: int
     ) -> Tensor:
+        """Returns the ids of the `count` likeliest tokens, [decision, count]; see `forward`."""
         temperatures = torch.as_tensor(temperature, device=hidden.device).expand(len(targets))
-        pieces = zip(*(values.split(self.chunk) for values in (hidden, targets, temperatures)), strict=True)
-        logits = (shape_logits(head(h).float() / t[:, None], self.sampling, keep=chosen) for h, chosen, t in pieces)
-        return torch.cat([part.topk(count).indices for part in logits])
+        chunks = zip(*(values.split(self.chunk) for values in (hidden, targets, temperatures)), strict=True)
+        likeliest = []
+        for chunk_hidden, chunk_targets, chunk_temperatures in chunks:
+            logits = head(chunk_hidden).float() / chunk_temperatures[:, None]
+            likeliest.append(shape_logits(logits, self.sampling, keep=chunk_targets).topk(count).indices)
+        return torch.cat(likeliest)
 
     def _scored(
         self,
@@ -153,7 +163,10 @@ class TokenScorer(nn.Module):
         temperature: float | Tensor,
         others: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Returns scores as `forward` does. hidden: [decision, hidden], of the tokens before."""
+        """Returns logp, entropy, sum of squared probabilities and logp of `others`, as `forward`.
+
+        hidden: [decision, hidden], hidden states at the positions that predict the targets.
+        """
         if self.fused is not None:
             excluded = self.suppressed if len(self.suppressed) else None
             scored: tuple[Tensor, ...] = self.fused(hidden, targets, temperature, excluded, self.chunk, others)
@@ -167,7 +180,8 @@ class TokenScorer(nn.Module):
         return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     def _continued(self, core: PreTrainedModel, inputs: dict[str, Tensor], after: PrefixContinuations) -> Tensor:
-        """Returns hidden states [response, 1 + token, hidden]: of the prompt's last token, and of the response's."""
+        """Returns hidden states [response, 1 + token, hidden] of the last token of the prompt and of response
+        tokens."""
         prefix = Prefix(core, inputs).select(after.prompt)
         last = rearrange(prefix.last, "b h -> b 1 h")
         return last if after.ids.shape[1] == 0 else torch.cat([last, prefix.extend(after.ids, after.mask)], 1)
@@ -175,7 +189,8 @@ class TokenScorer(nn.Module):
     def _score(
         self, head: nn.Module, hidden: Tensor, targets: Tensor, temperature: Tensor, others: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns logprob, entropy and summed squared probabilities of each token, and the logprobs of `others`."""
+        """Returns logp, entropy and sum of squared probabilities of one chunk, [decision] each, and logp of
+        `others`."""
         logits = shape_logits(head(hidden).float() / temperature[:, None], self.sampling, keep=targets)
         logp_of_others = () if others is None else (logits.log_softmax(-1).gather(1, others),)
         if len(targets) == 0:
@@ -185,15 +200,15 @@ class TokenScorer(nn.Module):
 
 
 def recompute(module: nn.Module, on: bool) -> None:
-    """Switches recomputation of activations on or off: layers do it only in training mode, and then ignore the
-    key-value cache."""
+    """Switches gradient checkpointing on or off by the training mode of its layers: in training mode they recompute
+    activations and ignore the key-value cache."""
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = on
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Returns the transformers model itself, out of its LoRA wrapper if it has one."""
+    """Returns the transformers model, without the PEFT wrapper if there is one."""
     if isinstance(model, PreTrainedModel):
         return model
     core: Any = model

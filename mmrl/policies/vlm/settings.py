@@ -40,9 +40,9 @@ class TokenLimits(Section):
     max_response_length: Schedule = number(256, "longest response, its end token included", unit="tokens", ge=1)
 
     @model_validator(mode="after")
-    def _longest_is_known(self) -> TokenLimits:
+    def _max_length_is_finite(self) -> TokenLimits:
         if math.isinf(self.max_response_length.extremes[1]):
-            raise ValueError("max_response_length may grow without a bound; set its `high`, in tokens")
+            raise ValueError("max_response_length has no upper bound; set its `high`, in tokens")
         return self
 
 
@@ -65,10 +65,11 @@ class TokenSampling(TokenLimits):
         return self.generator
 
     @model_validator(mode="after")
-    def _truncation_by_name(self) -> TokenSampling:
+    def _truncation_is_allowed(self) -> TokenSampling:
         if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_sampling:
             raise ValueError(
-                "top_p and top_k truncate the policy; set rollout.allow_truncated_sampling=true to mean it"
+                "rollout.top_p below 1 and rollout.top_k above 0 bias the gradient; set "
+                "rollout.allow_truncated_sampling=true to use them all the same"
             )
         return self
 
@@ -102,7 +103,7 @@ class TokenEngine(UnevenEngine):
     )
 
     def longest_at_once(self, rows: int, length: int) -> int:
-        """Returns how many of so many rollouts of this length a micro-batch may hold."""
+        """Returns how many of `rows` rollouts of `length` tokens fit into one micro-batch."""
         return rows if self.micro_tokens is None else min(rows, max(1, self.micro_tokens // length))
 
     @property
@@ -111,7 +112,7 @@ class TokenEngine(UnevenEngine):
 
 
 def converses(config: JobConfig) -> bool:
-    """Returns whether an environment or a game answers the responses of a job."""
+    """Returns whether rollouts of a job are conversations: an environment or a game answers the responses."""
     return any(vars(config.task).get(key) is not None for key in ("environment", "game"))
 
 
@@ -151,10 +152,11 @@ class VisionLanguageModel(ModelSettings):
             offers |= {"reference_rollouts"}
         if isinstance(sampling, TokenSampling) and sampling.segment is not None:
             offers |= {Segmented}
-        if not (config.generator is not None and config.generator.steps_ahead):  # the engine is busy with the next step
+        # With asynchronous steps the engine is sampling the next step, so it cannot sample anything for this one
+        if not (config.generator is not None and config.generator.steps_ahead):
             offers |= {"temperatures", ContinuingResponses}
         if converses(config):
-            offers -= {JoiningResponses, DecisionTexts}  # a response is several, of which rewards see the last
+            offers -= {JoiningResponses, DecisionTexts}  # these need a single response; rewards see only the last one
             offers |= {"turns"}
         return Capabilities("model.type=vision_language", frozenset(offers), groups=("critic",))
 
@@ -162,16 +164,16 @@ class VisionLanguageModel(ModelSettings):
         critic, sampling = config.needs.critic, config.rollout
         if not (critic is None or isinstance(critic, SharedCritic)):
             raise ValueError(
-                f"algorithm.critic.type={critic.type} is not a critic of a vision-language model; use shared, with "
-                "detach=true where the model shall not learn from it"
+                f"algorithm.critic.type={critic.type} does not work with a vision-language model; set it to shared, "
+                "with algorithm.critic.detach=true if the critic's loss must not train the model"
             )
         if not isinstance(sampling, TokenSampling):
             return
         generator = sampling.generator
         if converses(config) and isinstance(generator, TransformersGenerator) and not generator.gather:
             raise ValueError(
-                "rollout.generator.gather=false has ranks generate in step, and conversations differ in their turns; "
-                "set it to true, or use vLLM"
+                "rollout.generator.gather=false makes all ranks generate in lockstep, which conversations with "
+                "different numbers of turns cannot do; set it to true, or use vLLM"
             )
         if not isinstance(sampling.generator, VLLMGenerator):
             return
@@ -179,23 +181,25 @@ class VisionLanguageModel(ModelSettings):
             for key in ("temperature", "max_response_length"):
                 if not isinstance(vars(sampling)[key], Constant):
                     raise ValueError(
-                        f"rollout.{key} changes, but with rollout.generator.async_steps="
-                        f"{sampling.generator.steps_ahead} rollouts are made while it does; set async_steps to 0"
+                        f"rollout.{key} follows a schedule, but with rollout.generator.async_steps="
+                        f"{sampling.generator.steps_ahead} rollouts are sampled during earlier steps; set async_steps "
+                        f"to 0, or rollout.{key} to a number"
                     )
-        if (hottest := sampling.temperature.extremes[1]) > 2:
-            raise ValueError(f"rollout.temperature={hottest:g}: vLLM takes at most 2")
+        if (max_temperature := sampling.temperature.extremes[1]) > 2:
+            raise ValueError(f"rollout.temperature={max_temperature:g}: vLLM accepts at most 2; lower it")
         partial = sampling.generator.partial
         if partial is None:
             return
         if partial.oversample > config.rollout.prompts:
             raise ValueError(
                 f"rollout.generator.partial.oversample={partial.oversample} is more than rollout.prompts="
-                f"{config.rollout.prompts}: steps could not take what gets too old; lower it"
+                f"{config.rollout.prompts}: responses would get too old before a step can train on them; lower it"
             )
         if partial.segment >= sampling.max_response_length.extremes[0]:
             raise ValueError(
-                f"rollout.generator.partial.segment={partial.segment} does not divide responses of at most "
-                f"rollout.max_response_length={sampling.max_response_length.extremes[0]:g} tokens; lower it"
+                f"rollout.generator.partial.segment={partial.segment} is not below rollout.max_response_length="
+                f"{sampling.max_response_length.extremes[0]:g} tokens, so no response would be sampled in parts; "
+                "lower it"
             )
         if config.rollout.micro_batch is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Engines that generate for the model that is trained: they get its current weights, which are then verified."""
+"""vLLM engines that sample for the model that is trained: they get its current weights, and are checked to use them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mmrl.generation.weight_sync.checksums import Checksum, SentWeights, checksu
 from mmrl.policies.vlm.loading import part_of
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import save_processor
-from mmrl.policies.vlm.proof import Arrivals, Gap, Limit
+from mmrl.policies.vlm.proof import ChecksumComparison, Gap, GapLimit
 from mmrl.policies.vlm.scorer import transformers_model
 from mmrl.rollouts import Prompt
 
-PROBE_TOKENS = 16
+PROBE_TOKENS = 16  # response tokens of a probe
 
 
 class Synced:
-    """Generates by engines whose weights are verified to be the trained ones.
+    """Sends the trained weights to the engines of a rank, and checks that the engines compute with them.
 
-    After each synchronisation every engine returns the checksums of its tensors, which have to be those of the tensors
-    that were sent. Then it answers `probes`, the same prompts with the same seeds every time, and the trained model
-    computes the likelihoods of these answers: stale caches of earlier weights show there.
+    After the weights are sent, each engine returns checksums of its tensors, which must equal those of the sent
+    tensors. Then it answers the probes (fixed prompts with fixed seeds), and the trained model computes the
+    log-probabilities of these answers: they differ if the engine still has caches of earlier weights.
     """
 
     def __init__(
@@ -49,98 +49,101 @@ class Synced:
         adapters: bool = False,
         checksums: bool = True,
     ) -> None:
-        """gather: the values of all ranks; every method but `close` is a collective. limit: of the probe, see `Limit`.
-        adapters: after the first time engines get the LoRA alone, see `adapter_rank`. checksums: compare those too."""
+        """All ranks must call each method together, except `close`.
+
+        gather: returns the values of all ranks. limit: of the gap in log-probabilities, see `GapLimit`; None: by the
+        first gap. adapters: send the base weights once and then only the LoRA. checksums: compare checksums.
+        """
         self.adapters, self.has_base = adapters, False
         self.policy, self.engine, self.probes, self.gather = policy, engine, list(probes), gather
-        self.limit = Limit(limit, next(policy.module.parameters()).dtype)
+        self.limit = GapLimit(limit, next(policy.module.parameters()).dtype)
         self.base, self.adapter = SentWeights(), SentWeights()
-        self.arrivals = Arrivals() if checksums else None
+        self.comparison = ChecksumComparison() if checksums else None
         policy.engine = engine
         engine.sleep()
 
     @contextmanager
     def generation(self) -> Iterator[dict[str, float]]:
-        """Wakes the engine inside the context, with the weights that the policy has now. Yields metrics."""
+        """Wakes the engine for the duration of the context, with the current weights of the policy. Yields metrics."""
         self.engine.wake()
         yield self.sync_weights()
         self.engine.sleep()
 
     def sync_weights(self) -> dict[str, float]:
-        """Sends the weights and verifies them; returns metrics. Raises UserError, on all ranks, if an engine does not
-        compute with the policy's weights afterwards."""
+        """Sends the weights and checks the engines; returns metrics. Raises UserError, on all ranks, if an engine does
+        not compute with the policy's weights afterwards."""
         started, model = time.perf_counter(), self.policy.module.model
         if not (self.adapters and self.has_base):
             sent = weights(model, merged=not self.adapters)
-            tensors = sent if self.arrivals is None else self.base.recorded(sent)
+            tensors = sent if self.comparison is None else self.base.recorded(sent)
             self.engine.load(tensors)
-            for _ in tensors:  # also those that no engine took: under ZeRO-3 each is gathered from all ranks
+            for _ in tensors:  # the rest that no engine took: under ZeRO-3 all ranks must gather each of them
                 pass
             self.has_base = True
         if self.adapters:
-            if self.arrivals is not None:
+            if self.comparison is not None:
                 self.adapter.sent = adapter_checksums(model)
             self.engine.adapt(partial(write_adapter, model))
         self.engine.serve()
         loaded = time.perf_counter()
-        counted = {} if self.arrivals is None else self.compare(self.arrivals)
+        tensor_counts = {} if self.comparison is None else self.compare(self.comparison)
         compared = time.perf_counter()
-        gap = self.judge()
+        gap = self.check_gap()
         return {
             "generation/probe_gap": gap,
             "generation/probe_limit": self.limit.value,
             "time/synchronise": loaded - started,
             "time/checksums": compared - loaded,
             "time/probe": time.perf_counter() - compared,
-            **counted,
+            **tensor_counts,
             **self.engine.measures(),
         }
 
-    def compare(self, arrivals: Arrivals) -> dict[str, float]:
-        """Returns counts of tensors. Raises UserError, on all ranks, if an engine has not the tensors that were
-        sent."""
+    def compare(self, comparison: ChecksumComparison) -> dict[str, float]:
+        """Compares checksums of sent tensors and engines; returns metrics of how many were compared. Raises UserError,
+        on all ranks, if an engine does not have the tensors that were sent."""
         problem: str | None
         counts: dict[str, float] = {}
         try:
-            problem, counts = arrivals.judge(self.base.sent, self.adapter.sent, self.engine.arrived())
+            problem, counts = comparison.compare(self.base.sent, self.adapter.sent, self.engine.arrived())
         except UserError as error:  # the other ranks wait
             problem = str(error)
         if message := next((problem for problem in self.gather(problem) if problem), None):
             raise UserError(message)
         return counts
 
-    def judge(self) -> float:
-        """Returns the gap of the worst engine of all ranks. Raises UserError, on all of them, if it is above the
-        limit."""
-        replica_gaps = [
-            gap for gaps in self.gather([self.probe(engine) for engine in self.engine.replicas]) for gap in gaps
-        ]
-        worst = max(replica_gaps, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
-        if problem := self.limit.problem(worst, compared=self.arrivals is not None):
+    def check_gap(self) -> float:
+        """Returns the largest gap in log-probabilities of all engines of all ranks. Raises UserError, on all ranks, if
+        it is above the limit."""
+        rank_gaps = self.gather([self.probe(engine) for engine in self.engine.replicas])
+        engine_gaps = [gap for gaps in rank_gaps for gap in gaps]
+        worst = max(engine_gaps, key=lambda gap: math.inf if math.isnan(gap.mean) else gap.mean)
+        if problem := self.limit.problem(worst, compared=self.comparison is not None):
             raise UserError(problem)
         return worst.mean
 
     @torch.no_grad()
     def probe(self, engine: Answering) -> Gap:
-        """Returns the gap between engine and model on the engine's answers to the probes."""
-        policy, longest = self.policy, min(PROBE_TOKENS, self.policy.tokens.max_response_length)
-        answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=longest)
+        """Returns the gap in log-probabilities between engine and model on the engine's answers to the probes."""
+        policy, max_tokens = self.policy, min(PROBE_TOKENS, self.policy.tokens.max_response_length)
+        answers = policy.drafter.ask(engine, self.probes, 1, range(len(self.probes)), limit=max_tokens)
         assert answers.behaviour_logp is not None
         difference = (policy.replay(answers, policy.module).logp.cpu() - answers.behaviour_logp).abs()
-        images = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
-        parts = [mean(difference[rows][answers.mask[rows]]) for rows in (images, ~images)]
-        return Gap(float(difference[answers.mask].mean()), *parts)
+        has_images = torch.tensor([len(prompt.images) + len(prompt.videos) > 0 for prompt in self.probes])
+        with_images, without_images = (mean(difference[rows][answers.mask[rows]]) for rows in (has_images, ~has_images))
+        return Gap(float(difference[answers.mask].mean()), with_images, without_images)
 
     def close(self) -> None:
         self.engine.close()
 
 
 def mean(values: Tensor) -> float | None:
+    """Returns the mean of values, None if there are none."""
     return float(values.mean()) if len(values) else None
 
 
 def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
-    """Saves all files that an engine reads of a policy except its weights."""
+    """Saves the files from which vLLM starts, except weights: configuration, generation config and processor."""
     core = transformers_model(policy.module.model)
     core.config.save_pretrained(folder)
     core.generation_config.save_pretrained(folder)
@@ -148,25 +151,27 @@ def describe(policy: VisionLanguagePolicy, folder: Path) -> None:
 
 
 def adapter_rank(model: nn.Module) -> int:
-    """Returns the rank of a model's LoRA that can be sent by itself.
+    """Returns the rank of a model's LoRA, for rollout.generator.lora=adapter.
 
-    Raises UserError if it has none, or one of more than the language model: vLLM applies a LoRA to nothing else.
+    Raises UserError if the model has no LoRA, or trains one outside the language model, where vLLM applies none.
     """
     if not isinstance(model, peft.PeftModel):
         raise UserError(
-            "rollout.generator.lora=adapter hands over a LoRA, and model.lora is not set; set it, or use merged"
+            "rollout.generator.lora=adapter sends a LoRA to vLLM, but model.lora is not set; set it, or set "
+            "rollout.generator.lora=merged"
         )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if other := sorted({part_of(name) for name in trained} - {"language"}):
+    if other_parts := sorted({part_of(name) for name in trained} - {"language"}):
         raise UserError(
-            f"rollout.generator.lora=adapter is for the language model, and the LoRA trains {' and '.join(other)} too; "
-            f"set model.freeze=[{', '.join(other)}], or rollout.generator.lora=merged"
+            "rollout.generator.lora=adapter works for a LoRA of the language model alone, but this one trains "
+            f"{' and '.join(other_parts)} too; set model.freeze=[{', '.join(other_parts)}], or "
+            "rollout.generator.lora=merged"
         )
     return max(config.r for config in model.peft_config.values() if isinstance(config, peft.LoraConfig))
 
 
 def write_adapter(model: nn.Module, folder: Path | None) -> None:
-    """Saves the language model's LoRA in peft's format, where there is a folder. Under ZeRO-3 a collective."""
+    """Saves the LoRA of the language model in PEFT's format, on ranks with a folder. A collective call under ZeRO-3."""
     parts = adapter_parts(model)
     with gathered_parameters(list(parts.values())):
         if folder is not None:
@@ -175,19 +180,20 @@ def write_adapter(model: nn.Module, folder: Path | None) -> None:
 
 
 def adapter_checksums(model: nn.Module) -> dict[str, Checksum]:
-    """Returns checksums of the language model's LoRA by the names of peft's files, as engines use it: the second factor
-    is scaled. Under ZeRO-3 a collective."""
+    """Returns checksums of the LoRA of the language model, by the names in PEFT's files. As in vLLM, B is scaled by
+    alpha / rank. A collective call under ZeRO-3."""
     parts, checksums = adapter_parts(model), {}
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     with gathered_parameters(list(parts.values())):
         for name, value in parts.items():
             path, factor, adapter, _ = name.rsplit(".", 3)
-            size = layers[path].scaling[adapter] if factor == "lora_B" else 1.0
-            checksums[f"{path}.{factor}.weight"] = checksum(value.detach() * size)
+            scale = layers[path].scaling[adapter] if factor == "lora_B" else 1.0
+            checksums[f"{path}.{factor}.weight"] = checksum(value.detach() * scale)
     return checksums
 
 
 def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the LoRA parameters of the language model by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -196,23 +202,24 @@ def adapter_parts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yields every parameter of the transformers model by the name and in the layout of its published checkpoint, LoRA
-    merged or left out, a tied one under each of its names.
+    """Yields all parameters of the transformers model, with the names and in the layout of its published checkpoint. A
+    tied parameter comes under each of its names.
 
-    Under ZeRO-3 one module at a time is gathered, so the peak is one module's weights; a collective then.
+    merged: with the LoRA merged into its layers; else without it. Under ZeRO-3 this is a collective call, which gathers
+    one module at a time.
     """
     core = transformers_model(model)
-    adapted = {path for path, module in core.named_modules() if isinstance(module, LoraLayer)}
+    lora_layers = {path for path, module in core.named_modules() if isinstance(module, LoraLayer)}
     for path, module in core.named_modules():
-        if any(path.startswith(f"{above}.") for above in adapted):
-            continue  # parts of an adapted layer
-        parameters = list(module.parameters(recurse=path in adapted))
+        if any(path.startswith(f"{layer}.") for layer in lora_layers):
+            continue  # a part of a LoRA layer, which yields all of its weights itself
+        parameters = list(module.parameters(recurse=path in lora_layers))
         if not parameters:
             continue
         with gathered_parameters(parameters):
-            layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
-            tensors = {name: value.detach().clone() for name, value in layer.named_parameters(recurse=False)}
+            base_layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
+            tensors = {name: value.detach().clone() for name, value in base_layer.named_parameters(recurse=False)}
             for adapter in module.active_adapters if merged and isinstance(module, LoraLayer) else ():
                 tensors["weight"] += module.get_delta_weight(adapter).detach()
-        named = {f"{path}.{name}" if path else name: value for name, value in tensors.items()}
-        yield from revert_weight_conversion(core, named).items()
+        state = {f"{path}.{name}" if path else name: value for name, value in tensors.items()}
+        yield from revert_weight_conversion(core, state).items()

@@ -1,4 +1,4 @@
-"""Chat templates: which messages a model's own template takes, and messages rendered by it."""
+"""Chat templates: finds out which messages the template of a model accepts, and renders messages by it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mmrl.runtime.template_limits import render_template
 
 _log = logging.getLogger(__name__)
 
-MARK = "\u2402text\u2403"  # no template contains it
-QUESTION = "\u2402question\u2403"
-LANGUAGE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that a template can end with
+MARK = "\u2402text\u2403"  # a text to look for in rendered messages; no template contains it
+QUESTION = "\u2402question\u2403"  # likewise, in the role of user
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # that rendering can raise
 FILE = "chat_template.jinja"
-# Tokens that templates of a family write around the placeholder of an image or a video, which its processor expands.
+# Tokens around the placeholder of an image or a video in the template of a family. Its processor expands placeholders.
 AROUND = {
     "<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"),
     "<|video_pad|>": ("<|vision_start|>", "<|vision_end|>"),
@@ -31,183 +31,192 @@ AROUND = {
 }
 
 Form = Literal["parts", "text"]  # content as a list of parts, or as one string
-Rendered = dict[str, Any]  # a message as chat templates take it
+TemplateMessage = dict[str, Any]  # a message in the format of `apply_chat_template`: role and content
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """The form in which a template takes the content of each role. system: None where it has no such role. shown: kinds
-    of parts that leave a mark in its text: image, video."""
+    """The form in which a chat template accepts the content of each role."""
 
     user: Form
-    system: Form | None
+    system: Form | None  # None: the template has no such role
     assistant: Form
-    shown: frozenset[str]
+    media: frozenset[str]  # "image", "video": those that the template renders
 
-    def of(self, role: str) -> Form:
+    def for_role(self, role: str) -> Form:
+        """Returns the form of a role; that of user for other roles, and for a missing system role."""
         by_role = {"system": self.system, "assistant": self.assistant}
         return by_role.get(role, self.user) or self.user
 
 
 def name_of(processor: Processor) -> str:
-    """Returns the key and the folder of a processor, for messages."""
+    """Returns "model.path=PATH" with the path of a processor, for messages."""
     return f"model.path={processor.tokenizer.name_or_path}"
 
 
 def forms_of(processor: Processor) -> TemplateForms:
-    """Returns the forms that a processor's template takes. Raises UserError for a template that is absent, or that
-    shows no text."""
+    """Returns the forms that the chat template of a processor accepts. Raises UserError if there is no template, or if
+    it does not render the text of a question."""
     template = processor.chat_template
     if template is None:
         template = processor.tokenizer.chat_template
     if template is None:
         raise UserError(
-            f"{name_of(processor)}: it has no chat template, so questions cannot be put to it; add the {FILE} of its "
-            "instruction-tuned version"
+            f"{name_of(processor)}: the model has no chat template; add the {FILE} of its instruction-tuned version"
         )
-    return _probed(processor, repr(template))
+    return _find_forms(processor, repr(template))
 
 
 @lru_cache(maxsize=8)
-def _probed(processor: Processor, template: str) -> TemplateForms:
-    """template: its text, which is part of the key because it can be set."""
+def _find_forms(processor: Processor, template: str) -> TemplateForms:
+    """Returns the forms that the chat template accepts, by rendering test messages. template: its text, as a cache key:
+    the template of a processor can be changed."""
     user = _form(processor, "user", [])
     if user is None:
         raise UserError(
-            f"{name_of(processor)}: its chat template ({FILE}) shows the text of a question neither as a list of parts "
-            f"nor as a string{_reason(processor)}; mend it, or take that of its instruction-tuned version"
+            f"{name_of(processor)}: its chat template ({FILE}) renders the text of a question neither from a list of "
+            f"parts nor from a string{_reason(processor)}; correct it, or take that of its instruction-tuned version"
         )
     question = _content(processor, user, QUESTION)
     system = _form(processor, "system", [], [{"role": "user", "content": question}])
-    answered = [{"role": "user", "content": question}]
-    assistant = _form(processor, "assistant", answered, [{"role": "user", "content": question}])
-    shown = {kind for kind in ("image", "video") if user == "text" or _renders(processor, kind)}
-    return TemplateForms(user, system, assistant or user, frozenset(shown))
+    asked = [{"role": "user", "content": question}]
+    assistant = _form(processor, "assistant", asked, [{"role": "user", "content": question}])
+    media = {medium for medium in ("image", "video") if user == "text" or _renders(processor, medium)}
+    return TemplateForms(user, system, assistant or user, frozenset(media))
 
 
-def _form(processor: Processor, role: str, before: Sequence[Rendered], after: Sequence[Rendered] = ()) -> Form | None:
-    """Returns the form in which the template shows a string of this role, parts first; None for neither."""
+def _form(
+    processor: Processor, role: str, before: Sequence[TemplateMessage], after: Sequence[TemplateMessage] = ()
+) -> Form | None:
+    """Returns the form in which the template renders a message of `role`, parts if both work, None if neither does.
+
+    before, after: messages around it, which must be rendered too.
+    """
     forms: tuple[Form, ...] = ("parts", "text")
     for form in forms:
         try:
             text = _apply(processor, [*before, {"role": role, "content": _content(processor, form, MARK)}, *after])
-        except LANGUAGE_ERRORS:
+        except TEMPLATE_ERRORS:
             continue
-        # A list that is written as it stands holds the mark too, among the names of its keys
-        as_list = any(f"{quote}text{quote}" in text for quote in "'\"")
-        whole = all(QUESTION in text for message in (*before, *after) if QUESTION in repr(message["content"]))
-        if MARK in text and whole and not as_list:
+        # A template for strings prints a list of parts as Python code, in which the key "text" stands in quotes
+        as_code = any(f"{quote}text{quote}" in text for quote in "'\"")
+        complete = all(QUESTION in text for message in (*before, *after) if QUESTION in repr(message["content"]))
+        if MARK in text and complete and not as_code:
             return form
     return None
 
 
-def _renders(processor: Processor, kind: str) -> bool:
-    """Returns whether the template writes anything for a part of this kind (image or video) beside the question's
-    text."""
+def _renders(processor: Processor, medium: str) -> bool:
+    """Returns whether the template renders a part of type `medium` (image or video), not only the text beside it."""
     part = {"type": "text", "text": MARK}
     try:
-        with_it, without = ([{"type": kind}, part], [part])
-        texts = [_apply(processor, [{"role": "user", "content": content}]) for content in (with_it, without)]
-    except LANGUAGE_ERRORS:
+        contents = ([{"type": medium}, part], [part])
+        with_medium, without = (_apply(processor, [{"role": "user", "content": content}]) for content in contents)
+    except TEMPLATE_ERRORS:
         return False
-    return MARK in texts[0] and texts[0] != texts[1]
+    return MARK in with_medium and with_medium != without
 
 
 def _reason(processor: Processor) -> str:
+    """Returns the error of rendering a question as a string, in brackets for a message; empty if there is none."""
     try:
         _apply(processor, [{"role": "user", "content": MARK}])
-    except LANGUAGE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         return f" ({type(error).__name__}: {' '.join(str(error).split())})"
     return ""
 
 
 def _content(processor: Processor, form: Form, *parts: str | Image.Image | Video) -> Any:
+    """Returns the content of a message in the form that the template accepts."""
     if form == "parts":
         return [as_part(part) for part in parts]
     return "".join(part if isinstance(part, str) else placeholder(processor, part) for part in parts)
 
 
 def as_part(part: str | Image.Image | Video) -> dict[str, str]:
-    """Returns a part of a message as chat templates take it."""
+    """Returns a part of a message in the format of `apply_chat_template`."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "video" if isinstance(part, Video) else "image"}
 
 
 def placeholder(processor: Processor, part: Image.Image | Video) -> str:
-    """Returns the text that a processor expands to an image or a video, with the tokens that its family has around
-    it."""
+    """Returns the placeholder text of an image or a video, which the processor expands to its tokens, with the tokens
+    that the model family puts around it."""
     token = processor.video_token if isinstance(part, Video) else processor.image_token
     before, after = AROUND.get(token, ("", ""))
     vocabulary = processor.tokenizer.get_vocab()
     return f"{before}{token}{after}" if before in vocabulary and after in vocabulary else token
 
 
-def _apply(processor: Processor, messages: Sequence[Rendered], **options: object) -> str:
-    if processor.chat_template is None:  # AutoProcessor reads the tokenizer's own into the tokenizer alone
+def _apply(processor: Processor, messages: Sequence[TemplateMessage], **options: object) -> str:
+    """Renders messages by the chat template, with limits on time and size."""
+    if processor.chat_template is None:  # AutoProcessor loads a template of the tokenizer only into the tokenizer
         options["chat_template"] = processor.tokenizer.chat_template
     return render_template(name_of(processor), processor.apply_chat_template, list(messages), **options)
 
 
 def rendered(processor: Processor, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """Renders messages by the chat template, up to where the policy's next response begins, in the form that the
-    template takes. Raises UserError where it takes none, or drops images.
+    """Renders messages by the chat template, up to where the next response of the policy begins.
 
-    Without a system role, a system text stands before the next question. Where content is one string, the processor's
-    own placeholder stands for an image.
+    A template without a system role gets the system text in front of the next question; one that accepts only strings
+    gets placeholders of the processor for images and videos. tools: JSON schemas of functions that the policy may call.
+    Raises UserError if the template refuses the messages or leaves out images or videos.
     """
     forms = forms_of(processor)
     if forms.system is None:
         messages = without_system(messages)
-    _check_shown(processor, forms, messages)
+    _check_media(processor, forms, messages)
     options = {"tools": list(tools)} if tools else {}
     conversation = [
-        {"role": message.role, "content": _content(processor, forms.of(message.role), *message.parts)}
+        {"role": message.role, "content": _content(processor, forms.for_role(message.role), *message.parts)}
         for message in messages
     ]
     try:
         return _apply(processor, conversation, **options)
-    except LANGUAGE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message.role for message in messages)
         raise UserError(
             f"{name_of(processor)}: its chat template ({FILE}) refuses messages of these roles ({roles}): "
-            f"{' '.join(str(error).split())}"
+            f"{' '.join(str(error).split())}; change the messages, or the template"
         ) from error
 
 
-def _check_shown(processor: Processor, forms: TemplateForms, messages: Sequence[Message]) -> None:
-    """Raises UserError where messages have images or videos that the chat template drops."""
+def _check_media(processor: Processor, forms: TemplateForms, messages: Sequence[Message]) -> None:
+    """Raises UserError if messages have images or videos that the chat template does not render."""
     present = {
         "image": any(message.images for message in messages),
         "video": any(message.videos for message in messages),
     }
-    for kind, is_present in present.items():
-        if is_present and kind not in forms.shown:
+    for medium, is_present in present.items():
+        if is_present and medium not in forms.media:
             raise UserError(
-                f"{name_of(processor)}: its chat template ({FILE}) drops {kind}s, so the model would answer without "
-                f"them; take the template of a version that reads {kind}s"
+                f"{name_of(processor)}: its chat template ({FILE}) drops {medium}s, so the model would answer without "
+                f"them; take the template of a version that reads {medium}s"
             )
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:
-    """Puts the parts of each system message in front of the next question, with an empty line between."""
+    """Returns messages without the system role: each system text is put in front of the next user message, with an
+    empty line between."""
     result: list[Message] = []
-    waiting: tuple[Any, ...] = ()
+    system_parts: tuple[Any, ...] = ()
     for message in messages:
         if message.role == "system":
-            waiting = (*waiting, *message.parts, "\n\n")
-        elif message.role == "user" and waiting:
-            result.append(Message("user", (*_joined(waiting, message.parts),)))
-            waiting = ()
+            system_parts = (*system_parts, *message.parts, "\n\n")
+        elif message.role == "user" and system_parts:
+            result.append(Message("user", (*_joined(system_parts, message.parts),)))
+            system_parts = ()
         else:
             result.append(message)
-    if waiting:
-        result.append(Message("user", waiting[:-1]))
+    if system_parts:
+        result.append(Message("user", system_parts[:-1]))
     return result
 
 
 def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Joins two lists of parts, with neighbouring texts as one: templates may strip or separate texts."""
+    """Joins two lists of parts, and adjacent texts to one text: a template may strip texts, or put something
+    between."""
     parts: list[Any] = []
     for part in (*first, *second):
         if parts and isinstance(part, str) and isinstance(parts[-1], str):
@@ -218,21 +227,23 @@ def _joined(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
 
 def system_is_moved(processor: Processor, messages: Sequence[Message]) -> str | None:
-    """Returns a line where a system text stands elsewhere than where it was put; None where it does not."""
+    """Returns a warning if the system text is rendered in front of the first question, because the template has no
+    system role; else None."""
     if all(message.role != "system" for message in messages) or forms_of(processor).system is not None:
         return None
     return (
-        f"task.system: the chat template of {name_of(processor)} has no system role; the system text stands in front "
+        f"task.system: the chat template of {name_of(processor)} has no system role; the system text is put in front "
         "of the first question instead"
     )
 
 
 def check_template(processor: Processor, conversations: Sequence[Sequence[Message]]) -> None:
-    """Renders conversations as rollouts do, before weights are read. Raises UserError where the template does not take
-    them, and logs once where a system text is moved."""
+    """Tries the chat template with conversations, before weights are loaded. Raises UserError if it refuses one, and
+    logs a warning if it has no system role but they have a system text."""
     forms_of(processor)
     for messages in conversations:
         rendered(processor, messages)
-    lines = [line for messages in conversations if (line := system_is_moved(processor, messages))]
-    if lines:
-        _log.warning(lines[0])
+    warnings = [system_is_moved(processor, messages) for messages in conversations]
+    first_warning = next((warning for warning in warnings if warning), None)
+    if first_warning:
+        _log.warning(first_warning)

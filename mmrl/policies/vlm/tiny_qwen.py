@@ -1,4 +1,5 @@
-"""A Qwen2.5-VL (arXiv 2502.13923) or Qwen3-VL (arXiv 2511.21631) small enough for a laptop's CPU, built in code."""
+"""Tiny models of the Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) architectures for CPUs, built in
+code with random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-INITIALIZER_RANGE = 0.08  # about 1 / sqrt(width): at the usual 0.02 so narrow a model learns to see far more slowly
+INITIALIZER_RANGE = (
+    0.08  # about 1 / sqrt(width); with the usual 0.02 a model this narrow learns from images far more slowly
+)
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
@@ -39,35 +42,35 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a tiny model. Heads are 32 wide, the smallest that vLLM's CPU attention takes.
+    """Sizes of a tiny model. The head dimension is 32, the smallest that vLLM's CPU attention supports.
 
-    Generation 2.5 knows only relative positions in an image; generation 3 also learns absolute ones, which a small
-    model needs to tell where something is.
+    Qwen2.5-VL has only relative positions in an image. Qwen3-VL also learns absolute positions, which a small model
+    needs to tell where something is.
     """
 
-    generation: Literal["2.5", "3"] = "2.5"
-    patch: int = 8  # pixels
+    generation: Literal["2.5", "3"] = "2.5"  # Qwen2.5-VL or Qwen3-VL
+    patch: int = 8  # side of a patch, in pixels
     merge: int = 1  # patches that become one token, along each side
-    longest: int = 64  # patches in an image
+    max_patches: int = 64  # of an image
     width: int = 128
     layers: int = 3
     vision_width: int = 64
     vision_layers: int = 2
-    rope: tuple[int, int, int] = (2, 2, 12)  # frequencies for time, height and width
-    spread: float | None = (
-        None  # standard deviation of the vision half's weights; None: the family's own of generation 3
-    )
-    # pixels, along each side, of the squares within which the vision half of generation 2.5 attends; None: everywhere
+    rope: tuple[int, int, int] = (2, 2, 12)  # rotary frequencies for time, height and width
+    # standard deviation of the initial weights of the vision tower; None: INITIALIZER_RANGE in Qwen2.5-VL, the default
+    # of transformers in Qwen3-VL
+    vision_init_std: float | None = None
+    # side of the windows of the vision attention of Qwen2.5-VL, in pixels; None: attention over the full image
     window: int | None = None
 
 
 def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE of at most so many entries on `corpus`. digits_apart: every decimal digit is a token of
-    its own, so '14' is '1' and '4'."""
+    """Trains a byte-level BPE tokenizer with at most `entries` tokens on `corpus`. digits_apart: each decimal digit is
+    a token of its own, so '14' becomes '1' and '4'."""
     tokenizer = Tokenizer(models.BPE())
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    apart = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
-    tokenizer.pre_tokenizer = apart if digits_apart else bytes_
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits_then_bytes = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.pre_tokenizer = digits_then_bytes if digits_apart else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=entries,
@@ -80,8 +83,9 @@ def byte_pairs(corpus: Sequence[str], entries: int, *, digits_apart: bool = True
     return fast_tokenizer(tokenizer, 512)
 
 
-def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrainedTokenizerFast:
-    """Wraps a tokenizer with the special tokens of the family; `more` names further ones."""
+def fast_tokenizer(tokenizer: Tokenizer, length: int, **special_tokens: str) -> PreTrainedTokenizerFast:
+    """Wraps a tokenizer with Qwen's special tokens. length: of the longest input, in tokens. special_tokens: further
+    ones, such as bos_token."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -89,16 +93,17 @@ def fast_tokenizer(tokenizer: Tokenizer, length: int, **more: str) -> PreTrained
         additional_special_tokens=[START, *VISION],
         padding_side="left",
         model_max_length=length,
-        **more,
+        **special_tokens,
     )
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VLProcessor | Qwen3VLProcessor:
-    """Builds a processor. Images keep their size wherever both sides are multiples of patch * merge pixels and have at
-    most `longest` patches together."""
+    """Builds a processor. It does not resize an image of at most `max_patches` patches whose sides are multiples of
+    patch * merge pixels."""
     patches = {"patch_size": sizes.patch, "merge_size": sizes.merge, "temporal_patch_size": 2}
-    area = sizes.patch**2  # sizes are in pixels of the whole image
-    size = {"shortest_edge": area * sizes.merge**2, "longest_edge": sizes.longest * area}
+    area = sizes.patch**2
+    # Despite their names these are numbers of pixels of an image
+    size = {"shortest_edge": area * sizes.merge**2, "longest_edge": sizes.max_patches * area}
     processor_class, video_class = (
         (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
         if sizes.generation == "2.5"
@@ -107,7 +112,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5
     images = Qwen2VLImageProcessor(size=size, **patches)
     return processor_class(
         image_processor=images,
-        # vLLM normalises videos by the mean and deviation of images
+        # vLLM normalises videos with the mean and standard deviation of images
         video_processor=video_class(size=size, image_mean=images.image_mean, image_std=images.image_std, **patches),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
@@ -119,20 +124,20 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
     ids: list[Any] = [tokenizer.convert_tokens_to_ids(token) for token in VISION]
     vision_start, vision_end, image, video = ids
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    # Rows are a few tokens wide: no frequency may be so slow that neighbours get the same phase.
+    # Images are a few tokens wide: with a larger theta neighbours would have nearly the same phase.
     rope = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": list(sizes.rope)}
     config: type[Qwen2_5_VLConfig] | type[Qwen3VLConfig]
     text: dict[str, Any]
     vision: dict[str, Any]
-    spread: dict[str, Any] = {} if sizes.spread is None else {"initializer_range": sizes.spread}
+    vision_init: dict[str, Any] = {} if sizes.vision_init_std is None else {"initializer_range": sizes.vision_init_std}
     if sizes.generation == "2.5":
         config, text = Qwen2_5_VLConfig, {"rope_parameters": rope}
-        everywhere = list(range(sizes.vision_layers)) if sizes.window is None else []
-        vision = {"window_size": sizes.window or 64, "fullatt_block_indexes": everywhere}
+        full_attention = list(range(sizes.vision_layers)) if sizes.window is None else []
+        vision = {"window_size": sizes.window or 64, "fullatt_block_indexes": full_attention}
         vision |= {"initializer_range": INITIALIZER_RANGE}
     else:
         config, text = Qwen3VLConfig, {"rope_parameters": {**rope, "mrope_interleaved": True}, "head_dim": 32}
-        vision = {"num_position_embeddings": sizes.longest, "deepstack_visual_indexes": [0]}
+        vision = {"num_position_embeddings": sizes.max_patches, "deepstack_visual_indexes": [0]}
     return config(
         text_config={
             "vocab_size": len(tokenizer),
@@ -157,7 +162,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
             "spatial_merge_size": sizes.merge,
             "temporal_patch_size": 2,
             **vision,
-            **spread,
+            **vision_init,
         },
         image_token_id=image,
         video_token_id=video,
@@ -169,9 +174,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast, sizes: Sizes) -> Qwen2_5_VL
 
 
 def write(path: str | Path, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, seed: int) -> None:
-    """Saves model, processor and generation config into a folder that transformers' Auto classes load offline.
+    """Saves a model with random weights, its processor and generation config, for the Auto classes of transformers.
 
-    The weights are random, the same for the same seed; torch's global generator is left as it was.
+    seed: of the weights. The global random state of torch does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,7 +1,8 @@
-"""Responses of several turns: what a policy samples, and the observations in between.
+"""Multi-turn conversations of a policy with environments.
 
-Token in, token out: sampled ids are never made into text and back. The chat template's text between two responses and
-an observation's images are added as tokens of their own, which are not decisions.
+A conversation is one sequence of tokens: the sampled ids as they are, and between them the tokens of the observations
+and of the chat template's text around them, which are masked out of the loss. Sampled ids are never decoded and encoded
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from mmrl.sims.turns.timed import TimedEnvironments
 _log = logging.getLogger(__name__)
 
 
-ENDS = {
+# Why a conversation ended (`Dialogue.end`), as error messages say it
+END_REASONS = {
     "environment": "the environment ended it",
     "turns": "the limit is task.environment.limits.max_turns",
     "length": "the limit is rollout.max_response_length, of all tokens after the prompt",
@@ -42,31 +44,37 @@ ENDS = {
 
 @dataclass(eq=False)
 class ConversationDraft(Draft):
-    """An unfinished conversation. `request` is for its first response; its `limit` counts all tokens after the
-    prompt."""
+    """An unfinished conversation.
 
-    dialogue: Dialogue
-    turn_tokens: int
-    begin: int = 0  # index in the response at which the present turn begins
-    turns: list[Tensor] = field(default_factory=list)  # [token] int64 each, the turn of each token of the response
-    marked: list[int] = field(default_factory=list)  # token ids for vLLM: one placeholder an image, not expanded
-    images: tuple[Image.Image, ...] = ()
+    `tokens.response` holds all tokens after the prompt: the policy's turns and the observations. `request.limit` is the
+    maximum number of these.
+    """
+
+    dialogue: Dialogue  # the environment, and the turns so far
+    turn_tokens: int  # maximum number of tokens of one turn of the policy
+    turn_start: int = 0  # index in the response at which the policy's current turn starts
+    # [token] int64 each, the number of the turn of each token; concatenated they are as long as the response
+    turns: list[Tensor] = field(default_factory=list)
+    marked: list[int] = field(default_factory=list)  # prompt and response for vLLM: one placeholder token per image
+    images: tuple[Image.Image, ...] = ()  # of prompt and observations
 
     def finished(self, eos: tuple[int, ...]) -> bool:
+        """Returns whether the conversation has ended, for whatever reason."""
         return self.dialogue.end is not None
 
-    def whole(self, eos: tuple[int, ...]) -> bool:
-        """Returns whether the present response has ended."""
+    def turn_ended(self, eos: tuple[int, ...]) -> bool:
+        """Returns whether the policy has ended its current turn with one of the end tokens `eos`."""
         response = self.tokens.response
-        return len(response) > self.begin and int(response[-1]) in eos
+        return len(response) > self.turn_start and int(response[-1]) in eos
 
     @property
-    def room(self) -> int:
-        """Tokens that the present turn may still get."""
+    def remaining_turn_tokens(self) -> int:
+        """The number of tokens that the policy may still add to its current turn."""
         length = len(self.tokens.response)
-        return min(self.request.limit - length, self.begin + self.turn_tokens - length)
+        return min(self.request.limit - length, self.turn_start + self.turn_tokens - length)
 
-    def next(self, count: int) -> Request:
+    def next_request(self, max_tokens: int) -> Request:
+        """Returns the request for up to `max_tokens` more tokens of the current turn."""
         response = self.tokens.response
         return replace(
             self.request,
@@ -74,23 +82,28 @@ class ConversationDraft(Draft):
             images=self.images,
             ids=torch.cat([self.tokens.prompt, response]),
             seed=continued_seed(self.request.seed, len(response)),
-            limit=min(count, self.room),
+            limit=min(max_tokens, self.remaining_turn_tokens),
         )
 
-    def grow(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
-        """Appends sampled tokens to the present turn, as tokens that the policy chose (`decided`), not observations.
-        ids: [token] int64; logp: [token]; experts: not recorded in conversations."""
+    def append(self, ids: Tensor, logp: Tensor, experts: Tensor | None) -> None:
+        """Appends tokens that the policy sampled to its current turn.
+
+        ids: [token] int64; logp: [token]; experts: not used, routing is not recorded in conversations.
+        """
         self.tokens = self.tokens.extended(ids, decided=True)
         self.logp = torch.cat([self.logp, logp])
         self.turns.append(torch.full_like(ids, len(self.dialogue.turns)))
         self.marked = [*self.marked, *ids.tolist()]
 
     def state(self) -> dict[str, Tensor | None]:
-        return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.chosen}
+        """Returns the values to checkpoint; the environment is brought back by answering the same turns again."""
+        return {"response": self.tokens.response, "logp": self.logp, "decided": self.tokens.decision_mask}
 
     def observe(self, observation: RolloutTokens, marked: list[int], images: Sequence[Image.Image]) -> None:
-        """Appends an observation to the response, if that leaves tokens for an answer; else the conversation ends.
-        marked: the observation's token ids with one placeholder an image, as vLLM takes them."""
+        """Appends an observation to the response, or ends the conversation if no tokens would be left for an answer.
+
+        observation: as encoded by `read`. marked: its token ids with one placeholder per image, as vLLM takes them.
+        """
         if len(self.tokens.response) + len(observation.prompt) >= self.request.limit:
             self.dialogue.finish("length")
             return
@@ -102,12 +115,12 @@ class ConversationDraft(Draft):
 
 
 class ConversingPolicy(Protocol):
-    """The policy of a conversation, as far as conversations use it."""
+    """What conversations need of a policy; `Drafter` implements it."""
 
     @property
     def max_response_length(self) -> int: ...
 
-    def anywhere(self, count: int) -> bool: ...
+    def any_rank_positive(self, number: int) -> bool: ...
 
     def continue_all(self, engine: Answering | None, pairs: Sequence[tuple[Draft, Request]]) -> None: ...
 
@@ -120,21 +133,26 @@ class Conversations:
     """Starts and continues conversations of a policy with environments."""
 
     def __init__(self, settings: EnvironmentSettings, processor: Processor, eos: tuple[int, ...]) -> None:
+        """eos: ids of the tokens that end a turn of the policy."""
         self.settings, self.processor, self.tokenizer, self.eos = settings, processor, processor.tokenizer, eos
         isolation = settings.isolated
         self.make = TimedEnvironments(settings).make if isolation is None else Processes(settings, isolation).make
-        self.at_once = None if isolation is None else isolation.at_once  # None: in this process, one after the other
-        self.counted = {"environment/lost": 0.0, "environment/tool_errors": 0.0}
-        self.lost = 0  # conversations that their environment failed, in the whole run
+        # Environments that answer at the same time, each in its own process; None: in this process, one by one
+        self.at_once = None if isolation is None else isolation.at_once
+        self.metrics = {"environment/lost": 0.0, "environment/tool_errors": 0.0}  # since the last call of `counts`
+        self.lost = 0  # conversations of this run whose environment failed
 
     # --- beginnings ---
 
     def open(self, prompts: Sequence[Prompt], group_size: int) -> list[Dialogue]:
-        """Starts an environment for each rollout; those of a group begin alike."""
+        """Starts one environment per rollout, `group_size` per prompt.
+
+        An environment may change the prompt; the rollouts of a group all take the change of the first one.
+        """
         prompts = [prompt.before_start or replace(prompt, messages=chat(prompt)) for prompt in prompts]
-        chats = [prompt for prompt in prompts for _ in range(group_size)]
+        row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
         with self.stepping() as steps:
-            dialogues = list(steps.map(self._start, chats))
+            dialogues = list(steps.map(self._start, row_prompts))
         for first in range(0, len(dialogues), group_size):
             group = [dialogue for dialogue in dialogues[first : first + group_size] if dialogue.end is None]
             for dialogue in group:
@@ -145,6 +163,7 @@ class Conversations:
         return Dialogue(self.make(), prompt, self.settings.limits)
 
     def stepping(self) -> LocalSteps:
+        """Returns the executor of environment steps: in this process, or with threads that wait for other processes."""
         return LocalSteps() if self.at_once is None else ThreadedSteps(self.at_once)
 
     # --- turns ---
@@ -152,106 +171,114 @@ class Conversations:
     def extend(
         self, policy: ConversingPolicy, engine: Answering | None, drafts: Sequence[ConversationDraft], count: int
     ) -> None:
-        """Extends each draft by up to `count` tokens of its own, over as many turns as these last. Environments in
-        processes of their own answer while the policy generates for those that have been answered."""
-        left = {id(draft): count for draft in drafts}
+        """Extends each draft by up to `count` tokens of the policy, over as many turns as that takes.
+
+        Environments in other processes answer while the policy generates for the conversations they have answered.
+        engine: vLLM; None: the policy's own model generates.
+        """
+        remaining = {id(draft): count for draft in drafts}  # tokens that the policy may still add
         with self.stepping() as steps:
             while True:
-                self.show(steps.done(block=False))
-                ready = self.ready(drafts, left, steps)
-                if not ready and steps.waiting:
-                    self.show(steps.done(block=True))
-                    ready = self.ready(drafts, left, steps)
-                if not policy.anywhere(len(ready) + len(steps.waiting)):
+                self.append_observations(steps.results(block=False))
+                ready = self.ready(drafts, remaining, steps)
+                if not ready and steps.pending:
+                    self.append_observations(steps.results(block=True))
+                    ready = self.ready(drafts, remaining, steps)
+                if not policy.any_rank_positive(len(ready) + len(steps.pending)):
                     return
-                before = [len(draft.tokens.response) for draft in ready]
-                policy.continue_all(engine, [(draft, draft.next(left[id(draft)])) for draft in ready])
-                for draft, length in zip(ready, before, strict=True):
-                    left[id(draft)] -= len(draft.tokens.response) - length
+                old_lengths = [len(draft.tokens.response) for draft in ready]
+                policy.continue_all(engine, [(draft, draft.next_request(remaining[id(draft)])) for draft in ready])
+                for draft, old_length in zip(ready, old_lengths, strict=True):
+                    remaining[id(draft)] -= len(draft.tokens.response) - old_length
                 for draft in ready:
-                    if draft.whole(self.eos):
-                        steps.begin(draft, partial(draft.dialogue.answer, self.text(draft)))
-                    elif draft.room == 0:
+                    if draft.turn_ended(self.eos):
+                        steps.submit(draft, partial(draft.dialogue.answer, self.text(draft)))
+                    elif draft.remaining_turn_tokens == 0:
                         draft.dialogue.cut(self.text(draft))
 
     @staticmethod
-    def ready(drafts: Sequence[ConversationDraft], left: dict[int, int], steps: LocalSteps) -> list[ConversationDraft]:
-        """Returns the drafts that the policy may continue."""
-        return [d for d in drafts if d.dialogue.end is None and left[id(d)] > 0 and id(d) not in steps.waiting]
+    def ready(
+        drafts: Sequence[ConversationDraft], remaining: dict[int, int], steps: LocalSteps
+    ) -> list[ConversationDraft]:
+        """Returns the drafts that the policy may continue now. remaining: tokens that each may still get, by id."""
+        return [d for d in drafts if d.dialogue.end is None and remaining[id(d)] > 0 and id(d) not in steps.pending]
 
     def text(self, draft: ConversationDraft) -> str:
-        """Returns the text of the present response."""
+        """Returns the text of the policy's current turn."""
         return self.tokenizer.decode(draft.tokens.response[draft.begin :], skip_special_tokens=True)
 
-    def show(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
-        """Appends the answers of environments to the drafts."""
+    def append_observations(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
+        """Encodes observations, the messages with which environments answered, and appends them to their drafts."""
         answered = [(draft, observation) for draft, observation in answered if observation]
-        texts = [self._bridge(draft, observation) for draft, observation in answered]
+        texts = [self._text_between(draft, observation) for draft, observation in answered]
         images = [[image for message in observation for image in message.images] for _, observation in answered]
         names = [f"an observation after prompt {draft.prompt.id}" for draft, _ in answered]
         encoded = read(self.processor, texts, images, names, inside=True)
-        for (draft, _), text, tokens, added in zip(answered, texts, encoded, images, strict=True):
-            draft.observe(tokens, self.tokenizer(text, add_special_tokens=False).input_ids, added)
+        for (draft, _), text, tokens, new_images in zip(answered, texts, encoded, images, strict=True):
+            draft.observe(tokens, self.tokenizer(text, add_special_tokens=False).input_ids, new_images)
 
-    def _bridge(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
-        """Returns the template's text from the end of the last response to the beginning of the next one."""
+    def _text_between(self, draft: ConversationDraft, observation: Sequence[Message]) -> str:
+        """Returns the chat template's text from the end of the last turn of the policy to the start of its next one."""
         ending = self.tokenizer.decode(draft.tokens.response[-1:])
         return between(self.processor, history(draft.dialogue), observation, ending)
 
     def restore(self, draft: ConversationDraft, state: dict[str, Tensor]) -> None:
-        """Has the environment answer the responses of `state` again. Raises UserError where its answers differ."""
+        """Rebuilds a conversation from the saved `state`: the environment answers its turns again. Raises UserError if
+        an answer differs from the saved one."""
         response = state["response"]
         self.answer_again(draft, response, state["decided"], state["logp"])
         if len(draft.tokens.response) != len(response):
-            raise changed_answer(draft)
+            raise answer_changed_error(draft)
 
     def answer_again(self, draft: ConversationDraft, response: Tensor, decided: Tensor, logp: Tensor) -> None:
-        """Has the environment answer the beginning of a response, [token]. Raises UserError where its answers
-        differ."""
+        """Appends the tokens of `response` turn by turn, and has the environment answer each turn again.
+
+        response: [token], turns and observations; decided: its mask of tokens of the policy; logp: [token]. Raises
+        UserError if an answer differs from the observation in `response`.
+        """
         while draft.dialogue.end is None and len(draft.tokens.response) < len(response):
             begin = len(draft.tokens.response)
-            read = (~decided[begin:]).nonzero()
-            end = begin + int(read[0]) if len(read) else len(response)
-            if end == begin:  # a shorter answer than before, after which the policy would have to say nothing
-                raise changed_answer(draft)
-            draft.grow(response[begin:end], logp[begin:end], None)
-            self.follow(draft)
-        count = min(len(response), len(draft.tokens.response))
-        if not torch.equal(draft.tokens.response[:count], response[:count]):
-            raise changed_answer(draft)
+            observed = (~decided[begin:]).nonzero()
+            end = begin + int(observed[0]) if len(observed) else len(response)
+            if end == begin:  # the new observation is shorter than the old one
+                raise answer_changed_error(draft)
+            draft.append(response[begin:end], logp[begin:end], None)
+            self.append_answer(draft)
+        length = min(len(response), len(draft.tokens.response))
+        if not torch.equal(draft.tokens.response[:length], response[:length]):
+            raise answer_changed_error(draft)
 
     def deserialize(
         self, policy: ConversingPolicy, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]
     ) -> Rollouts:
-        """Returns conversations as `reuse.stored` has them: the environment answers their responses again. Raises
-        UserError where its answers differ."""
+        """Rebuilds conversations from the values of `reuse.stored`: environments answer their turns again. Raises
+        UserError if an answer differs."""
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
         for draft, state in zip(drafts, states, strict=True):
             response, decided = torch.tensor(state["response"]), torch.tensor(state["decided"])
-            limit = max(state["limit"], len(response))
-            draft.request = replace(draft.request, limit=limit)
+            draft.request = replace(draft.request, limit=max(state["limit"], len(response)))
             draft.tokens = replace(draft.tokens, temperature=state["temperature"])
             self.restore(draft, {"response": response, "decided": decided, "logp": torch.zeros(len(response))})
             if draft.dialogue.end is None:
                 draft.dialogue.finish(state["end"])
         return self.rollouts(drafts, [draft.tokens for draft in drafts], 1, policy, counts=False)
 
-    def begun(
+    def first_parts(
         self,
         policy: ConversingPolicy,
         rollouts: Rollouts,
         lengths: Sequence[int],
         seeds: Sequence[int],
     ) -> Sequence[ConversationDraft]:
-        """Returns unfinished conversations with the first lengths[i] tokens that the policy chose, which the
-        environment answers again. Raises UserError where its answers differ."""
+        """Returns unfinished conversations with the first lengths[i] tokens of the policy in rollout i, and the
+        observations among them; environments answer these turns again. Raises UserError if an answer differs."""
         prompts = [sample.prompt for sample in rollouts.samples]
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, seeds)  # type: ignore[assignment]
         for draft, row, length in zip(drafts, rollouts.inputs, lengths, strict=True):
             draft.tokens = replace(draft.tokens, temperature=row.temperature)
-            chosen = row.chosen.nonzero().flatten()[:length]
-            end = int(chosen[-1]) + 1 if length and len(chosen) else 0
-            self.answer_again(draft, row.response[:end], row.chosen[:end], torch.full((end,), torch.nan))
+            kept = row.decision_mask.nonzero().flatten()[:length]
+            end = int(kept[-1]) + 1 if length and len(kept) else 0
+            self.answer_again(draft, row.response[:end], row.decision_mask[:end], torch.full((end,), torch.nan))
         return drafts
 
     # --- views ---
@@ -259,43 +286,50 @@ class Conversations:
     def viewed_images(
         self, row: RolloutTokens, sample: Sample, change: Callable[[Prompt], Prompt]
     ) -> dict[str, Tensor]:
-        """Returns the inputs of a conversation's observed images under a change of prompts; what observations say
-        stays. Raises UserError for a change that leaves other messages or sizes of images."""
+        """Returns the model inputs of a conversation's observed images after `change`, such as a mask over images.
+
+        row, sample: the rollout. change: of prompts; it gets the observations as further messages of the prompt. The
+        text of observations stays as it was. Raises UserError if `change` alters the number of messages, or the number
+        or size of images.
+        """
         record = sample.conversation
         assert record is not None
-        shown = [turn.observation for turn in record.turns if turn.observation]
-        ends_observed = not bool(row.chosen[-1])
+        observations = [turn.observation for turn in record.turns if turn.observation]
+        ends_observed = not bool(row.decision_mask[-1])
         if record.turns and record.turns[-1].observation and not ends_observed:
-            shown = shown[:-1]  # there was no room for it
-        first, flat = sample.prompt.messages, [message for observation in shown for message in observation]
+            observations = observations[:-1]  # too long for the response: it was not appended
+        first, flat = sample.prompt.messages, [message for observation in observations for message in observation]
         changed = change(replace(sample.prompt, messages=(*first, *flat))).messages[len(first) :]
         if len(changed) != len(flat):
             raise UserError(f"a view of prompt {sample.prompt.id} changed the number of its messages")
-        left, parts = iter(changed), []
+        changed_messages, parts = iter(changed), []
         names = [f"an observation after prompt {sample.prompt.id}"]
-        for observation in shown:
-            images = [image for _ in observation for image in next(left).images]
-            if [image.size for image in images] != [image.size for each in observation for image in each.images]:
+        for observation in observations:
+            images = [image for _ in observation for image in next(changed_messages).images]
+            old_images = [image for message in observation for image in message.images]
+            if [image.size for image in images] != [image.size for image in old_images]:
                 raise UserError(f"a view of prompt {sample.prompt.id} changed the number or the size of its images")
             if images:
                 text = between(self.processor, first, observation, "")
                 parts.append(read(self.processor, [text], [images], names, inside=True)[0].images)
         return joined_images(parts)
 
-    def follow(self, draft: ConversationDraft) -> None:
-        """Appends what comes after the draft's last token: the environment's answer where the response has ended."""
-        if draft.whole(self.eos):
-            self.show([(draft, draft.dialogue.answer(self.text(draft)))])
-        elif draft.room == 0:
+    def append_answer(self, draft: ConversationDraft) -> None:
+        """Appends the environment's answer if the policy has ended its turn; ends the conversation if no tokens are
+        left for the turn."""
+        if draft.turn_ended(self.eos):
+            self.append_observations([(draft, draft.dialogue.answer(self.text(draft)))])
+        elif draft.remaining_turn_tokens == 0:
             draft.dialogue.cut(self.text(draft))
 
     # --- demonstrations ---
 
     def demonstrate(self, policy: ConversingPolicy, prompts: Sequence[Prompt]) -> Rollouts:
-        """Returns conversations with given responses: a list in `prompt.metadata["demonstration"]`, or a single one.
-        The environment answers them as it would the policy.
+        """Returns demonstrated conversations, for supervised fine-tuning: the turns of the policy are given, and the
+        environment answers them.
 
-        Raises UserError for one that the policy could not hold, or in which the environment fails.
+        The turns are the list of texts in `prompt.metadata["demonstration"]`, or one text. Raises UserError if the
+        environment ends a conversation before its last turn, or if the policy could not sample a turn.
         """
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
         responses = [demonstrated(prompt) for prompt in prompts]
@@ -303,19 +337,20 @@ class Conversations:
             ongoing = [(draft, texts) for draft, texts in zip(drafts, responses, strict=True) if number < len(texts)]
             for draft, texts in ongoing:
                 if draft.dialogue.end is not None:
+                    reason = draft.dialogue.problem or END_REASONS[draft.dialogue.end]
                     raise UserError(
                         f"the demonstration of prompt {draft.prompt.id} has {len(texts)} responses, but the "
-                        f"conversation ended after {number} ({draft.dialogue.problem or ENDS[draft.dialogue.end]})"
+                        f"conversation ended after {number} ({reason})"
                     )
                 ids = policy.demonstrated_ids(draft.prompt, texts[number])
-                draft.grow(ids, torch.zeros(len(ids)), None)
-            self.show([(draft, draft.dialogue.answer(texts[number])) for draft, texts in ongoing])
+                draft.append(ids, torch.zeros(len(ids)), None)
+            self.append_observations([(draft, draft.dialogue.answer(texts[number])) for draft, texts in ongoing])
         for draft in drafts:
             if draft.dialogue.end is None:
                 draft.dialogue.finish("demonstration")
         return self.rollouts(drafts, [draft.tokens for draft in drafts], 1, policy)
 
-    # --- ends ---
+    # --- finished conversations ---
 
     def rollouts(
         self,
@@ -326,9 +361,14 @@ class Conversations:
         *,
         counts: bool = True,
     ) -> Rollouts:
-        """Builds rollouts of finished conversations; no token of a lost one counts. counts: faults of environments are
-        counted, as they are once."""
-        masks = [tokens.chosen & (draft.dialogue.end != "lost") for tokens, draft in zip(rows, drafts, strict=True)]
+        """Builds rollouts of finished conversations; a conversation whose environment failed ("lost") is masked out.
+
+        rows: their tokens. counts: add lost conversations and tool errors to the metrics; False if they were added
+        before.
+        """
+        masks = []
+        for row, draft in zip(rows, drafts, strict=True):
+            masks.append(row.decision_mask & (draft.dialogue.end != "lost"))
         return Rollouts(
             samples=[self.sample(draft, policy.max_response_length, counts=counts) for draft in drafts],
             inputs=rows,
@@ -337,46 +377,51 @@ class Conversations:
             extras={"turns": turns_of(drafts)},
         )
 
-    def sample(self, draft: ConversationDraft, longest: int, *, counts: bool = True) -> Sample:
+    def sample(self, draft: ConversationDraft, max_response_length: int, *, counts: bool = True) -> Sample:
+        """Returns what rewards see of a finished conversation; its response is the last turn. counts: see
+        `rollouts`."""
         record = draft.dialogue.record
         if record.end == "lost":
             self._warn_lost(draft.prompt, record.problem)
         if counts:
-            self.counted["environment/lost"] += record.end == "lost"
-            self.counted["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
+            self.metrics["environment/lost"] += record.end == "lost"
+            self.metrics["environment/tool_errors"] += sum(turn.error is not None for turn in record.turns)
         return Sample(
             prompt=draft.prompt,
             response=record.turns[-1].response if record.turns else "",
-            response_length=int(draft.tokens.chosen.sum()),
+            response_length=int(draft.tokens.decision_mask.sum()),
             truncated=record.end == "length",
-            max_response_length=longest,
+            max_response_length=max_response_length,
             conversation=record,
             prompt_opens_think=self._opens_thoughts(draft.tokens, draft.begin),
         )
 
     def _opens_thoughts(self, tokens: RolloutTokens, begin: int) -> bool:
-        """Returns whether the text before the response that begins at a token ends in <think>."""
+        """Returns whether the text before the turn that begins at token `begin` of the response ends in <think>."""
         return opens_thoughts(self.tokenizer, torch.cat([tokens.prompt, tokens.response[:begin]]))
 
     def _warn_lost(self, prompt: Prompt, problem: str) -> None:
-        """Warns of a lost conversation the first time, the tenth, the hundredth and so on."""
+        """Logs a warning for lost conversation number 1, 10, 100 and so on."""
         self.lost += 1
         if str(self.lost).strip("0") == "1":
             _log.warning(
-                "the environment lost its conversation about prompt %s: %s (number %d)", prompt.id, problem, self.lost
+                "the environment of prompt %s failed, so its rollout is not trained on: %s (failure %d of this run)",
+                prompt.id,
+                problem,
+                self.lost,
             )
 
     def counts(self) -> dict[str, float]:
-        """Returns counts since the last call."""
-        counts, self.counted = self.counted, dict.fromkeys(self.counted, 0.0)
-        return counts
+        """Returns metrics since the last call: lost conversations and tool errors."""
+        metrics, self.metrics = self.metrics, dict.fromkeys(self.metrics, 0.0)
+        return metrics
 
 
 class LocalSteps:
-    """Answers of environments in this process: each is computed when it is begun."""
+    """Runs the answers of environments in this process, each as soon as it is submitted."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Any] = {}  # by the draft's id
+        self.pending: dict[int, Any] = {}  # (draft, future) of unfinished answers, by id of the draft
         self._done: list[tuple[ConversationDraft, tuple[Message, ...]]] = []
 
     def __enter__(self) -> LocalSteps:
@@ -386,19 +431,22 @@ class LocalSteps:
         pass
 
     def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
+        """Starts the environments of all prompts."""
         return map(function, prompts)
 
-    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+    def submit(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        """Computes the environment's answer to a draft; `results` returns it."""
         self._done.append((draft, answer()))
 
-    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
-        """Returns the answers since the last call. block: waits for at least one, if any is due."""
+    def results(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+        """Returns the answers since the last call, with their drafts. block: wait for at least one if any is
+        pending."""
         answers, self._done = self._done, []
         return answers
 
 
 class ThreadedSteps(LocalSteps):
-    """Answers of environments elsewhere: one thread waits for each."""
+    """Runs the answers of environments in other processes; one thread waits for each."""
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
@@ -410,20 +458,20 @@ class ThreadedSteps(LocalSteps):
     def map(self, function: Callable[[Prompt], Dialogue], prompts: Sequence[Prompt]) -> Iterable[Dialogue]:
         return self._pool.map(function, prompts)
 
-    def begin(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
-        self.waiting[id(draft)] = (draft, self._pool.submit(answer))
+    def submit(self, draft: ConversationDraft, answer: Callable[[], tuple[Message, ...]]) -> None:
+        self.pending[id(draft)] = (draft, self._pool.submit(answer))
 
-    def done(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
+    def results(self, *, block: bool) -> list[tuple[ConversationDraft, tuple[Message, ...]]]:
         if block:
-            wait([future for _, future in self.waiting.values()], return_when=FIRST_COMPLETED)
-        answers = [(draft, future.result()) for draft, future in self.waiting.values() if future.done()]
+            wait([future for _, future in self.pending.values()], return_when=FIRST_COMPLETED)
+        answers = [(draft, future.result()) for draft, future in self.pending.values() if future.done()]
         for draft, _ in answers:
-            del self.waiting[id(draft)]
+            del self.pending[id(draft)]
         return answers
 
 
-def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
-    """Returns drafts of first responses as drafts of conversations."""
+def conversation_drafts(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[Draft]:
+    """Turns drafts without tokens into drafts of conversations, each with its dialogue."""
     conversations: list[Draft] = []
     for draft, dialogue in zip(drafts, dialogues, strict=True):
         request = draft.request
@@ -437,30 +485,31 @@ def conversing(drafts: Sequence[Draft], dialogues: Sequence[Dialogue]) -> list[D
             marked=request.marked,
             images=request.images,
         )
-        if dialogue.end is not None:  # lost before it began: a token stands in for the response
+        if dialogue.end is not None:  # its environment failed to start: one masked token is the response
             conversation.tokens = conversation.tokens.extended(torch.tensor([0]), decided=False)
             conversation.logp = torch.zeros(1)
         conversations.append(conversation)
     return conversations
 
 
-def changed_answer(draft: ConversationDraft) -> UserError:
-    """Returns the error of an environment that does not repeat its answers."""
+def answer_changed_error(draft: ConversationDraft) -> UserError:
+    """Returns the error for an environment that answered the same turns in another way than before."""
     return UserError(
-        f"the environment did not answer prompt {draft.prompt.id} as it did before; what it does must follow from the "
-        "prompt and the responses"
+        f"the environment did not answer prompt {draft.prompt.id} as it did before; make its answers "
+        "depend on nothing but the prompt and the responses"
     )
 
 
 def demonstrated(prompt: Prompt) -> list[str]:
-    """Returns the responses of a prompt's demonstration, which may be a function that returns them; else its answer."""
+    """Returns the demonstrated responses of a prompt: those of `metadata["demonstration"]`, which may be a text, a
+    list, or a function that returns either; without it, the prompt's reference answer."""
     demonstration = prompt.metadata.get("demonstration", prompt.answer)
     demonstration = demonstration() if callable(demonstration) else demonstration
     return [str(text) for text in demonstration] if isinstance(demonstration, list) else [str(demonstration)]
 
 
 def history(dialogue: Dialogue) -> list[Message]:
-    """Returns all messages before the last response."""
+    """Returns all messages of a conversation before the policy's last turn."""
     messages = list(dialogue.prompt.messages)
     for turn in dialogue.turns[:-1]:
         messages += [Message("assistant", (turn.response,)), *turn.observation]
@@ -468,7 +517,8 @@ def history(dialogue: Dialogue) -> list[Message]:
 
 
 def turns_of(drafts: Sequence[ConversationDraft]) -> Turns:
-    """Returns the turn of each decision, a mask of turns, none of a lost conversation, and their rewards."""
+    """Returns the turns of conversations, padded: the turn number of each token [rollout, token], the mask of turns and
+    their rewards [rollout, turn]. A lost conversation, whose environment failed, has a mask of False."""
     pad = nn.utils.rnn.pad_sequence
     numbers = [torch.cat(draft.turns) if draft.turns else torch.zeros(1, dtype=torch.int64) for draft in drafts]
     rewards = [torch.tensor([turn.reward for turn in draft.dialogue.turns] or [0.0]) for draft in drafts]

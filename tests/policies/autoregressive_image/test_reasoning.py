@@ -106,7 +106,7 @@ def test_text_and_image_depend_on_the_seed_alone(folder):
     whole, alone = made.rollout(PROMPTS, 3, [1, 2, 3, 4, 5, 6]), made.rollout(PROMPTS[1:], 1, [6])
     assert torch.equal(whole.inputs[5].text, alone.inputs[0].text)
     assert torch.equal(whole.inputs[5].tokens, alone.inputs[0].tokens)
-    made.sampler.in_step = True  # as under ZeRO-3, where no rank stops early
+    made.sampler.lockstep = True  # as under ZeRO-3, where no rank stops early
     again = made.rollout(PROMPTS[1:], 1, [6])
     assert torch.equal(again.inputs[0].text, alone.inputs[0].text)
 
@@ -125,7 +125,7 @@ def test_first_words_are_drawn_as_likely_as_they_are(folder):
 
 def test_the_most_likely_codes_are_those_behind_the_text(folder):
     made = policy(folder, guidance=2.0)
-    record = made.sampler.draw(PROMPTS[1:], [3], 0.0, 2.0)[0]
+    record = made.sampler.sample(PROMPTS[1:], [3], 0.0, 2.0)[0]
     told = torch.cat([record.prompt, record.text, torch.tensor(made.writer.between, dtype=torch.long)])
     untold = made.writer.unconditional(made.prompts.encode(""), told, made.tokenizer)
     c, u = (made.writer.image_logits(made.module.model, read(made, row))[0, -1] for row in (told, untold))
@@ -163,13 +163,13 @@ def test_demonstrations_are_texts_and_images(folder):
         made.replay(batch, made.module).logp[2][batch.mask[2]].double(), by_hand(made, batch.inputs[2], 1.0, 1.0),
         rtol=0, atol=5e-4,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"has no text to learn from: metadata\['reasoning'\]"):
+    with pytest.raises(UserError, match=r"has no text to learn from; set its metadata\['reasoning'\]"):
         made.demonstrate([replace(prompts[0], metadata={"target": prompts[0].metadata["target"]})], [0])
     long = replace(prompts[0], metadata=prompts[0].metadata | {"reasoning": "a a a a a a"})
-    with pytest.raises(UserError, match="has 6 tokens and its end; rollout.reasoning_length=6"):
+    with pytest.raises(UserError, match="has 6 tokens and an end token, more than rollout.reasoning_length=6"):
         made.demonstrate([long], [0])
     odd = replace(prompts[0], metadata=prompts[0].metadata | {"reasoning": "zebra"})
-    with pytest.raises(UserError, match="which the policy never writes"):
+    with pytest.raises(UserError, match="that the policy never samples"):
         made.demonstrate([odd], [0])
 
 
@@ -177,7 +177,7 @@ def test_a_template_asks_for_the_prompt(folder):
     made = policy(folder, drawing={"template": "draw {} in pencil"})
     batch = made.rollout(PROMPTS[:1], 1, [0])
     assert torch.equal(batch.inputs[0].prompt, made.prompts.encode("draw draw a seven in pencil"))
-    with pytest.raises(UserError, match=r"template must hold {} once"):
+    with pytest.raises(UserError, match=r"must have {} exactly once"):
         policy(folder, drawing={"template": "draw it"})
 
 

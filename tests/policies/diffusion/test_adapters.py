@@ -63,19 +63,19 @@ def test_what_is_refused(written, folder_of, tmp_path):
         start(file, folder_of("sd15"))
     state = load_file(file)
     save_file(state | {"text_encoder.x.lora_A.weight": torch.ones(1)}, tmp_path / "both.safetensors")
-    with pytest.raises(UserError, match="both.safetensors changes a text encoder too"):
+    with pytest.raises(UserError, match="both.safetensors has LoRA weights for a text encoder too"):
         start(tmp_path / "both.safetensors", folder_of("sd3"))
     save_file(state | {"transformer.none.lora_A.weight": torch.ones(1)}, tmp_path / "more.safetensors")
-    with pytest.raises(UserError, match="changes none, which the network of .* has not"):
+    with pytest.raises(UserError, match="has weights for none, which the network of .* does not have"):
         start(tmp_path / "more.safetensors", folder_of("sd3"))
     save_file({"model.x": torch.ones(1)}, tmp_path / "whole.safetensors")
     (tmp_path / "whole.ckpt").write_bytes(b"x")
     for name in ("whole.safetensors", "whole.ckpt"):
-        with pytest.raises(UserError, match="is a whole model in one file") as caught:
+        with pytest.raises(UserError, match="is a full model in a single file") as caught:
             start(tmp_path / name, None)
         made = f"from_single_file('{tmp_path / name}').save_pretrained('{tmp_path / 'whole'}')"
         assert made in str(caught.value) and "\n" not in str(caught.value)
     (tmp_path / "whole.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="whole.gguf holds quantised weights, which are not trained"):
+    with pytest.raises(UserError, match="whole.gguf has quantised weights, which cannot be trained"):
         start(tmp_path / "whole.gguf", None)
     shutil.rmtree(folder)

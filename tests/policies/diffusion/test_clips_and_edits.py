@@ -43,7 +43,7 @@ def source(seed=0, side=16):
 
 
 def asked(name, text, seed=0):
-    return ConditionInputs.of(Prompt("p", text, (source(seed, SIDE.get(name, 16)),) if name in EDITS else ()))
+    return ConditionInputs.from_prompt(Prompt("p", text, (source(seed, SIDE.get(name, 16)),) if name in EDITS else ()))
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +218,9 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("name", "resolution", "frames", "message"),
         [
-            ("ltx", 32, 6, "denoising.frames=6: this model draws videos of 1, 5, 9, ... frames"),
+            ("ltx", 32, 6, "denoising.frames=6, but the model at model.path generates videos of 1, 5, 9, ... frames"),
             ("wan", 18, 5, "resolution 18 is not a multiple of 4"),
-            ("kontext", 16, 5, "denoising.frames=5: FluxKontextPipeline draws images"),
+            ("kontext", 16, 5, "denoising.frames=5, but FluxKontextPipeline generates images"),
             ("flux2", 18, None, "resolution 18 is not a multiple of 4"),
         ],
     )
@@ -230,12 +230,12 @@ class TestBadInput:
 
     def test_sources(self, families):
         family = families("kontext")
-        with pytest.raises(UserError, match="has 0 images; an edit needs one"):
+        with pytest.raises(UserError, match="has 0 images, but editing needs exactly one"):
             family.encode([ConditionInputs("make it blue")], (4, 8, 8))
-        with pytest.raises(UserError, match="its image has 20 x 20 pixels, requested are 16 x 16"):
-            family.encode([ConditionInputs.of(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
-        with pytest.raises(UserError, match="has an image, but WanPipeline draws from words alone"):
-            families("wan").encode([ConditionInputs.of(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))
+        with pytest.raises(UserError, match="its image has 20 x 20 pixels, but denoising.resolution is 16 x 16"):
+            family.encode([ConditionInputs.from_prompt(Prompt("p", "make it blue", (source(side=20),)))], (4, 8, 8))
+        with pytest.raises(UserError, match="has an image, but WanPipeline takes only text"):
+            families("wan").encode([ConditionInputs.from_prompt(Prompt("p", "blue", (source(),)))], (4, 5, 8, 8))
         with pytest.raises(UserError, match="some prompts of a batch have an image to edit and some have none"):
             made = families("flux2").encode([ConditionInputs("a"), asked("flux2", "a")], LATENTS["flux2"])
             families("flux2").predict(None, torch.zeros(2, *LATENTS["flux2"]), torch.ones(2), made, None)

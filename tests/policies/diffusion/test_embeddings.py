@@ -83,7 +83,7 @@ def test_a_prompt_that_was_not_embedded_is_named(folder_of, written):
 
 
 def test_another_token_limit_is_refused(folder_of, written):
-    with pytest.raises(UserError, match=r"was written with text_tokens=256, this job has 20; write it anew"):
+    with pytest.raises(UserError, match=r"was written with text_tokens=256, but this job has 20; write it again"):
         family_of(folder_of, written, embeddings=str(written / "said"), text_tokens=20)
 
 
@@ -93,7 +93,7 @@ def test_another_pipeline_is_refused(written):
 
 
 def test_a_folder_without_embeddings_is_refused(folder_of, written, tmp_path):
-    with pytest.raises(UserError, match=r"no embeddings.json there; write it with mmrl embed"):
+    with pytest.raises(UserError, match=r"has no embeddings.json; write the folder with mmrl embed"):
         family_of(folder_of, written, embeddings=str(tmp_path))
 
 
@@ -102,12 +102,12 @@ def test_a_damaged_file_is_one_line(folder_of, written, tmp_path):
     (tmp_path / "embeddings.json").write_text(json.dumps(told))
     (tmp_path / "embeddings-00000.safetensors").write_bytes(b"nothing")
     family = family_of(folder_of, written, embeddings=str(tmp_path))
-    with pytest.raises(UserError, match=r"embeddings-00000.safetensors can not be read"):
+    with pytest.raises(UserError, match=r"embeddings-00000.safetensors cannot be read"):
         family.encode([ConditionInputs("7")])
 
 
 def test_training_the_whole_network_needs_its_encoders(folder_of, written):
-    with pytest.raises(UserError, match=r"leaves the encoders out, .* set model.lora"):
+    with pytest.raises(UserError, match=r"text encoders are not loaded, .* set model.lora"):
         pipelines.load(str(folder_of("sd3")), DiffusionModel(embeddings=str(written / "said")))
 
 

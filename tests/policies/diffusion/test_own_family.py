@@ -73,7 +73,9 @@ def test_what_it_does_itself_is_what_runs(folders, tmp_path):
 
 def test_what_is_refused(folders):
     _, own = folders
-    with pytest.raises(UserError, match="is a OwnPipeline; supported are .* by model.family=package.module:Class"):
+    with pytest.raises(
+        UserError, match="is a OwnPipeline, which is not supported; .* model.family=package.module:Class"
+    ):
         load(str(own), DiffusionModel())
     for named, why in (
         (f"{HERE}:OwnPipeline", "is not a subclass of mmrl.policies.diffusion.families.pipeline:Pipeline"),

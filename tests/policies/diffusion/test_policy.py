@@ -179,7 +179,7 @@ class TestOnPolicy:
         policy = policy_of(small())
         batch = draw(policy)
         assert policy.recorded_replay(batch) is None and batch.inputs[0].prediction is None
-        assert keeping(policy_of(small(), "contrast")).recorded(batch) is None
+        assert keeping(policy_of(small(), "contrast")).recorded_replay(batch) is None
 
     @pytest.mark.parametrize("guidance", [1.0, 3.0])
     @pytest.mark.parametrize("likelihood", ["matching", "contrast"])
@@ -352,11 +352,15 @@ def test_a_text_is_encoded_once_while_it_is_kept():
     policy.replay(draw(policy), policy.module)
     assert sorted(sum(asked, [])) == ["", "red cat", "two dog"]
     asked.clear()
-    policy.network.conditions.of(said("red cat"), policy.shape)
-    policy.network.conditions.of(said("cat"), policy.shape)  # the fourth: the one that was asked for longest ago goes
-    policy.network.conditions.of(said("red cat", "cat"), policy.shape)
+    policy.network.conditions.encode(said("red cat"), policy.shape)
+    policy.network.conditions.encode(
+        said("cat"), policy.shape
+    )  # the fourth: the one that was asked for longest ago goes
+    policy.network.conditions.encode(said("red cat", "cat"), policy.shape)
     assert asked == [["cat"]]
-    found = policy.network.conditions.of(said("red", "dog", "two", "cat", "red"), policy.shape)  # more than are kept
+    found = policy.network.conditions.encode(
+        said("red", "dog", "two", "cat", "red"), policy.shape
+    )  # more than are kept
     assert all(
         torch.equal(f["words"], encode(said(t))[0]["words"])
         for f, t in zip(found, ["red", "dog", "two", "cat", "red"], strict=True)
@@ -633,12 +637,13 @@ class TestBadInput:
             (
                 "mlp",
                 {"transition": "ddim"},
-                "denoising.likelihood.transition.type=ddim is not for a model that predicts velocity; use flow_sde or",
+                "denoising.likelihood.transition.type=ddim does not fit a model that predicts velocity; set it to "
+                "flow_sde or",
             ),
             (
                 "sd15",
                 {"transition": "flow_sde"},
-                "transition.type=flow_sde is not for a model that predicts noise; use ddim",
+                "transition.type=flow_sde does not fit a model that predicts noise; set it to ddim",
             ),
             (
                 "mlp",
@@ -652,15 +657,19 @@ class TestBadInput:
                 "denoising.likelihood: no step of this chain has noise: raise transition.noise",
             ),
             ("mlp", {"window": {"type": "random", "size": 9}}, "likelihood: a window of 9 steps does not fit"),
-            ("mlp", {"resolution": 16}, "denoising.resolution=16: this model draws 8 x 8 pixels only"),
-            ("mlp", {"chunks": (2, 2)}, r"likelihood.chunks=\[2, 2\] cover 4 steps, the window has 3"),
-            ("mlp", {"branching": (2,) * 4}, r"likelihood.branching=\[2, 2, 2, 2\] cover 4 steps, the window has 3"),
+            ("mlp", {"resolution": 16}, "denoising.resolution=16, but the model at model.path generates 8 x 8 pixels"),
+            ("mlp", {"chunks": (2, 2)}, r"likelihood.chunks=\[2, 2\] covers 4 steps, but the window has 3"),
+            (
+                "mlp",
+                {"branching": (2,) * 4},
+                r"likelihood.branching=\[2, 2, 2, 2\] covers 4 steps, but the window has 3",
+            ),
             ("sd15", {"likelihood": "matching", "weight": "elbo"}, "denoising.likelihood.weight=elbo"),
             ("sd15", {"supervised": True, "weight": "elbo"}, "denoising.weight=elbo"),
             (
                 "mlp",
                 {"likelihood": "tests.policies.diffusion.test_policy:Unheard"},
-                "Unheard inherits from none of ImageChain, ImageMatching, ImageContrast",
+                "Unheard is a subclass of none of ImageChain, ImageMatching, ImageContrast",
             ),
         ],
     )
@@ -670,7 +679,7 @@ class TestBadInput:
         assert "\n" not in str(error.value)
 
     def test_of_trees(self):
-        with pytest.raises(UserError, match="makes 4 leaves a tree; rollout.group_size is 3"):
+        with pytest.raises(UserError, match="makes trees of 4 leaves, but rollout.group_size=3"):
             draw(policy_of(small(), branching=(2, 2)), PROMPTS[:1], 3, list(range(3)))
 
     @pytest.mark.parametrize(
@@ -692,9 +701,11 @@ class TestBadInput:
 
     def test_of_prompts(self):
         policy = policy_of(small())
-        with pytest.raises(UserError, match="this model does not know 'blue'; it knows red cat dog two"):
+        with pytest.raises(
+            UserError, match="the model at model.path does not know the word 'blue'; it knows red cat dog two"
+        ):
             draw(policy, [Prompt("x", "blue cat")])
-        with pytest.raises(UserError, match="has 5 words; this model reads 4"):
+        with pytest.raises(UserError, match="has 5 words, more than the 4"):
             draw(policy, [Prompt("x", "cat cat cat cat cat")])
 
     @pytest.mark.parametrize(

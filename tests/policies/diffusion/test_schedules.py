@@ -29,7 +29,7 @@ def every_class():
 
 
 def fault(family, scheduler):
-    return family.schedules.fault(type(scheduler).__name__, scheduler.config)
+    return family.schedules.problem(type(scheduler).__name__, scheduler.config)
 
 
 def test_every_class_has_a_verdict_of_every_family():
@@ -41,7 +41,7 @@ def test_every_class_has_a_verdict_of_every_family():
         # Solvers are read where they are of flows; of their own default prediction they are not.
         assert read == set(schedules.FLOW if flow else schedules.NOISE) - clipping(family), family
         for name in classes.keys() - read - set(family.schedules.kinds):
-            assert "its noise levels are not read" in family.schedules.fault(name, {})
+            assert "it is not supported" in family.schedules.problem(name, {})
 
 
 def clipping(family):
@@ -78,27 +78,31 @@ def test_levels_are_those_of_the_class_itself(name, load_family):
         (StableDiffusion, EulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True is not read"),
         (StableDiffusion, EulerDiscreteScheduler(use_exponential_sigmas=True), "use_exponential_sigmas=True"),
         (StableDiffusion, HeunDiscreteScheduler(use_beta_sigmas=True), "use_beta_sigmas=True"),
-        (StableDiffusion, EulerDiscreteScheduler(sigma_max=80.0), "sigma_max=80.0 is not read. Set it to null"),
+        (StableDiffusion, EulerDiscreteScheduler(sigma_max=80.0), "sigma_max=80.0 is not supported. Set it to null"),
         (StableDiffusion, EulerDiscreteScheduler(timestep_type="continuous"), "Set it to discrete"),
         (StableDiffusion, diffusers.DDPMScheduler(beta_schedule="sigmoid"), "beta_schedule=sigmoid is not read"),
         (StableDiffusion, DDIMScheduler(thresholding=True), "thresholding=True"),
-        (StableDiffusion, FlowMatchEulerDiscreteScheduler(), "its noise levels are not read"),
-        (StableDiffusion, diffusers.LCMScheduler(), "its noise levels are not read"),
-        (StableDiffusion, diffusers.EDMEulerScheduler(), "its noise levels are not read"),
+        (StableDiffusion, FlowMatchEulerDiscreteScheduler(), "it is not supported"),
+        (StableDiffusion, diffusers.LCMScheduler(), "it is not supported"),
+        (StableDiffusion, diffusers.EDMEulerScheduler(), "it is not supported"),
         (StableDiffusionXL, DDIMScheduler(**BETAS), "clip_sample=True is not read"),
         (Flux, DDIMScheduler(), "Supported are FlowMatchEulerDiscreteScheduler"),
-        (Flux, diffusers.FlowMatchHeunDiscreteScheduler(), "its noise levels are not read"),
+        (Flux, diffusers.FlowMatchHeunDiscreteScheduler(), "it is not supported"),
         (Flux, FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas=True"),
         (Flux, FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), "stochastic_sampling=True"),
         (AuraFlow, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting=True"),
         (HunyuanVideo, FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting=True"),
         (Wan, FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True"),
         (Wan, FlowMatchEulerDiscreteScheduler(shift_terminal=0.02), "shift_terminal=0.02"),
-        (Wan, diffusers.UniPCMultistepScheduler(), "prediction_type=epsilon is not read. Set it to flow_prediction"),
+        (
+            Wan,
+            diffusers.UniPCMultistepScheduler(),
+            "prediction_type=epsilon is not supported. Set it to flow_prediction",
+        ),
         (
             Wan,
             diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction"),
-            "use_flow_sigmas=False is not read. Set it to True",
+            "use_flow_sigmas=False is not supported. Set it to True",
         ),
     ],
 )
@@ -136,7 +140,7 @@ def test_a_file_is_refused_before_weights_are_read(folder_of, tmp_path):
     assert "\n" not in str(error.value)
     index["scheduler"] = ["somewhere", "MyScheduler"]
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="is a MyScheduler: its noise levels are not read"):
+    with pytest.raises(UserError, match="is a MyScheduler: it is not supported"):
         pipelines.load(str(tmp_path), DiffusionModel())
 
 
@@ -150,11 +154,11 @@ def test_sides_beyond_the_position_table(name, largest, shared_family):
 
 
 def test_guidance_that_a_model_holds(shared_family):
-    assert "denoising.embedded_guidance" in shared_family("flux").remarks.held_guidance
-    assert "its own scale: none" in shared_family("flux_schnell").remarks.held_guidance
-    assert all(shared_family(name).remarks.held_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
-    (line,) = shared_family("sd3").remarks.facts
-    assert "shift=3 once" in line and shared_family("flux").remarks.facts == ()
+    assert "denoising.embedded_guidance" in shared_family("flux").notes.distilled_guidance
+    assert "its own scale: none" in shared_family("flux_schnell").notes.distilled_guidance
+    assert all(shared_family(name).notes.distilled_guidance is None for name in ("sd3", "qwen_image", "sd15", "sdxl"))
+    (line,) = shared_family("sd3").notes.differences
+    assert "shift=3 once" in line and shared_family("flux").notes.differences == ()
 
 
 def test_norms_of_patches_by_hand():

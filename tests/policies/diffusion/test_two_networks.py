@@ -103,5 +103,7 @@ def test_texts_that_are_written_have_no_embeddings(folder_of, writer, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_two_networks_is_not_estimated(folder_of, writer, tmp_path, kind):
     config = config_of(kind, folder_of("sd3"), writer, tmp_path)
-    with pytest.raises(UserError, match=f"memory is not estimated for model.type={config.model.type}, which holds two"):
+    with pytest.raises(
+        UserError, match=f"memory cannot be estimated for model.type={config.model.type}, which has two"
+    ):
         memory_lines(lambda overrides: config, 1, [Gpu.parse("80")])

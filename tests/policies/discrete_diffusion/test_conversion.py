@@ -160,9 +160,7 @@ def rename(file, before, after):
 
 def test_a_published_folder_is_never_run_and_the_command_is_named(tmp_path):
     write(tmp_path / "llada", "llada")
-    with pytest.raises(
-        UserError, match=f"llada model with code of its own, .* mmrl convert {tmp_path / 'llada'} --out"
-    ):
+    with pytest.raises(UserError, match=f"type llada with code of its own .* mmrl convert {tmp_path / 'llada'} --out"):
         policy_of(tmp_path / "llada", build=False)
     done = mmrl(tmp_path, "convert", str(tmp_path / "llada"))
     assert done.code == 0, done.err
@@ -177,9 +175,9 @@ def test_what_is_not_converted_is_one_line(tmp_path):
     write(tmp_path / "a", "llada")
     values = json.loads((tmp_path / "a" / "config.json").read_text())
     for change, line in (
-        ({"scale_logits": True}, "scale_logits=True, which a Llama does not compute"),
+        ({"scale_logits": True}, "scale_logits=True, which Llama does not compute"),
         ({"model_type": "other"}, "holds a other model"),
-        ({"mask_token_id": None}, "neither mask_token_id in config.json nor a token"),
+        ({"mask_token_id": None}, "no mask token is known; set mask_token_id"),
     ):
         (tmp_path / "a" / "config.json").write_text(json.dumps(values | change))
         with pytest.raises(UserError, match=line):

@@ -67,9 +67,9 @@ def test_one_step_is_the_product_of_what_is_said_of_each_place_alone(made):
 
 
 def test_hidden_tokens_of_the_prompt_are_those_of_the_seed():
-    found = torch.cat([likelihoods.one_step(seed, 50, 3, 0.15).prompt_empty for seed in range(200)])
+    found = torch.cat([likelihoods.one_step(seed, 50, 3, 0.15).prompt_masked for seed in range(200)])
     assert abs(float(found.float().mean()) - 0.15) < 0.012  # three standard errors of 10000
-    again = likelihoods.one_step(7, 50, 3, 0.15).prompt_empty
+    again = likelihoods.one_step(7, 50, 3, 0.15).prompt_masked
     assert torch.equal(again, found[7:8]) and not torch.equal(found[7], found[8])
 
 
@@ -87,8 +87,8 @@ def test_coupled_divides_scores_by_the_chance_of_their_mask(made, pairs):
         states = likelihoods.coupled(seed, 3, pairs, (0.25, 0.25))
         expected = [float(exact.table([None] * 3)[k, RESPONSE[k]]) / 2 for k in range(3)]
         for pair in range(pairs):
-            first, second = states.empty[1 + 2 * pair], states.empty[2 + 2 * pair]
-            assert torch.equal(first, ~second) and states.empty[0].all()
+            first, second = states.masked[1 + 2 * pair], states.masked[2 + 2 * pair]
+            assert torch.equal(first, ~second) and states.masked[0].all()
             for k in range(3):
                 one, chance = (first, 0.25) if first[k] else (second, 0.75)
                 written = [None if one[j] else RESPONSE[j] for j in range(3)]
@@ -99,18 +99,18 @@ def test_coupled_divides_scores_by_the_chance_of_their_mask(made, pairs):
 
 
 def test_coupled_shares_lie_between_its_levels():
-    empty = torch.stack([likelihoods.coupled(seed, 400, 1, (0.2, 0.4)).empty[1] for seed in range(60)])
+    empty = torch.stack([likelihoods.coupled(seed, 400, 1, (0.2, 0.4)).masked[1] for seed in range(60)])
     shares = empty.float().mean(1)
     assert 0.12 < shares.min() < 0.26 and 0.34 < shares.max() < 0.48
 
 
 def test_levels_are_drawn_alike_and_one_in_each_part():
-    count = torch.stack([likelihoods.elbo(seed, 4, 4).empty.sum(1) for seed in range(50)])
+    count = torch.stack([likelihoods.elbo(seed, 4, 4).masked.sum(1) for seed in range(50)])
     assert torch.equal(count, torch.arange(1, 5).expand(50, 4))
-    single = torch.cat([likelihoods.elbo(seed, 4, 1).empty.sum(1) for seed in range(2000)])
+    single = torch.cat([likelihoods.elbo(seed, 4, 1).masked.sum(1) for seed in range(2000)])
     assert (torch.bincount(single, minlength=5)[1:] / 2000 - 0.25).abs().max() < 0.04
     states = likelihoods.elbo(3, 5, 2)
-    for empty, weight in zip(states.empty, states.weight, strict=True):
+    for empty, weight in zip(states.masked, states.weight, strict=True):
         torch.testing.assert_close(weight, empty * 5 / (2 * empty.sum()))
 
 
@@ -148,7 +148,7 @@ def test_shrink_merges_steps_that_filled_a_position():
     """Steps 0, 1, 3, 4, 8, 9 in pairs; those between were not needed (rl_llada.py, collapse_k_unique)."""
     states = likelihoods.trace(torch.tensor([8, 0, 3, 9, 1, 4]), 12, 2)
     assert states.weight.argmax(0).tolist() == [2, 0, 1, 2, 0, 1] and states.weight.sum(0).tolist() == [1.0] * 6
-    assert states.empty[1].tolist() == [True, False, True, True, False, True]
+    assert states.masked[1].tolist() == [True, False, True, True, False, True]
 
 
 def test_what_is_drawn_has_the_likelihood_that_enumeration_gives(made):
@@ -191,7 +191,7 @@ def test_entropy_is_a_mean_over_states_with_the_weights_of_the_likelihood(made, 
             parameter.zero_()
     letters = 16 - len(policy.layout.vocabulary.suppressed)
     found = policy.replay(given(policy, [RESPONSE]), policy.module)
-    weight = policy.states_of(given(policy, [RESPONSE]).inputs[0]).weight.sum(0)
+    weight = policy.scoring_states(given(policy, [RESPONSE]).inputs[0]).weight.sum(0)
     torch.testing.assert_close(found.logp[0], -math.log(letters) * weight, rtol=1e-5, atol=0)
     asked = weight > 0
     torch.testing.assert_close(found.entropy[0][asked], torch.full((int(asked.sum()),), math.log(letters)))
@@ -202,7 +202,10 @@ def test_wrong_options_are_one_line(folder):
     for unmasking, line in (
         ({"likelihood": {"type": "coupled", "levels": [0.8, 0.2]}}, "levels must lie inside"),
         ({"likelihood": {"type": "elbo", "pairs": 2}}, "unknown key unmasking.likelihood.pairs"),
-        ({"steps": 4}, "unmasking.steps=4 do not fill rollout.response_length=3 positions in 1 block; use 1 to 3"),
+        (
+            {"steps": 4},
+            "unmasking.steps=4 does not fit rollout.response_length=3 positions in 1 block; set it to 1 to 3",
+        ),
         ({"steps": 1, "block": 2}, "positions in 2 blocks; use 2 to 3"),
     ):
         with pytest.raises(UserError, match=line):

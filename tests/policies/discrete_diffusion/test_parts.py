@@ -8,7 +8,7 @@ import torch
 from mmrl.config import validate
 from mmrl.errors import UserError
 from mmrl.policies.discrete_diffusion.likelihoods import spread
-from mmrl.policies.discrete_diffusion.schedule import in_parts, schedule
+from mmrl.policies.discrete_diffusion.schedule import schedule, text_and_image_schedule
 from mmrl.rollouts import IMAGE, TEXT, Prompt, part_mask
 from mmrl.tasks.image_generation.data import digits
 from mmrl.tasks.image_generation.tiny import image_tokens
@@ -109,17 +109,17 @@ def test_the_first_ratio_is_exactly_one(folder, likelihood):
 def test_levels_are_spread_from_a_drawn_start():
     for seed in range(20):
         states = spread(seed, 5000, 4)
-        level = states.empty.float().mean(1).sort().values
+        level = states.masked.float().mean(1).sort().values
         assert (level.diff() - 0.25).abs().max() < 0.04 and level[0] < 0.27  # four levels, a quarter apart
-    starts = [float(spread(seed, 5000, 1).empty.float().mean()) for seed in range(200)]
+    starts = [float(spread(seed, 5000, 1).masked.float().mean()) for seed in range(200)]
     assert abs(sum(starts) / 200 - 0.5) < 0.08 and min(starts) < 0.1 and max(starts) > 0.9
-    assert all(spread(seed, 3, 1).empty.any() for seed in range(100))  # there is always something to ask about
+    assert all(spread(seed, 3, 1).masked.any() for seed in range(100))  # there is always something to ask about
     few = spread(3, 7, 3)
-    assert torch.equal(few.weight > 0, few.empty) and few.prompt_empty is None
-    asked = few.empty.any(0)
+    assert torch.equal(few.weight > 0, few.masked) and few.prompt_masked is None
+    asked = few.masked.any(0)
     torch.testing.assert_close(few.weight.sum(0), asked.float())
     assert all(len({float(w) for w in column if w > 0}) <= 1 for column in few.weight.T)
-    assert not torch.equal(few.empty, spread(4, 7, 3).empty) and torch.equal(few.empty, spread(3, 7, 3).empty)
+    assert not torch.equal(few.masked, spread(4, 7, 3).masked) and torch.equal(few.masked, spread(3, 7, 3).masked)
 
 
 def test_a_place_is_as_likely_as_it_is_in_the_states_that_empty_it(folder):
@@ -128,7 +128,7 @@ def test_a_place_is_as_likely_as_it_is_in_the_states_that_empty_it(folder):
     with torch.no_grad():
         now = made.replay(batch, made.module)
     for i, record in enumerate(batch.inputs):
-        empty = spread(record.seed, LONGEST + PLACES, 3).empty
+        empty = spread(record.seed, LONGEST + PLACES, 3).masked
         found = torch.zeros(LONGEST + PLACES).double()
         for state in empty:
             written = [None if e else int(t) for t, e in zip(record.response, state, strict=True)]
@@ -143,12 +143,17 @@ def test_a_place_is_as_likely_as_it_is_in_the_states_that_empty_it(folder):
 
 
 def test_the_schedule_of_codes_follows_that_of_text():
-    assert in_parts(0, 4, None, 2, None) == schedule(4, 2)
-    found = in_parts(3, 4, 2, 2, None)
+    assert text_and_image_schedule(0, 4, None, 2, None) == schedule(4, 2)
+    found = text_and_image_schedule(3, 4, 2, 2, None)
     assert [tuple(step) for step in found] == [(0, 3, 2), (0, 3, 1), (3, 7, 2), (3, 7, 2)]
-    assert [tuple(step) for step in in_parts(2, 4, None, 2, 2)] == [(0, 2, 1), (0, 2, 1), (2, 4, 2), (4, 6, 2)]
-    with pytest.raises(ValueError, match="unmasking.reasoning_steps=4 do not fill rollout.reasoning_length=3"):
-        in_parts(3, 4, 4, 2, None)
+    assert [tuple(step) for step in text_and_image_schedule(2, 4, None, 2, 2)] == [
+        (0, 2, 1),
+        (0, 2, 1),
+        (2, 4, 2),
+        (4, 6, 2),
+    ]
+    with pytest.raises(ValueError, match="unmasking.reasoning_steps=4 does not fit rollout.reasoning_length=3"):
+        text_and_image_schedule(3, 4, 4, 2, None)
 
 
 def test_demonstrations_are_texts_and_images(folder):
@@ -162,7 +167,7 @@ def test_demonstrations_are_texts_and_images(folder):
     tail = torch.stack([record.response[3:LONGEST] for record in batch.inputs])
     assert (tail == made.layout.vocabulary.end).all()
     assert made.replay(batch, made.module).logp.isfinite().all()
-    with pytest.raises(UserError, match=r"has no text to learn from: metadata\['reasoning'\]"):
+    with pytest.raises(UserError, match=r"has no text to learn from; set its metadata\['reasoning'\]"):
         made.demonstrate([replace(prompts[0], metadata={"target": prompts[0].metadata["target"]})], [0])
     long = replace(prompts[0], metadata=prompts[0].metadata | {"reasoning": "a a a a a a a"})
     with pytest.raises(UserError, match="has 7 tokens, more than rollout.reasoning_length=6"):
@@ -180,9 +185,9 @@ def tree(**more):
 
 def test_what_can_not_be_is_one_line(folder, tmp_path):
     """What needs no model is said before it is looked for."""
-    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 fills text before the tokens of an image; set"):
+    with pytest.raises(UserError, match="unmasking.reasoning_steps=3 is for text before an image, but"):
         validate(tree(unmasking={"reasoning_steps": 3}), "test")
-    with pytest.raises(UserError, match="unmasking.reasoning_steps=9 do not fill rollout.reasoning_length=6"):
+    with pytest.raises(UserError, match="unmasking.reasoning_steps=9 does not fit rollout.reasoning_length=6"):
         validate(tree(rollout={"reasoning_length": 6}, unmasking={"reasoning_steps": 9}), "test")
     with pytest.raises(UserError, match=r"needs responses in parts, text before an image \("):
         validate(tree(algorithm={"surrogate": {"type": "by_part"}}), "test")
@@ -191,7 +196,7 @@ def test_what_can_not_be_is_one_line(folder, tmp_path):
     uniform["model"]["type"] = "uniform_diffusion"
     with pytest.raises(UserError, match="unknown key rollout.reasoning_length"):
         validate(uniform, "test")
-    with pytest.raises(UserError, match="rollout.reasoning_length=6 writes text before .* has no codebook"):
+    with pytest.raises(UserError, match="rollout.reasoning_length=6 is for text before .* has no codebook"):
         policy_of(tmp_path, rollout={"reasoning_length": 6})
     with pytest.raises(
         UserError, match="rollout.response_length=16 with rollout.reasoning_length=20 before it leaves no room"

@@ -119,13 +119,13 @@ def test_demonstrations_are_scored_by_the_bound_with_other_states_for_every_seed
     end = policy.layout.vocabulary.end
     assert made.inputs[0].response.tolist() == [*policy.layout.tokenizer("31").input_ids, end, end]
     assert made.mask[0].tolist() == [True, True, True, False]
-    empty = [policy.states_of(record).empty for record in made.inputs]
+    empty = [policy.scoring_states(record).masked for record in made.inputs]
     assert empty[0].shape == (2, 4)
-    many = [policy.states_of(r).empty for r in policy.demonstrate([PROMPT] * 20, list(range(20))).inputs]
+    many = [policy.scoring_states(r).masked for r in policy.demonstrate([PROMPT] * 20, list(range(20))).inputs]
     assert len({tuple(e.flatten().tolist()) for e in many}) > 10
     with pytest.raises(UserError, match="has 6 tokens, more than rollout.response_length=4"):
         policy.demonstrate([Prompt("p", "1+1=", answer="123456")], [0])
-    with pytest.raises(UserError, match="which the policy never writes"):
+    with pytest.raises(UserError, match="that the policy never samples"):
         policy.demonstrate([Prompt("p", "1+1=", answer="x")], [0])
 
 
@@ -152,16 +152,16 @@ def test_what_is_saved_loads_in_transformers_and_here(folder, tmp_path, lora):
 
 
 def test_what_does_not_fit_is_one_line(folder, tmp_path):
-    with pytest.raises(UserError, match="leaves no room for a prompt in the 32 tokens"):
+    with pytest.raises(UserError, match="leaves no room for a prompt in the context of .*, 32 tokens"):
         policy_of(folder, length=32)
     with pytest.raises(UserError, match=r"model.mask_token=<hole> is not a token"):
         policy_of(folder, mask_token="<hole>", build=False)
-    with pytest.raises(UserError, match="reads a single text without images"):
+    with pytest.raises(UserError, match="has images, videos or several messages, which"):
         policy_of(folder).layout.encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
     with pytest.raises(UserError, match="prompt p has 0 tokens"):
         policy_of(folder).layout.encode(Prompt("p", ""))
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(UserError, match="is a clip model, which does not write text"):
+    with pytest.raises(UserError, match="is a model of type clip, which does not write text"):
         policy_of(tmp_path, build=False)
 
 
@@ -178,7 +178,7 @@ def test_images_are_written_as_codes(tmp_path):
     assert (shown.samples[0].image - prompt.metadata["target"]).square().mean() < 0.05
     policy.save(tmp_path / "again", policy.module.state_dict())
     assert policy_of(tmp_path / "again", length=16, build=False).layout.codebook.tokens_per_image == 16
-    with pytest.raises(UserError, match="writes images of 16 tokens; set rollout.response_length=16"):
+    with pytest.raises(UserError, match="generates images of 16 tokens; set it to 16"):
         policy_of(tmp_path, length=4, build=False)
 
 

@@ -65,7 +65,7 @@ def row_of(micros, response):
 def logp(policy, record):
     """log p of a response's tokens with all of them and some tokens of the prompt masked, by transformers' logits."""
     mask = policy.layout.vocabulary.mask
-    prompt = record.prompt.masked_fill(policy.states_of(record).prompt_empty[0], mask)
+    prompt = record.prompt.masked_fill(policy.scoring_states(record).prompt_masked[0], mask)
     row = torch.cat([prompt, torch.full_like(record.response, mask)])[None]
     logits = policy.module.model(input_ids=row).logits[0, -len(record.response) :]
     logits[:, policy.layout.vocabulary.suppressed] = -torch.inf
@@ -77,7 +77,7 @@ def test_every_epoch_masks_the_prompt_anew_for_all_policies(trainer, rollouts):
     differ = 0
     for sampled in rollouts.inputs:
         of_epochs = [row_of(micros, sampled.response) for micros in found]
-        masks = {tuple(policy.states_of(m.inputs[i]).prompt_empty[0].tolist()) for m, i in of_epochs}
+        masks = {tuple(policy.scoring_states(m.inputs[i]).prompt_masked[0].tolist()) for m, i in of_epochs}
         differ += len(masks) == 3
         advantages = [m.advantages[i] for m, i in of_epochs]
         assert torch.equal(advantages[0], advantages[1]) and torch.equal(advantages[0], advantages[2])
@@ -119,7 +119,9 @@ def test_what_is_measured_in_the_first_epochs_states_is_refused():
         "epochs": 2,
         "terms": [{"type": "kl", "against": {"type": "view", "view": "no_text"}, "coefficient": 0.1}],
     }
-    with pytest.raises(UserError, match="is measured in the first one's; set redraw: false, or epochs=1") as error:
+    with pytest.raises(
+        UserError, match="is measured only in those of the first; set unmasking.likelihood.redraw=false"
+    ) as error:
         validate(tree, "test")
     assert "\n" not in str(error.value)
     likelihood["redraw"] = False
@@ -139,9 +141,9 @@ UNIFORM = {
 @torch.no_grad()
 def noised_logp(policy, record):
     """log p of a response's tokens where some of them are others, by transformers' logits."""
-    states = policy.states_of(record)
+    states = policy.scoring_states(record)
     tokens = policy.allowed[(states.noise[0] * len(policy.allowed)).long()]
-    row = torch.cat([record.prompt, torch.where(states.empty[0], tokens, record.response)])[None]
+    row = torch.cat([record.prompt, torch.where(states.masked[0], tokens, record.response)])[None]
     logits = policy.module.model(input_ids=row).logits[0, -len(record.response) :]
     logits[:, policy.layout.vocabulary.suppressed] = -torch.inf
     return logits.log_softmax(-1).gather(1, record.response[:, None])[:, 0]
@@ -157,7 +159,7 @@ def test_every_epoch_noises_a_response_anew(tmp_path):
     for sampled in rollouts.inputs:
         of_epochs = [row_of(micros, sampled.response) for micros in found]
         assert of_epochs[0][0].inputs[of_epochs[0][1]].seed == sampled.seed
-        differ += len({tuple(policy.states_of(m.inputs[i]).noise[0].tolist()) for m, i in of_epochs}) == 3
+        differ += len({tuple(policy.scoring_states(m.inputs[i]).noise[0].tolist()) for m, i in of_epochs}) == 3
         for micro, i in of_epochs:
             torch.testing.assert_close(micro.old_logp[i], noised_logp(policy, micro.inputs[i]), rtol=0, atol=2e-5)
     assert differ == len(rollouts.inputs)
@@ -170,7 +172,7 @@ def test_every_epoch_noises_a_response_anew(tmp_path):
 def test_what_is_measured_in_the_first_noise_is_refused():
     tree = UNIFORM | {"model": {**UNIFORM["model"], "path": "unread"}, "noising": {"draws": 1}}
     tree["algorithm"] = {"epochs": 2, "terms": [{"type": "kl", "against": {"type": "view", "view": "no_text"}}]}
-    with pytest.raises(UserError, match="with noising.redraw=true scores every epoch in states of its own"):
+    with pytest.raises(UserError, match="noising.redraw=true every epoch scores responses in new states"):
         validate(tree, "test")
     tree["noising"]["redraw"] = False
     validate(tree, "test")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.policies.discrete_diffusion.likelihoods import by_blocks, staircase
+from mmrl.policies.discrete_diffusion.likelihoods import block_attention, staircase
 from mmrl.rollouts import Prompt
 from tests.policies.discrete_diffusion.parts import PROMPT, forget_end, given, policy_of
 
@@ -46,11 +46,11 @@ def alone(policy, prompt, blocks):
 
 def test_the_staircase_by_hand():
     """A prompt of one token, a response of blocks of one and two places, its copy, and a padding token."""
-    seen, positions = by_blocks(1, torch.tensor([0, 1, 1]), 8, noised=True)
+    seen, positions = block_attention(1, torch.tensor([0, 1, 1]), 8, noised=True)
     rows = ["10000000", "11000000", "11110000", "11110000", "10001000", "11000110", "11000110", "00000001"]
     assert seen.int().tolist() == [[int(mark) for mark in row] for row in rows]
     assert positions.tolist() == [0, 1, 2, 3, 1, 2, 3, 0]
-    plain, places = by_blocks(1, torch.tensor([0, 1, 1]), 4, noised=False)
+    plain, places = block_attention(1, torch.tensor([0, 1, 1]), 4, noised=False)
     assert torch.equal(plain, seen[:4, :4]) and places.tolist() == [0, 1, 2, 3]
 
 
@@ -58,13 +58,13 @@ def test_every_block_has_empty_places_of_its_own():
     for seed in range(20):
         states = staircase(seed, BLOCKS, 3)
         for block, size in ((0, 3), (1, 2)):
-            empty, weight = states.empty[:, block == BLOCKS], states.weight[:, block == BLOCKS]
+            empty, weight = states.masked[:, block == BLOCKS], states.weight[:, block == BLOCKS]
             count = empty.sum(1, keepdim=True)
             assert (count >= 1).all()
             torch.testing.assert_close(weight, empty * size / (3 * count))
-    counts = torch.cat([staircase(seed, BLOCKS, 4).empty[:, :3].sum(1) for seed in range(800)])
+    counts = torch.cat([staircase(seed, BLOCKS, 4).masked[:, :3].sum(1) for seed in range(800)])
     assert (torch.bincount(counts, minlength=4)[1:] / 3200 - 1 / 3).abs().max() < 0.04  # 1, 2 or 3 of three, alike
-    assert torch.equal(staircase(3, BLOCKS, 2).empty, staircase(3, BLOCKS, 2).empty)
+    assert torch.equal(staircase(3, BLOCKS, 2).masked, staircase(3, BLOCKS, 2).masked)
 
 
 def test_one_row_equals_a_forward_for_every_block(folder):
@@ -76,7 +76,7 @@ def test_one_row_equals_a_forward_for_every_block(folder):
     for row, record in enumerate(batch.inputs):
         states, expected = staircase(record.seed, BLOCKS, 2), torch.zeros(5).double()
         answer = record.response.tolist()
-        for empty, weight in zip(states.empty, states.weight, strict=True):
+        for empty, weight in zip(states.masked, states.weight, strict=True):
             shown = [None if e else i for i, e in zip(answer, empty, strict=True)]
             for blocks, places in (([shown[:3]], range(3)), ([answer[:3], shown[3:]], range(3, 5))):
                 table = alone(policy, record.prompt, blocks)
@@ -128,28 +128,28 @@ def test_demonstrations_are_learned_by_blocks(folder):
     unmasking = {"block": 3, "causal_blocks": True, "draws": 2}
     policy = policy_of(folder, length=5, algorithm="supervised", unmasking=unmasking)
     batch = policy.demonstrate([PROMPT], [3])
-    assert policy.states_of(batch.inputs[0]).blocks.tolist() == BLOCKS.tolist()
+    assert policy.scoring_states(batch.inputs[0]).blocks.tolist() == BLOCKS.tolist()
     assert policy.replay(batch, policy.module).logp.isfinite().all()
 
 
 def test_what_does_not_go_together_is_one_line(tmp_path):
     """Before any model is looked for."""
     for unmasking, options, line in (
-        ({"likelihood": "staircase", "block": 3}, {}, "staircase is of models that are read by blocks; set"),
+        ({"likelihood": "staircase", "block": 3}, {}, "staircase is for block diffusion models; set"),
         (
             {"likelihood": "staircase", "causal_blocks": True},
             {},
-            "needs to know how large blocks are; set unmasking.block",
+            "needs the length of a block; set unmasking.block",
         ),
         (
             {"likelihood": "trace", "block": 3, "causal_blocks": True},
             {},
-            "likelihood=trace shows a model all of a response",
+            "likelihood=trace scores a response with attention to all",
         ),
         (
             {"likelihood": "staircase", "block": 3, "causal_blocks": True},
             {"shifted": True},
-            "scores a position in its own block, and with model.shifted=true",
+            "scores a token in its own block, but with model.shifted=true",
         ),
     ):
         with pytest.raises(UserError, match=line):

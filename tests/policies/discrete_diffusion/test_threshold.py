@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 
 def drawn(policy, temperature=0.0):
-    return policy._draw([policy.layout.encode(PROMPT)], [0], temperature)[0]
+    return policy._sample([policy.layout.encode(PROMPT)], [0], temperature)[0]
 
 
 def test_all_places_that_are_likely_enough_are_filled_at_once(folder):

@@ -37,7 +37,7 @@ def test_segments_are_as_equal_as_can_be():
     for segments, expected in ((1, [0] * 5), (2, [1, 0, 1, 0, 1]), (3, [2, 0, 2, 1, 1]), (5, [4, 0, 3, 1, 2])):
         states = step_merge(steps, 5, segments)
         assert states.weight.argmax(0).tolist() == expected and states.weight.sum(0).tolist() == [1.0] * 5
-        assert all(states.empty[e, k] for k, e in enumerate(expected))
+        assert all(states.masked[e, k] for k, e in enumerate(expected))
     assert len(step_merge(steps, 5, 9).weight) == 5  # no more than there are steps
     for last, segments in itertools.product((4, 7, 12), (2, 3, 4)):
         sizes = step_merge(torch.arange(last), last, segments).weight.sum(1)
@@ -126,12 +126,12 @@ def test_antithetic_states_complete_each_other_and_meet_the_same_bound(made):
     """Every place is asked about in one of a pair, and one place in both; on average that is the bound."""
     for seed in range(30):
         states = elbo(seed, 5, 4, antithetic=True)
-        first, second = states.empty[0::2], states.empty[1::2]
+        first, second = states.masked[0::2], states.masked[1::2]
         assert (first | second).all() and ((first & second).sum(1) == 1).all()
-        torch.testing.assert_close(states.weight, states.empty * 5 / (4 * states.empty.sum(1, keepdim=True)))
+        torch.testing.assert_close(states.weight, states.masked * 5 / (4 * states.masked.sum(1, keepdim=True)))
         low, high = first.sum(1).tolist()
         assert low <= 3 <= high  # the pairs share out the levels
-    counts = torch.cat([elbo(seed, 4, 2, antithetic=True).empty.sum(1) for seed in range(2000)])
+    counts = torch.cat([elbo(seed, 4, 2, antithetic=True).masked.sum(1) for seed in range(2000)])
     assert (torch.bincount(counts, minlength=5)[1:] / 4000 - 0.25).abs().max() < 0.04
     policy = made({"type": "elbo", "draws": 2, "antithetic": True})
     found = replayed(policy, [RESPONSE] * 1200, None).sum(1)
@@ -150,7 +150,7 @@ def test_preferences_are_of_bounds_with_the_same_states_for_both_policies(folder
     policy = policy_of(folder, length=4, algorithm=algorithm, unmasking=unmasking)
     pair = [replace(PROMPT, metadata={"demonstration": text}) for text in ("31", "30")]
     batch = policy.demonstrate(pair, [5, 5])
-    one, other = (policy.states_of(record).empty for record in batch.inputs)
+    one, other = (policy.scoring_states(record).masked for record in batch.inputs)
     assert torch.equal(one, other)
     batch.advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
     with torch.no_grad():

@@ -33,9 +33,9 @@ def replayed(policy, response=RESPONSE, seed=7):
 def by_hand(policy, states, response=RESPONSE):
     """[state, place] log-likelihoods of the response in noised states, straight from the transformers model."""
     exact, found = Exact(policy, len(response)), []
-    for s in range(len(states.empty)):
+    for s in range(len(states.masked)):
         noise = policy.allowed[(states.noise[s] * len(policy.allowed)).long()].tolist()
-        written = [n if e else r for n, e, r in zip(noise, states.empty[s].tolist(), response, strict=True)]
+        written = [n if e else r for n, e, r in zip(noise, states.masked[s].tolist(), response, strict=True)]
         found.append(exact.table(written)[range(len(response)), response])
     return torch.stack(found)
 
@@ -57,7 +57,7 @@ def test_without_noise_the_model_sees_the_response_itself(made):
 
 
 def test_levels_are_met_and_stratified():
-    share = torch.stack([noised(seed, 400, 2, (0.2, 0.6)).empty.float().mean(1) for seed in range(60)])
+    share = torch.stack([noised(seed, 400, 2, (0.2, 0.6)).masked.float().mean(1) for seed in range(60)])
     assert 0.12 < share[:, 0].min() < 0.28 and 0.32 < share[:, 0].max() < 0.48
     assert 0.33 < share[:, 1].min() < 0.47 and 0.53 < share[:, 1].max() < 0.68
     assert torch.equal(noised(3, 5, 2, (0, 1)).weight, torch.full((2, 5), 0.5))
@@ -68,7 +68,7 @@ def test_levels_are_met_and_stratified():
 def test_noise_is_made_of_all_tokens_that_may_be_drawn_and_of_no_others(made):
     policy = made()
     numbers = torch.arange(0, 1, 1 / 64)
-    found = policy._tokens(numbers)
+    found = policy._random_tokens(numbers)
     assert set(found.tolist()) == set(range(16)) - set(policy.layout.vocabulary.suppressed.tolist())
     counts = torch.bincount(found, minlength=16)[policy.allowed]
     assert counts.max() - counts.min() <= 1
@@ -136,7 +136,7 @@ def test_a_response_depends_on_its_seed_alone(made):
 def test_temperature_is_replayed(made):
     policy = made({"draws": 1, "levels": [1, 1]}, rollout={"temperature": 2.0})
     states = noised(7, 3, 1, (1, 1))
-    noise = policy._tokens(states.noise[0]).tolist()
+    noise = policy._random_tokens(states.noise[0]).tolist()
     expected = (Exact(policy, 3).table(noise) / 2).log_softmax(-1)[range(3), RESPONSE]
     torch.testing.assert_close(replayed(policy).logp[0].double(), expected, rtol=0, atol=3e-5)
 
@@ -145,8 +145,8 @@ def test_demonstrations_have_other_states_for_every_seed(folder):
     policy = policy_of(folder, length=4, algorithm="supervised", noising={"draws": 2}, **UNIFORM)
     batch = policy.demonstrate([PROMPT] * 20, list(range(20)))
     assert batch.samples[0].response == "31" and batch.mask[0].tolist() == [True, True, True, False]
-    states = [policy.states_of(record) for record in batch.inputs]
-    assert states[0].empty.shape == (2, 4) and len({tuple(s.empty.flatten().tolist()) for s in states}) > 10
+    states = [policy.scoring_states(record) for record in batch.inputs]
+    assert states[0].masked.shape == (2, 4) and len({tuple(s.masked.flatten().tolist()) for s in states}) > 10
     found = policy.replay(batch, policy.module).logp
     assert found.shape == (20, 4) and bool((found < 0).all())
     assert math.isclose(float(states[0].weight.sum()), 4, rel_tol=1e-6)
@@ -165,7 +165,7 @@ def test_images_are_written_as_codes(tmp_path):
 
 def test_wrong_options_are_one_line(folder):
     for noising, line in (
-        ({"levels": [0.8, 0.2]}, "levels must lie in"),
+        ({"levels": [0.8, 0.2]}, "must be two numbers from 0 to 1, the smaller one first"),
         ({"steps": 0}, "noising.steps"),
         ({"order": "random"}, "unknown key noising.order"),
     ):
@@ -173,5 +173,5 @@ def test_wrong_options_are_one_line(folder):
             policy_of(folder, noising=noising, build=False, **UNIFORM)
     with pytest.raises(UserError, match="unknown key unmasking"):
         policy_of(folder, unmasking={"steps": 3}, build=False, **UNIFORM)
-    with pytest.raises(UserError, match="model.type=uniform_diffusion reads a single text"):
+    with pytest.raises(UserError, match="which model.type=uniform_diffusion does not read"):
         policy_of(folder, **UNIFORM).layout.encode(Prompt("p", "1+1=", messages=("x",)))

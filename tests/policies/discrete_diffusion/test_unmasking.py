@@ -43,7 +43,7 @@ def test_the_surest_place_is_filled_first_from_what_was_written_before(folder):
     policy = forget_end(policy_of(folder, length=4))
     policy.evaluation_temperature = 0.0
     policy.respond([PROMPT], [0])
-    record = policy._draw([policy.layout.encode(PROMPT)], [0], 0.0)[0]
+    record = policy._sample([policy.layout.encode(PROMPT)], [0], 0.0)[0]
     exact, written = Exact(policy, 4), [None] * 4
     for number in range(4):
         table = exact.table(written)

@@ -1,4 +1,4 @@
-"""Denoising chains of a guided network, and rollouts of the latents that they end in."""
+"""Runs denoising chains with a guided network, and builds rollouts from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmrl.policies.diffusion.decisions.records import ImageRecord, decoded_samples, noise_of
+from mmrl.policies.diffusion.decisions.records import ImageRecord, decoded_samples, noise_function
 from mmrl.policies.diffusion.family import ConditionInputs, Shape
 from mmrl.policies.diffusion.prediction import GuidedNetwork
 from mmrl.policies.diffusion.settings import Denoising, ImageChain
@@ -19,27 +19,25 @@ from mmrl.samplers.settings import Euler
 
 
 class Denoiser:
-    """Draws latents with a network and decodes them.
-
-    shape: the latents' shape in rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`.
-    """
+    """Samples latents with a guided network, and decodes them."""
 
     def __init__(
         self, network: GuidedNetwork, shape: Shape, *, keep_predictions: bool, steps_at_once: int | None
     ) -> None:
+        """shape: of the latents of rollouts. keep_predictions, steps_at_once: see `DiffusionPolicy`."""
         self.network, self.family, self.denoising, self.shape = network, network.family, network.denoising, shape
         self.keep_predictions, self.steps_at_once = keep_predictions, steps_at_once
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The sampler of rollouts; a policy that learns from demonstrations samples in evaluation only."""
+        """The sampler of rollouts. A policy that learns from demonstrations has only that of evaluation."""
         settings = self.denoising
         steps = settings.steps if isinstance(settings, Denoising) else settings.evaluation_steps
-        return self.sampler_of(steps, self.shape)
+        return self.build_sampler(steps, self.shape)
 
-    def sampler_of(self, steps: int, shape: Shape) -> Sampler:
-        """Builds the sampler of chains of `steps` steps, with the likelihood's transition and tail where it has
-        them."""
+    def build_sampler(self, steps: int, shape: Shape) -> Sampler:
+        """Builds a sampler with `steps` steps for latents of `shape`, with the transition and tail solver of an
+        `ImageChain`; with other likelihoods all steps are deterministic."""
         likelihood, grid = self.denoising.likelihood, self.family.grid(steps, shape)
         if isinstance(likelihood, ImageChain):
             return Sampler(grid, likelihood.transition, likelihood.tail, self.family.space)
@@ -47,13 +45,14 @@ class Denoiser:
 
     @property
     def device(self) -> torch.device:
+        """The device of the network."""
         return self.network.device
 
     def start(self, seeds: Sequence[int], shape: Shape | None = None) -> Tensor:
-        """Returns pure noise [row, ...], each row's from its seed."""
+        """Returns pure noise, [row, ...], that of each row from its seed. shape: None for that of rollouts."""
         return gaussian_noise([int(seed) for seed in seeds], INITIAL, shape or self.shape).to(self.device)
 
-    def draw(
+    def sample(
         self,
         sampler: Sampler,
         inputs: Sequence[ConditionInputs],
@@ -62,8 +61,12 @@ class Denoiser:
         guidance: float,
         shape: Shape | None = None,
     ) -> Chain:
-        """Draws whole chains. shape: the latents' shape where it differs from that of rollouts."""
-        noise, keep = noise_of(seeds, shape or self.shape), self.keep_predictions
+        """Runs full chains from pure noise.
+
+        inputs, seeds: one per row. windows: the stochastic steps of each row; the others are deterministic. guidance:
+        scale. shape: of the latents; None for that of rollouts.
+        """
+        noise, keep = noise_function(seeds, shape or self.shape), self.keep_predictions
         predict = self.network.predictor(sampler, inputs, guidance)
         return run(predict, self.start(seeds, shape), sampler, windows, noise, keep_predictions=keep)
 
@@ -77,18 +80,18 @@ class Denoiser:
         start: list[int] | None = None,
         stop: list[int] | None = None,
     ) -> Chain:
-        """Runs parts of chains, from latents x [row, ...] at grid points `start` to `stop`; see
-        `samplers.chain.run`."""
+        """Runs parts of chains with the sampler and guidance of rollouts, from latents x [row, ...] at grid points
+        `start` to `stop`, both [row]; None: the first and last. inputs, windows, seeds: see `sample`."""
         predict = self.network.predictor(self.sampler, inputs, self.denoising.guidance)
-        return run(predict, x, self.sampler, windows, noise_of(seeds, self.shape), start=start, stop=stop)
+        return run(predict, x, self.sampler, windows, noise_function(seeds, self.shape), start=start, stop=stop)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Returns pixels in fp32, on the CPU; see `Family.decode`."""
+        """Decodes latents to pixels, fp32 on the CPU; see `Family.decode`."""
         return self.family.decode(latents).float().cpu()
 
     def in_parts(self, compute: Callable[[slice], Tensor], rows: int) -> Tensor:
-        """Returns `compute` of all rows, `steps_at_once` at a time, with and without a gradient, so that the first
-        ratio is 1."""
+        """Computes `compute(slice of rows)` for `steps_at_once` rows at a time, and concatenates the results. The parts
+        are the same with and without a gradient, so that the first ratio is exactly 1."""
         size = self.steps_at_once or rows
         return torch.cat(
             map_with_checkpointing(compute, [slice(first, first + size) for first in range(0, rows, size)])
@@ -106,7 +109,11 @@ class Denoiser:
         *,
         decode: bool = True,
     ) -> Rollouts:
-        """Builds rollouts of finished chains. seeds: of the noises that the latents are scored with."""
+        """Builds rollouts from finished chains.
+
+        prompts, condition_inputs, windows: one per row. seeds: of the noises with which latents are scored, one per
+        row. decisions: of a rollout. decode: add images to the samples.
+        """
         data, x, x_next = chain.final.cpu(), chain.x.cpu(), chain.x_next.cpu()
         predictions = [None] * len(condition_inputs) if chain.v is None else list(chain.v.cpu())
         records = [

@@ -1,4 +1,5 @@
-"""One decision, the image itself: the last steps of its chain with their gradient, for rewards that have one."""
+"""The image itself as the decision: replay computes its last denoising steps with a gradient, for differentiable
+rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mmrl.samplers.chain import Chain
 
 
 class LastStepDecisions:
-    """Draws images by deterministic chains; replay computes their last steps again, with a gradient."""
+    """Samples images by deterministic chains. Replay computes their last steps again, with a gradient."""
 
     count = 1
 
@@ -24,37 +25,40 @@ class LastStepDecisions:
         self.denoiser, self.steps = denoiser, likelihood.steps
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
-        """Draws `group_size` rollouts of each prompt; the training step changes nothing."""
+        """Samples `group_size` rollouts per prompt. step: not used."""
         row_prompts = [p for p in prompts for _ in range(group_size)]
-        inputs, windows = [ConditionInputs.of(p) for p in row_prompts], list[list[int]]([[]] * len(row_prompts))
-        chain = self._draw(inputs, seeds)
+        inputs, windows = (
+            [ConditionInputs.from_prompt(p) for p in row_prompts],
+            list[list[int]]([[]] * len(row_prompts)),
+        )
+        chain = self._sample(inputs, seeds)
         return self.denoiser.rollouts(row_prompts, inputs, group_size, seeds, chain, windows, self.count)
 
-    def _draw(self, inputs: Sequence[ConditionInputs], seeds: Sequence[int]) -> Chain:
-        """Draws chains that hold the latents before the last steps as `x`."""
+    def _sample(self, inputs: Sequence[ConditionInputs], seeds: Sequence[int]) -> Chain:
+        """Runs deterministic chains. The `x` of the result is the latents before the last steps."""
         denoiser = self.denoiser
-        none: list[list[int]] = [[]] * len(inputs)
-        ends = [len(denoiser.sampler.grid) - self.steps] * len(inputs)
-        before = denoiser.denoise(denoiser.start(seeds), inputs, none, seeds, stop=ends).final
-        final = denoiser.denoise(before, inputs, none, seeds, start=ends).final
-        return Chain(final, before[:, None], final[:, None])
+        no_steps: list[list[int]] = [[]] * len(inputs)
+        split = [len(denoiser.sampler.grid) - self.steps] * len(inputs)
+        x = denoiser.denoise(denoiser.start(seeds), inputs, no_steps, seeds, stop=split).final
+        final = denoiser.denoise(x, inputs, no_steps, seeds, start=split).final
+        return Chain(final, x[:, None], final[:, None])
 
     def recorded_replay(self, rollouts: Rollouts) -> None:
-        """Returns None: sampling gives an image no likelihood."""
+        """Returns None: images have no likelihood here."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """Computes the images [rollout, ...] that the latents before the last steps lead to under `model`. With
-        guidance the unconditional half of a step has no gradient, as in every replay."""
+        """Runs the last steps under `model` and decodes the images [rollout, ...], with a gradient; returns them in
+        `extras`. With guidance the gradient goes through the conditional pass alone, as in other replays."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, sampler = self.denoiser, self.denoiser.sampler
         x = torch.stack([record.x[0] for record in records]).to(denoiser.device)
         inputs, last = [record.condition_inputs for record in records], len(sampler.grid)
-        none = torch.zeros(len(records), dtype=torch.bool)
+        deterministic = torch.zeros(len(records), dtype=torch.bool)
         for point in range(last - self.steps, last):
             at = torch.full((len(records),), point)
             sigma, time = sampler.grid.sigmas[at], sampler.grid.times[at]
             v = denoiser.network.predict(model, x, sigma, time, inputs, denoiser.denoising.guidance).float()
-            step = sampler.coefficients_between(at, at + 1, none)
+            step = sampler.coefficients_between(at, at + 1, deterministic)
             a_x, a_v = (part.to(x).view(-1, *[1] * (x.dim() - 1)) for part in (step.a_x, step.a_v))
             x = a_x * x + a_v * v
         images = denoiser.family.decode_with_gradient(x).float()

@@ -1,4 +1,5 @@
-"""Decisions that are noise levels: at each, the network's prediction is compared with its target."""
+"""Decisions that are noise levels: at each, the network's prediction for the noised image is compared with its
+target."""
 
 from __future__ import annotations
 
@@ -20,31 +21,37 @@ from mmrl.samplers.chain import Chain
 
 
 class LevelDecisions:
-    """Draws images by deterministic chains, and scores the network's predictions of them at random noise levels."""
+    """Samples images by deterministic chains, and scores them by the network's errors at random noise levels."""
 
     def __init__(self, denoiser: Denoiser, likelihood: ImageMatching | ImageContrast) -> None:
         """likelihood: its `draws` are the decisions of a rollout."""
         self.denoiser, self.likelihood, self.count = denoiser, likelihood, likelihood.draws
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], step: int) -> Rollouts:
-        """Draws `group_size` rollouts of each prompt; the training step changes nothing."""
+        """Samples `group_size` rollouts per prompt. step: not used."""
         denoiser, row_prompts = self.denoiser, [p for p in prompts for _ in range(group_size)]
-        inputs, windows = [ConditionInputs.of(p) for p in row_prompts], list[list[int]]([[]] * len(row_prompts))
-        chain = denoiser.draw(denoiser.sampler, inputs, seeds, windows, denoiser.denoising.guidance)
+        inputs, windows = (
+            [ConditionInputs.from_prompt(p) for p in row_prompts],
+            list[list[int]]([[]] * len(row_prompts)),
+        )
+        chain = denoiser.sample(denoiser.sampler, inputs, seeds, windows, denoiser.denoising.guidance)
         return self._rollouts(row_prompts, inputs, group_size, seeds, chain)
 
     def demonstrate(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], prompt_dropout: float, dropped: str
     ) -> Rollouts:
-        """Builds the rollouts of `DiffusionPolicy.demonstrate`. prompt_dropout: the share whose text becomes
-        `dropped`."""
+        """Builds rollouts of given images; see `DiffusionPolicy.demonstrate`. prompt_dropout: the probability that the
+        text of a prompt is replaced by `dropped`."""
         missing = next((p.id for p in prompts if "target" not in p.metadata), None)
         if missing is not None:
-            raise UserError(f"prompt {missing} has no image to learn from: algorithm.type=supervised needs a target")
+            raise UserError(
+                f"prompt {missing} has no image to learn from, which algorithm.type=supervised needs; set its "
+                "metadata['target']"
+            )
         targets = torch.stack([p.metadata["target"] for p in prompts])
         data = self.denoiser.family.to_latents(targets.to(self.denoiser.device))
         empty = data.new_zeros(len(data), 0, *data.shape[1:])
-        inputs = [ConditionInputs.of(p) for p in prompts]
+        inputs = [ConditionInputs.from_prompt(p) for p in prompts]
         rollouts = self._rollouts(prompts, inputs, 1, seeds, Chain(data, empty, empty), decode=False)
         for i, record in enumerate(rollouts.inputs):
             if score.stratified(record.seed, 1)[0] < prompt_dropout:
@@ -61,16 +68,21 @@ class LevelDecisions:
         *,
         decode: bool = True,
     ) -> Rollouts:
+        """Builds rollouts of finished chains, with the seeds of their noise levels: one per group if
+        `likelihood.shared`, else one per rollout."""
         shared = isinstance(self.likelihood, ImageMatching) and self.likelihood.shared is True
-        draws = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
+        level_seeds = [seeds[i - i % group_size] if shared else seed for i, seed in enumerate(seeds)]
         windows: list[list[int]] = [[]] * len(prompts)
-        return self.denoiser.rollouts(prompts, inputs, group_size, draws, chain, windows, self.count, decode=decode)
+        return self.denoiser.rollouts(
+            prompts, inputs, group_size, level_seeds, chain, windows, self.count, decode=decode
+        )
 
     def recorded_replay(self, rollouts: Rollouts) -> None:
-        """Returns None: sampling predicts nothing at the noise levels of decisions."""
+        """Returns None: sampling makes no predictions at the noise levels of decisions."""
 
     def replay(self, rollouts: Rollouts, model: NetworkCall) -> Replay:
-        """Computes the matching errors under `model` at every noise level, in one forward of [rollout * draw] rows."""
+        """Returns matching errors as log-likelihoods under `model`, in one forward pass of rollout x noise level
+        rows."""
         records: list[ImageRecord] = rollouts.inputs
         denoiser, likelihood = self.denoiser, self.likelihood
         space, device = denoiser.family.space, denoiser.device
@@ -107,16 +119,19 @@ class LevelDecisions:
         return Replay.from_columns({**columns, MATCHING.name: matching})
 
     def _sources(self, records: Sequence[ImageRecord]) -> Tensor | None:
-        """Returns the latents of the edited images [rollout, 1, ...]; None where a rollout has none."""
+        """Returns the latents of the images that are edited, [rollout, 1, ...]; None if a rollout has none."""
         denoiser = self.denoiser
-        conditions = denoiser.network.conditions.of([record.condition_inputs for record in records], denoiser.shape)
+        conditions = denoiser.network.conditions.encode([record.condition_inputs for record in records], denoiser.shape)
         if any("source" not in condition for condition in conditions):
             return None
         return torch.stack([condition["source"] for condition in conditions]).float().to(denoiser.device)[:, None]
 
     def _weight(self, likelihood: ImageMatching, uniform: Tensor, sigma: Tensor) -> Tensor:
-        """Returns w(s), shaped like sigma. The ELBO of a flow integrates (1 - s) / s |v - target|^2 over s; levels are
-        drawn with the density du / ds, which the derivative of `levels` undoes."""
+        """Returns the weight w(sigma) of each matching error, shaped like sigma.
+
+        The ELBO of a flow is the integral of (1 - s) / s |v - target|^2 over s. Levels are s = f(u) for uniform u, with
+        density du / ds; the factor ds / du, computed numerically, corrects for it.
+        """
         s, family = sigma.float(), self.denoiser.family
         if likelihood.weight == "elbo":
             e = 1e-3
@@ -125,6 +140,6 @@ class LevelDecisions:
         return {"one": torch.ones_like(s), "sigma": s, "sigma_squared": s.square()}[likelihood.weight]
 
     def _uniform(self, seed: int) -> Tensor:
-        """Returns stratified uniform draws [draw] inside draw_range, from a rollout's seed alone."""
+        """Returns stratified uniform numbers inside `draw_range`, [noise level], from the seed of a rollout."""
         low, high = self.likelihood.draw_range
         return low + (high - low) * score.stratified(seed, self.likelihood.draws, 1)

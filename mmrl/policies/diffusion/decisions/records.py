@@ -1,4 +1,4 @@
-"""Images and videos as rollouts hold them."""
+"""The records of images and videos in rollouts."""
 
 from __future__ import annotations
 
@@ -15,39 +15,43 @@ from mmrl.samplers.chain import gaussian_noise
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """One image or video: the inputs of its condition, the drawn steps of its chain, and the final latent. fp32, on the
-    CPU."""
+    """One image or video: the inputs of its condition, the stochastic steps of its chain, and the final latents. All
+    tensors are fp32, on the CPU."""
 
     condition_inputs: ConditionInputs
-    seed: int  # seeds the noises that the latent is scored with
-    data: Tensor  # [...] the final latent
-    points: Tensor  # [window] int64, grid points of the steps that were drawn
-    x: Tensor  # [window, ...] before each of them
-    x_next: Tensor  # [window, ...] after
-    prediction: Tensor | None = None  # [window, ...] the network's output at `x`, where it was kept
+    seed: int  # of the noises with which the latents are scored
+    data: Tensor  # [...], the final latents
+    points: Tensor  # [step] int64, the stochastic steps in the window, as grid points
+    x: Tensor  # [step, ...], the latents before each of these steps
+    x_next: Tensor  # [step, ...], the latents after each
+    prediction: Tensor | None = None  # [step, ...], the guided prediction at `x`, if it was kept
 
     @property
     def text(self) -> str:
+        """The text of the prompt."""
         return self.condition_inputs.text
 
 
-def predictions_of(records: Sequence[ImageRecord]) -> Tensor | None:
-    """Returns the predictions [rollout, decision, ...] that were kept while sampling; None where there are none."""
+def stacked_predictions(records: Sequence[ImageRecord]) -> Tensor | None:
+    """Returns the predictions that sampling kept, [rollout, decision, ...]; None if it kept none."""
     predictions = [record.prediction for record in records if record.prediction is not None]
     return torch.stack(predictions) if predictions else None
 
 
 def decoded_samples(prompts: Sequence[Prompt], pixels: Tensor | None) -> list[Sample]:
-    """Returns samples with decoded images [n, channel, height, width] or videos [n, frame, channel, height, width]."""
+    """Returns samples with images [n, channel, height, width] or videos [n, frame, channel, height, width]. pixels:
+    None for samples without images."""
     if pixels is None:
         return [Sample(prompt) for prompt in prompts]
     videos = pixels.dim() == 5
-    return [Sample(p, frames=one) if videos else Sample(p, image=one) for p, one in zip(prompts, pixels, strict=True)]
+    if videos:
+        return [Sample(prompt, frames=video) for prompt, video in zip(prompts, pixels, strict=True)]
+    return [Sample(prompt, image=image) for prompt, image in zip(prompts, pixels, strict=True)]
 
 
-def noise_of(seeds: Sequence[int], shape: Shape) -> Callable[[int, Tensor], Tensor]:
-    """Returns the function `noise` of `samplers.chain.run`: standard normal noise of rows at a step, from their
-    seeds."""
+def noise_function(seeds: Sequence[int], shape: Shape) -> Callable[[int, Tensor], Tensor]:
+    """Returns the function `noise` that `samplers.chain.run` calls: (step, row indices) to standard normal noise [row,
+    ...], from the seeds of the rows."""
 
     def noise(step: int, rows: Tensor) -> Tensor:
         return gaussian_noise([int(seeds[i]) for i in rows.tolist()], step, shape)
@@ -56,4 +60,5 @@ def noise_of(seeds: Sequence[int], shape: Shape) -> Callable[[int, Tensor], Tens
 
 
 def move(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Moves a tensor to a device; None stays None."""
     return None if tensor is None else tensor.to(device)

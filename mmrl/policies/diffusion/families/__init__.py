@@ -1,2 +1,2 @@
-"""Diffusers pipelines as families, by class. Add one by a class here and its line in
-`pipelines.CLASSES`, or from outside by `model.family`."""
+"""Model families that wrap diffusers pipelines. To add one, write a class here and add it to
+`pipelines.CLASSES`, or write it elsewhere and name it in `model.family`."""

@@ -1,4 +1,4 @@
-"""The components of a diffusers pipeline: their devices, a cache of text embeddings, and how weights are saved."""
+"""The components of a diffusers pipeline: moves them between devices and saves them; and a cache of text embeddings."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ import torch
 from torch import Tensor
 
 CACHED_TEXTS = 64  # texts whose embeddings are cached
-BASE_FILE = "mmrl_base.json"  # names the base pipeline of the LoRA weights in its folder
+BASE_FILE = "mmrl_base.json"  # in a folder with LoRA weights, names their base pipeline
 
 
 class DiffusersPipeline(Protocol):
-    """Any pipeline of diffusers; which components and options it has depends on its class."""
+    """Any pipeline of diffusers; its attributes depend on its class."""
 
     def __getattr__(self, name: str, /) -> Any: ...
 
 
 class PipelineParts:
-    """A pipeline's components. The trained one stays on its device; the others are on the CPU except while they run."""
+    """The components of a pipeline. The trained one stays on its device; the others are moved there only while they
+    run."""
 
     def __init__(self, pipe: DiffusersPipeline, trained: str) -> None:
+        """trained: name of the component that is trained, as "transformer"."""
         self.pipe, self.trained = pipe, trained
         self.module: Any = pipe.components[trained]
         self._visitors: set[str] = set()  # components that are on the device now
 
     @property
     def device(self) -> torch.device:
+        """The device of the trained network."""
         return next(self.module.parameters()).device
 
     @contextmanager
     def visiting(self, *names: str, stay: bool = False) -> Iterator[None]:
-        """Moves the named components to the network's device and, unless `stay`, back to the CPU afterwards, also after
-        an error."""
+        """Moves components to the network's device for the duration of the context, and then, unless `stay`, back to
+        the CPU."""
         new = [name for name in names if self.pipe.components[name] is not None and name not in self._visitors]
         self._visitors.update(new)
         try:
@@ -51,8 +54,8 @@ class PipelineParts:
                 self.pipe.components[name].to("cpu")
 
     def save_adapter(self, folder: Path, state: dict[str, Tensor], base: str) -> None:
-        """Writes LoRA weights that `pipe.load_lora_weights(folder)` loads, and the base pipeline's name in
-        `BASE_FILE`."""
+        """Saves LoRA weights for `pipe.load_lora_weights(folder)`, and the name of the base pipeline in BASE_FILE.
+        state: the state dict of the network."""
         from peft import get_peft_model_state_dict  # it is loaded already
 
         layers = get_peft_model_state_dict(self.module, state_dict=state)
@@ -64,11 +67,12 @@ class PipelineParts:
         (folder / BASE_FILE).write_text(json.dumps({"base": base}))
 
     def save_whole(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Writes the whole pipeline, for `DiffusionPipeline.from_pretrained(folder)`."""
+        """Saves the full pipeline, for `DiffusionPipeline.from_pretrained(folder)`. state: the gathered state dict of
+        the network."""
         with torch.device("meta"):  # `module` itself may hold only a shard
-            whole = type(self.module).from_config(self.module.config)
-        whole.load_state_dict(state, assign=True)
-        self.pipe.register_modules(**{self.trained: whole})
+            network = type(self.module).from_config(self.module.config)
+        network.load_state_dict(state, assign=True)
+        self.pipe.register_modules(**{self.trained: network})
         try:
             with quiet():
                 self.pipe.save_pretrained(folder)
@@ -77,13 +81,14 @@ class PipelineParts:
 
 
 class TextEmbeddingCache:
-    """A cache of text embeddings, for prompts that share a text but not their image."""
+    """A cache of text embeddings, for prompts with the same text and different images."""
 
     def __init__(self, encode: Callable[[str], dict[str, Tensor]]) -> None:
         self.encode = encode
         self._cache: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
-    def of(self, text: str) -> dict[str, Tensor]:
+    def embed(self, text: str) -> dict[str, Tensor]:
+        """Returns the embeddings of a text by name, encoded or cached."""
         if text not in self._cache:
             self._cache[text] = self.encode(text)
         self._cache.move_to_end(text)
@@ -94,7 +99,7 @@ class TextEmbeddingCache:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences diffusers' warning about every component that is None, as in a pipeline without its encoders."""
+    """Silences the warnings of diffusers about components that are None, as in a pipeline without text encoders."""
     log = logging.getLogger("diffusers.pipelines.pipeline_utils")
     level = log.level
     log.setLevel(logging.CRITICAL)

@@ -1,6 +1,6 @@
-"""Families that edit an image: FLUX.1-Kontext, Qwen-Image-Edit and its Plus, FLUX.2 klein.
+"""Families that edit an image (the source): FLUX.1-Kontext, Qwen-Image-Edit and Qwen-Image-Edit-Plus, FLUX.2 klein.
 
-The source's latents are further tokens of the network's input, and part of the prompt's condition.
+The latents of the source are part of the condition of a prompt, and further tokens of the network's input.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.families.autoencoders import PatchedAutoencoder
 from mmrl.policies.diffusion.families.images import Flux, QwenImage
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, checked_sides
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, ModelNotes, Resolution, Shape
 from mmrl.runtime.template_limits import render_template
 
 
 class FluxKontext(Flux):
-    """FLUX.1-Kontext (arXiv 2506.15742): the source's tokens have 1 as their first position id."""
+    """FLUX.1-Kontext (arXiv 2506.15742): tokens of the source have the first position id 1, those of the image 0."""
 
     condition_parts = ("vae",)
 
     def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        return {**self.text_cache.of(inputs.text), "source": self._source(inputs, shape)}
+        return {**self.text_cache.embed(inputs.text), "source": self._source(inputs, shape)}
 
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """Adds positions for the source image's tokens, with 1 in the first coordinate."""
+        """Adds position ids for the tokens of the source, with 1 in the first coordinate."""
         inputs = super()._inputs(time, texts, size, guidance)
         positions = inputs["img_ids"]
         inputs["img_ids"] = torch.cat([positions, positions + positions.new_tensor([1, 0, 0])])
@@ -44,7 +44,8 @@ class FluxKontext(Flux):
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit (arXiv 2508.02324): the language model reads the source too. Both images have one size."""
+    """Qwen-Image-Edit (arXiv 2508.02324): the text encoder, a vision-language model, gets the source too. Source and
+    result have the same size."""
 
     module_of_sizes: ClassVar[ModuleType] = qwen_edit
     condition_parts = ("vae",)
@@ -59,15 +60,15 @@ class QwenImageEdit(QwenImage):
             prompt=inputs.text, image=self._encoder_image(inputs), device=self.device
         )
         if mask is not None and not bool(mask.all()):
-            raise UserError(f"prompt {inputs.text!r}: its embedding is padded, which one prompt's never is")
+            raise UserError(f"prompt {inputs.text!r}: its embedding has padding, which a single prompt should not have")
         return {"encoder_hidden_states": tokens, "source": source}
 
     def _encoder_image(self, inputs: ConditionInputs) -> Image.Image | list[Image.Image]:
-        """Returns the source image, or images, at the language model's size."""
+        """Returns the source at the size for the text encoder, as the pipeline passes it."""
         return self._resized(inputs, 1024**2)
 
     def _resized(self, inputs: ConditionInputs, area: int) -> Image.Image:
-        """Returns the source image at about `area` pixels, as the pipeline resizes it."""
+        """Returns the source, resized by the pipeline to about `area` pixels."""
         image = inputs.images[0].convert("RGB")
         width, height, *_ = self.module_of_sizes.calculate_dimensions(area, image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
@@ -86,7 +87,7 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-Plus (2509 and later), with one source."""
+    """Qwen-Image-Edit-Plus (2509 and later), with a single source."""
 
     module_of_sizes: ClassVar[ModuleType] = qwen_edit_plus
 
@@ -95,8 +96,8 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 class Flux2Klein(FlowPipeline):
-    """FLUX.2 klein: draws from text, or edits one source. Latents are of 2 x 2 patches already, and normalised by the
-    running statistics of its VAE."""
+    """FLUX.2 klein: generates an image from text, or edits one source. Latents are 2 x 2 patches of the VAE's,
+    normalised by its running statistics."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
@@ -104,12 +105,12 @@ class Flux2Klein(FlowPipeline):
     packed = True
     patch = 1
     autoencoder_kind = PatchedAutoencoder
-    SOURCE = 10  # the first of the four position ids of a source's tokens
+    SOURCE = 10  # the first position id of tokens of the source
 
     @property
-    def remarks(self) -> Remarks:
-        held = "the pipeline is distilled (is_distilled) and ignores guidance"
-        return Remarks(held_guidance=held if self.pipe.config.is_distilled else None)
+    def notes(self) -> ModelNotes:
+        note = "the pipeline is distilled (is_distilled) and ignores guidance"
+        return ModelNotes(distilled_guidance=note if self.pipe.config.is_distilled else None)
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         if frames is not None:
@@ -121,14 +122,14 @@ class Flux2Klein(FlowPipeline):
 
     def meta_condition(self, shape: Shape) -> Condition:
         condition = super().meta_condition(shape)
-        del condition["source"]  # recipes draw from text alone
+        del condition["source"]  # the estimate is for generation from text
         return condition
 
     def _mu(self, tokens: int, steps: int) -> float:
         return compute_empirical_mu(tokens, steps)
 
     def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        embeddings = self.text_cache.of(inputs.text)
+        embeddings = self.text_cache.embed(inputs.text)
         return {**embeddings, "source": self._source(inputs, shape)} if inputs.images else embeddings
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
@@ -151,7 +152,9 @@ class Flux2Klein(FlowPipeline):
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         if len({"source" in condition for condition in conditions}) > 1:
-            raise UserError("some prompts of a batch have an image to edit and some have none; give all of them one")
+            raise UserError(
+                "some prompts of a batch have an image to edit and some have none; give one to all of them, or to none"
+            )
         return super()._texts(conditions, device, dtype)
 
     def _inputs(
@@ -164,7 +167,9 @@ class Flux2Klein(FlowPipeline):
             positions = torch.cat([positions, positions + positions.new_tensor([self.SOURCE, 0, 0, 0])])
         token_index = torch.arange(tokens.shape[1], device=time.device)
         if self.module.config.guidance_embeds and guidance is None:
-            raise UserError("this FLUX.2 model takes an embedded guidance scale: set denoising.embedded_guidance")
+            raise UserError(
+                "the FLUX.2 model at model.path needs a guidance scale as an input; set denoising.embedded_guidance"
+            )
         return {
             "timestep": time / 1000,
             "encoder_hidden_states": tokens,

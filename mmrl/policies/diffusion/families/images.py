@@ -1,4 +1,4 @@
-"""Families that draw images: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, AuraFlow, and Stable Diffusion 1.5 and
+"""Families that generate images: Stable Diffusion 3, FLUX.1, Qwen-Image, Z-Image, AuraFlow, Stable Diffusion 1.5 and
 SDXL."""
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from mmrl.policies.diffusion.families.autoencoders import OneFrameAutoencoder
 from mmrl.policies.diffusion.families.components import DiffusersPipeline
 from mmrl.policies.diffusion.families.pipeline import FlowPipeline, NoisePipeline
 from mmrl.policies.diffusion.families.schedules import FlowSchedules, NoiseSchedules
-from mmrl.policies.diffusion.family import Condition, Remarks
+from mmrl.policies.diffusion.family import Condition, ModelNotes
 from mmrl.policies.models import NetworkCall
 from mmrl.runtime.template_limits import render_template
 
 
-def shifted_once(pipe: DiffusersPipeline) -> Remarks:
-    """Returns a line about pipelines whose own call applies a fixed shift to levels that have it already."""
+def shifted_once(pipe: DiffusersPipeline) -> ModelNotes:
+    """Returns a note for pipelines whose own call applies a fixed shift of the noise levels twice; here it is applied
+    once."""
     shift = pipe.scheduler.config.shift
     if shift == 1 or pipe.scheduler.config.use_dynamic_shifting:
-        return Remarks()
+        return ModelNotes()
     name = type(pipe).__name__
-    return Remarks(
-        (f"noise levels have the scheduler's shift={shift:g} once; those of {name}'s own call have it twice",)
+    return ModelNotes(
+        (f"noise levels have the scheduler's shift={shift:g} once; {name} in diffusers applies it twice",)
     )
 
 
@@ -41,7 +42,7 @@ class StableDiffusion3(FlowPipeline):
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_3", 256)
 
     @property
-    def remarks(self) -> Remarks:
+    def notes(self) -> ModelNotes:
         return shifted_once(self.pipe)
 
     def position_table(self) -> int | None:
@@ -68,16 +69,16 @@ class StableDiffusion3(FlowPipeline):
 
 
 class Flux(FlowPipeline):
-    """FLUX.1 dev and schnell. dev takes its guidance scale as an input."""
+    """FLUX.1 dev and schnell. dev is guidance-distilled: it takes the guidance scale as an input."""
 
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder_2", 512)
     packed = True
 
     @property
-    def remarks(self) -> Remarks:
+    def notes(self) -> ModelNotes:
         key = "denoising.embedded_guidance" if self.module.config.guidance_embeds else "none"
-        return Remarks(held_guidance=f"the network is distilled from a guided one (its own scale: {key})")
+        return ModelNotes(distilled_guidance=f"the network is distilled from a guided one (its own scale: {key})")
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         config = self.module.config
@@ -96,7 +97,8 @@ class Flux(FlowPipeline):
         if self.module.config.guidance_embeds:
             if guidance is None:
                 raise UserError(
-                    "this FLUX model takes an embedded guidance scale: set denoising.embedded_guidance, for example 3.5"
+                    "the FLUX model at model.path needs a guidance scale as an input; set "
+                    "denoising.embedded_guidance, for example to 3.5"
                 )
             texts = texts | {"guidance": torch.full_like(time, guidance)}
         return {
@@ -107,13 +109,13 @@ class Flux(FlowPipeline):
         }
 
     def _image_ids(self, size: tuple[int, int], device: torch.device) -> Tensor:
-        """Returns the positions of the image's tokens [token, 3]: image, row and column."""
+        """Returns the position ids of the tokens of the image, [token, 3]: 0, row and column."""
         rows, columns = (torch.arange(side // self.patch, device=device) for side in size)
         return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
 
 class QwenImage(FlowPipeline):
-    """Qwen-Image (arXiv 2508.02324). Texts differ in length; batches are padded and masked."""
+    """Qwen-Image (arXiv 2508.02324). Text embeddings of a batch are padded, and masked if they differ in length."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 1024)
@@ -122,7 +124,7 @@ class QwenImage(FlowPipeline):
     autoencoder_kind = OneFrameAutoencoder
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        # Qwen-Image-Edit also reads the source image, as about as many tokens again.
+        # 2048: Qwen-Image-Edit, which has no limit, encodes the source too, as about 1024 tokens
         return {"encoder_hidden_states": (self.text_tokens or 2048, self.module.config.joint_attention_dim)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
@@ -133,7 +135,7 @@ class QwenImage(FlowPipeline):
         tokens = [c["encoder_hidden_states"] for c in conditions]
         texts = {"encoder_hidden_states": pad_sequence(tokens, batch_first=True).to(device, dtype)}
         lengths = torch.tensor([len(t) for t in tokens])
-        if bool((lengths != lengths[0]).any()):  # without a mask attention has faster kernels
+        if bool((lengths != lengths[0]).any()):  # attention is faster without a mask
             mask = torch.arange(int(lengths.max())) < rearrange(lengths, "n -> n 1")
             texts["encoder_hidden_states_mask"] = mask.to(device)
         return texts
@@ -147,14 +149,15 @@ class QwenImage(FlowPipeline):
 
 
 class ZImage(FlowPipeline):
-    """Z-Image and Z-Image-Turbo (arXiv 2511.22699). The network takes lists, and predicts data - noise at 1 - sigma."""
+    """Z-Image and Z-Image-Turbo (arXiv 2511.22699). The network takes lists of images and texts and the time 1 - sigma,
+    and predicts data - noise."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 512)
 
     @property
-    def remarks(self) -> Remarks:
-        return Remarks(("denoising.guidance is guidance_scale of ZImagePipeline plus 1: its 0 means no guidance",))
+    def notes(self) -> ModelNotes:
+        return ModelNotes(("denoising.guidance is guidance_scale of ZImagePipeline plus 1, whose 0 means no guidance",))
 
     def default_side(self) -> int:
         return 1024
@@ -194,15 +197,15 @@ class ZImage(FlowPipeline):
 
 
 class AuraFlow(FlowPipeline):
-    """AuraFlow (https://blog.fal.ai/auraflow/): one text encoder, whose padding it masks. It may be any of transformers
-    whose first output is the tokens' states, such as BERT."""
+    """AuraFlow (https://blog.fal.ai/auraflow/), with one text encoder and masked padding. The encoder may be any
+    transformers model whose first output is the hidden states of tokens, such as BERT."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
     schedules = FlowSchedules(dynamic=False)
 
     @property
-    def remarks(self) -> Remarks:
+    def notes(self) -> ModelNotes:
         return shifted_once(self.pipe)
 
     def position_table(self) -> int | None:
@@ -240,7 +243,7 @@ class StableDiffusion(NoisePipeline):
 
 
 class StableDiffusionXL(NoisePipeline):
-    """SDXL (arXiv 2307.01952), conditioned on uncropped images of the size that is drawn."""
+    """SDXL (arXiv 2307.01952). Its size conditions are those of uncropped images of the generated size."""
 
     encoders = ("text_encoder", "text_encoder_2")
     schedules = NoiseSchedules(clips=True)
@@ -249,7 +252,8 @@ class StableDiffusionXL(NoisePipeline):
         return {"encoder_hidden_states": (77, self.module.config.cross_attention_dim), "text_embeds": (1280,)}
 
     def _encode(self, text: str) -> dict[str, Tensor]:
-        """Encodes a string; an empty one becomes zeros where the pipeline's force_zeros_for_empty_prompt is set."""
+        """Returns the embeddings of a text; zeros for an empty text if force_zeros_for_empty_prompt is set in the
+        pipeline."""
         tokens, _, pooled, _ = self.pipe.encode_prompt(text, device=self.device, do_classifier_free_guidance=False)
         if not text and self.pipe.config.force_zeros_for_empty_prompt:
             tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
@@ -259,10 +263,10 @@ class StableDiffusionXL(NoisePipeline):
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
         height, width = (side * self.pipe.vae_scale_factor for side in size)
-        sizes = time.new_tensor([height, width, 0, 0, height, width])  # original, crop's corner, target
-        added = {"text_embeds": texts["text_embeds"], "time_ids": repeat(sizes, "k -> n k", n=len(time))}
+        sizes = time.new_tensor([height, width, 0, 0, height, width])  # original size, corner of the crop, target size
+        added_conditions = {"text_embeds": texts["text_embeds"], "time_ids": repeat(sizes, "k -> n k", n=len(time))}
         return {
             "timestep": time,
             "encoder_hidden_states": texts["encoder_hidden_states"],
-            "added_cond_kwargs": added,
+            "added_cond_kwargs": added_conditions,
         }

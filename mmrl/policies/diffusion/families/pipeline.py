@@ -1,5 +1,5 @@
-"""Base classes of families that are diffusers pipelines. The pipeline's components encode prompts and decode latents;
-its scheduler only provides the noise levels."""
+"""Base classes of model families that wrap a diffusers pipeline. The components of the pipeline encode prompts and
+decode latents; of its scheduler only the noise levels are used."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from mmrl.errors import UserError
 from mmrl.policies.diffusion.embeddings import Embeddings
 from mmrl.policies.diffusion.families.autoencoders import ImageAutoencoder
 from mmrl.policies.diffusion.families.components import DiffusersPipeline, PipelineParts, TextEmbeddingCache
-from mmrl.policies.diffusion.families.schedules import SCHEDULE, SPACING, FlowSchedules, NoiseSchedules, ReadSchedules
-from mmrl.policies.diffusion.family import Condition, ConditionInputs, Remarks, Resolution, Shape
+from mmrl.policies.diffusion.families.schedules import (
+    SCHEDULE,
+    SPACING,
+    FlowSchedules,
+    NoiseSchedules,
+    SupportedSchedules,
+)
+from mmrl.policies.diffusion.family import Condition, ConditionInputs, ModelNotes, Resolution, Shape
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.settings import Space
 from mmrl.samplers.sigmas import Grid, ddim_grid, dynamic_shift, shift_towards_noise
@@ -46,14 +52,15 @@ class Pipeline(ABC):
     space: Space
     trained: ClassVar[str]  # the component that is trained
     encoders: ClassVar[tuple[str, ...]]
-    condition_parts: ClassVar[tuple[str, ...]] = ()  # further components that conditions need: the VAE of source images
+    condition_parts: ClassVar[tuple[str, ...]] = ()  # further components for encoding: the VAE, for images to edit
     optional: ClassVar[tuple[str, ...]] = ()  # encoders that a folder may lack
-    patch: ClassVar[int] = 2  # latent sides are multiples of it
-    packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] instead of an image
+    patch: ClassVar[int] = 2  # sides of latents are multiples of it
+    packed: ClassVar[bool] = False  # the network takes patches [n, token, channel] in place of latents
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = ImageAutoencoder
-    longest: ClassVar[tuple[str, int] | None] = None  # the encoder that reads most of a string, and its usual limit
-    schedules: ClassVar[ReadSchedules]
-    pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # where that of the folder is none of diffusers'
+    # The text encoder with the largest token limit, and its default limit; None: encoders have a fixed limit
+    longest: ClassVar[tuple[str, int] | None] = None
+    schedules: ClassVar[SupportedSchedules]
+    pipeline_class: ClassVar[type[DiffusionPipeline] | None] = None  # None: that of the folder
     norm_patch: int | None = None
 
     def __init__(
@@ -65,7 +72,10 @@ class Pipeline(ABC):
         text_tokens: int | None = None,
         encoders_stay: bool = False,
     ) -> None:
-        """Raises UserError for `text_tokens` where the encoders read a fixed number of tokens."""
+        """base: folder or hub name of the pipeline, which is saved beside a LoRA. lora: the network has a LoRA, which
+        alone is trained and saved. text_tokens: token limit of prompts; None: the default. encoders_stay: text encoders
+        stay on the device. Raises UserError for `text_tokens` if the token limit is fixed.
+        """
         self.pipe = pipe
         self.base = base
         self.lora = lora
@@ -77,24 +87,25 @@ class Pipeline(ABC):
         self.autoencoder = self.autoencoder_kind(self.parts)
         if text_tokens is not None and self.longest is None:
             raise UserError(
-                f"model.text_tokens={text_tokens}: the text encoder of {type(pipe).__name__} reads a fixed number of "
-                "tokens; leave it out"
+                f"model.text_tokens={text_tokens}: the token limit of {type(pipe).__name__} is fixed; leave it out"
             )
         self.text_tokens = text_tokens if text_tokens is not None or self.longest is None else self.longest[1]
 
     @property
-    def remarks(self) -> Remarks:
-        return Remarks()
+    def notes(self) -> ModelNotes:
+        """Notes for the user; none by default."""
+        return ModelNotes()
 
     @property
     def device(self) -> torch.device:
+        """The device of the network."""
         return self.parts.device
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
         """Returns [channel, height, width] of latents. Raises UserError unless `resolution` is a multiple of the VAE's
         compression times the network's patch size."""
         if frames is not None:
-            raise UserError(f"denoising.frames={frames}: {type(self.pipe).__name__} draws images; leave it out")
+            raise UserError(f"denoising.frames={frames}, but {type(self.pipe).__name__} generates images; leave it out")
         scale = self.pipe.vae_scale_factor
         channels = self.module.config.in_channels // (self.patch**2 if self.packed else 1)
         side = self.default_side()
@@ -103,11 +114,12 @@ class Pipeline(ABC):
         return channels, height // scale, width // scale
 
     def position_table(self) -> int | None:
-        """Returns the largest side of latents whose positions the network knows; None where there is no limit."""
+        """Returns the largest side of latents for which the network has position embeddings; None: there is no
+        limit."""
         return None
 
     def default_side(self) -> int:
-        """Returns the side of an image in pixels where denoising.resolution is not set."""
+        """Returns the side of an image, in pixels, if denoising.resolution is not set."""
         side = self.pipe.default_sample_size if self.packed else self.module.config.sample_size
         return int(side * self.pipe.vae_scale_factor)
 
@@ -121,52 +133,52 @@ class Pipeline(ABC):
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[ConditionInputs], shape: Shape = ()) -> list[Condition]:
-        """Encodes prompts one by one, so that an embedding does not depend on the batch. Raises UserError for images
-        where the model takes none, and for prompts that are missing in `embeddings`."""
+        """Encodes prompts one by one, so that an embedding does not depend on the batch; see `Family.encode`. Raises
+        UserError for images if the model takes none, and for prompts that are missing in model.embeddings."""
         if self.embeddings is not None:
             conditions = self.embeddings.find(inputs, shape)
             return [{key: value.to(self.device) for key, value in condition.items()} for condition in conditions]
         with self.parts.visiting(*self.encoders, *self.condition_parts, stay=self.encoders_stay):
-            encoded = (self._condition(one, shape) for one in inputs)
+            encoded = (self._condition(item, shape) for item in inputs)
             return [{key: value[0].to(self.device) for key, value in condition.items()} for condition in encoded]
 
     def _condition(self, inputs: ConditionInputs, shape: Shape) -> dict[str, Tensor]:
-        """Returns the condition of one prompt, as a batch of one."""
+        """Returns the condition of one prompt, with a batch dimension of 1."""
         if inputs.images:
             raise UserError(
-                f"prompt {inputs.text!r} has an image, but {type(self.pipe).__name__} draws from words alone; an "
-                "editing model, such as FLUX.1-Kontext, takes images"
+                f"prompt {inputs.text!r} has an image, but {type(self.pipe).__name__} takes only text; take an editing "
+                "model, such as FLUX.1-Kontext"
             )
         return self._encode(inputs.text)
 
     def meta_condition(self, shape: Shape) -> Condition:
-        """Returns a condition of the largest size, for latents of `shape`, on the meta device: for memory estimates."""
+        """Returns a condition of the largest size on the meta device, for memory estimates. shape: of the latents."""
         condition = {name: torch.empty(size, device="meta") for name, size in self._sizes().items()}
         return {**condition, "source": torch.empty(shape, device="meta")} if self.condition_parts else condition
 
     @abstractmethod
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the largest shapes of a condition's tensors by name, without the source image."""
+        """Returns the largest shapes of the tensors of a condition by name, without the image to edit."""
 
     @abstractmethod
     def _encode(self, text: str) -> dict[str, Tensor]:
-        """Returns the embeddings of one text, as a batch of one."""
+        """Returns the embeddings of one text by name, with a batch dimension of 1."""
 
     def truncated_tokens(self, text: str) -> int:
         if self.embeddings is not None:
-            return 0  # mmrl embed warned of them
+            return 0  # mmrl embed has logged a warning
         if self.longest is None:
             limit, tokenizer = self.pipe.tokenizer.model_max_length, self.pipe.tokenizer
         else:
             tokenizer = self.pipe.components[self.longest[0].replace("text_encoder", "tokenizer")]
             limit = self.text_tokens
-        if tokenizer is None:  # the folder lacks this optional encoder: the others have a fixed limit
+        if tokenizer is None:  # the pipeline lacks this optional encoder; the others have a fixed limit
             tokenizer = self.pipe.tokenizer
             limit = tokenizer.model_max_length
         return max(0, len(tokenizer(self._encoder_text(text), verbose=False).input_ids) - limit)
 
     def _encoder_text(self, text: str) -> str:
-        """Returns the text with what the pipeline adds to it and counts against the limit, such as a chat template."""
+        """Returns the text that counts against the token limit: with a chat template, if the pipeline adds one."""
         return text
 
     @property
@@ -189,11 +201,11 @@ class Pipeline(ABC):
         sizes = {"h": height // self.patch, "p": self.patch, "q": self.patch}
         tokens = [rearrange(part, PACKED, **sizes) for part in (x, texts.get("source")) if part is not None]
         (out,) = model(torch.cat(tokens, 1).to(dtype), **inputs, return_dict=False)
-        out = out[:, : tokens[0].shape[1]]  # outputs at the source's tokens are not used
+        out = out[:, : tokens[0].shape[1]]  # without the outputs at the tokens of the image to edit
         return rearrange(out, UNPACKED, **sizes).float()
 
     def _texts(self, conditions: Sequence[Condition], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Stacks conditions into the network's text inputs [condition, ...]."""
+        """Stacks conditions to inputs of the network, [condition, ...]."""
         texts = {key: torch.stack([c[key] for c in conditions]).to(device) for key in conditions[0]}
         return {key: value.to(dtype) if value.is_floating_point() else value for key, value in texts.items()}
 
@@ -201,7 +213,8 @@ class Pipeline(ABC):
     def _inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, int], guidance: float | None
     ) -> dict[str, Any]:
-        """Returns the network's inputs besides the latents, whose height and width are `size`."""
+        """Returns the inputs of the network besides the latents. texts: stacked conditions. size: height and width of
+        the latents."""
 
     # --- images ---
 
@@ -215,24 +228,24 @@ class Pipeline(ABC):
         return self.autoencoder.encode(pixels)
 
     def _pixels(self, shape: Shape) -> tuple[int, int]:
-        """Returns the height and width in pixels that latents of `shape` decode to."""
+        """Returns height and width, in pixels, of the image that latents of `shape` decode to."""
         return shape[-2] * self.pipe.vae_scale_factor, shape[-1] * self.pipe.vae_scale_factor
 
     def _source(self, inputs: ConditionInputs, shape: Shape) -> Tensor:
-        """Encodes the prompt's source image to latents [1, ...]. Raises UserError unless there is one image, of the
-        size that is drawn."""
+        """Encodes the image to edit to latents [1, ...]. Raises UserError unless the prompt has exactly one image, of
+        the size that is generated."""
         height, width = self._pixels(shape)
         size = (width, height)  # as PIL has it
         if len(inputs.images) != 1:
             raise UserError(
-                f"prompt {inputs.text!r} has {len(inputs.images)} images; an edit needs one to start from: name its "
+                f"prompt {inputs.text!r} has {len(inputs.images)} images, but editing needs exactly one; name its "
                 "column in task.data.image_field"
             )
         (image,) = inputs.images
         if image.size != size:
             raise UserError(
-                f"prompt {inputs.text!r}: its image has {image.width} x {image.height} pixels, requested are "
-                f"{size[0]} x {size[1]} (denoising.resolution); resize it"
+                f"prompt {inputs.text!r}: its image has {image.width} x {image.height} pixels, but "
+                f"denoising.resolution is {size[0]} x {size[1]}; resize the image, or change the resolution"
             )
         mode = "L" if self.pipe.vae.config.get("in_channels", 3) == 1 else "RGB"
         pixels = torch.from_numpy(np.array(image.convert(mode))).float() / 255
@@ -241,8 +254,8 @@ class Pipeline(ABC):
     # --- files ---
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Writes LoRA weights for `pipe.load_lora_weights(folder)` and the base's name, or else the whole pipeline for
-        `DiffusionPipeline.from_pretrained(folder)`."""
+        """Saves the LoRA for `pipe.load_lora_weights(folder)`, or else the full pipeline for
+        `DiffusionPipeline.from_pretrained(folder)`. state: the gathered state dict of `module`."""
         if self.lora:
             self.parts.save_adapter(folder, state, self.base)
         else:
@@ -257,22 +270,25 @@ class FlowPipeline(Pipeline):
     schedules = FlowSchedules()
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """Returns the scheduler's levels from 1, 1 - 1/steps, ..., 1/steps.
+        """Returns the noise levels of the scheduler for the sigmas 1, 1 - 1/steps, ..., 1/steps.
 
-        These are what the pipelines of FLUX and Qwen-Image use. Stable Diffusion 3's own call shifts twice, the second
-        time an already shifted range, so that its last step is nearly wasted (0.009 for 10 steps of shift 3); here the
-        shift is applied once. Raises UserError where the scheduler has no such levels.
+        The pipelines of FLUX and Qwen-Image use the same. That of Stable Diffusion 3 applies the shift twice, which
+        nearly wastes its last step (from 0.009, with 10 steps and shift 3); here it is applied once. Raises UserError
+        for too few steps.
         """
         config = self.pipe.scheduler.config
         if steps < 1 or (steps == 1 and config.shift_terminal):
-            raise UserError(f"a chain of {steps} steps is too short for this model's scheduler")
+            raise UserError(
+                f"{steps} denoising steps are too few for the scheduler of model.path; raise denoising.steps or "
+                "denoising.evaluation_steps"
+            )
         tokens = math.prod(shape[1:]) // self.patch**2
         scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=self._mu(tokens, steps))
         return Grid(scheduler.sigmas, scheduler.timesteps)
 
     def _mu(self, tokens: int, steps: int) -> float:
-        """Returns the logarithm of a dynamic scheduler's shift for `tokens` image tokens."""
+        """Returns mu, the logarithm of the shift of a scheduler with dynamic shifting, for `tokens` image tokens."""
         config = self.pipe.scheduler.config
         return math.log(
             dynamic_shift(
@@ -285,14 +301,15 @@ class FlowPipeline(Pipeline):
         )
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies the scheduler's shift to the draws if it is fixed, not if it depends on the image's size."""
+        """Maps uniform numbers to noise levels by the shift of the scheduler, if it is fixed; unchanged if it depends
+        on the image size."""
         config = self.pipe.scheduler.config
         sigma = uniform if config.use_dynamic_shifting else shift_towards_noise(uniform, config.shift)
         return sigma, config.num_train_timesteps * sigma
 
 
 class NoisePipeline(Pipeline):
-    """A network that predicts noise at timesteps of a training schedule; chains are DDIM's (arXiv 2010.02502)."""
+    """A network that predicts noise at the timesteps of its training schedule; sampling is DDIM (arXiv 2010.02502)."""
 
     space = "noise"
     trained = "unet"
@@ -301,16 +318,19 @@ class NoisePipeline(Pipeline):
 
     def __init__(self, pipe: DiffusersPipeline, base: str, **options: Unpack[PipelineOptions]) -> None:
         super().__init__(pipe, base, **options)
-        # By value: diffusers' from_config would take DDIM's defaults for what a file leaves to those of its own class.
+        # Not by from_config: it would take DDIM's defaults for keys that the file leaves to the defaults of its own
+        # class
         config = pipe.scheduler.config
         to_one = config.get("set_alpha_to_one", True)  # false for Stable Diffusion 1.5; without the key DDIM ends at 0
-        read = {key: config[key] for key in (*SCHEDULE, *SPACING)}
-        self._ddim: Any = DDIMScheduler(**read, set_alpha_to_one=to_one)
+        schedule = {key: config[key] for key in (*SCHEDULE, *SPACING)}
+        self._ddim: Any = DDIMScheduler(**schedule, set_alpha_to_one=to_one)
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """Returns the timesteps of diffusers' DDIM with this pipeline's spacing and offset, then the data, or where its
-        scheduler has set_alpha_to_one=false the level of the first training step, as DDPO's chains do (arXiv
-        2305.13301). The data too where the last timestep is that first step, from which DDIM's last step leads nowhere.
+        """Returns the noise levels of DDIM with this pipeline's spacing and offset.
+
+        The last level is that of data. With set_alpha_to_one=false in the scheduler it is that of the first training
+        timestep, as in DDPO (arXiv 2305.13301), unless DDIM's last timestep is that one already: its last step would
+        then change nothing.
         """
         self._ddim.set_timesteps(steps)
         last = float(self._ddim.final_alpha_cumprod) if self._ddim.timesteps[-1] > 0 else 1.0
@@ -318,15 +338,15 @@ class NoisePipeline(Pipeline):
 
     def levels(self, uniform: Tensor) -> tuple[Tensor, Tensor]:
         alphas = self._ddim.alphas_cumprod.to(uniform.device)
-        index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a draw near 1 may round up to it
+        index = (uniform * len(alphas)).long().clamp(max=len(alphas) - 1)  # a number near 1 may round up to it
         return (1 - alphas.double()[index]).sqrt(), index.float()
 
 
 def in_rows(
     conditions: Sequence[Condition], batch: Callable[[list[Condition]], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Batches one condition a row with `batch`, which gets each distinct condition once. Returns the network's
-    inputs."""
+    """Returns the inputs of the network for one condition per row. batch: stacks conditions; it gets each distinct
+    object once, and rows that share one get the same values."""
     indices: dict[int, int] = {}
     distinct: list[Condition] = []
     for condition in conditions:
@@ -341,18 +361,26 @@ def in_rows(
 
 
 def checked_sides(resolution: Resolution, default: tuple[int, int], multiple: int) -> tuple[int, int]:
-    """Returns height and width in pixels. Raises UserError unless both are multiples of `multiple`."""
+    """Returns height and width of `resolution`, in pixels. default: height and width for None. Raises UserError unless
+    both are multiples of `multiple`."""
     sides = default if resolution is None else (resolution, resolution) if isinstance(resolution, int) else resolution
     for side in sides:
         if side < 1 or side % multiple:
-            raise UserError(f"resolution {side} is not a multiple of {multiple}, as this model needs")
+            raise UserError(
+                f"denoising.resolution: resolution {side} is not a multiple of {multiple}, as the model at model.path "
+                "needs; change it"
+            )
     return sides
 
 
 def within_table(table: int | None, sides: tuple[int, int], pixels: int, name: str) -> None:
-    """Raises UserError for sides beyond a position table of `table` parts, of `pixels` a side, in pipeline `name`."""
+    """Raises UserError if sides (pixels) are larger than the position embeddings of the network allow.
+
+    table: largest number of positions along a side; None: no limit. pixels: of a position, along a side. name: class of
+    the pipeline, for the message.
+    """
     if table is not None and max(sides) > table * pixels:
         raise UserError(
-            f"denoising.resolution: resolution {max(sides)} is beyond the position table of {name}, which ends at "
-            f"{table * pixels} pixels a side; draw smaller ones"
+            f"denoising.resolution: resolution {max(sides)} is beyond the position embeddings of {name}, which end at "
+            f"{table * pixels} pixels per side; lower it"
         )

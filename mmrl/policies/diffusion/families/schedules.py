@@ -1,4 +1,5 @@
-"""Verdicts on schedulers: which of diffusers' classes, with which fields, have noise levels that a family reads."""
+"""Which schedulers of diffusers, with which values in their configuration, are supported: those whose noise levels are
+reproduced here."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 FLOW = ("FlowMatchEulerDiscreteScheduler",)
-# Solvers of higher order whose levels are those of FlowMatchEulerDiscreteScheduler under another name.
+# Solvers of higher order with the noise levels of FlowMatchEulerDiscreteScheduler.
 FLOW_SOLVERS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
-# One training schedule in each: a class of another prediction or chain (LCM, TCD, EDM, flow) is not among them.
+# Schedulers of networks that predict noise; not those with another prediction or sampler (LCM, TCD, EDM, flow).
 NOISE = (
     *("DDIMScheduler", "DDIMParallelScheduler", "DDPMScheduler", "DDPMParallelScheduler", "PNDMScheduler"),
     *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler", "HeunDiscreteScheduler"),
@@ -20,7 +21,7 @@ SCHEDULE = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "t
 SPACING = ("timestep_spacing", "steps_offset", "prediction_type")
 BETAS = ("linear", "scaled_linear", "squaredcos_cap_v2")
 
-Fields = dict[str, tuple[Any, ...]]  # the values that are read, by field
+Fields = dict[str, tuple[Any, ...]]  # supported values by field of a scheduler's configuration
 _OFF: tuple[Any, ...] = (False, None)
 _OTHER_LEVELS: Fields = dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), _OFF)
 _FLOW: Fields = {"invert_sigmas": _OFF, "stochastic_sampling": _OFF}
@@ -42,28 +43,27 @@ _NOISE: Fields = {
 }
 
 
-class ReadSchedules(Protocol):
-    """The schedulers that a family reads."""
+class SupportedSchedules(Protocol):
+    """The schedulers that a family supports."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Returns the classes of diffusers that are read."""
+        """The names of supported classes of diffusers."""
 
-    def fault(self, name: str, config: Mapping[str, Any]) -> str | None:
-        """Returns why the noise levels of a scheduler of class `name` are not read; None where they are."""
+    def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
+        """Returns why a scheduler of class `name` is not supported, None if it is. config: its configuration."""
 
 
 @dataclass(frozen=True)
 class FlowSchedules:
-    """Schedulers of flows. dynamic: the family's pipeline passes a shift that depends on the size; shift_alone: the
-    family reads the shift alone, which solvers have too."""
+    """Supported schedulers of flow models."""
 
     kinds: tuple[str, ...] = FLOW
-    dynamic: bool = True
-    shift_alone: bool = False
+    dynamic: bool = True  # the pipeline passes a shift that depends on the image size (use_dynamic_shifting)
+    shift_alone: bool = False  # the family uses only the shift, which the solvers in FLOW_SOLVERS have too
 
-    def fault(self, name: str, config: Mapping[str, Any]) -> str | None:
-        """Implements `ReadSchedules`."""
+    def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
+        """Returns why a scheduler is not supported; see `SupportedSchedules`."""
         if name not in self.kinds:
             return _unlisted(self.kinds)
         if name not in FLOW:
@@ -76,44 +76,45 @@ class FlowSchedules:
 
 @dataclass(frozen=True)
 class NoiseSchedules:
-    """Schedulers of networks that predict noise. clips: the family's pipeline clips what it predicts where the
-    scheduler has clip_sample."""
+    """Supported schedulers of networks that predict noise."""
 
     kinds: tuple[str, ...] = NOISE
-    clips: bool = False
+    clips: bool = False  # the pipeline applies clip_sample of the scheduler, which is not supported
 
-    def fault(self, name: str, config: Mapping[str, Any]) -> str | None:
-        """Implements `ReadSchedules`."""
+    def problem(self, name: str, config: Mapping[str, Any]) -> str | None:
+        """Returns why a scheduler is not supported; see `SupportedSchedules`."""
         missing = [field for field in (*SCHEDULE, *SPACING) if field not in config]
         if name not in self.kinds:
             return _unlisted(self.kinds)
         if missing:
             return f"it has no {' and no '.join(missing)}. {_instead(self.kinds)}"
-        kind = config["prediction_type"]
-        if config.get("rescale_betas_zero_snr") and kind == "epsilon":
+        prediction = config["prediction_type"]
+        if config.get("rescale_betas_zero_snr") and prediction == "epsilon":
             return (
-                "rescale_betas_zero_snr=True (zero terminal SNR) begins with noise alone, of which a network that "
-                "predicts noise (prediction_type=epsilon) tells nothing about the image. Set rescale_betas_zero_snr "
-                "to false there, as such a network was trained"
+                "with rescale_betas_zero_snr=True (zero terminal SNR) sampling starts from pure noise, from which a "
+                "network that predicts noise (prediction_type=epsilon) cannot make an image. Set "
+                "rescale_betas_zero_snr to false in scheduler/scheduler_config.json, as in the training of such "
+                "networks"
             )
-        if kind != "epsilon":
-            return f"its network predicts {kind}; networks that predict noise (epsilon) are supported"
+        if prediction != "epsilon":
+            return f"its network predicts {prediction}, but only networks that predict noise (epsilon) are supported"
         return _unread(config, _NOISE | ({"clip_sample": _OFF} if self.clips else {}))
 
 
 def _unread(config: Mapping[str, Any], fields: Fields) -> str | None:
-    """Returns the first field of a value that is not read."""
+    """Returns a message for the first field with an unsupported value, None if there is none."""
     for field, values in fields.items():
         if field in config and config[field] not in values:
             allowed = " or ".join(str(value) for value in values if value is not None) or "null"
-            return f"{field}={config[field]} is not read. Set it to {allowed} in scheduler/scheduler_config.json"
+            return f"{field}={config[field]} is not supported. Set it to {allowed} in scheduler/scheduler_config.json"
     return None
 
 
 def _unlisted(kinds: tuple[str, ...]) -> str:
-    """Returns why a scheduler of another class is not read."""
-    return f"its noise levels are not read. {_instead(kinds)}"
+    """Returns the message for a scheduler of another class than `kinds`."""
+    return f"it is not supported. {_instead(kinds)}"
 
 
 def _instead(kinds: tuple[str, ...]) -> str:
+    """Returns the part of a message that says which schedulers are supported."""
     return f"Supported are {', '.join(kinds)}: set pipe.scheduler to one of them and save the pipeline again"

@@ -1,4 +1,4 @@
-"""Families that draw videos: Wan 2.1 and 2.2 of one transformer, LTX-Video and HunyuanVideo.
+"""Families that generate videos: Wan 2.1 and 2.2 (with one transformer), LTX-Video and HunyuanVideo.
 
 Latents are [channel, frame, height, width].
 """
@@ -30,45 +30,46 @@ from mmrl.policies.diffusion.families.pipeline import (
     within_table,
 )
 from mmrl.policies.diffusion.families.schedules import FLOW, FLOW_SOLVERS, FlowSchedules
-from mmrl.policies.diffusion.family import Condition, Remarks, Resolution, Shape
+from mmrl.policies.diffusion.family import Condition, ModelNotes, Resolution, Shape
 from mmrl.policies.models import NetworkCall
 from mmrl.samplers.sigmas import Grid, shift_towards_noise
 
 
 class VideoPipeline(FlowPipeline):
-    """A family of videos, whose VAE compresses time: the first frame is a latent frame, later ones share theirs."""
+    """A family of videos. Its VAE compresses time: the first frame has a latent frame of its own, and later frames
+    share one."""
 
     autoencoder_kind: ClassVar[type[ImageAutoencoder]] = VideoAutoencoder
 
     @property
     def patches(self) -> tuple[int, int, int]:
-        """Returns the frames, rows and columns of latents that form one token."""
+        """Frames, rows and columns of latents that form one token."""
         frames, height, width = self.module.config.patch_size
         return frames, height, width
 
     @property
     def compression(self) -> tuple[int, int]:
-        """Returns the VAE's compression of time and of sides."""
+        """The compression factors of the VAE: frames per latent frame, and pixels per latent pixel along a side."""
         return self.pipe.vae_scale_factor_temporal, self.pipe.vae_scale_factor_spatial
 
     def default_size(self) -> tuple[int, int, int]:
-        """Returns frames, and height and width in pixels, where `denoising` sets none."""
+        """Returns frames, height and width (pixels) of a video if `denoising` sets none."""
         return 81, 480, 832
 
     def latent_shape(self, resolution: Resolution, frames: int | None = None) -> Shape:
-        """Returns [channel, frame, height, width] of latents. Raises UserError for sides and frames that do not fit the
-        VAE's compression and the patch size."""
+        """Returns [channel, frame, height, width] of latents. Raises UserError for sides and frames that compression
+        and patch size do not divide."""
         (in_time, in_space), (t, h, w) = self.compression, self.patches
         default_frames, *default_sides = self.default_size()
-        count = default_frames if frames is None else frames
+        num_frames = default_frames if frames is None else frames
         height, width = checked_sides(resolution, (default_sides[0], default_sides[1]), in_space * math.lcm(h, w))
         within_table(self.position_table(), (height, width), in_space * max(h, w), type(self.pipe).__name__)
-        latents = (count - 1) // in_time + 1
-        if count < 1 or (count - 1) % in_time or latents % t:
+        latents = (num_frames - 1) // in_time + 1
+        if num_frames < 1 or (num_frames - 1) % in_time or latents % t:
             first = (t - 1) * in_time + 1
             raise UserError(
-                f"denoising.frames={count}: this model draws videos of {first}, {first + t * in_time}, "
-                f"{first + 2 * t * in_time}, ... frames"
+                f"denoising.frames={num_frames}, but the model at model.path generates videos of {first}, "
+                f"{first + t * in_time}, {first + 2 * t * in_time}, ... frames; set one of these"
             )
         return self.module.config.in_channels, latents, height // in_space, width // in_space
 
@@ -84,7 +85,7 @@ class VideoPipeline(FlowPipeline):
     def _video_inputs(
         self, time: Tensor, texts: dict[str, Tensor], size: tuple[int, ...], guidance: float | None
     ) -> dict[str, Any]:
-        """Returns the network's inputs besides the latents, whose frames, height and width are `size`."""
+        """Returns the inputs of the network besides the latents. size: frames, height and width of the latents."""
         return {"timestep": time, **texts}
 
     def _inputs(
@@ -105,8 +106,8 @@ class Wan(VideoPipeline):
         super().__init__(pipe, base, **options)
         if pipe.components.get("transformer_2") is not None:
             raise UserError(
-                f"model.path={base}: it has two transformers, for high and low noise; Wan models with one are "
-                "supported, such as Wan2.1-T2V-1.3B or Wan2.2-TI2V-5B"
+                f"model.path={base} has two transformers, for high and low noise, which is not supported; take a Wan "
+                "model with one, such as Wan2.1-T2V-1.3B or Wan2.2-TI2V-5B"
             )
 
     def position_table(self) -> int | None:
@@ -116,8 +117,8 @@ class Wan(VideoPipeline):
         return (121, 704, 1280) if self.compression[1] == 16 else (81, 480, 832)  # 16: the 5B model
 
     def grid(self, steps: int, shape: Shape) -> Grid:
-        """Returns 1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then 0: the levels of
-        FlowMatchEulerDiscreteScheduler whatever the scheduler's class."""
+        """Returns the sigmas 1, 1 - 1/steps, ..., 1/steps, shifted towards noise, then 0: the noise levels of
+        FlowMatchEulerDiscreteScheduler, whatever the class of the scheduler."""
         scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=self._train_steps, shift=self._shift)
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
         return Grid(scheduler.sigmas, scheduler.timesteps)
@@ -152,7 +153,7 @@ class Wan(VideoPipeline):
 
 
 class LTXVideo(VideoPipeline):
-    """LTX-Video (arXiv 2501.00103), at 25 frames a second. Every latent pixel of a frame is a token."""
+    """LTX-Video (arXiv 2501.00103), at 25 frames per second. Every latent pixel is a token."""
 
     encoders = ("text_encoder",)
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 128)
@@ -165,8 +166,8 @@ class LTXVideo(VideoPipeline):
         config = pipe.transformer.config
         if pipe.vae.config.timestep_conditioning or (config.patch_size, config.patch_size_t) != (1, 1):
             raise UserError(
-                f"model.path={base}: its VAE denoises while it decodes, or its patches are larger than one; of "
-                "LTX-Video the 0.9.0 model is supported"
+                f"model.path={base} is an LTX-Video model with a VAE that denoises, or with patches larger than 1, "
+                "which is not supported; take LTX-Video 0.9.0"
             )
 
     @property
@@ -214,16 +215,16 @@ class LTXVideo(VideoPipeline):
 
 
 class HunyuanVideo(VideoPipeline):
-    """HunyuanVideo (arXiv 2412.03603), which takes its guidance scale as an input."""
+    """HunyuanVideo (arXiv 2412.03603). It is guidance-distilled: it takes the guidance scale as an input."""
 
     encoders = ("text_encoder", "text_encoder_2")
     longest: ClassVar[tuple[str, int] | None] = ("text_encoder", 256)
     schedules = FlowSchedules(dynamic=False)
 
     @property
-    def remarks(self) -> Remarks:
+    def notes(self) -> ModelNotes:
         embeds = self.module.config.guidance_embeds
-        return Remarks(held_guidance="its own scale is denoising.embedded_guidance" if embeds else None)
+        return ModelNotes(distilled_guidance="its own scale is denoising.embedded_guidance" if embeds else None)
 
     @property
     def patches(self) -> tuple[int, int, int]:
@@ -257,7 +258,7 @@ class HunyuanVideo(VideoPipeline):
         if self.module.config.guidance_embeds:
             if guidance is None:
                 raise UserError(
-                    "HunyuanVideo takes an embedded guidance scale: set denoising.embedded_guidance, such as 6"
+                    "HunyuanVideo needs a guidance scale as an input; set denoising.embedded_guidance, for example to 6"
                 )
             inputs["guidance"] = torch.full_like(time, guidance * 1000)
         return inputs

@@ -1,4 +1,4 @@
-"""Reference answers as responses, for supervised learning."""
+"""Reference answers as responses, for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from mmrl.rollouts import Prompt, Rollouts
 
 
 def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: float) -> Rollouts:
-    """Returns the prompts with their reference answers, one response each. temperature: at which they are replayed.
-    Raises UserError for a demonstration of several responses."""
+    """Returns rollouts of the prompts with their reference answers as responses.
+
+    temperature: of the distribution under which their log-probabilities are computed. Raises UserError for a
+    demonstration of several responses, which needs an environment.
+    """
     answers = []
     for prompt in prompts:
         texts = demonstrated(prompt)
         if len(texts) != 1:
             raise UserError(
                 f"the demonstration of prompt {prompt.id} has {len(texts)} responses; set task.environment, which "
-                "answers them"
+                "answers each of them, or give a single response"
             )
         answers.append(demonstrated_ids(tokens, prompt, texts[0]))
     rows = [
@@ -34,16 +37,17 @@ def demonstrate(tokens: ChatTokenizer, prompts: Sequence[Prompt], temperature: f
 
 
 def demonstrated_ids(tokens: ChatTokenizer, prompt: Prompt, text: str) -> Tensor:
-    """Returns the tokens of a response that ends, [token]. Raises UserError for one that the policy could not give."""
+    """Returns the ids of a demonstrated response and an end token, [token] int64. Raises UserError if it is too long or
+    holds tokens that the policy never samples."""
     ids = tokens.ids(text) + [tokens.eos[0]]
     if len(ids) > tokens.max_response_length:
         raise UserError(
             f"the demonstration of prompt {prompt.id} has {len(ids)} tokens, more than "
-            f"rollout.max_response_length={tokens.max_response_length}"
+            f"rollout.max_response_length={tokens.max_response_length}; raise it, or shorten the demonstration"
         )
-    if impossible := set(ids) & set(tokens.suppressed):
+    if never_sampled := set(ids) & set(tokens.suppressed):
         raise UserError(
-            f"the demonstration of prompt {prompt.id} holds {tokens.tokenizer.decode(list(impossible))}, which "
-            "the policy never samples"
+            f"the demonstration of prompt {prompt.id} holds {tokens.tokenizer.decode(list(never_sampled))}, a special "
+            "token that the policy never samples; take it out"
         )
     return torch.tensor(ids)

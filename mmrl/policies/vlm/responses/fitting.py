@@ -1,4 +1,4 @@
-"""Encodes single prompts, and finds those that the model can not read."""
+"""Encodes single prompts, and finds those that the model cannot read."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.prompts import RolloutTokens, chat, encode
 from mmrl.rollouts import Prompt
 
-MARKERS = ("<image>", "<video>")  # of mmrl's own prompts, which are counted against their images
+MARKERS = ("<image>", "<video>")  # of mmrl's own prompts; `chat` checks that they match the images and videos
 
 
 class PromptEncoder:
-    """Encodes one prompt as `encode` does, also in another process.
+    """Encodes one prompt as `prompts.encode` does. It can be pickled, for use in another process.
 
-    What a check has encoded is cached for as long as its prompt lives, and handed out once, so that a prompt that is
-    checked is encoded no more often than one that is not.
+    `prompt_problem` keeps the encoding of the prompt it checks, and the next call takes it out: a checked prompt is
+    encoded once.
     """
 
     def __init__(self, processor: Processor, max_length: int, placeholders: Iterable[str] = ()) -> None:
-        """placeholders: tokens that stand for images and videos, which a string can not hold."""
+        """max_length: of a prompt, in tokens. placeholders: the model's tokens for images and videos, which must not be
+        in the text of a prompt."""
         self.processor, self.max_length = processor, max_length
         self.placeholders = tuple(token for token in placeholders if token not in MARKERS)
         self._cached: dict[int, tuple[weakref.ref[Prompt], RolloutTokens]] = {}
 
     def __call__(self, prompt: Prompt) -> RolloutTokens:
+        """Returns the encoded prompt, with an empty response."""
         cached = self.take(prompt)
         return encode(self.processor, [prompt], self.max_length)[0] if cached is None else cached
 
     def take(self, prompt: Prompt) -> RolloutTokens | None:
-        """Returns the encoding of this very prompt, if a check has it, and forgets it."""
+        """Returns and forgets the encoding of this prompt object that `prompt_problem` kept; None if there is none."""
         cached = self._cached.pop(id(prompt), None)
         return None if cached is None or cached[0]() is not prompt else cached[1]
 
     def prompt_problem(self, prompt: Prompt) -> str | None:
-        """Returns why the model can not read a prompt: a placeholder in its text, too many tokens, images that the
-        processor does not take; None where it can."""
+        """Returns why the model cannot read a prompt, as one line, or None if it can.
+
+        Reasons: its text holds a placeholder token, it has too many tokens, or the processor refuses its images.
+        """
         try:
             text = "".join(message.text for message in chat(prompt))
             for token in self.placeholders:
                 if token in text:
-                    return f"its text holds {token}, which stands for an image or a video in this model; take it out"
+                    return f"its text holds {token}, which stands for an image or a video in this model; remove it"
             tokens = encode(self.processor, [prompt], self.max_length)[0]
         except UserError as error:
             return str(error).replace(f"prompt {prompt.id}", "the prompt", 1)

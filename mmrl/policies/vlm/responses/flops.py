@@ -1,4 +1,4 @@
-"""Operations of sampling and replaying responses."""
+"""Counts the FLOPs of sampling responses and of computing their log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from mmrl.rollouts import Rollouts
 
 
 class ResponseFlops:
-    """Adds passes over prompts and responses to a tally, by their tokens: padding is not work. The decoder is counted
-    in its first passes; what reads images, in each. What an engine reads of images is not counted."""
+    """Adds the FLOPs of forward and backward passes over prompts and responses to a tally; padding is not counted.
+
+    FLOPs of the decoder are measured in its first passes and then computed from the number of tokens; FLOPs of the
+    vision tower are measured in every pass. Images that vLLM reads are not counted.
+    """
 
     def __init__(self, core: PreTrainedModel) -> None:
+        """core: the transformers model, without its PEFT wrapper."""
         self.tally = Tally()
         self.decoder, head = core.get_decoder(), core.get_output_embeddings()
         self.meter, self._head = SequenceMeter(self.decoder), (head,)  # in a tuple: it is not part of this
@@ -26,15 +30,15 @@ class ResponseFlops:
 
     @property
     def head(self) -> Flops:
-        """The operations of the output layer for one token."""
+        """The FLOPs of the output layer for one token."""
         weight = self._head[0].weight
         forward = 2.0 * weight.numel() if weight.dim() == 2 else 0.0
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.decoder.parameters())
         return Flops(forward, forward * (trained + weight.requires_grad))
 
     def replayed(self, rows: Sequence[RolloutTokens], prompts: Sequence[RolloutTokens] | None) -> None:
-        """Adds the pass that scored responses. prompts: those that were read once for all of their responses; None:
-        every row was read as a whole."""
+        """Adds the pass that computed log-probabilities of `rows`. prompts: the distinct prompts, if each was read once
+        for all of its responses; None: every row was read with its prompt."""
         known = self.meter.known
         if known is None:
             return
@@ -43,7 +47,7 @@ class ResponseFlops:
         else:
             parts = [known.for_sequence(len(row.prompt)) for row in prompts]
             parts += [known.for_extension(len(row.prompt), max(0, len(row.response) - 1)) for row in rows]
-        decisions = sum(int(row.chosen.sum()) for row in rows)
+        decisions = sum(int(row.decision_mask.sum()) for row in rows)
         self.tally.add(sum(parts, self.head * decisions))
 
     @torch.no_grad()
@@ -51,12 +55,15 @@ class ResponseFlops:
         self,
         rows: Sequence[RolloutTokens],
         read: Sequence[RolloutTokens],
-        drawn: Sequence[Tensor],
+        sampled: Sequence[Tensor],
         *,
         shared: bool = False,
     ) -> None:
-        """Adds the drawing of tokens behind each of `rows`, one by one. read: the rows that were read for it, of which
-        several may have gone on from the same one; shared: each of their prompts was read once."""
+        """Adds the sampling of the tokens sampled[i] after row i, token by token.
+
+        read: the distinct rows that were read first (prefill), each once for all rows equal to it. shared: each prompt
+        of `read` was read once, and the responses so far after it.
+        """
         known = self.meter.known
         if known is None:
             return
@@ -68,13 +75,13 @@ class ResponseFlops:
             parts = [known.for_sequence(len(row.prompt) + len(row.response)) for row in read]
         parts += [
             known.for_extension(len(row.prompt) + len(row.response), len(ids), one_by_one=True)
-            for row, ids in zip(rows, drawn, strict=True)
+            for row, ids in zip(rows, sampled, strict=True)
         ]
-        self.tally.add(sum(parts, self.head * sum(len(ids) for ids in drawn)))
+        self.tally.add(sum(parts, self.head * sum(len(ids) for ids in sampled)))
 
 
 def beside(core: nn.Module, decoder: nn.Module, head: nn.Module) -> Iterator[nn.Module]:
-    """Yields the largest parts of a model that hold neither its decoder nor its output layer."""
+    """Yields the largest submodules that contain neither the decoder nor the output layer, such as the vision tower."""
     for child in core.children():
         if any(part is decoder for part in child.modules()):
             if child is not decoder:
@@ -84,6 +91,6 @@ def beside(core: nn.Module, decoder: nn.Module, head: nn.Module) -> Iterator[nn.
 
 
 def token_units(rollouts: Rollouts) -> dict[str, int]:
-    """Returns the tokens of prompts and responses, and those of responses alone."""
+    """Returns the number of tokens of prompts and responses together, and of responses alone."""
     response = sum(len(row.response) for row in rollouts.inputs)
     return {"tokens": response + sum(len(row.prompt) for row in rollouts.inputs), "response_tokens": response}

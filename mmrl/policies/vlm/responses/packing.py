@@ -1,4 +1,4 @@
-"""Packing: rows of a batch lie one behind the other in the decoder, so that no padding is computed."""
+"""Packing: the decoder computes the rows of a batch as one long sequence, without padding."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ from transformers.modeling_utils import AttentionInterface
 
 from mmrl.generation.decoding import PACKED
 
-WORTHWHILE = 0.9  # share of real tokens in a padded batch above which padding costs less than it does to pack
-# `packed_attention` of a vision tower. To implementations with flash in their name towers give the ends of all windows
-# at once, in place of a call for each: several hundred a picture in Qwen2.5-VL.
+MAX_FILL = 0.9  # share of real tokens in a padded batch below which packing saves time
+# Name of `packed_attention` for vision towers. With "flash" in the name, towers pass all their attention windows in one
+# call, instead of one call per window: several hundred per image in Qwen2.5-VL.
 PACKED_IMAGES = "mmrl_flash_packed"
-WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # model types of vision towers that do
-FLASH_WIDTH = 256  # numbers of a head that flash attention takes at most
+WINDOWED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `model_type` of models whose towers do
+MAX_FLASH_HEAD_DIM = 256  # largest head dimension of flash attention
 
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens of padded rows. index: [token] int64, in the flattened rows; ends: [sequence + 1] int32, of
-    sequences among the tokens; shape: rows and length."""
+    """Where the tokens of padded rows are."""
 
-    index: Tensor
-    ends: Tensor
-    shape: tuple[int, int]
+    index: Tensor  # [token] int64, in the flattened rows
+    ends: Tensor  # [row + 1] int32, cumulative lengths of the rows, beginning with 0 (cu_seqlens of flash attention)
+    shape: tuple[int, int]  # rows and padded length
     mask: Tensor  # [row, length] bool
 
     @classmethod
-    def of(cls, mask: Tensor) -> RowTokens:
-        """Finds the tokens of a mask [row, length]; the one time that the host waits for a GPU."""
+    def from_mask(cls, mask: Tensor) -> RowTokens:
+        """Finds the tokens of a mask [row, length]. Waits for the GPU, once per batch."""
         mask = mask.bool()
         ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
         return cls(mask.flatten().nonzero().flatten(), ends, (mask.shape[0], mask.shape[1]), mask)
 
     def packed(self, values: Tensor) -> Tensor:
-        """Takes the tokens out of padded rows: [..., row, length] to [..., token]."""
+        """Takes the tokens out of padded rows: [..., row, length] becomes [..., token]."""
         return values.flatten(-2)[..., self.index]
 
 
@@ -53,23 +52,27 @@ _row_tokens: ContextVar[RowTokens | None] = ContextVar("tokens of packed rows", 
 
 
 def pack_images(model: Any) -> None:
-    """Has the vision tower of a model attend to all images and windows in one call, where it can. Its blocks get a
-    configuration of their own: transformers refuses to build another model by one that names this attention."""
+    """Makes the vision tower of a model compute attention over all images and windows in one call, if the tower is of
+    a family in WINDOWED.
+
+    The blocks of the tower get a copy of the configuration: transformers could not build another model from a
+    configuration that names this attention.
+    """
     tower_config = model.config.vision_config
     if model.config.model_type not in WINDOWED or tower_config._attn_implementation != "sdpa":
         return
-    own = copy(tower_config)
-    own._attn_implementation = PACKED_IMAGES
+    block_config = copy(tower_config)
+    block_config._attn_implementation = PACKED_IMAGES
     for block in model.base_model.visual.blocks:
-        block.attn.config = own
+        block.attn.config = block_config
 
 
 def pack_rows(decoder: nn.Module) -> None:
-    """Has a decoder of transformers take the padding out of its inputs within `packed_rows`, and put it into the last
-    hidden states. What is outside the decoder, images and embeddings, sees padded rows.
+    """Adds hooks to a transformers decoder that, inside `packed_rows`, remove padding from its inputs and put it back
+    into its last hidden states. Modules outside the decoder, such as embeddings, see padded rows.
 
-    decoder: with causal attention to all earlier tokens, by SDPA. Its attention stays `packed_attention`, which is SDPA
-    where rows are padded: layers that are computed again in a backward pass look it up by its name.
+    decoder: with causal attention to all earlier tokens, by SDPA. Its attention is set to `packed_attention`, which is
+    plain SDPA for padded rows. It stays set, because gradient checkpointing looks it up again in the backward pass.
     """
     config: Any = decoder.config
     config._attn_implementation = PACKED
@@ -79,8 +82,9 @@ def pack_rows(decoder: nn.Module) -> None:
 
 @contextmanager
 def packed_rows(mask: Tensor) -> Iterator[None]:
-    """Context in which decoders that `pack_rows` changed compute no padding. mask: [row, length], true for tokens."""
-    token = _row_tokens.set(RowTokens.of(mask))
+    """Makes decoders with the hooks of `pack_rows` skip padding inside the context. mask: [row, length], true for
+    tokens."""
+    token = _row_tokens.set(RowTokens.from_mask(mask))
     try:
         yield
     finally:
@@ -88,12 +92,12 @@ def packed_rows(mask: Tensor) -> Iterator[None]:
 
 
 def worthwhile(lengths: list[int]) -> bool:
-    """Returns whether a tenth or more of rows of these lengths would be padding."""
-    return sum(lengths) < WORTHWHILE * len(lengths) * max(lengths)
+    """Returns whether packing saves time: more than a tenth of a padded batch of these lengths would be padding."""
+    return sum(lengths) < MAX_FILL * len(lengths) * max(lengths)
 
 
 def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replaces padded inputs of a decoder by packed ones: embeddings [row, length, hidden] by [1, token, hidden]."""
+    """Forward pre-hook of a decoder: packs its inputs, embeddings [row, length, hidden] become [1, token, hidden]."""
     tokens = _row_tokens.get()
     if tokens is None or kwargs.get("cu_seq_lens_q") is not None:  # two policies may share a decoder
         return None
@@ -109,13 +113,14 @@ def _pack(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     }
     if kwargs.get("visual_pos_masks") is not None:  # where Qwen3-VL adds features of images to deeper layers
         packed["visual_pos_masks"] = tokens.packed(kwargs["visual_pos_masks"])[None]
-    ends, longest = tokens.ends, tokens.shape[1]
-    spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    ends, max_length = tokens.ends, tokens.shape[1]
+    spans = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max_length, "max_length_k": max_length}
     return args, kwargs | packed | spans
 
 
 def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Hooks a decoder's output: scatters packed hidden states [1, token, width] back to [row, length, width]."""
+    """Forward hook of a decoder: puts packed hidden states [1, token, width] back into padded rows [row, length,
+    width]."""
     tokens = _row_tokens.get()
     if tokens is not None and output.last_hidden_state.shape[:2] != tokens.shape:
         states = output.last_hidden_state[0]
@@ -126,11 +131,18 @@ def _unpack(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def takes_flash(query: Tensor) -> bool:
-    """Returns whether flash attention computes this: on a GPU of Ampere's generation or newer, in half precision."""
+    """Returns whether flash attention can be used: in half precision, on a GPU of compute capability 8.0 or higher.
+
+    query: [..., head dimension].
+    """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    width = query.shape[-1]
-    return width <= FLASH_WIDTH and width % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    head_dim = query.shape[-1]
+    return (
+        head_dim <= MAX_FLASH_HEAD_DIM
+        and head_dim % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def packed_attention(
@@ -145,31 +157,34 @@ def packed_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention within each of the sequences that lie between `cu_seq_lens_q` [sequence + 1], causal unless
-    is_causal is False; without them transformers' attention by SDPA. query: [1, head, token, number], key and value
-    with as many heads or fewer. Returns [1, token, head, number]."""
+    """Computes attention within each of several packed sequences, as an attention function of transformers.
+
+    query: [1, head, token, head dimension]; key, value: the same, with fewer heads under grouped-query attention.
+    cu_seq_lens_q: cumulative lengths of the sequences, [sequence + 1]; None: transformers' SDPA attention of padded
+    rows. max_length_q: of the longest sequence. is_causal: None means True. Returns [1, token, head, head dimension].
+    """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)
     scale, causal = options.get("scaling"), is_causal is not False
-    repeated = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
     if takes_flash(query):
-        key, value = (t.repeat_interleave(repeated, 1) for t in (key, value))
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         ends, window = cu_seq_lens_q, (-1, 0 if causal else -1)
         attended = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scale, window_size=window)
         assert isinstance(attended, Tensor)
         return attended.unsqueeze(0), None
     lengths = cu_seq_lens_q.diff().tolist()
-    pieces = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=repeated > 1)
-        for q, k, v in pieces
+    sequences = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
+    attended_sequences = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=groups > 1)
+        for q, k, v in sequences
     ]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    return torch.cat(attended_sequences, 2).transpose(1, 2), None
 
 
 def _mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Returns the mask of SDPA, none for packed rows."""
+    """Returns the attention mask of SDPA for padded rows, None for packed ones."""
     return sdpa_mask(*args, **kwargs) if _row_tokens.get() is None else None
 
 

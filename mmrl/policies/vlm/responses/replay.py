@@ -1,4 +1,4 @@
-"""Likelihoods of responses under the model that is trained."""
+"""Log-probabilities of responses under a model: the policy, the reference, or a teacher."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from mmrl.rollouts import ALTERNATIVES, ROUTING_DIFFERS, SEGMENTS, Replay, Rollo
 
 
 class Layout(NamedTuple):
-    """Model inputs of responses, and the position in its row at which each decision is predicted."""
+    """Model inputs of responses, and the position in its row at which each decision (sampled token) is predicted."""
 
     inputs: dict[str, Tensor]
     continuations: PrefixContinuations | None
-    column: Tensor  # [decision]
+    column: Tensor  # [decision] int64; with continuations, 0 is the last token of the prompt
 
 
 class ResponseReplay:
-    """Computes likelihoods of the tokens of responses. segment: tokens of a segment of a response; None: it has
-    none."""
+    """Computes log-probabilities of the tokens of responses."""
 
     def __init__(self, runner: ModelRunner, segment: int | None) -> None:
+        """segment: tokens of a segment, for ratios by segment; None: no segments."""
         self.runner, self.segment = runner, segment
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool, padding_side: str = "right") -> Replay:
-        """Replays responses; see `VisionLanguagePolicy.replay`."""
+        """Returns log-probabilities of responses and what goes with them; see `VisionLanguagePolicy.replay`."""
         runner, routing = self.runner, self.runner.routing
         rows: list[RolloutTokens] = rollouts.inputs
         if reference:
             rows = [replace(tokens, experts=None) for tokens in rows]
         row, decision, targets, temperature = self._decisions(rows)
-        routes = None if routing is None else collate_routes(runner.with_ballast(rows), padding_side, runner.device)
+        routes = None if routing is None else collate_routes(runner.with_dummy(rows), padding_side, runner.device)
         inputs, continuations, column = self._layout(rows, row, decision, routes is not None, padding_side)
-        packs = continuations is None and routing is None and runner.packs(lengths_of(rows))
+        packs = continuations is None and routing is None and runner.should_pack(lengths_of(rows))
         others = self._others(rollouts, row, decision)
         with nullcontext() if routing is None else routing.replayed(routes):
             chunks = self._chunks(len(targets))
@@ -66,21 +66,23 @@ class ResponseReplay:
         return replay
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the segment of each token, [rollout, decision] int64. Raises TypeError where responses have none."""
+        """Returns the number of the segment of each token, [rollout, decision] int64. Raises TypeError if
+        rollout.segment is null."""
         if self.segment is None:
             raise TypeError("rollout.segment is null: responses have no segments")
         segments = torch.arange(rollouts.mask.shape[1], device=self.runner.device) // self.segment
         return segments.expand(rollouts.mask.shape)
 
     def _others(self, rollouts: Rollouts, row: Tensor, decision: Tensor) -> Tensor | None:
-        """Returns the alternatives to each decision, [decision, k], or [k] where they are the same for all."""
+        """Returns the ids of alternative tokens whose logp a method asked for, or None: [decision, k], or [k] if they
+        are the same for all decisions, such as the full vocabulary."""
         listed, alternatives = rollouts.extras.get(ALTERNATIVES.name), get_alternatives(rollouts)
         if isinstance(listed, WholeVocabulary):
             return listed.ids.to(self.runner.device)
         return None if alternatives is None else alternatives.to(self.runner.device)[row, decision]
 
     def top_k(self, rollouts: Rollouts, model: Scorer, count: int) -> Tensor:
-        """Returns the likeliest tokens; see `VisionLanguagePolicy.top_k`."""
+        """Returns the likeliest token ids of each decision; see `VisionLanguagePolicy.top_k`."""
         rows: list[RolloutTokens] = rollouts.inputs
         row, decision, targets, temperature = self._decisions(rows)
         inputs, continuations, column = self._layout(rows, row, decision, False, "right")
@@ -89,12 +91,12 @@ class ResponseReplay:
         return blank.index_put((row, decision), ids).cpu()
 
     def _decisions(self, rows: list[RolloutTokens]) -> tuple[Tensor, Tensor, Tensor, float | Tensor]:
-        """Returns row, index in the response, token and temperature of each decision, [decision] each; the temperature
-        is one number where it is the same for all."""
+        """Returns four values per decision, [decision] each: its row, its index in the response, its token id, and its
+        temperature, which is a single number if it is the same for all."""
         device = self.runner.device
-        targets = torch.cat([tokens.response[tokens.chosen] for tokens in rows]).to(device)
-        chosen = nn.utils.rnn.pad_sequence([tokens.chosen for tokens in rows], batch_first=True).to(device)
-        row, decision = chosen.nonzero().unbind(1)
+        targets = torch.cat([tokens.response[tokens.decision_mask] for tokens in rows]).to(device)
+        mask = nn.utils.rnn.pad_sequence([tokens.decision_mask for tokens in rows], batch_first=True).to(device)
+        row, decision = mask.nonzero().unbind(1)
         temperatures = [tokens.temperature for tokens in rows]
         temperature = temperatures[0] if len(set(temperatures)) == 1 else torch.tensor(temperatures, device=device)[row]
         return row, decision, targets, temperature
@@ -102,38 +104,42 @@ class ResponseReplay:
     def _layout(
         self, rows: list[RolloutTokens], row: Tensor, decision: Tensor, routed: bool, padding_side: str
     ) -> Layout:
-        """Returns the model inputs. row, decision: [decision], row and index of each decision. routed: rows share no
-        prompts."""
+        """Returns the model inputs, with each distinct prompt once where the model can share it between its responses.
+
+        row, decision: row and index in the response of each decision, [decision]. routed: experts are replayed, which
+        excludes shared prompts.
+        """
         runner = self.runner
-        prompts, which = distinct_prompts(rows)
-        shared = len(prompts) < len(rows) and not any(tokens.read_images for tokens in rows)
+        prompts, prompt_index = distinct_prompts(rows)
+        shared = len(prompts) < len(rows) and not any(tokens.observed_images for tokens in rows)
         if not routed and shared and runner.shares_prompts(training=True):
             inputs = runner.collate(prompts, padding_side=padding_side)
-            return Layout(inputs, self._continuations(rows, which), decision)
-        inputs = runner.collate(runner.with_ballast(rows), padding_side=padding_side)
+            return Layout(inputs, self._continuations(rows, prompt_index), decision)
+        inputs = runner.collate(runner.with_dummy(rows), padding_side=padding_side)
         length = inputs["input_ids"].shape[1]
-        first = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
-        return Layout(inputs, None, torch.tensor(first, device=runner.device)[row] + decision - 1)
+        response_start = [length - len(t.response) if padding_side == "left" else len(t.prompt) for t in rows]
+        # A token is predicted at the position before it
+        return Layout(inputs, None, torch.tensor(response_start, device=runner.device)[row] + decision - 1)
 
-    def _continuations(self, rows: list[RolloutTokens], which: list[int]) -> PrefixContinuations:
-        """Returns responses without their last token, padded, as continuations of shared prompts. which: [row], the
-        prompt of each."""
+    def _continuations(self, rows: list[RolloutTokens], prompt_index: list[int]) -> PrefixContinuations:
+        """Returns responses as continuations of shared prompts. prompt_index: [row], the index of each row's prompt."""
         device, pad = self.runner.device, self.runner.tokens.pad
         ids = [tokens.response[:-1] for tokens in rows]
         return PrefixContinuations(
-            prompt=torch.tensor(which, device=device),
+            prompt=torch.tensor(prompt_index, device=device),
             ids=nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad).to(device),
             mask=nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(device),
         )
 
-    def _chunks(self, targets: int) -> int | None:
-        """Returns the number of passes through the output layer, where ranks gather it for each of them."""
+    def _chunks(self, num_targets: int) -> int | None:
+        """Returns the number of passes through the output layer, the maximum of all ranks, if ZeRO-3 gathers it for
+        each pass; else None."""
         lockstep, module = self.runner.lockstep, self.runner.module
         if lockstep is None or module.fused is not None:
             return None
-        return lockstep.max(-(-targets // module.chunk))
+        return lockstep.max(-(-num_targets // module.chunk))
 
 
 def lengths_of(rows: Sequence[RolloutTokens]) -> list[int]:
-    """Returns the tokens of each row."""
+    """Returns the number of tokens of prompt and response of each row."""
     return [len(row.prompt) + len(row.response) for row in rows]

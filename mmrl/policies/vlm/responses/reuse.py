@@ -1,4 +1,5 @@
-"""Responses made from others: stored and restored, with changed prompts, joined, or continued from inside."""
+"""New rollouts from earlier ones: stored and rebuilt, with changed prompts, joined, or sampled again from some
+token."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ from mmrl.rollouts import Prompt, Rollouts
 
 
 def serialize(rollouts: Rollouts) -> list[dict[str, Any]]:
-    """Returns what `deserialize` needs of each rollout besides its prompt."""
+    """Returns for each rollout the values from which `deserialize` rebuilds it, besides its prompt, as JSON types."""
     states = []
     for row, sample in zip(rollouts.inputs, rollouts.samples, strict=True):
         state: dict[str, Any] = {"response": row.response.tolist(), "temperature": row.temperature}
         if sample.conversation is not None:
-            end = {"end": sample.conversation.end, "limit": sample.max_response_length}
-            state |= {"decided": row.chosen.tolist(), **end}
+            state["decided"] = row.decision_mask.tolist()
+            state |= {"end": sample.conversation.end, "limit": sample.max_response_length}
         states.append(state)
     return states
 
 
 def deserialize(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]) -> Rollouts:
-    """Returns rollouts as they were stored, not scored; their experts are chosen anew."""
+    """Rebuilds unscored rollouts from the values of `serialize`. Recorded experts are not stored, so the router of the
+    model routes their tokens."""
     tokens = drafter.tokens
     if drafter.conversations is not None:
         return drafter.conversations.deserialize(drafter, prompts, states)
@@ -42,56 +44,61 @@ def deserialize(drafter: Drafter, prompts: Sequence[Prompt], states: Sequence[di
 def continue_from(
     drafter: Drafter, engine: Answering | None, rollouts: Rollouts, lengths: Sequence[int], seeds: Sequence[int]
 ) -> Rollouts:
-    """Keeps the first lengths[i] tokens of each response, of those that the policy chose, and samples the rest; not
-    scored."""
+    """Keeps the first lengths[i] tokens that the policy sampled in response i, and samples the rest with seeds[i].
+
+    engine: None if the model itself samples. Returns unscored rollouts.
+    """
     if drafter.conversations is not None:
-        begun = list(drafter.conversations.begun(drafter, rollouts, lengths, seeds))
-        drafter.extend(engine, begun, drafter.max_response_length)
-        return drafter.complete(begun, 1, by_model=engine is None)
+        conversations = list(drafter.conversations.first_parts(drafter, rollouts, lengths, seeds))
+        drafter.extend(engine, conversations, drafter.max_response_length)
+        return drafter.complete(conversations, 1, by_model=engine is None)
     prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
-    opened = dict(zip(prompts, drafter.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
+    empty_drafts = dict(zip(prompts, drafter.draft(list(prompts.values()), 1, [0] * len(prompts)), strict=True))
     drafts = []
     for sample, row, length, seed in zip(rollouts.samples, rollouts.inputs, lengths, seeds, strict=True):
-        draft = opened[id(sample.prompt)]
-        # The rollout's own tensors, by which its prompt is read once for it and what goes on from it
-        begun = replace(row.without_response(), temperature=draft.tokens.temperature, experts=None)
-        draft = replace(draft, request=replace(draft.request, seed=seed), tokens=begun)
-        draft.grow(row.response[:length], unsampled(length), None)
+        draft = empty_drafts[id(sample.prompt)]
+        # The same prompt tensor as in the rollout: rows that share it share one pass over the prompt
+        tokens = replace(row.without_response(), temperature=draft.tokens.temperature, experts=None)
+        draft = replace(draft, request=replace(draft.request, seed=seed), tokens=tokens)
+        draft.append(row.response[:length], unknown_logp(length), None)
         drafts.append(draft)
     drafter.extend(engine, drafts, drafter.max_response_length)
     return drafter.complete(drafts, 1, by_model=engine is None)
 
 
-def unsampled(count: int) -> Tensor:
-    """Returns log-probabilities of `count` tokens that this engine did not sample, [token] NaN: a correction of what
-    engine and trainer differ in leaves them alone."""
-    return torch.full((count,), torch.nan)
+def unknown_logp(num_tokens: int) -> Tensor:
+    """Returns NaN as the log-probabilities of tokens that the engine did not sample, [token]. Importance-sampling
+    corrections between engine and trainer leave out NaN."""
+    return torch.full((num_tokens,), torch.nan)
 
 
 def join_responses(tokens: ChatTokenizer, first: Rollouts, second: Rollouts, text: str) -> Rollouts:
-    """Returns responses of `first` without their end token, the text, and responses of `second`, whose tokens alone are
-    decisions; not scored."""
-    between, rows = torch.tensor(tokens.ids(text)), []
-    for one, other in zip(first.inputs, second.inputs, strict=True):
-        beginning = one.response[:-1] if int(one.response[-1]) in tokens.eos else one.response
-        read = replace(one.without_response(), temperature=other.temperature, experts=None).extended(
-            torch.cat([beginning, between]), decided=False
-        )
-        rows.append(read.extended(other.response, decided=True))
+    """Joins each response of `first` (without its end token), `text` and the response of `second` to one response.
+
+    Only the tokens of `second` are decisions, which are trained on. Returns unscored rollouts.
+    """
+    text_ids, rows = torch.tensor(tokens.ids(text)), []
+    for first_row, second_row in zip(first.inputs, second.inputs, strict=True):
+        prefix = first_row.response[:-1] if int(first_row.response[-1]) in tokens.eos else first_row.response
+        prompt = replace(first_row.without_response(), temperature=second_row.temperature, experts=None)
+        row = prompt.extended(torch.cat([prefix, text_ids]), decided=False)
+        rows.append(row.extended(second_row.response, decided=True))
     rollouts = tokens.rollouts([sample.prompt for sample in first.samples], rows, 1)
-    chosen = nn.utils.rnn.pad_sequence([row.chosen for row in rows], batch_first=True)
-    return replace(rollouts, mask=rollouts.mask & chosen)
+    decision_mask = nn.utils.rnn.pad_sequence([row.decision_mask for row in rows], batch_first=True)
+    return replace(rollouts, mask=rollouts.mask & decision_mask)
 
 
 def with_prompts(drafter: Drafter, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
-    """Returns the same responses to changed prompts, and in conversations with changed images of observations. A prompt
-    is changed and encoded once for its whole group."""
+    """Returns the same responses to changed prompts; in conversations the images of observations are changed too.
+
+    `change` is called, and the prompt encoded, once per group.
+    """
     prompts = {id(sample.prompt): sample.prompt for sample in rollouts.samples}
     encoded = dict(zip(prompts, drafter.tokens.encode([change(p) for p in prompts.values()]), strict=True))
     inputs = []
     for sample, row in zip(rollouts.samples, rollouts.inputs, strict=True):
         viewed = row.with_prompt(encoded[id(sample.prompt)])
-        if row.read_images and drafter.conversations is not None:
-            viewed = replace(viewed, read_images=drafter.conversations.viewed_images(row, sample, change))
+        if row.observed_images and drafter.conversations is not None:
+            viewed = replace(viewed, observed_images=drafter.conversations.viewed_images(row, sample, change))
         inputs.append(viewed)
     return replace(rollouts, inputs=inputs)

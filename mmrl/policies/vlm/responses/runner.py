@@ -1,4 +1,4 @@
-"""Passes of the model on rows of tokens, in lockstep with other ranks where these wait for one another."""
+"""Runs the model on rows of tokens, in lockstep with the other ranks where ZeRO-3 needs that."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ from mmrl.policies.vlm.routing import Routing
 from mmrl.policies.vlm.scorer import TokenScorer, recompute, transformers_model
 from mmrl.rollouts import Prompt
 
-# Families (model_type) whose prompts are read once for all of their responses, and whose rows can be packed.
+# `model_type` of families for which sharing a prompt between its responses, and packing, are tested.
 PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_onevision", "internvl"}
 
 
 @dataclass
 class Lockstep:
-    """Keeps ranks doing the same collectives under ZeRO-3. `max` is the maximum of a number over the ranks; inside
-    `whole` passes of the network are not collectives."""
+    """What ranks need to make the same collective calls under ZeRO-3."""
 
-    max: Callable[[int], int]
-    whole: Callable[[], AbstractContextManager[None]]
-    ballast: RolloutTokens | None = None
+    max: Callable[[int], int]  # returns the maximum of a number over the ranks
+    gather_weights: Callable[[], AbstractContextManager[None]]  # inside, forward passes need no collective calls
+    dummy: RolloutTokens | None = None  # a row with an image, see `ModelRunner.with_dummy`
 
 
 class ModelRunner:
-    """Runs the model that is trained: generates with it, and collates its inputs.
+    """Generates with the model that is trained, and collates its inputs.
 
-    lockstep: under ZeRO-3. routing: where engines record the experts they routed tokens to, and replay repeats them.
+    `lockstep` is set under ZeRO-3. `routing` is set if vLLM records the experts of each token and replay reuses them.
     """
 
     def __init__(self, module: TokenScorer, tokens: ChatTokenizer, *, gathers: bool, packing: bool = True) -> None:
-        """gathers: see `gathered_weights`. packing: rows are replayed without padding, where the model can."""
+        """gathers: `gathered_weights` gathers all weights. packing: replay computes rows without padding, if the model
+        can."""
         self.module, self.tokens, self.gathers = module, tokens, gathers
         self.lockstep: Lockstep | None = None
         self.routing: Routing | None = None
         self.flops = ResponseFlops(self.core)
         if packing and self.can_pack:
             pack_rows(self.core.get_decoder())
-            module.packs = True
+            module.can_pack = True
 
     @property
     def core(self) -> PreTrainedModel:
+        """The transformers model, without its PEFT wrapper."""
         return transformers_model(self.module.model)
 
     @property
@@ -63,94 +64,97 @@ class ModelRunner:
 
     @contextmanager
     def gathered_weights(self) -> Iterator[None]:
-        """Lets this rank generate without the others inside the context, also under ZeRO-3, which gathers all weights
-        for that long: otherwise every token would gather them layer by layer. A collective at both ends."""
+        """Gathers all weights for the duration of the context under ZeRO-3, so that this rank can generate without the
+        others. Without it, every token would gather the weights layer by layer. Entering and leaving are collective
+        calls."""
         lockstep = self.lockstep
         if lockstep is None or not self.gathers:
             yield
             return
-        with lockstep.whole():
+        with lockstep.gather_weights():
             self.lockstep = None
             try:
                 yield
             finally:
                 self.lockstep = lockstep
 
-    def anywhere(self, count: int) -> bool:
-        """Returns whether `count` is above 0; under ZeRO-3, on any rank."""
-        return (count if self.lockstep is None else self.lockstep.max(count)) > 0
+    def any_rank_positive(self, number: int) -> bool:
+        """Returns whether `number` is above 0 on this rank, or under ZeRO-3 on any rank."""
+        return (number if self.lockstep is None else self.lockstep.max(number)) > 0
 
     def replay_routing(self) -> None:
-        """Requires engines to return the experts they routed tokens to, and has replay repeat their choice.
+        """Makes replay route tokens to the experts that the engine recorded, and requires engines to record them.
 
-        Raises UserError as `Routing` does.
+        Raises UserError for a model without experts, or of a family for which this was not tested.
         """
         self.routing = Routing(self.core)
 
     def shares_prompts(self, *, training: bool) -> bool:
-        """Returns whether a prompt is read once for all of its responses, and these then continue from its cache.
+        """Returns whether a prompt is read once for all of its responses, which then use its key-value cache.
 
-        Not in a family for which it was not tested, nor where a layer remembers less than all keys and values; nor
-        under ZeRO-3, where ranks would make different numbers of passes; nor in training if activations are recomputed,
-        which does without a cache.
+        False for families that were not tested or whose layers do not keep all keys and values; under ZeRO-3, where
+        ranks would make different numbers of passes; and in training with gradient checkpointing, which uses no cache.
         """
         recomputes = training and self.core.is_gradient_checkpointing
         return self._attends_to_all and self.lockstep is None and not recomputes
 
     @property
     def can_pack(self) -> bool:
-        """Returns whether rows can be replayed without padding: in the families whose prompts can be shared, with
-        attention by SDPA."""
+        """Whether the model can compute rows without padding: a family in PREFIX_SHARING, with attention by SDPA."""
         return self._attends_to_all and self.core.config.get_text_config()._attn_implementation in ("sdpa", PACKED)
 
     @property
     def _attends_to_all(self) -> bool:
-        """Returns whether the model is of a tested family and each of its layers attends to all earlier tokens."""
+        """Whether the model is of a family in PREFIX_SHARING and each of its layers attends to all earlier tokens."""
         layers = DynamicCache(config=self.core.config.get_text_config()).layers
         return self.core.config.model_type in PREFIX_SHARING and all(type(layer) is DynamicLayer for layer in layers)
 
-    def packs(self, lengths: list[int]) -> bool:
-        """Returns whether rows of these lengths are replayed without padding."""
-        return self.module.packs and worthwhile(lengths)
+    def should_pack(self, lengths: list[int]) -> bool:
+        """Returns whether replay packs rows of these lengths (tokens): the model can, and it saves time."""
+        return self.module.can_pack and worthwhile(lengths)
 
     def generate(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
-        """Generates continuations of `rows` by the model, of at most limits[i] tokens: [token] int64 each."""
+        """Generates at most limits[i] tokens after the prompt and response of row i, with seeds[i]; [token] int64
+        each."""
         recompute(self.module, False)
         shares = self.shares_prompts(training=False)
-        responses = (self._generate_shared if shares else self._generate_apart)(rows, seeds, sampling, limits)
+        responses = (self._generate_shared if shares else self._generate_unshared)(rows, seeds, sampling, limits)
         recompute(self.module, True)
-        read, shared = distinct_rows(rows)[0] if shares else rows, shares and not any(row.read_images for row in rows)
-        self.flops.sampled(rows, read, responses[: len(rows)], shared=shared)
+        prefilled = distinct_rows(rows)[0] if shares else rows
+        shared = shares and not any(row.observed_images for row in rows)
+        self.flops.sampled(rows, prefilled, responses[: len(rows)], shared=shared)
         return responses[: len(rows)]
 
     def _generate_shared(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
-        """Samples responses, [token] int64 each; rows with equal prompts share one prefill."""
-        begun, which = distinct_rows(rows)
-        prompts, answered = distinct_prompts(begun)
-        beginnings = [row.response for row in begun]
-        if any(row.read_images for row in rows):  # images are read with the prompt alone: here all that came before is
-            prompts, answered, beginnings = begun, list(range(len(begun))), [row.response[:0] for row in begun]
+        """Samples responses as `generate`; rows with the same prompt share its prefill."""
+        distinct, row_index = distinct_rows(rows)
+        prompts, prompt_index = distinct_prompts(distinct)
+        prefixes = [row.response for row in distinct]
+        if any(row.observed_images for row in rows):
+            # Images are read only in a prefill, so the responses so far become part of it
+            prompts, prompt_index = distinct, list(range(len(distinct)))
+            prefixes = [row.response[:0] for row in distinct]
         return generate_groups(
             self.core,
             self.collate(prompts, padding_side="left"),
-            prompts=torch.tensor(answered),
-            begun=beginnings,
-            rows=torch.tensor(which),
+            prompts=torch.tensor(prompt_index),
+            begun=prefixes,
+            rows=torch.tensor(row_index),
             sampling=sampling,
             seeds=list(seeds),
             eos=self.tokens.eos,
             limits=limits,
         )
 
-    def _generate_apart(
+    def _generate_unshared(
         self, rows: list[RolloutTokens], seeds: Sequence[int], sampling: Sampling, limits: Sequence[int]
     ) -> list[Tensor]:
-        """Samples responses, [token] int64 each, every row with a prefill of its own, as ZeRO-3 needs."""
-        padded = self.with_ballast(rows)
+        """Samples responses as `generate`, with one prefill per row; under ZeRO-3 all ranks make the same passes."""
+        padded = self.with_dummy(rows)
         responses = generate(
             self.core,
             self.collate(padded, padding_side="left"),
@@ -164,32 +168,41 @@ class ModelRunner:
         return [response[:limit] for response, limit in zip(responses, limits, strict=False)]
 
     def collate(self, rows: Sequence[RolloutTokens], *, padding_side: str) -> dict[str, Tensor]:
+        """Returns the rows as one batch of model inputs on the device of the model; see `prompts.collate`."""
         return collate(rows, pad=self.tokens.pad, padding_side=padding_side, device=self.device)
 
-    def with_ballast(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
-        """Adds a row with an image where a batch has none under ZeRO-3: such a rank would skip the vision tower,
-        whose parameters the others wait for. Nothing of that row is ever counted."""
+    def with_dummy(self, rows: list[RolloutTokens]) -> list[RolloutTokens]:
+        """Adds a dummy row with an image to a batch without images under ZeRO-3: without one, this rank would skip the
+        vision tower, while the others wait for it to gather the tower's weights. No result of the dummy row is used."""
         if self.lockstep is None or any(r.images for r in rows):
             return rows
-        if self.lockstep.ballast is None:
-            blank = Prompt("ballast", "<image>", (Image.new("RGB", (64, 64)),))
-            self.lockstep.ballast = replace(self.tokens.encode([blank])[0], response=torch.tensor(self.tokens.eos[:1]))
-        return [*rows, self.lockstep.ballast]
+        if self.lockstep.dummy is None:
+            prompt = Prompt("dummy", "<image>", (Image.new("RGB", (64, 64)),))
+            self.lockstep.dummy = replace(self.tokens.encode([prompt])[0], response=torch.tensor(self.tokens.eos[:1]))
+        return [*rows, self.lockstep.dummy]
 
 
 def distinct_rows(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """Returns the rows to be continued, each once, and for each row its index among them: rows of one prompt, whose
-    responses so far are equal, are one. A row that has read images is its own."""
+    """Returns the distinct rows, and for each row the index of the distinct row that equals it.
+
+    Rows are equal if they have the same prompt tensor and equal responses so far. A row with images in its response is
+    never equal to another one.
+    """
     indices: dict[tuple[int, int, tuple[int, ...]], int] = {}
-    keys = [(id(t.prompt), number if t.read_images else -1, (*t.response.tolist(),)) for number, t in enumerate(rows)]
-    which = [indices.setdefault(key, len(indices)) for key in keys]
-    return [rows[which.index(number)] for number in range(len(indices))], which
+    keys = []
+    for number, row in enumerate(rows):
+        image_key = number if row.observed_images else -1
+        keys.append((id(row.prompt), image_key, (*row.response.tolist(),)))
+    row_index = [indices.setdefault(key, len(indices)) for key in keys]
+    return [rows[row_index.index(number)] for number in range(len(indices))], row_index
 
 
 def distinct_prompts(rows: Sequence[RolloutTokens]) -> tuple[list[RolloutTokens], list[int]]:
-    """Returns each prompt once, without a response, and for each row the index of its prompt. Rollouts of one `rollout`
-    call hold the same tensor; equal prompts that were encoded apart stay apart."""
+    """Returns the distinct prompts, with empty responses, and for each row the index of its prompt.
+
+    Prompts are the same if they are the same tensor, as in a group of rollouts; equal values do not count.
+    """
     indices: dict[int, int] = {}
-    which = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]
-    firsts = [rows[which.index(number)] for number in range(len(indices))]
-    return [tokens.without_response() for tokens in firsts], which
+    prompt_index = [indices.setdefault(id(tokens.prompt), len(indices)) for tokens in rows]
+    first_rows = [rows[prompt_index.index(number)] for number in range(len(indices))]
+    return [tokens.without_response() for tokens in first_rows], prompt_index

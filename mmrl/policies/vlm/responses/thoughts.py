@@ -1,4 +1,4 @@
-"""Prompts whose chat template opens the thoughts of the response."""
+"""Prompts whose chat template opens the reasoning of the response, with <think> or a similar tag."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 from mmrl.policies.tokenizers import Tokenizer
 from mmrl.rewards.parsing.responses import THOUGHTS
 
-TAIL = 12  # tokens that hold the opening tag of thoughts and the white space behind it
+TAIL = 12  # last tokens of a prompt that are looked at: enough for the opening tag and the white space after it
 
 
 def opens_thoughts(tokenizer: Tokenizer, ids: Tensor) -> bool:
-    """Returns whether the tokens before a response end in <think> or its kin."""
+    """Returns whether a prompt, token ids [token], ends in <think> or another opening tag of reasoning."""
     text = tokenizer.decode(ids[-TAIL:]).rstrip()
     return text.endswith(tuple(opening for opening, _ in THOUGHTS))

@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to rollouts, by the model's own processor."""
+"""Converts prompts to tokens and tokens to rollouts, with the model's own processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.protocols.parts import PromptReader
 from mmrl.rollouts import Prompt, Rollouts, Sample
 from mmrl.schedules.schedule import Schedule
 
-# Keys of a model's configuration whose token stands for pixels and so can not be part of an answer.
+# Keys of a model's configuration with ids of tokens for images and videos, which cannot be part of a response.
 PLACEHOLDER_KEYS = (
     "image_token_id",
     "image_token_index",
@@ -32,11 +32,12 @@ PLACEHOLDER_KEYS = (
 
 
 class ChatTokenizer:
-    """Converts text and tokens, and knows the longest prompt and response."""
+    """Converts between text and tokens, and holds the length limits of prompts and responses."""
 
     def __init__(
         self, processor: Processor, model: PreTrainedModel, max_prompt_length: int, response_limit: Schedule
     ) -> None:
+        """max_prompt_length: in tokens. response_limit: maximum tokens of a response, by step."""
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.eos = end_tokens(model.generation_config, self.tokenizer)
         if self.tokenizer.pad_token_id is None:
@@ -44,38 +45,40 @@ class ChatTokenizer:
         self.pad = self.tokenizer.pad_token_id
         self.suppressed = never_sampled(model, self.tokenizer, self.eos)
         self.max_prompt_length, self.response_limit = max_prompt_length, response_limit
-        self.reader: PromptReader | None = None  # may have encoded prompts already
+        self.reader: PromptReader | None = None  # encodes prompts ahead of time, in another process
         self.encoder = PromptEncoder(processor, max_prompt_length, placeholders(model, self.tokenizer))
 
     @property
     def max_response_length(self) -> int:
-        """Tokens of the longest response that is sampled now."""
+        """The maximum length of a response at the current step, in tokens."""
         return int(self.response_limit.value)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[RolloutTokens]:
-        """Encodes prompts, with empty responses; see `mmrl.policies.vlm.prompts.encode`."""
+        """Encodes prompts, as rollouts with empty responses; see `prompts.encode`. Prompts that were encoded ahead of
+        time are not encoded again."""
         cached = [self._cached(prompt) for prompt in prompts]
-        rest = [prompt for prompt, tokens in zip(prompts, cached, strict=True) if tokens is None]
-        encoded = iter(encode(self.processor, rest, self.max_prompt_length))
+        missing = [prompt for prompt, tokens in zip(prompts, cached, strict=True) if tokens is None]
+        encoded = iter(encode(self.processor, missing, self.max_prompt_length))
         return [next(encoded) if tokens is None else tokens for tokens in cached]
 
     def _cached(self, prompt: Prompt) -> RolloutTokens | None:
-        read = None if self.reader is None else self.reader.encoded(prompt)
-        return self.encoder.take(prompt) if read is None else read
+        tokens = None if self.reader is None else self.reader.encoded(prompt)
+        return self.encoder.take(prompt) if tokens is None else tokens
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a string inside a response."""
+        """Returns the token ids of a text inside a response, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def pieces(self, ids: Tensor) -> list[str]:
-        """Returns the text that each token [token] adds to those before it; a letter that takes several comes with the
-        last."""
-        whole = [self.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
-        texts = [*(text.rstrip("\ufffd") for text in whole[:-1]), whole[-1]]
-        return [text[len(before) :] for before, text in pairwise(texts)]
+        """Returns the text that each of `ids` [token] adds to the text of the ids before it. A character that is made
+        of several tokens is added by its last one."""
+        prefixes = [self.tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids) + 1)]
+        # U+FFFD stands for the bytes of an incomplete character
+        texts = [*(text.rstrip("\ufffd") for text in prefixes[:-1]), prefixes[-1]]
+        return [text[len(previous) :] for previous, text in pairwise(texts)]
 
     def rollouts(self, prompts: Sequence[Prompt], rows: list[RolloutTokens], group_size: int) -> Rollouts:
-        """Builds the rollouts of these prompts from rows, `group_size` of them a prompt."""
+        """Builds rollouts from rows of tokens, `group_size` per prompt. prompts: one per row."""
         lengths = torch.tensor([len(r.response) for r in rows])
         texts = self.tokenizer.batch_decode([r.response for r in rows], skip_special_tokens=True)
         samples = [
@@ -98,30 +101,31 @@ class ChatTokenizer:
 
 
 def end_tokens(generation: GenerationConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns all ids that end a response, the model's own first."""
+    """Returns all ids that end a response: those of the generation config, then that of the tokenizer. Raises UserError
+    if there is none."""
     declared = generation.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
     distinct = [i for i in dict.fromkeys([*ids, tokenizer.eos_token_id]) if i is not None]
     if not distinct:
-        raise UserError("the model declares no end token: set eos_token_id in its generation_config.json")
+        raise UserError("the model of model.path has no end token; set eos_token_id in its generation_config.json")
     return tuple(distinct)
 
 
 def never_sampled(model: PreTrainedModel, tokenizer: Tokenizer, eos: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns ids that can not be part of an answer: placeholders of images and videos, special tokens that do not end
-    a response, and rows of the output matrix beyond the tokenizer's last id."""
+    """Returns the ids that are never sampled: placeholders of images and videos, special tokens other than `eos`, and
+    rows of the output matrix beyond the tokenizer's last id."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    beyond = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
-    return tuple(sorted((placeholder_ids(model) | special | beyond) - set(eos)))
+    unused_rows = set(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
+    return tuple(sorted((placeholder_ids(model) | special | unused_rows) - set(eos)))
 
 
 def placeholder_ids(model: PreTrainedModel) -> set[int]:
-    """Returns the ids that stand for images and videos, and for where these begin and end."""
+    """Returns the ids of the tokens for images and videos, and of those around them."""
     declared = model.config.to_dict()
     return {declared[key] for key in PLACEHOLDER_KEYS if declared.get(key) is not None}
 
 
 def placeholders(model: PreTrainedModel, tokenizer: Tokenizer) -> list[str]:
-    """Returns the texts of `placeholder_ids` that the tokenizer reads as these."""
+    """Returns the texts of the placeholder tokens; the tokenizer would read such a text as the token."""
     names = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
     return [names[number] for number in sorted(placeholder_ids(model)) if number in names]
