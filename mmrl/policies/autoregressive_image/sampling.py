@@ -57,10 +57,8 @@ class ImageTokenSampler:
 
     def _sample_texts(self, prompt_ids: list[Tensor], seeds: Sequence[int], temperature: float) -> list[Tensor]:
         """Samples the text before each image, [text token]: up to its end token, or to the maximum length."""
-        generators = [
-            torch.Generator(self.prompts.device).manual_seed(derive_seed(int(seed), TEXT_SEED) % 2**63)
-            for seed in seeds
-        ]
+        device = self.prompts.device
+        generators = [torch.Generator(device).manual_seed(derive_seed(int(seed), TEXT_SEED) % 2**63) for seed in seeds]
         ids, mask = self.prompts.collate(prompt_ids)
         cache, end = DynamicCache(), torch.tensor(self.prompts.tokenizer.eos_token_id)
         sampled = torch.zeros(len(prompt_ids), 0, dtype=torch.long)
