@@ -1,4 +1,4 @@
-"""The networks that policies hold: what trains them, how they are called, and how transformers models are saved."""
+"""Types of networks and engines for policies, and how transformers models are saved."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-# A scorer is the module of a policy, or the engine around it; a network call returns what another library returns.
+# Callables that are a policy's module or the engine around it. A Scorer returns tensors; a NetworkCall may return
+# another library's output class.
 Scorer = Callable[..., tuple[Tensor, ...]]
 NetworkCall = Callable[..., Any]
 
 
 class TrainingEngine(Protocol):
-    """The engine that trains a policy's module, as far as ranks have to act together."""
+    """The engine that trains a policy's module; its methods are collective: all ranks call them together."""
 
     @property
-    def zero_stage(self) -> int: ...
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage, 0 to 3."""
 
     def max(self, value: int) -> int:
-        """Returns the largest of all ranks' values."""
+        """Returns the maximum of `value` over ranks."""
 
     def gathered_weights(self) -> AbstractContextManager[None]:
-        """Gathers all weights on every rank inside the context."""
+        """Gathers all weights on every rank inside the context, as ZeRO-3 needs."""
 
 
 def write_model(model: nn.Module, folder: Path, state: dict[str, Tensor]) -> None:
-    """Saves a transformers model, or its adapter, in the library's own format. state: the weights of the module that
-    holds it as `model`."""
-    writer: Any = model
+    """Saves a transformers model, or only the adapter of a peft model, in the library's own format. state: the state
+    dict of the module that holds it as its attribute `model`."""
+    pretrained: Any = model
     weights = {n.removeprefix("model."): value for n, value in state.items() if n.startswith("model.")}
-    writer.save_pretrained(folder, state_dict=weights)
+    pretrained.save_pretrained(folder, state_dict=weights)

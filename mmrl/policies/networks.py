@@ -1,4 +1,4 @@
-"""Several networks in one module, for policies that consist of others."""
+"""Several networks in one module, for policies that consist of several models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mmrl.policies.models import NetworkCall
 
 
 class Networks(nn.Module):
-    """The module that the engine wraps for several networks; each is reached through it, by its name."""
+    """Holds several networks by name in one module, which the engine wraps. A network is called through it, so that the
+    engine's hooks run."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -23,17 +24,18 @@ class Networks(nn.Module):
 
 
 @dataclass(frozen=True)
-class Part:
-    """One network inside `whole`, which is a `Networks` or the engine around it."""
+class NamedNetwork:
+    """A callable for one network inside `networks`, which is a `Networks` or the engine around it."""
 
-    whole: NetworkCall
+    networks: NetworkCall
     name: str
 
     def __call__(self, *inputs: object, **options: object) -> Any:
-        return self.whole(self.name, *inputs, **options)
+        """Calls the network and returns its output."""
+        return self.networks(self.name, *inputs, **options)
 
 
-def state_of(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of one network, out of those of all, without their prefix."""
+def select_state(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state dict of the network `part`, out of that of a `Networks`."""
     prefix = f"parts.{part}."
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Work on a batch in parts, of which a backward pass holds one at a time."""
+"""Computes a batch in parts with activation checkpointing, so that the backward pass holds one part at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def by_parts(compute: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """Returns `compute(part)` for each part; nothing in `compute` may be random.
+def map_with_checkpointing(compute: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """Returns [compute(part) for part in parts]. `compute` must be deterministic.
 
-    For several parts only their inputs are kept for the backward pass, in which each part is computed again.
+    If there are several parts, only their inputs are kept, and the backward pass computes each part again.
     """
     if len(parts) == 1 or not torch.is_grad_enabled():
         return [compute(part) for part in parts]

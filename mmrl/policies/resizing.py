@@ -1,4 +1,4 @@
-"""Sizes that a processor gives to images."""
+"""The options by which a processor resizes images."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from mmrl.policies.tokenizers import Processor
 
 @runtime_checkable
 class ImageProcessing(Protocol):
-    """A processor with a part for images."""
+    """A processor that handles images."""
 
     image_processor: Any
 
 
-def resize_of(processor: Processor) -> dict[str, int] | None:
-    """Returns factor, min_pixels and max_pixels of a processor that resizes as Qwen2-VL's does, to sides that are
-    multiples of patch_size x merge_size and an area between two bounds; None for others."""
+def resize_options(processor: Processor) -> dict[str, int] | None:
+    """Returns "factor", "min_pixels" and "max_pixels" of a processor that resizes images as Qwen2-VL does: to sides
+    that are multiples of factor = patch_size x merge_size, and an area in [min_pixels, max_pixels]. Returns None for
+    other processors."""
     if not isinstance(processor, ImageProcessing):
         return None
     settings = processor.image_processor.to_dict()

@@ -1,4 +1,4 @@
-"""Settings that every kind of model shares."""
+"""Settings that all types of models share."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from mmrl.protocols.parts import Policy
 
 Collects = Literal["groups", "rollouts", "demonstrations"]
-Sections = dict[str, type[Section]]  # by name; an alias, because `type` is a field inside a Choice
+Sections = dict[str, type[Section]]  # by name; an alias, because inside a Choice `type` is a field
 
 
 class LoRA(Section):
     """Low-rank adapters that are trained in place of the weights (arXiv 2106.09685)."""
 
-    rank: int = option(16, "rank of the update", ge=1)
-    alpha: float = option(32.0, "the update is scaled by alpha / rank", gt=0)
+    rank: int = option(16, "rank of the weight update", ge=1)
+    alpha: float = option(32.0, "the weight update is scaled by alpha / rank", gt=0)
     dropout: float = option(0.0, "must be 0: with dropout the replayed ratio is not 1 before the first update")
     targets: str | list[str] = option("all-linear", "names of the modules that get adapters")
 
     init: Literal["zero", "orthogonal"] = option(
         "zero",
-        "how adapters begin, without changing the model: one factor at 0, or both at random with orthogonal rows, so "
-        "that both learn from the first step (LoRA-RLPO's orthonormal factors, reconstructed by peft's)",
+        "initial weights, which leave the model's output as it is: one factor 0, or both random with orthogonal rows, "
+        "so that both are trained from the first step (LoRA-RLPO's orthonormal factors, reconstructed with peft's)",
     )
 
     @property
     def peft_init(self) -> Literal[True, "orthogonal"]:
-        """Returns `init` under the name that peft has for it."""
+        """The value of peft's init_lora_weights that means `init`."""
         return True if self.init == "zero" else "orthogonal"
 
     @model_validator(mode="after")
     def _even(self) -> LoRA:
         if self.init == "orthogonal" and self.rank % 2:
-            raise ValueError(f"rank={self.rank} is odd, and init=orthogonal needs an even one")
+            raise ValueError(f"rank={self.rank} is odd, but init=orthogonal needs an even one")
         return self
 
     @model_validator(mode="after")
@@ -53,7 +53,8 @@ class LoRA(Section):
 
 
 class ModelSettings(Choice):
-    """A kind of model: where it comes from, which sections its jobs have, and what its decisions support."""
+    """The section `model`: where the model comes from, which sections its jobs have, and what its decisions
+    support."""
 
     title: ClassVar[str] = "model"
     kinds: ClassVar[dict[str, str]] = {
@@ -67,12 +68,12 @@ class ModelSettings(Choice):
         "uniform_diffusion": "mmrl.policies.discrete_diffusion.uniform_settings:UniformModel",
     }
     type: str = "vision_language"
-    path: str | None = option(None, "a folder or a hub name; or `build`, or `warm_start`")
+    path: str | None = option(None, "folder or hub name of the model; in its place `build` or `warm_start`")
     build: str | None = option(
         None, "package.module:function that is called with (folder, seed=...) and writes a model built in code"
     )
     warm_start: str | None = option(
-        None, "a configuration beside this one: the run starts from what that one's run ended with"
+        None, "configuration file beside this one: the run starts from the final weights of that one's run"
     )
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", "number format of the weights; the optimizer keeps fp32 weights"
@@ -80,36 +81,36 @@ class ModelSettings(Choice):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSettings:
-        named = [key for key in ("path", "build", "warm_start") if vars(self)[key] is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are both set; a model comes from one of them (set one to null)")
+        keys = [key for key in ("path", "build", "warm_start") if vars(self)[key] is not None]
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} are set; a model comes from one of them (set the others to null)")
         return self
 
     @classmethod
     @abstractmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
-        """Returns the sections that only jobs with this kind of model have, or to which it adds keys: by name, classes
-        that a configuration inherits from besides its own. tree: the configuration as it was written. collects: what
-        the algorithm learns from."""
+        """Returns the sections that jobs with this type of model add or extend, as classes by the section's name.
+
+        tree: the configuration as the user wrote it, before validation. collects: what the algorithm learns from."""
 
     @abstractmethod
     def capabilities(self, config: JobConfig) -> Capabilities:
-        """Returns what decisions of this job support."""
+        """Returns what the decisions of this job support, which algorithms and terms may require."""
 
     @abstractmethod
     def load(self, config: JobConfig, task: object, path: str) -> Policy:
-        """Loads the policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it can
-        not be loaded."""
+        """Loads the policy whose weights are at `path`. Raises UserError, OSError, ImportError or ValueError if it
+        cannot be loaded."""
 
     @property
     def frozen(self) -> ModelSettings:
-        """Returns the settings of a teacher of the same kind, of which nothing is trained."""
+        """The settings of a teacher model of the same type, which is not trained."""
         return self
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:
-        """Returns the network at `path` without weights and what this job computes with it, for the memory estimate;
-        None for networks too small to need one. Raises UserError where only the weights could tell."""
+        """Returns the network at `path` on the meta device and what this job computes with it, for the memory estimate.
+        Returns None for networks too small to need one. Raises UserError if the sizes are not known without weights."""
         return None
 
     def check(self, config: JobConfig) -> None:
-        """Raises ValueError in one line for settings of other sections that do not fit."""
+        """Raises ValueError for settings of other sections that this model does not support."""

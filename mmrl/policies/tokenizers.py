@@ -1,4 +1,4 @@
-"""Protocols of transformers' tokenizers and processors, as far as policies use them."""
+"""Protocols of transformers' tokenizers and processors, with the members that policies use."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 class TokenIds(Protocol):
-    """One text as token ids."""
+    """The output of a tokenizer for one text."""
 
     @property
     def input_ids(self) -> list[int]: ...
 
 
 class TokenIdLists(Protocol):
-    """Several strings as token ids."""
+    """The output of a tokenizer for several texts."""
 
     @property
     def input_ids(self) -> list[list[int]]: ...
 
 
 class SpecialToken(Protocol):
-    """A token that was added to a vocabulary."""
+    """A token that was added to a tokenizer's vocabulary. special: whether it is a control token, not text."""
 
     @property
     def special(self) -> bool: ...
 
 
 class Tokenizer(Protocol):
-    """A tokenizer: text to token ids and back."""
+    """A tokenizer of transformers: converts text to token ids and back."""
 
     pad_token_id: int | None
     mask_token: str | None
@@ -92,7 +92,8 @@ class Tokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """A processor: chats to text, and text with images and videos to the inputs of a model."""
+    """A processor of transformers: applies the chat template, and converts text with images and videos to the inputs of
+    a model."""
 
     tokenizer: Tokenizer
 

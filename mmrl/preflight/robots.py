@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmrl.config import Config
-from mmrl.policies.vla.action_ranges import probe_range
+from mmrl.policies.vla.action_ranges import check_statistics
 from mmrl.policies.vla.settings import Actions
-from mmrl.policies.vla.statistics import statistics_of
+from mmrl.policies.vla.statistics import load_action_statistics
 from mmrl.preflight.alarms import Alarm, Findings
 from mmrl.preflight.prompts import sampled
 from mmrl.preflight.simulators import Complaints, probe_chunk, probe_instructions, probe_starts, probe_success
@@ -50,7 +50,7 @@ def probe_robots(
 def _ranges(action: Actions, sim: VectorSim) -> Iterator[Alarm]:
     """Finds statistics that do not fit the simulator. Raises UserError for those that cannot be read."""
     simulator = sim.simulator
-    scale = statistics_of(action, simulator.action_dim)
+    scale = load_action_statistics(action, simulator.action_dim)
     if scale is not None:
-        for remark in probe_range(str(action.statistics), scale, action_bounds_of(simulator)):
+        for remark in check_statistics(str(action.statistics), scale, action_bounds_of(simulator)):
             yield Alarm("simulator", "warned", remark)

@@ -38,7 +38,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
      "length = rollout.max_prompt_length + response", "length = response", MEMORY),
     ("blueprint: half of keys and values", "mmrl/policies/vlm/memory_estimate.py", "memory.cache = 2 * width", "memory.cache = width",
      MEMORY),
-    ("blueprint: all looks at once", "mmrl/policies/vla/memory_estimate.py", "    if total <= at_once:", "    if True:", MEMORY),
+    ("blueprint: all looks at once", "mmrl/policies/vla/memory_estimate.py", "    if total <= steps_at_once:", "    if True:", MEMORY),
     # --- mmrl doctor --gpu ---
     ("doctor: what failed is not looked at again", D + "run.py",
      'if all(finding.status != "fails" for finding in before):',

@@ -35,7 +35,7 @@ import torch
 from mmrl.kernels import hidden_logprob
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.loading import open_policy
-from mmrl.policies.vla.policy import VisionLanguageActionPolicy, robot_units
+from mmrl.policies.vla.policy import VisionLanguageActionPolicy, to_robot_units
 from mmrl.policies.vla.settings import ActionChain, ActionHead, Actions, FlowActions, TokenActions
 from mmrl.policies.vla.settings import VisionLanguageActionModel as Model
 from mmrl.rollouts import Prompt
@@ -164,12 +164,12 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
                 active = np.flatnonzero(running if arm == "running only" else np.ones(rows, bool)).tolist()
                 shown = observation.select(active)
                 with torch.no_grad():
-                    reading = policy.module.read(policy._collate(policy._prepare(shown)))
+                    reading = policy.module.encode(policy._collate(policy._prepare(shown)))
                     state = torch.from_numpy(shown.state)
                     drawn = ActionSampling([look * rows + row for row in active])
                     chosen = policy.module.head.act(reading, state, drawn)
                 actions = np.zeros((len(sim), *chosen["actions"].shape[1:]))
-                actions[active] = robot_units(chosen["actions"], policy.statistics)
+                actions[active] = to_robot_units(chosen["actions"], policy.normalizer)
                 step = sim.step(actions)
                 moved, look, observation = moved + int(step.valid.sum()), look + 1, step.observation
                 if look == 1:
@@ -192,7 +192,7 @@ def replay(rounds: int) -> dict[str, Any]:
     frozen = Model(freeze=["vision", "connector", "language"])
     policies = {"kept": policy_of(tiny_model.build, sim, head, frozen)}
     policies["read again"] = policy_of(tiny_model.build, sim, head, frozen)
-    policies["read again"].caches_readings = False
+    policies["read again"].caches_prefixes = False
     starts = [Prompt(str(i), "", metadata={"task": "reach", "seed": i}) for i in range(32)]
     played = {arm: policy.rollout(starts, 1, list(range(32))) for arm, policy in policies.items()}
     taken: dict[str, list[float]] = {arm: [] for arm in policies}

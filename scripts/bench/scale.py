@@ -422,7 +422,7 @@ def simulators(sizes: Sequence[int], steps: int) -> Costs:
             looks, where = 10 * steps, "in this process" if not workers else "in 16 processes"
             made = {"length": 4 * looks, "image": 128}
             with sims.build("pretend_simulator:PretendSimulator", count, made, workers=workers) as sim:
-                records = [EpisodeRecord(Prompt(str(row), "?"), reasons=False) for row in range(count)]
+                records = [EpisodeRecord(Prompt(str(row), "?"), samples_latents=False) for row in range(count)]
 
                 def act(observation: Any, rows: Any) -> tuple[Any, Any]:
                     return [np.zeros((len(sim), 4, 7))], None

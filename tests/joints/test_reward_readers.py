@@ -15,7 +15,7 @@ from mmrl.build import build_policy, build_task
 from mmrl.config import load
 from mmrl.errors import UserError
 from mmrl.evaluation.evaluate import evaluate
-from mmrl.policies.resizing import resize_of
+from mmrl.policies.resizing import resize_options
 from mmrl.rewards import RewardSet, RewardSpec
 from mmrl.rewards.visual.coordinates import Resize
 from mmrl.rollouts import Prompt, Sample
@@ -92,7 +92,7 @@ def test_a_processor_that_resizes_otherwise_is_told():
 def test_sizes_are_those_that_the_image_processor_makes(width, height, bounds):
     """The image processor of Qwen2.5-VL as published: patches of 14 pixels, merged by 2."""
     part = Qwen2VLImageProcessor(patch_size=14, merge_size=2, **bounds)
-    resize = resize_of(SimpleNamespace(image_processor=part))
+    resize = resize_options(SimpleNamespace(image_processor=part))
     assert resize["factor"] == 28
     grid = part(images=[Image.new("RGB", (width, height))], return_tensors="pt")["image_grid_thw"][0]
     assert Resize(**resize).size(width, height) == (14 * int(grid[2]), 14 * int(grid[1]))
@@ -100,9 +100,9 @@ def test_sizes_are_those_that_the_image_processor_makes(width, height, bounds):
 
 def test_sizes_of_processors(tmp_path):
     _, _, policy = job(tmp_path, "model.processor={min_pixels: 3136, max_pixels: 4704}")
-    assert resize_of(policy.tokens.processor)["min_pixels"] == 3136
-    assert resize_of(policy.tokens.processor)["max_pixels"] == 4704
-    assert resize_of(policy.tokens.tokenizer) is None
+    assert resize_options(policy.tokens.processor)["min_pixels"] == 3136
+    assert resize_options(policy.tokens.processor)["max_pixels"] == 4704
+    assert resize_options(policy.tokens.tokenizer) is None
 
 
 @pytest.mark.parametrize(("tail", "opened"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])

@@ -51,7 +51,7 @@ def stirred(policy, amount):
     with torch.no_grad():
         for parameter in policy.module.parameters():
             parameter += amount * torch.randn(parameter.shape, generator=generator)
-    policy.statistics = ActionStatistics(np.array([-0.2]), np.array([0.1]), np.array([True]))
+    policy.normalizer = ActionStatistics(np.array([-0.2]), np.array([0.1]), np.array([True]))
     return policy
 
 

@@ -155,7 +155,7 @@ def test_the_tiny_model_reads_what_the_recipe_shows(tmp_path):
         seen = sim.reset([3] * len(tasks), tasks)
         looks = backbone.prepare([seen.images], [f"{words} ?" for words in seen.instructions], seen.state)
         assert all(look.words.min() > 0 for look in looks)
-        assert backbone.read(backbone.collate(looks, torch.device("cpu")), every_layer=False).last.isfinite().all()
+        assert backbone.encode(backbone.collate(looks, torch.device("cpu")), every_layer=False).last.isfinite().all()
 
 
 @pytest.mark.parametrize("level", ["PickupDist", "ActionObjDoor", "OpenDoorColor", "PutNextLocalS5N3"])

@@ -8,7 +8,7 @@ import pytest
 from gymnasium import spaces
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads.codec import scaled_to
+from mmrl.policies.vla.heads.codec import statistics_from_bounds
 from mmrl.sims import build
 from mmrl.sims.spaces import ObservationReader, as_rgb, bounds_of, folded, leaves, moves_of
 
@@ -145,14 +145,14 @@ def test_seeds_lie_below_two_to_the_31_and_stay_apart():
 
 def test_bounds_stretch_the_policys_numbers():
     low, high = np.array([0.0, -1, -np.inf, 2]), np.array([512.0, 1, np.inf, np.inf])
-    scale = scaled_to((low, high), True)
+    scale = statistics_from_bounds((low, high), True)
     assert scale.to_robot(np.array([-1.0, 0.5, 0.5, 0.5])).tolist() == [0, 0.5, 0.5, 0.5]
     assert scale.to_robot(np.array([0.0, 0, 0, 0])).tolist() == [256, 0, 0, 0]
     assert (
         scale.to_robot(np.array([3.0, 0, 0, 0]))[0] == 512 and scale.from_robot(np.array([128.0, 0, 0, 0]))[0] == -0.5
     )
-    assert scaled_to((np.array([-1.0]), np.array([1.0])), True) is None
-    assert scaled_to((np.array([-np.inf]), np.array([np.inf])), True) is None
+    assert statistics_from_bounds((np.array([-1.0]), np.array([1.0])), True) is None
+    assert statistics_from_bounds((np.array([-np.inf]), np.array([np.inf])), True) is None
     assert bounds_of(spaces.Discrete(3)) is None and bounds_of(spaces.Box(0, 2, (1, 2)))[1].tolist() == [2, 2]
 
 

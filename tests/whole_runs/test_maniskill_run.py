@@ -49,7 +49,7 @@ def test_the_recipe_from_random_weights_trains(tmp_path):
     told = json.loads((tmp_path / "run/final/vla.json").read_text())["states"]
     model = ["model.build=null", f"model.path={tmp_path / 'run/final'}", "evaluation.before=false"]
     again = make(tmp_path / "again", *size, *once, *model, base=recipe)
-    known = again.policy.states
+    known = again.policy.state_statistics
     assert np.allclose(known.mean, told["mean"]) and np.allclose(known.std, told["std"])
     rollouts = again.policy.rollout([again.task.train[0]], 2, [1, 2])
     seen = np.stack([look.state for episode in rollouts.inputs for look in episode])

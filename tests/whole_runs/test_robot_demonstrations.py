@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_cloning_where_all_episodes_earn_the_same(tmp_path, 
     assert taught.tolist() == 16 * [False] + 6 * [True] and (batch.origin[:16] == FRESH).all()
     assert batch.rewards[taught].isnan().all() and (batch.advantages == 0).all()
     for episode in batch.inputs[16:]:
-        assert len(episode) == 1 and episode[0].chosen["actions"][episode[0].valid].tolist() == [[0.25]] * int(
+        assert len(episode) == 1 and episode[0].sampled["actions"][episode[0].valid].tolist() == [[0.25]] * int(
             episode[0].valid.sum()
         )
     row = next(row for row in metrics(tmp_path) if "loss" in row)
@@ -82,7 +82,7 @@ def test_a_critic_learns_nothing_from_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BESIDE[1:2], "nothing learns from task.demonstrations: add rollout.extras="),
+        (BESIDE[1:2], "task.demonstrations is set, but nothing learns from it: add rollout.extras="),
         ([*BESIDE, "action.head={type: flow}"], "needs known answers that it can be trained on beside its rollouts"),
         ([*BESIDE, "action.head={type: steered}"], "needs known answers that it can be trained on beside its rollouts"),
     ],

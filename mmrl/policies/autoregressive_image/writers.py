@@ -108,7 +108,7 @@ class CausalWriter(ImageTokenWriter):
         self.tokens_per_image = book.tokens_per_image
 
     def check(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        self.codebook.outside(transformers_model(model).get_output_embeddings().weight.shape[0])
+        self.codebook.other_tokens(transformers_model(model).get_output_embeddings().weight.shape[0])
 
     def hidden(self, model: nn.Module, ids: Tensor, mask: Tensor, **options: Unpack[ReadingOptions]) -> Tensor:
         """Returns the logits themselves."""
@@ -128,10 +128,10 @@ class CausalWriter(ImageTokenWriter):
         return tokens
 
     def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        return self.codebook.images(tokens)
+        return self.codebook.decode(tokens)
 
     def tokens(self, model: nn.Module, images: Tensor) -> Tensor:
-        return self.codebook.tokens(images)
+        return self.codebook.encode(images)
 
     def save(self, folder: Path) -> None:
         codebook.write(folder, self.codebook)

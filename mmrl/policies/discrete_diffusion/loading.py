@@ -152,7 +152,7 @@ def vocabulary_of(
     Raises UserError without an end token.
     """
     if image_codebook is not None and not text:
-        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.outside(size))
+        return Vocabulary(mask, tokenizer.pad_token_id or 0, None, image_codebook.other_tokens(size))
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise UserError("the model's tokenizer has neither an end token nor a separator")
@@ -163,5 +163,5 @@ def vocabulary_of(
     suppressed = sorted((special | {mask} | beyond) - {end, NO_MASK})
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Vocabulary(
-        mask, pad, end, torch.tensor(suppressed), None if image_codebook is None else image_codebook.outside(size)
+        mask, pad, end, torch.tensor(suppressed), None if image_codebook is None else image_codebook.other_tokens(size)
     )

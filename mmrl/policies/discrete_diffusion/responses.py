@@ -87,7 +87,7 @@ class ResponseLayout:
         for key, kind in (("target", "image"), ("reasoning", "text")):
             if key not in prompt.metadata and (key == "target" or self.text_length):
                 raise UserError(f"prompt {prompt.id} has no {kind} to learn from: metadata[{key!r}] is missing")
-        image_tokens = self.codebook.tokens(prompt.metadata["target"][None])[0]
+        image_tokens = self.codebook.encode(prompt.metadata["target"][None])[0]
         if not self.text_length:
             return image_tokens
         return torch.cat(
@@ -142,7 +142,7 @@ class ResponseLayout:
         """Builds the sample of one record. mask: [position] which positions count."""
         image = None
         if self.codebook is not None:
-            image = self.codebook.images(record.response[None, self.text_length :])[0]
+            image = self.codebook.decode(record.response[None, self.text_length :])[0]
         if not self.text_length:
             return Sample(prompt, image=image)
         text = record.response[: self.text_length][mask[: self.text_length]]

@@ -1,1 +1,1 @@
-"""A diffusion model whose rollouts are drawn by a few-step copy of it, which is distilled during training."""
+"""A diffusion model whose rollouts are sampled by a few-step student, which is distilled from it during training."""

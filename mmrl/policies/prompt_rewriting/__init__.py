@@ -1,1 +1,1 @@
-"""A language model and an image generator that are trained together: one rewrites prompts, the other draws them."""
+"""A language model that rewrites prompts and an image generator that renders them, trained together."""

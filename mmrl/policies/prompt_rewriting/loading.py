@@ -1,4 +1,4 @@
-"""Loads a generator and a writer of prompts, from their own folders or from one that a run saved."""
+"""Loads an image generator and the language model that rewrites its prompts (the writer)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from mmrl.policies.vlm.settings import VisionLanguageModel
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-WRITER_OPTIONS = ("attention", "freeze", "lora", "processor")
+WRITER_OPTIONS = ("attention", "freeze", "lora", "processor")  # keys of model.writer that vision-language models have
 
 
 def load(path: str, settings: PromptRewritingModel, config: JobConfig, task: object) -> PromptRewritingPolicy:
-    """Builds the policy of a job: the generator at `path` and the writer that the settings name, or both from a folder
-    that a run saved. Raises UserError where there is no writer, and where the loaders of the two do."""
-    both = Path(path) / WRITER
-    writer = settings.writer.existing() or (str(both) if both.is_dir() else None)
-    if writer is None:
-        raise UserError(f"model.writer.path is missing: model.path={path} holds a generator and no writer of prompts")
-    generator = Path(path) / GENERATOR
-    generator_policy = DiffusionPolicy(
-        diffusion.load(str(generator) if generator.is_dir() else path, settings), config.section("denoising")
-    )
+    """Loads the policy of a job. `path` is the generator's, and model.writer.path the writer's; or `path` is a folder
+    that a run saved, which holds both.
+
+    Raises UserError if there is no writer, and as the loaders of the two models do."""
+    saved_writer = Path(path) / WRITER
+    writer_path = settings.writer.existing() or (str(saved_writer) if saved_writer.is_dir() else None)
+    if writer_path is None:
+        raise UserError(
+            f"model.writer.path is missing: model.path={path} holds an image generator, but no language model that "
+            "rewrites prompts; set it"
+        )
+    saved_generator = Path(path) / GENERATOR
+    generator_path = str(saved_generator) if saved_generator.is_dir() else path
+    generator = DiffusionPolicy(diffusion.load(generator_path, settings), config.section("denoising"))
     options = {name: vars(settings.writer)[name] for name in WRITER_OPTIONS}
-    writer_model = VisionLanguageModel(
-        path=writer, dtype=settings.dtype, activation_checkpointing=settings.activation_checkpointing, **options
+    writer_settings = VisionLanguageModel(
+        path=writer_path, dtype=settings.dtype, activation_checkpointing=settings.activation_checkpointing, **options
     )
-    return PromptRewritingPolicy(vlm.load(writer, writer_model, config), generator_policy, settings.writer)
+    return PromptRewritingPolicy(vlm.load(writer_path, writer_settings, config), generator, settings.writer)

@@ -1,4 +1,4 @@
-"""Two policies as one: a writer rewrites prompts, a generator draws the new ones."""
+"""A policy of two models: a language model (the writer) rewrites prompts, and an image generator renders them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmrl.policies.diffusion.decisions.records import ImageRecord
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallFamily
 from mmrl.policies.models import Scorer, TrainingEngine
-from mmrl.policies.networks import Networks, Part, state_of
+from mmrl.policies.networks import NamedNetwork, Networks, select_state
 from mmrl.policies.prompt_rewriting.settings import GENERATOR, WRITER, PromptWriter
 from mmrl.policies.vlm.policy import VisionLanguagePolicy
 from mmrl.policies.vlm.prompts import RolloutTokens
@@ -36,16 +36,17 @@ from mmrl.rollouts import (
 
 @dataclass(frozen=True)
 class PromptRewritingRecord:
-    """The tokens that the writer sampled, and the image that was drawn of them."""
+    """The inputs of replay for one rollout: the writer's tokens and the image's denoising steps."""
 
     text: RolloutTokens
     image: ImageRecord
 
 
 class PromptRewritingPolicy:
-    """Rewrites prompts and draws them; computes the log-likelihoods of tokens and denoising steps.
+    """Rewrites prompts and renders them, and computes the log-likelihoods of tokens and denoising steps.
 
-    The first decisions of a rollout are its tokens, padded to the writer's limit; the steps of its image follow.
+    The first decisions of a rollout are the writer's tokens, padded to the length limit; the denoising steps of the
+    image follow.
     """
 
     def __init__(self, writer: VisionLanguagePolicy, generator: DiffusionPolicy, settings: PromptWriter) -> None:
@@ -60,53 +61,52 @@ class PromptRewritingPolicy:
     # --- prompts to images ---
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int = 0) -> Rollouts:
-        """Draws `group_size` texts of each prompt, and one image of each text. seeds: one a rollout, prompt by prompt.
-        The first `originals` images of a group are drawn from the prompt itself; their tokens are masked."""
+        """Samples `group_size` rewritten texts for each prompt, and one image for each text. seeds: one for each
+        rollout, prompt by prompt.
+
+        The first `originals` images of a group are rendered from the prompt itself; their tokens are masked."""
         written = self.writer.rollout([self._writer_prompt(prompt) for prompt in prompts], group_size, seeds, step=step)
-        position = torch.arange(len(written)) % group_size
-        original = position < self.settings.originals
+        use_original = torch.arange(len(written)) % group_size < self.settings.originals
         row_prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        rows = list(zip(row_prompts, original.tolist(), written.samples, strict=True))
-        texts = [prompt.text if is_original else response.response for prompt, is_original, response in rows]
-        drawn = self.generator.rollout(self._generator_prompts(row_prompts, texts), 1, seeds, step=step)
-        text_mask = F.pad(written.mask, (0, self.writer.max_decisions - written.mask.shape[1])) & ~original[:, None]
-        samples = [
-            replace(image, prompt=prompt, response=prompt.text)
-            if is_original
-            else with_response(image, prompt, response)
-            for image, (prompt, is_original, response) in zip(drawn.samples, rows, strict=True)
-        ]
+        rows = list(zip(row_prompts, use_original.tolist(), written.samples, strict=True))
+        texts = [prompt.text if is_original else text.response for prompt, is_original, text in rows]
+        images = self.generator.rollout(self._generator_prompts(row_prompts, texts), 1, seeds, step=step)
+        padding = self.writer.max_decisions - written.mask.shape[1]
+        text_mask = F.pad(written.mask, (0, padding)) & ~use_original[:, None]
+        samples = []
+        for image, (prompt, is_original, text) in zip(images.samples, rows, strict=True):
+            if is_original:
+                samples.append(replace(image, prompt=prompt, response=prompt.text))
+            else:
+                samples.append(with_response(image, prompt, text))
         parts = text_image_parts(len(row_prompts), self.writer.max_decisions, self.max_decisions)
         return Rollouts(
             samples=samples,
-            inputs=[PromptRewritingRecord(*row) for row in zip(written.inputs, drawn.inputs, strict=True)],
+            inputs=[PromptRewritingRecord(*row) for row in zip(written.inputs, images.inputs, strict=True)],
             group=torch.arange(len(row_prompts)) // group_size,
-            mask=torch.cat([text_mask, drawn.mask], 1),
+            mask=torch.cat([text_mask, images.mask], 1),
             extras={PARTS: DecisionColumn(parts)},
         )
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
-        """Draws one image of each rewritten prompt, with the settings of evaluation of both models."""
+        """Rewrites each prompt and samples one image for it, with the evaluation settings of both models."""
         written = self.writer.respond([self._writer_prompt(prompt) for prompt in prompts], seeds)
         texts = [sample.response for sample in written]
-        drawn = self.generator.respond(self._generator_prompts(prompts, texts), seeds)
-        return [
-            with_response(image, prompt, response)
-            for image, prompt, response in zip(drawn, prompts, written, strict=True)
-        ]
+        images = self.generator.respond(self._generator_prompts(prompts, texts), seeds)
+        return [with_response(*row) for row in zip(images, prompts, written, strict=True)]
 
     def demonstrate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Rollouts:
         raise NotImplementedError(
-            "model.type=prompt_rewriting learns from no demonstrations; warm its two models up apart"
+            "model.type=prompt_rewriting does not learn from demonstrations; train its two models separately first"
         )
 
     def _writer_prompt(self, prompt: Prompt) -> Prompt:
-        """Returns the prompt inside the writer's template."""
+        """Returns the prompt for the writer: its template, filled with the task's prompt."""
         return replace(prompt, text=self.settings.template.replace("{}", prompt.text))
 
     def _generator_prompts(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Prompt]:
-        """Returns the prompts with the writer's texts. A small network raises UserError for unknown words; these are
-        left out of its texts."""
+        """Returns the prompts for the generator, with `texts`. For mmrl's small networks, which raise UserError for
+        words outside their vocabulary, such words are removed."""
         family = self.generator.family
         if isinstance(family, SmallFamily):
             texts = [family.readable(text) for text in texts]
@@ -114,28 +114,32 @@ class PromptRewritingPolicy:
 
     def view(self, rollouts: Rollouts, change: Callable[[Prompt], Prompt]) -> Rollouts:
         raise NotImplementedError(
-            "images of model.type=prompt_rewriting follow from the written text, not from the prompt alone"
+            "model.type=prompt_rewriting has no views of prompts: images are made from the rewritten text"
         )
 
     # --- images to likelihoods ---
 
     def replay(self, rollouts: Rollouts, model: Scorer, *, reference: bool = False) -> Replay:
-        """Computes the log-likelihoods of all decisions under `model` (`self.module`, or the engine around it), in one
-        forward of each network. Ratios of steps to the old and the reference policy are in their exact form;
-        `prediction` is of steps alone, [rollout, step, ...]."""
+        """Computes the log-likelihoods of all decisions under `model` (`self.module` or the engine around it), in one
+        forward pass of each network.
+
+        For denoising steps, the log-ratios to the old and the reference policy are computed from predictions, which is
+        more precise than from log-likelihoods. `prediction` holds denoising steps only, [rollout, step, ...]."""
         records: list[PromptRewritingRecord] = rollouts.inputs
-        width = self.writer.max_decisions
-        text_rollouts = Rollouts(rollouts.samples, [r.text for r in records], rollouts.group, rollouts.mask[:, :width])
+        num_tokens = self.writer.max_decisions
+        text_rollouts = Rollouts(
+            rollouts.samples, [record.text for record in records], rollouts.group, rollouts.mask[:, :num_tokens]
+        )
         image_rollouts = Rollouts(
             rollouts.samples,
-            [r.image for r in records],
+            [record.image for record in records],
             rollouts.group,
-            rollouts.mask[:, width:],
+            rollouts.mask[:, num_tokens:],
             old_prediction=rollouts.old_prediction,
             ref_prediction=rollouts.ref_prediction,
         )
-        text = self.writer.replay(text_rollouts, Part(model, WRITER), reference=reference)
-        image = self.generator.replay(image_rollouts, Part(model, GENERATOR), reference=reference)
+        text = self.writer.replay(text_rollouts, NamedNetwork(model, WRITER), reference=reference)
+        image = self.generator.replay(image_rollouts, NamedNetwork(model, GENERATOR), reference=reference)
         weight = None
         if image.weight is not None:
             weight = torch.cat([torch.ones_like(text.logp), image.weight], 1)
@@ -146,20 +150,21 @@ class PromptRewritingPolicy:
             extras={SEGMENTS.name: self.segments(rollouts).to(text.logp.device)},
         )
         if image.log_ratio is not None:
-            before = old_logp(rollouts, replay)[:, :width]
-            replay.log_ratio = torch.cat([text.logp - before, image.log_ratio], 1)
-        exact = REFERENCE_LOG_RATIO.get(image)
-        if exact is not None and rollouts.ref_logp is not None:
-            apart = text.logp - rollouts.ref_logp[:, :width].to(text.logp.device)
-            replay.extras[REFERENCE_LOG_RATIO.name] = torch.cat([apart, exact], 1)
+            text_log_ratio = text.logp - old_logp(rollouts, replay)[:, :num_tokens]
+            replay.log_ratio = torch.cat([text_log_ratio, image.log_ratio], 1)
+        image_ref_log_ratio = REFERENCE_LOG_RATIO.get(image)
+        if image_ref_log_ratio is not None and rollouts.ref_logp is not None:
+            text_ref_log_ratio = text.logp - rollouts.ref_logp[:, :num_tokens].to(text.logp.device)
+            replay.extras[REFERENCE_LOG_RATIO.name] = torch.cat([text_ref_log_ratio, image_ref_log_ratio], 1)
         return replay
 
     def segments(self, rollouts: Rollouts) -> Tensor:
-        """Returns the part of each decision, text or image, [rollout, decision] int64."""
+        """Returns the segment of each decision, [rollout, decision] int64: TEXT or IMAGE of `mmrl.rollouts`."""
         return decision_parts(rollouts)
 
     def lengths(self, rollouts: Rollouts) -> Tensor:
-        """Returns the number of the writer's tokens [rollout] int64; all images take the same time."""
+        """Returns the number of the writer's tokens, [rollout] int64, by which ranks balance their load; all images
+        have the same number of steps."""
         return self.writer.lengths(replace(rollouts, inputs=[record.text for record in rollouts.inputs]))
 
     # --- the rest of a policy ---
@@ -172,13 +177,13 @@ class PromptRewritingPolicy:
         return {**self.writer.counts(), **self.generator.counts()}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Writes each of the two in its own library's format, in a folder of its own."""
+        """Saves each of the two models in its own library's format, in the folders `writer` and `generator`."""
         for name, policy in ((WRITER, self.writer), (GENERATOR, self.generator)):
-            policy.save(folder / name, state_of(name, state))
+            policy.save(folder / name, select_state(name, state))
 
 
 def with_response(image: Sample, prompt: Prompt, written: Sample) -> Sample:
-    """Returns the image's sample as a sample of `prompt`, with the writer's response."""
+    """Returns the generator's sample with the task's prompt and the writer's response. written: the writer's sample."""
     return replace(
         image,
         prompt=prompt,

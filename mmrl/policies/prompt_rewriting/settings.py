@@ -1,4 +1,4 @@
-"""Settings of a generator whose prompts a language model rewrites; both are trained."""
+"""Settings of an image generator whose prompts a language model rewrites; both are trained."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
     from mmrl.protocols.parts import Policy
 
-WRITER, GENERATOR = "writer", "generator"  # folders of a saved model, and parts of the module
+WRITER, GENERATOR = "writer", "generator"  # names of the two models in the module, and of their saved folders
 
 
 class PromptWriter(WeightsOrigin):
-    """The language model that rewrites prompts: an image-text model, by default the writer beside the generator in
-    model.path. Section `rollout` holds its sampling settings."""
+    """The language model that rewrites prompts, an image-text model. By default it is the one that a run saved beside
+    the generator in model.path. Section `rollout` holds its sampling settings."""
 
     required: ClassVar[bool] = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", "implementation of attention")
@@ -40,22 +40,22 @@ class PromptWriter(WeightsOrigin):
     processor: dict[str, Any] = option({}, "keyword arguments of AutoProcessor.from_pretrained")
     template: str = option(
         "Rewrite this prompt for an image generator, with all that it should show: {}",
-        "the writer's prompt; {} stands for the prompt of the task",
+        "the writer's prompt, in which {} stands for the task's prompt",
     )
     originals: int = option(
-        0, "rollouts of each group that are drawn from the prompt as it is, and in which the writer has no part", ge=0
+        0, "rollouts of each group whose images are rendered from the task's prompt, without rewriting", ge=0
     )
 
     @model_validator(mode="after")
     def _holds_the_prompt(self) -> PromptWriter:
         if self.template.count("{}") != 1:
-            raise ValueError(f"template must hold {{}} once, where the prompt goes; got {self.template!r}")
+            raise ValueError(f"template must hold {{}} exactly once, where the prompt goes; got {self.template!r}")
         return self
 
 
 class PromptRewritingModel(DiffusionModel):
-    """A diffusion or flow model that draws prompts which a language model has rewritten. Both learn from the same
-    rewards: the decisions of a rollout are the tokens of the text and the denoising steps of its image."""
+    """A diffusion or flow model that renders prompts which a language model rewrites. Both learn from the same rewards:
+    the decisions of a rollout are the tokens of the text and the denoising steps of its image."""
 
     source: ClassVar[str] = "PromptRL, arXiv 2602.01382"
     test: ClassVar[str] = "tests/policies/prompt_rewriting/test_prompt_rewriting.py"
@@ -77,7 +77,9 @@ class PromptRewritingModel(DiffusionModel):
         super().check(config)
         rollout, denoising = config.rollout, config.section("denoising")
         if not isinstance(denoising, Denoising) or not isinstance(rollout, TokenSampling):
-            raise ValueError("model.type=prompt_rewriting learns from rewards; warm its parts up apart")
+            raise ValueError(
+                "model.type=prompt_rewriting learns from rewards only; train its two models separately first"
+            )
         if self.embeddings is not None:
             raise ValueError(
                 "model.embeddings holds embeddings of prompts that are known before training; those of model.type="
@@ -86,14 +88,14 @@ class PromptRewritingModel(DiffusionModel):
         likelihood = denoising.likelihood
         if not isinstance(likelihood, ImageChain | ImageMatching):
             raise ValueError(
-                f"denoising.likelihood.type={likelihood.type} gives no likelihood of a step, beside that of words; use "
-                "chain or matching"
+                f"denoising.likelihood.type={likelihood.type} gives no likelihood that could be combined with "
+                "that of tokens; use chain or matching"
             )
         chain = likelihood if isinstance(likelihood, ImageChain) else None
         if chain is not None and (chain.branching or chain.shared_states or chain.chunks):
             raise ValueError(
-                "denoising.likelihood: branching, shared_states and chunks are for groups that draw one prompt; with "
-                "model.type=prompt_rewriting each rollout has its own"
+                "denoising.likelihood: branching, shared_states and chunks need groups with one prompt for all images; "
+                "with model.type=prompt_rewriting each rollout has its own; remove them"
             )
         if rollout.generator.type != "transformers":
             raise ValueError(
@@ -101,7 +103,9 @@ class PromptRewritingModel(DiffusionModel):
                 "transformers"
             )
         if rollout.segment is not None:
-            raise ValueError("rollout.segment: segments of model.type=prompt_rewriting are text and image")
+            raise ValueError(
+                "rollout.segment is set, but the segments of model.type=prompt_rewriting are text and image; remove it"
+            )
         if self.writer.originals >= config.group_size:
             raise ValueError(
                 f"model.writer.originals={self.writer.originals} leaves no rollout of rollout.group_size="

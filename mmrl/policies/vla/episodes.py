@@ -1,4 +1,4 @@
-"""Episodes of a policy: what is noted while they are played, and the columns and records that are made of it."""
+"""Episodes of a robot policy: what is recorded while they are played, and the tensors that are made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmrl.policies.vla.heads.head import Chosen
+from mmrl.policies.vla.heads.head import SampledChunks
 from mmrl.protocols.trajectory import Trajectory
 from mmrl.rollouts import Episode, Prompt, Rollouts, Sample, Steps
 from mmrl.sims import Observation, Step
@@ -19,79 +19,83 @@ from mmrl.sims import Observation, Step
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The part of a policy step that its replay does not need. after: the observation after the last step of an
-    episode; None: the next step has it."""
+    """One policy step as a stored episode needs it: observation, chunk, reward, and whether the episode terminated."""
 
     observation: Observation  # of one row
     actions: NDArray[np.float32]  # [chunk, action], in the robot's units
     reward: float  # of the simulator, summed over the chunk
     terminated: bool
-    after: Observation | None
+    final_observation: Observation | None  # after the last step of an episode; None for other steps
 
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """One policy call of an episode: observation, action chunk, and which actions of the chunk were executed. record:
-    what is stored of it, where episodes are recorded."""
+    """One policy call of an episode: an observation, the sampled chunk, and which of its actions were executed."""
 
-    observation: object  # of the backbone's `prepare`; or, of a frozen one, its last layer [token, width]
-    state: Tensor  # [state], the numbers for the critic alone included
-    chosen: Chosen  # without the leading dimension
-    valid: Tensor  # [chunk] bool
-    record: StepRecord | None = None
+    observation: object  # a row of the backbone's `prepare`, or of `cache_rows` where prefixes are cached
+    state: Tensor  # [state], including the numbers that only the critic may read
+    sampled: SampledChunks  # of this step: tensors without the leading dimension
+    valid: Tensor  # [chunk] bool, which actions were executed
+    record: StepRecord | None = None  # if episodes are stored
 
 
 class Episodes(list[list[PolicyStep]]):
-    """Policy steps by rollout, with the stacked tensors that `replay` needs, which are the same each time that a
-    minibatch is learned from. Observations are collated again each time, for they may be large."""
+    """Policy steps by rollout, with the stacked tensors that `replay` needs.
+
+    They are stacked once, since a minibatch is replayed several times. Observations may be large and are collated at
+    each replay."""
 
     def __init__(self, episodes: list[list[PolicyStep]], device: torch.device) -> None:
-        """episodes: with at least one policy step in all."""
+        """episodes: policy steps of each rollout, at least one in total."""
         super().__init__(episodes)
         self.flat = [policy_step for episode in episodes for policy_step in episode]
-        indices = [(b, s) for b, episode in enumerate(episodes) for s in range(len(episode))]
-        self.row, self.step = torch.tensor(indices, device=device).unbind(1)
+        indices = [(row, step) for row, episode in enumerate(episodes) for step in range(len(episode))]
+        self.row, self.step = torch.tensor(indices, device=device).unbind(1)  # of each of the flat policy steps
         self.state = torch.stack([policy_step.state for policy_step in self.flat]).to(device)
         self.valid = torch.stack([policy_step.valid for policy_step in self.flat]).to(device)
-        self.chosen = {name: values.to(device) for name, values in stacked_choices(self.flat).items()}
+        self.sampled = {name: values.to(device) for name, values in stack_samples(self.flat).items()}
 
 
-def stacked_choices(policy_steps: Sequence[PolicyStep]) -> Chosen:
-    """Stacks the choices of at least one policy step, [step, ...] each."""
+def stack_samples(policy_steps: Sequence[PolicyStep]) -> SampledChunks:
+    """Stacks the sampled chunks of one policy step or more: tensors [step, ...]."""
     return {
-        name: torch.stack([policy_step.chosen[name] for policy_step in policy_steps]) for name in policy_steps[0].chosen
+        name: torch.stack([policy_step.sampled[name] for policy_step in policy_steps])
+        for name in policy_steps[0].sampled
     }
 
 
 class EpisodeRecord:
-    """The record of an episode while it is played; lost until it begins."""
+    """The record of an episode while it is played. `lost` is True until it begins, and if the simulator drops
+    it."""
 
-    def __init__(self, prompt: Prompt, *, reasons: bool) -> None:
-        """reasons: whether the head draws latents before a chunk."""
-        self.prompt, self.reasons = prompt, reasons
+    def __init__(self, prompt: Prompt, *, samples_latents: bool) -> None:
+        """samples_latents: whether the head samples latents before a chunk."""
+        self.prompt, self.samples_latents = prompt, samples_latents
         self.instruction, self.lost = "", True
         self.success = self.success_at_end = self.terminated = False
         self.length, self.bootstrap = 0, 0.0
         self.policy_steps: list[PolicyStep] = []
         self.values: list[float] = []  # by policy step
-        self.reasoning: list[int] = []  # number of latents by policy step
+        self.num_latents: list[int] = []  # by policy step
         self.rewards: list[float] = []  # by step of the simulator
         self.frames: list[NDArray[np.uint8]] = []
         self.labels: list[Prompt] = []  # observations with an expert's actions, by policy step
 
     def begin(self, observation: Observation, row: int, film: bool) -> None:
+        """Starts the episode with the first observation of a row, whose image is kept if `film`."""
         self.instruction, self.lost = observation.instructions[row], False
         if film:
             self.frames.append(observation.images[row])
 
     def add_label(self, observation: Observation, actions: NDArray[np.float32]) -> None:
-        """Keeps an observation of one row, and what the expert would do there, [chunk, action]."""
+        """Keeps an observation of one row, and the actions that the expert would execute there, [chunk, action]."""
         name = f"{self.prompt.id}-{len(self.labels)}"
         label = {"observation": observation, "actions": actions}
         self.labels.append(Prompt(name, self.instruction, metadata=label))
 
     def add_step(self, step: Step, row: int, film: bool) -> None:
-        """Adds one executed chunk of a row of the batch: reward, success, length, and its image where `film`."""
+        """Adds the results of one executed chunk, of a row of `step`: reward, success and length, and the image after
+        it if `film`."""
         valid = step.valid[row]
         self.lost |= bool(step.dropped[row])
         if valid.any():
@@ -105,6 +109,7 @@ class EpisodeRecord:
 
     @property
     def sample(self) -> Sample:
+        """The episode as rewards see it."""
         episode = Episode(
             self.instruction,
             self.success,
@@ -113,20 +118,23 @@ class EpisodeRecord:
             sum(self.rewards),
             self.lost,
             np.stack(self.frames) if self.frames else None,
-            mean_or_nan(self.reasoning) if self.reasons else None,
+            mean_or_nan(self.num_latents) if self.samples_latents else None,
         )
         return Sample(self.prompt, response="success" if self.success else "failure", episode=episode)
 
 
 def mean_or_nan(numbers: Sequence[float]) -> float:
+    """Returns the mean, NaN for an empty sequence."""
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
-def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int) -> StepRecord:
-    """Returns the record of a policy step. i: its position in the observations and actions [i, chunk, action] of the
-    call; row: of the simulator."""
+def make_step_record(
+    observations: Observation, actions: NDArray[np.float32], i: int, step: Step, row: int
+) -> StepRecord:
+    """Builds the record of row i of a policy call. observations: of the call; actions: [row, chunk, action], in the
+    robot's units; step: the simulator's result; row: of the simulator."""
     return StepRecord(
-        shown.select([i]),
+        observations.select([i]),
         actions[i],
         float(step.reward[row].sum()),
         bool(step.terminated[row].any()),
@@ -134,13 +142,13 @@ def step_record(shown: Observation, actions: NDArray[np.float32], i: int, step: 
     )
 
 
-def trajectory_of(steps: Sequence[PolicyStep], *, success: bool) -> Trajectory | None:
-    """Returns an episode; None for one that was not recorded to its end, or in which an action is not a finite
-    number."""
+def build_trajectory(steps: Sequence[PolicyStep], *, success: bool) -> Trajectory | None:
+    """Builds the trajectory of an episode from its policy steps. Returns None if it was not recorded to its end, or if
+    an action is not finite."""
     records = [step.record for step in steps if step.record is not None]
     if not records or len(records) < len(steps):
         return None
-    last = records[-1].after
+    last = records[-1].final_observation
     actions = np.stack([record.actions for record in records])
     if last is None or not np.isfinite(actions).all():
         return None
@@ -158,27 +166,27 @@ def trajectory_of(steps: Sequence[PolicyStep], *, success: bool) -> Trajectory |
     )
 
 
-def steps_of(records: Sequence[EpisodeRecord]) -> Steps:
-    """Collects rewards, values and ends by policy step, from which returns are computed."""
-    blank = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
-    steps = Steps(blank.bool(), blank.clone(), blank.clone(), blank.bool(), blank.clone())
-    for b, record in enumerate(records):
+def collect_steps(records: Sequence[EpisodeRecord]) -> Steps:
+    """Collects rewards, values and ends of episodes as [episode, policy step], from which returns are computed."""
+    zeros = torch.zeros(len(records), max(1, *(len(record.policy_steps) for record in records)))
+    steps = Steps(zeros.bool(), zeros.clone(), zeros.clone(), zeros.bool(), zeros.clone())
+    for row, record in enumerate(records):
         n = len(record.policy_steps)
-        steps.mask[b, :n] = not record.lost
-        steps.rewards[b, :n] = torch.tensor(record.rewards)
-        steps.values[b, :n] = torch.tensor(record.values)
+        steps.mask[row, :n] = not record.lost
+        steps.rewards[row, :n] = torch.tensor(record.rewards)
+        steps.values[row, :n] = torch.tensor(record.values)
         if n and not record.lost:
-            steps.terminated[b, n - 1] = record.terminated
-            steps.bootstrap[b, n - 1] = record.bootstrap
+            steps.terminated[row, n - 1] = record.terminated
+            steps.bootstrap[row, n - 1] = record.bootstrap
     return steps
 
 
-def step_units(rollouts: Rollouts) -> dict[str, int]:
-    """Returns the policy steps and the episodes of rollouts."""
+def count_units(rollouts: Rollouts) -> dict[str, int]:
+    """Returns the numbers of policy steps and of episodes in rollouts."""
     episodes = sum(sample.episode is not None for sample in rollouts.samples)
     return {"policy_steps": sum(len(steps) for steps in rollouts.inputs), "episodes": episodes}
 
 
-def start_of(prompt: Prompt) -> tuple[int, str]:
-    """Returns the seed and the task of a start state."""
+def seed_and_task(prompt: Prompt) -> tuple[int, str]:
+    """Returns the seed and the task of the start state that `prompt` describes."""
     return prompt.metadata["seed"], prompt.metadata["task"]

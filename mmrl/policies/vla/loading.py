@@ -1,4 +1,4 @@
-"""Policies from folders and hub names."""
+"""Loads robot policies from folders and hub names, and checks that they fit the job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from mmrl.errors import UserError
 from mmrl.generation.settings import WorkerSampling
 from mmrl.policies.vla import critic as critics
-from mmrl.policies.vla.action_ranges import probe_range
+from mmrl.policies.vla.action_ranges import check_statistics
 from mmrl.policies.vla.backbones import small, states_only
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.codec import ActionStatistics, Units, scaled_to
+from mmrl.policies.vla.heads.codec import ActionNormalizer, ActionStatistics, statistics_from_bounds
 from mmrl.policies.vla.heads.head import Head
-from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS, Network, VisionLanguageActionPolicy, tells_apart
+from mmrl.policies.vla.policy import CONFIG, WEIGHTS, Network, VisionLanguageActionPolicy, distinguishes_labels
 from mmrl.policies.vla.settings import (
     ActionFlow,
     ActionHead,
@@ -32,8 +32,8 @@ from mmrl.policies.vla.settings import (
     TokenActions,
     VisionLanguageActionModel,
 )
-from mmrl.policies.vla.states import StateStatistics, measure
-from mmrl.policies.vla.statistics import statistics_of
+from mmrl.policies.vla.states import StateStatistics, measure_statistics
+from mmrl.policies.vla.statistics import load_action_statistics
 from mmrl.protocols.abilities import EpisodeStoring
 from mmrl.protocols.critic import CriticSettings
 from mmrl.protocols.parts import SimulatedTask
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
 log = logging.getLogger(__name__)
-LEROBOT_CONFIG = "config.json"  # of policies with a flow of their own; the small networks have none
-LEROBOT = ("smolvla", "pi0", "pi05")  # types of policies that can be trained
-SHAPING = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
+LEROBOT_CONFIG = "config.json"  # of LeRobot's policies, which hold a flow head; mmrl's small networks have no such file
+LEROBOT = ("smolvla", "pi0", "pi05")  # types of LeRobot policies that can be trained
+ARCHITECTURE_KEYS = ("chunk", "proprioception")  # keys of `action` that the saved weights depend on, whatever the head
 
 
 def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPolicy:
-    """Loads the policy at `path` that `config` describes, in the simulator of `task`. Raises UserError as
-    `open_policy`, and for a task without a simulator."""
+    """Loads the policy at `path` with the options of `config`, and makes the simulator of `task` for it. Raises
+    UserError as `open_policy`, and for a task without a simulator."""
     model: VisionLanguageActionModel = config.model
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
@@ -64,14 +64,14 @@ def load(config: JobConfig, task: object, path: str) -> VisionLanguageActionPoli
         raise UserError(
             "model.type=vision_language_action needs a task with a simulator, such as task.type=manipulation"
         )
-    at_once = plain(rollout).get("micro_batch") or config.rollouts_per_step
+    num_envs = plain(rollout).get("micro_batch") or config.rollouts_per_step
     if isinstance(rollout, WorkerSampling) and rollout.workers is not None and not action.standardise:
-        at_once = 1  # workers play the episodes; here only attributes of the simulator are needed
+        num_envs = 1  # workers play the episodes; here only attributes of the simulator are needed
     return open_policy(
         path,
         model,
         action,
-        task.make_simulator(min(at_once, task.simulator_rows)),
+        task.make_simulator(min(num_envs, task.simulator_rows)),
         critic=config.needs.critic,
         seed=config.seed,
         max_prompt_length=rollout.max_prompt_length,
@@ -102,40 +102,47 @@ def open_policy(
     watched: bool = False,
     stores_episodes: bool = False,
 ) -> VisionLanguageActionPolicy:
-    """Loads a policy from a folder that `save` wrote, or with a new head, drawn from `seed`, on any image-text model.
+    """Loads a policy: from a folder that a run saved, or an image-text model with a head whose weights are random with
+    `seed`.
 
-    Raises UserError for a folder whose head is another one than that of `action`.
+    critic: None for algorithms without one. temperature: of rollouts. steps_at_once, log, watched, stores_episodes: see
+    `VisionLanguageActionPolicy`. Raises UserError if options, model and simulator do not fit one another.
     """
     check_cameras(action, sim)
     action_dim, state_dim = sim.simulator.action_dim, sim.simulator.state_dim
     if action.privileged > state_dim:
-        raise UserError(f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers")
-    _check_base_is_known(Path(path), action.head)
-    scales = _scales(action, sim)  # before weights are read
+        raise UserError(
+            f"action.privileged={action.privileged}, but the simulator's state has {state_dim} numbers; lower it"
+        )
+    _check_base_exists(Path(path), action.head)
+    statistics = _load_statistics(action, sim)  # before weights are read, which takes longer
     sizes = (action_dim, state_dim - action.privileged)
     backbone = load_backbone(path, model, action, max_prompt_length, sizes)
     if isinstance(backbone, states_only.StateBackbone):
         check_reads_state(path, action, sizes[1])
-    if backbone.units is not None:
-        _check_own_head(path, action)
+    if backbone.action_normalizer is not None:
+        _check_lerobot_options(path, action)
     else:
-        _check_statistics_are_there(path, action)
+        _check_statistics_options(path, action)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = action.head.build(action, backbone, action_dim, 0 if backbone.reads_state else sizes[1])
         if not isinstance(head, Head):
-            raise UserError(f"action.head.type={action.head.type} builds no mmrl.policies.vla.heads.head:Head")
-        judge = None if critic is None else critics.build(critic, backbone.width, state_dim)
-        network = Network(backbone, head, judge, action.privileged)
-    statistics: Units | None = backbone.units if scales is None else scales
-    if statistics is None:
-        statistics = _stretched(sim, bounded=action.head.core.bounded)
-    states = None
-    if (Path(path) / DESCRIPTION).is_file():
-        states = _restore(Path(path), network, action, state_dim)
+            raise UserError(
+                f"action.head.type={action.head.type}: its build must return a mmrl.policies.vla.heads.head:Head, not "
+                f"{type(head).__name__}"
+            )
+        critic_network = None if critic is None else critics.build(critic, backbone.width, state_dim)
+        network = Network(backbone, head, critic_network, action.privileged)
+    normalizer: ActionNormalizer | None = backbone.action_normalizer if statistics is None else statistics
+    if normalizer is None:
+        normalizer = _statistics_from_simulator(sim, bounded=action.head.checkpoint_head.bounded)
+    state_statistics = None
+    if (Path(path) / CONFIG).is_file():
+        state_statistics = _restore(Path(path), network, action, state_dim)
     elif action.standardise:
-        states = measure(sim, statistics)
-    if network.head.base is not None and not (Path(path) / DESCRIPTION).is_file():
+        state_statistics = measure_statistics(sim, normalizer)
+    if network.head.base is not None and not (Path(path) / CONFIG).is_file():
         _check_base_is_loaded(path, action, network.head.base)
     policy = VisionLanguageActionPolicy(
         network,
@@ -143,8 +150,8 @@ def open_policy(
         sim,
         temperature=temperature,
         evaluation_temperature=evaluation_temperature,
-        statistics=statistics,
-        states=states,
+        normalizer=normalizer,
+        state_statistics=state_statistics,
         steps_at_once=steps_at_once,
         log=log,
         watched=watched,
@@ -155,57 +162,61 @@ def open_policy(
     return policy
 
 
-def _stretched(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
-    """Returns the scale of actions that a simulator with bounds of its own asks for, and says so."""
+def _statistics_from_simulator(sim: VectorSim, *, bounded: bool) -> ActionStatistics | None:
+    """Returns statistics that map [-1, 1] to the simulator's action bounds, and logs them. Returns None for a simulator
+    whose actions lie in [-1, 1]."""
     bounds = action_bounds_of(sim.simulator)
     if bounds is None:
         return None
-    scale, (low, high) = scaled_to(bounds, bounded), bounds
-    if scale is not None:
+    statistics, (low, high) = statistics_from_bounds(bounds, bounded), bounds
+    if statistics is not None:
         log.info(
             "actions: -1 .. 1 of the policy are %s .. %s of %s, its bounds; action.statistics sets others",
-            np.round(low[scale.mask], 4).tolist(),
-            np.round(high[scale.mask], 4).tolist(),
+            np.round(low[statistics.mask], 4).tolist(),
+            np.round(high[statistics.mask], 4).tolist(),
             sim.name,
         )
     if not (np.isfinite(low) & np.isfinite(high)).all():
-        log.info("actions: %s has numbers without two bounds; of these the policy reaches -1 .. 1 alone", sim.name)
-    return scale
+        log.info("actions: some numbers of %s have no finite bounds; there the policy acts in -1 .. 1", sim.name)
+    return statistics
 
 
-def _scales(action: Actions, sim: VectorSim) -> ActionStatistics | None:
-    """Loads the statistics that scale actions, None where there are none, and warns of ranges that the simulator does
-    not take. Raises UserError where they do not fit the robot."""
-    scales = statistics_of(action, sim.simulator.action_dim)
-    if scales is not None:
-        for remark in probe_range(str(action.statistics), scales, action_bounds_of(sim.simulator)):
-            log.warning(remark)
-    return scales
+def _load_statistics(action: Actions, sim: VectorSim) -> ActionStatistics | None:
+    """Loads the statistics that `action.statistics` names, None without, and warns of ranges that the simulator does
+    not take. Raises UserError if they do not fit the robot."""
+    statistics = load_action_statistics(action, sim.simulator.action_dim)
+    if statistics is not None:
+        for warning in check_statistics(str(action.statistics), statistics, action_bounds_of(sim.simulator)):
+            log.warning(warning)
+    return statistics
 
 
-def _check_statistics_are_there(path: str, action: Actions) -> None:
-    """Raises UserError for options of statistics that neither a file nor the checkpoint has."""
+def _check_statistics_options(path: str, action: Actions) -> None:
+    """Raises UserError for options that choose from statistics, if neither a file nor the checkpoint has any."""
     if action.replace_statistics:
         raise UserError(
             f"action.replace_statistics=true, but model.path={path} has no statistics of its own; remove it"
         )
     for key in ("statistics_key", "normalisation"):
         if vars(action)[key] is not None and action.statistics is None:
-            raise UserError(f"action.{key}={vars(action)[key]} chooses from action.statistics, which is not set")
+            raise UserError(
+                f"action.{key}={vars(action)[key]} chooses from action.statistics, which is not set; set it, or remove "
+                f"action.{key}"
+            )
 
 
 def load_backbone(
     path: str, model: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> Backbone:
-    """Loads the backbone whose files are at `path`, by default a transformers image-text model. sizes: numbers of an
-    action, and of the state that the policy may read."""
+    """Loads the backbone at `path`: one of mmrl's small ones, OpenVLA, a LeRobot policy, or any image-text model of
+    transformers. sizes: the action size, and the size of the state that the policy may read."""
     if (Path(path) / states_only.CONFIG).is_file():
         check_small(path, model)
-        _check_no_features(path, action)
+        _check_no_camera_features(path, action)
         return states_only.StateBackbone()
     if (Path(path) / small.CONFIG).is_file():
         _check_not_openvla(path, action)
-        _check_no_features(path, action)
+        _check_no_camera_features(path, action)
         check_small(path, model)
         return small.load(Path(path))
     from mmrl.policies.vla.backbones import (
@@ -218,13 +229,13 @@ def load_backbone(
             from mmrl.policies.vla.backbones import openvla
         except ModuleNotFoundError as error:
             raise UserError(f"OpenVLA: {error}; install it with: {extra_command('openvla')}") from error
-        _check_no_features(path, action)
+        _check_no_camera_features(path, action)
         return openvla.load(path, model, action, max_prompt_length, sizes)
-    if lerobot_type := checkpoint_config.get("type") if "output_features" in checkpoint_config else None:
+    if "output_features" in checkpoint_config and checkpoint_config.get("type"):
         _check_not_openvla(path, action)
-        return _load_lerobot(path, lerobot_type, model, action)
+        return _load_lerobot(path, checkpoint_config["type"], model, action)
     _check_not_openvla(path, action)
-    _check_no_features(path, action)
+    _check_no_camera_features(path, action)
     return transformers.load(path, model, max_prompt_length)
 
 
@@ -236,62 +247,63 @@ def _check_not_openvla(path: str, action: Actions) -> None:
         raise UserError(
             f"action.center_crop={action.center_crop} is for OpenVLA, which model.path={path} is not; remove it"
         )
-    if action.head.together:
-        core, head_key = action.head.core, _head_key(action.head)
-        key = "decoding=bidirectional" if isinstance(core, TokenActions) else f"type={core.type}"
-        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not")
+    if action.head.bidirectional:
+        head, head_key = action.head.checkpoint_head, _head_key(action.head)
+        key = "decoding=bidirectional" if isinstance(head, TokenActions) else f"type={head.type}"
+        raise UserError(f"{head_key}.{key} is for OpenVLA-OFT, which model.path={path} is not; use another one")
 
 
 def _head_key(head: ActionHead) -> str:
-    """Returns the configuration key of the head that a checkpoint brings."""
-    return "action.head" if head.core is head else "action.head.base"
+    """Returns the configuration key of `head.checkpoint_head`."""
+    return "action.head" if head.checkpoint_head is head else "action.head.base"
 
 
-def _check_base_is_known(folder: Path, head: ActionHead) -> None:
-    """Raises UserError, before weights are read, for a head around another one that `folder` does not hold."""
-    comes_along = (
-        isinstance(head.core, L1Actions)
-        or (isinstance(head.core, TokenActions) and head.core.decoding != "parallel")
-        or (isinstance(head.core, ActionFlow) and (folder / LEROBOT_CONFIG).is_file())
+def _check_base_exists(folder: Path, head: ActionHead) -> None:
+    """Raises UserError, before weights are read, for a head built around a base head that `folder` does not hold."""
+    backbone_holds_base = (
+        isinstance(head.checkpoint_head, L1Actions)
+        or (isinstance(head.checkpoint_head, TokenActions) and head.checkpoint_head.decoding != "parallel")
+        or (isinstance(head.checkpoint_head, ActionFlow) and (folder / LEROBOT_CONFIG).is_file())
     )
-    if head.core is not head and folder.is_dir() and not (folder / DESCRIPTION).is_file() and not comes_along:
-        raise UserError(_no_base(str(folder), head))
+    is_foreign_folder = folder.is_dir() and not (folder / CONFIG).is_file()
+    if head.checkpoint_head is not head and is_foreign_folder and not backbone_holds_base:
+        raise UserError(_missing_base_message(str(folder), head))
 
 
 def _check_base_is_loaded(path: str, action: Actions, base: Head) -> None:
-    """Raises UserError for a base with newly drawn weights, apart from its standard deviation or scale."""
-    new = (*base.new_parts, "log_std", "log_scale")
-    if any(not name.startswith(new) for name, _ in base.named_parameters()):
-        raise UserError(_no_base(path, action.head))
+    """Raises UserError for a base head with random weights; only its standard deviation or scale may be initial."""
+    may_be_initial = (*base.optional_parameters, "log_std", "log_scale")
+    if any(not name.startswith(may_be_initial) for name, _ in base.named_parameters()):
+        raise UserError(_missing_base_message(path, action.head))
 
 
-def _no_base(path: str, head: ActionHead) -> str:
-    """Returns the message for a head that needs a trained base head which the model does not have."""
+def _missing_base_message(path: str, head: ActionHead) -> str:
+    """Returns the message for a head that is built around a trained base head which the model does not have."""
     return (
-        f"action.head.type={head.type} is built around a trained head of type {head.core.type}, but "
-        f"model.path={path} has none; train one with action.head.type={head.core.type}, and name its run's final "
-        "folder or use model.warm_start"
+        f"action.head.type={head.type} is built around a trained head of type {head.checkpoint_head.type}, but "
+        f"model.path={path} has none; train one with action.head.type={head.checkpoint_head.type}, and name its run's "
+        "final folder or use model.warm_start"
     )
 
 
-def _check_no_features(path: str, action: Actions) -> None:
-    """Raises UserError for the option that only LeRobot's policies have."""
+def _check_no_camera_features(path: str, action: Actions) -> None:
+    """Raises UserError for action.camera_features, an option of LeRobot's policies only."""
     if action.camera_features is not None:
         raise UserError(f"action.camera_features is for LeRobot's policies, which model.path={path} is not; remove it")
 
 
 def check_small(path: str, model: VisionLanguageActionModel) -> None:
-    """Raises UserError for options of large models."""
+    """Raises UserError for options that mmrl's small networks do not have."""
     unused = [key for key in ("freeze", "lora", "processor") if vars(model)[key]]
     if unused or model.dtype != "float32":
         raise UserError(f"model.{(unused or ['dtype'])[0]} is not for the small network in {path}; remove it")
 
 
 def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
-    """Raises UserError where a policy without a backbone would have no input."""
-    if not action.head.core.states_suffice:
+    """Raises UserError if the head of a policy without a backbone cannot read the state, or there is no state."""
+    if not action.head.checkpoint_head.accepts_state_only:
         raise UserError(
-            f"{_head_key(action.head)}.type={action.head.core.type} reads the output of a backbone, but "
+            f"{_head_key(action.head)}.type={action.head.checkpoint_head.type} reads the output of a backbone, but "
             f"model.path={path} reads only the robot's state; use action.head.type=gaussian, horizons, invertible or "
             "latent"
         )
@@ -303,9 +315,9 @@ def check_reads_state(path: str, action: Actions, state_dim: int) -> None:
 
 
 def check_labels(path: str, policy: VisionLanguageActionPolicy) -> None:
-    """Raises UserError for a model that reads the labels of a good and of a bad action alike."""
+    """Raises UserError if the model's inputs are the same with the labels of good and of bad actions."""
     good, bad = policy.advantage_labels
-    if not tells_apart(policy, good, bad):
+    if not distinguishes_labels(policy, good, bad):
         raise UserError(
             f"action.labels: model.path={path} does not tell {good!r} from {bad!r}: it reads no text, or has none "
             "of these words; choose words of its vocabulary"
@@ -313,19 +325,19 @@ def check_labels(path: str, policy: VisionLanguageActionPolicy) -> None:
 
 
 def check_cameras(action: Actions, sim: VectorSim) -> None:
-    """Raises UserError for cameras that the simulator does not have."""
+    """Raises UserError if `action.cameras` names a camera that the simulator does not have."""
     for camera in action.cameras or []:
         if camera not in sim.cameras:
             near = nearest(camera, sim.cameras)
             raise UserError(f"action.cameras: no camera {camera!r}{near}; the simulator has {', '.join(sim.cameras)}")
 
 
-def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
-    """Loads a LeRobot policy of type `kind`. Raises UserError for an unknown type, and where LeRobot is not
+def _load_lerobot(path: str, policy_type: str, model: VisionLanguageActionModel, action: Actions) -> Backbone:
+    """Loads a LeRobot policy of type `policy_type`. Raises UserError for an unsupported type, and if LeRobot is not
     installed."""
-    if kind not in LEROBOT:
+    if policy_type not in LEROBOT:
         names = f"{', '.join(LEROBOT[:-1])} and {LEROBOT[-1]}"
-        raise UserError(f"model.path={path} is a LeRobot policy of type {kind}; only {names} are known")
+        raise UserError(f"model.path={path} is a LeRobot policy of type {policy_type}; only {names} are supported")
     try:
         from mmrl.policies.vla.backbones import lerobot
     except ModuleNotFoundError as error:
@@ -335,34 +347,36 @@ def _load_lerobot(path: str, kind: str, model: VisionLanguageActionModel, action
     return lerobot.load(path, model, action)
 
 
-def _check_own_head(path: str, action: Actions) -> None:
-    """Raises UserError for options that do not apply to a policy with an action expert and statistics of its own."""
-    if not isinstance(action.head.core, ActionFlow):
+def _check_lerobot_options(path: str, action: Actions) -> None:
+    """Raises UserError for options that do not fit a LeRobot policy, which has its own action expert and statistics."""
+    if not isinstance(action.head.checkpoint_head, ActionFlow):
         raise UserError(
-            f"{_head_key(action.head)}.type={action.head.core.type}, but model.path={path} has a flow head of its own; "
-            "use action.head.type=flow, or steered"
+            f"{_head_key(action.head)}.type={action.head.checkpoint_head.type}, but model.path={path} has a flow "
+            "head of its own; use action.head.type=flow, or steered"
         )
     if action.standardise:
         raise UserError(f"action.standardise is set, but model.path={path} has statistics of its own; remove it")
 
 
 def _restore(folder: Path, network: Network, action: Actions, state_dim: int) -> StateStatistics | None:
-    """Loads head and critic, and returns the statistics that standardise states. A missing critic is initialised anew,
-    and so are `Head.new_parts`. A head around another one takes the head in `folder` as its base, or continues."""
-    saved = described(folder)
+    """Loads the weights of the head and the critic from `folder`, and returns the statistics that standardise states.
+
+    A critic or `Head.optional_parameters` that the folder lacks keep their initial weights. A head that is built around
+    a base takes a saved head of another type as its base."""
+    saved = read_saved_config(folder)
     becomes_base = network.head.base is not None and saved["head"]["type"] != action.head.type
-    if network.backbone.units is None:
+    if network.backbone.action_normalizer is None:
         _check_shape(folder, saved, action, becomes_base)
     weights = load_file(folder / WEIGHTS)
     expected = {n for n in network.state_dict() if not n.startswith("backbone.")}
     if becomes_base:
         weights = {n.replace("head.", "head.base.", 1) if n.startswith("head.") else n: v for n, v in weights.items()}
-    anew = ("critic.", *(f"head.{part}" for part in network.head.new_parts))
-    missing = [n for n in sorted(expected - set(weights)) if not n.startswith(anew)]
-    if becomes_base:  # the rest of the head is initialised anew
+    optional = ("critic.", *(f"head.{name}" for name in network.head.optional_parameters))
+    missing = [n for n in sorted(expected - set(weights)) if not n.startswith(optional)]
+    if becomes_base:  # other parameters of the head keep their initial values
         missing = [n for n in missing if n.startswith("head.base.")]
     if missing:
-        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}")
+        raise UserError(f"{folder / WEIGHTS} lacks {missing[0]}; it does not fit the options of action.head")
     shapes = {n: value.shape for n, value in network.state_dict().items()}
     for name in sorted(expected & set(weights)):
         if name.startswith("critic.") and weights[name].shape != shapes[name]:
@@ -374,32 +388,38 @@ def _restore(folder: Path, network: Network, action: Actions, state_dim: int) ->
     statistics = saved.get("states")  # absent in folders of older versions
     if action.standardise != (statistics is not None):
         raise UserError(
-            f"action.standardise={action.standardise}, but {folder} was trained with {statistics is not None}"
+            f"action.standardise={action.standardise}, but {folder} was trained with {statistics is not None}; set "
+            "that value"
         )
     return None if statistics is None else StateStatistics.from_json(statistics, state_dim)
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """Returns the `action` section that a folder was trained with. In folders of older versions the head's options lie
-    beside its name, not in a section of their own."""
-    saved: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """Reads the `action` section that the policy in `folder` was trained with. In folders of older versions the head's
+    options are keys of that section; they become a section "head"."""
+    saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     return saved | {"head": {**saved, "type": saved["head"]}} if isinstance(saved["head"], str) else saved
 
 
 def _check_shape(folder: Path, saved: dict[str, Any], action: Actions, becomes_base: bool) -> None:
-    """Raises UserError for the first key that the weights depend on and whose value differs. becomes_base: the head in
-    `folder` becomes the base of the head of `action`."""
-    pairs = [(f"action.{name}", saved[name], vars(action)[name]) for name in SHAPING]
+    """Raises UserError for the first key that the weights depend on and whose value differs from the saved one.
+
+    saved: see `read_saved_config`. becomes_base: the saved head becomes the base of the head of `action`."""
+    values = [(f"action.{name}", saved[name], vars(action)[name]) for name in ARCHITECTURE_KEYS]
     if becomes_base:
-        pairs += _shapes("action.head.base", saved["head"], action.head.core)
+        values += _saved_and_present("action.head.base", saved["head"], action.head.checkpoint_head)
     else:
-        pairs += _shapes("action.head", saved["head"], action.head)
-    for key, before, value in pairs:
-        if before != value:
-            raise UserError(f"{key}={value}, but {folder} was trained with {before}")
+        values += _saved_and_present("action.head", saved["head"], action.head)
+    for key, saved_value, value in values:
+        if saved_value != value:
+            raise UserError(f"{key}={value}, but {folder} was trained with {saved_value}; set that value")
 
 
-def _shapes(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
-    """Returns the keys that a head's weights depend on, with their saved and present values; those of its base last."""
-    pairs = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.shaping)]
-    return pairs if head.core is head else [*pairs, *_shapes(f"{key}.base", saved.get("base", {}), head.core)]
+def _saved_and_present(key: str, saved: dict[str, Any], head: ActionHead) -> list[tuple[str, Any, Any]]:
+    """Returns (key, saved value, present value) of the options that a head's weights depend on, then of its base's.
+
+    key: of the head's section; saved: that section as it was saved."""
+    values = [(f"{key}.{name}", saved.get(name), plain(head)[name]) for name in ("type", *head.architecture_keys)]
+    if head.checkpoint_head is not head:
+        values += _saved_and_present(f"{key}.base", saved.get("base", {}), head.checkpoint_head)
+    return values

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedConfig
 from mmrl.engine.memory import MemoryModel, full_attention_mask, on_meta
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import small, states_only
-from mmrl.policies.vla.backbones.backbone import CachedReading
+from mmrl.policies.vla.backbones.backbone import CachedPrefix
 from mmrl.policies.vla.heads.flow import ExpertHead
 from mmrl.policies.vla.settings import (
     ActionChain,
@@ -33,7 +33,7 @@ from mmrl.settings import plain
 if TYPE_CHECKING:
     from mmrl.protocols.job import JobConfig
 
-WORDS, ACTION, STATE = 30, 7, 32  # tokens of an instruction, numbers of an action and of a state; of LIBERO's
+INSTRUCTION_LENGTH, ACTION_DIM, STATE_DIM = 30, 7, 32  # assumed, as for LIBERO: tokens, and numbers of a vector
 OPENVLA: dict[str, Any] = {
     "text_config": {
         "hidden_size": 4096,
@@ -55,10 +55,10 @@ GEMMA_300M = {
     "num_key_value_heads": 1,
     "head_dim": 256,
 }
-# LeRobot's policies by their published sizes: all weights (of pi0 and pi0.5 as LeRobot 0.6.1 holds them, with two
-# unused language model heads), the prefix as (layers, width of keys and values, tokens), the expert's transformer, how
-# many of its norms a noise level modulates, and the length of the chunk that it denoises. SmolVLA: arXiv 2506.01844,
-# pi0: 2410.24164, pi0.5: 2504.16054.
+# LeRobot's policies by their published sizes. weights: number of all parameters; pi0's and pi0.5's as LeRobot 0.6.1
+# holds them, with two unused language model heads. keys: of the prefix, (layers, width of keys and values, tokens).
+# expert: the action expert's transformer. modulated: how many of its norms the noise level modulates. chunk: actions
+# that it denoises. Sources: SmolVLA arXiv 2506.01844, pi0 2410.24164, pi0.5 2504.16054.
 LEROBOT: dict[str, dict[str, Any]] = {
     "lerobot/smolvla_base": {
         "weights": 450e6,
@@ -92,60 +92,64 @@ LEROBOT: dict[str, dict[str, Any]] = {
 
 
 def memory_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel | None:
-    """Builds the memory estimate of a job, None for mmrl's small networks. Raises UserError where the sizes of the
-    model are not known."""
+    """Returns the network at `path` and what this job computes with it, for the memory estimate; None for mmrl's small
+    networks. Raises UserError if the sizes of the model are not known."""
     if any((Path(path) / name).is_file() for name in (small.CONFIG, states_only.CONFIG)):
         return None
     if path in LEROBOT:
-        return lerobot(settings, config, path)
+        return lerobot_model(settings, config, path)
     if path in vlm.PUBLISHED:
-        return with_head(settings, config, path)
+        return vlm_with_head(settings, config, path)
     checkpoint_config = OPENVLA if path == "openvla/openvla-7b" else _read_config(path)
     if checkpoint_config is OPENVLA or checkpoint_config.get("model_type") == "openvla":
-        return openvla(settings, config, checkpoint_config)
+        return openvla_model(settings, config, checkpoint_config)
     if "output_features" in checkpoint_config:
         raise UserError(
-            f"model.path={path}: of LeRobot's policies the sizes of {', '.join(LEROBOT)} are known; give one of "
-            "these names to estimate its memory"
+            f"model.path={path} is a LeRobot policy; the memory of {', '.join(LEROBOT)} can be estimated, so set "
+            "model.path to the one of these that it was made from"
         )
-    return with_head(settings, config, path)
+    return vlm_with_head(settings, config, path)
 
 
 def _read_config(path: str) -> dict[str, Any]:
+    """Reads the config.json of `path`, or that of its base model if it is a LoRA. Raises UserError if there is none."""
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={path}: {str(error).strip().splitlines()[0]}") from None
 
 
-def policy_steps_of(config: JobConfig) -> tuple[int, int]:
-    """Returns the policy steps of an episode, and how many of a micro-batch are computed at once."""
+def num_policy_steps(config: JobConfig) -> tuple[int, int]:
+    """Returns the most policy steps of an episode, and how many policy steps of a micro-batch are computed at once."""
     action: Actions = config.section("action")
     steps = math.ceil(action.horizon / action.chunk)
     return steps, config.engine.steps_at_once or steps * config.engine.micro_batch
 
 
-def in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
-    """Computes `score(steps)` for the policy steps of `rows` episodes, in parts as the policy's network does."""
-    steps, at_once = policy_steps_of(config)
-    total = steps * rows
-    if total <= at_once:
+def score_in_parts(score: Callable[[int], Tensor], rows: int, config: JobConfig) -> Tensor | list[Tensor]:
+    """Computes `score(number of policy steps)` for `rows` episodes, in parts as `Network.forward` does."""
+    max_steps, steps_at_once = num_policy_steps(config)
+    total = max_steps * rows
+    if total <= steps_at_once:
         return score(total)
-    # The second part stands for all others: of each the network keeps only its inputs.
-    return [checkpoint(score, at_once, use_reentrant=False, preserve_rng_state=False) for _ in range(2)]
+    # Two parts stand for all: a part keeps only its inputs for the backward pass.
+    return [checkpoint(score, steps_at_once, use_reentrant=False, preserve_rng_state=False) for _ in range(2)]
 
 
-def notes_of(config: JobConfig) -> list[str]:
-    steps, at_once = policy_steps_of(config)
+def micro_batch_notes(config: JobConfig) -> list[str]:
+    """Returns the line of the report that says what a micro-batch is."""
+    max_steps, steps_at_once = num_policy_steps(config)
     return [
-        f"a micro-batch is {config.engine.micro_batch} episodes of up to {steps} policy steps, {at_once} of them "
-        "computed at once"
+        f"a micro-batch is {config.engine.micro_batch} episodes of up to {max_steps} policy steps, {steps_at_once} of "
+        "them computed at once"
     ]
 
 
-def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_config: dict[str, Any]) -> MemoryModel:
-    """Returns the memory model of an OpenVLA, built on the meta device from its config.json. Raises UserError where the
-    extra is not installed."""
+def openvla_model(
+    settings: VisionLanguageActionModel, config: JobConfig, checkpoint_config: dict[str, Any]
+) -> MemoryModel:
+    """Builds an OpenVLA or OpenVLA-OFT on the meta device from its config.json. Raises UserError if the extra `openvla`
+    is not installed."""
     try:
         from mmrl.policies.vla.backbones import oft
         from mmrl.policies.vla.backbones.openvla import BidirectionalPrefix, OpenVLAConfig, OpenVLAForActionPrediction
@@ -153,127 +157,134 @@ def openvla(settings: VisionLanguageActionModel, config: JobConfig, checkpoint_c
         raise UserError(f"OpenVLA: {error}; install it with: {extra_command('openvla')}") from error
     openvla_config: Any = OpenVLAConfig(**checkpoint_config)
     openvla_config._attn_implementation = "sdpa"
-    kind: Any = OpenVLAForActionPrediction
+    model_class: Any = OpenVLAForActionPrediction
+    dtype = getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
-        core = kind(openvla_config)
-        model: Any = loading.adapt(core, "", freeze=settings.freeze, lora=settings.lora)
-    model.to(getattr(torch, settings.dtype))
-    action, width, dtype = (
-        config.section("action"),
-        openvla_config.text_config.hidden_size,
-        getattr(torch, settings.dtype),
-    )
-    size = openvla_config.image_sizes[0]
-    module, l1_head = nn.ModuleDict({"model": model}), isinstance(action.head.core, L1Actions)
+        unwrapped = model_class(openvla_config)
+        model: Any = loading.adapt(unwrapped, "", freeze=settings.freeze, lora=settings.lora)
+    model.to(dtype)
+    action: Actions = config.section("action")
+    width, size = openvla_config.text_config.hidden_size, openvla_config.image_sizes[0]
+    module, has_l1_head = nn.ModuleDict({"model": model}), isinstance(action.head.checkpoint_head, L1Actions)
     with on_meta(settings.dtype):
-        if l1_head:
-            module["head"] = oft.ActionNetwork(width, ACTION)
-        if l1_head and action.proprioception:
-            module["proprio"] = oft.ProprioProjector(width, STATE)
-    if action.head.core is not action.head:  # it holds still what it is built around
+        if has_l1_head:
+            module["head"] = oft.ActionNetwork(width, ACTION_DIM)
+        if has_l1_head and action.proprioception:
+            module["proprio"] = oft.ProprioProjector(width, STATE_DIM)
+    if action.head.checkpoint_head is not action.head:  # a head built around a base freezes the rest
         module.requires_grad_(False)
 
     def score(steps: int) -> Tensor:
-        ids = torch.zeros(steps, WORDS, dtype=torch.long, device="meta")
+        ids = torch.zeros(steps, INSTRUCTION_LENGTH, dtype=torch.long, device="meta")
         pixels = torch.empty(steps, len(action.cameras or [1]), 3, size, size, device="meta", dtype=dtype)
-        inputs = core.embed(ids, torch.ones_like(ids), [pixels] * len(openvla_config.timm_model_ids))
-        tokens = torch.empty(steps, action.chunk * ACTION, width, device="meta", dtype=dtype)
-        if action.head.together:
+        inputs = unwrapped.embed(ids, torch.ones_like(ids), [pixels] * len(openvla_config.timm_model_ids))
+        tokens = torch.empty(steps, action.chunk * ACTION_DIM, width, device="meta", dtype=dtype)
+        if action.head.bidirectional:
             end = torch.empty(1, width, device="meta", dtype=dtype)
-            read = BidirectionalPrefix(core.language_model, inputs, end).together(tokens)
-            return module["head"](read[:, :-1].unflatten(1, (action.chunk, ACTION)).flatten(2)) if l1_head else read
+            hidden = BidirectionalPrefix(unwrapped.language_model, inputs, end).encode_with(tokens)
+            if not has_l1_head:
+                return hidden
+            return module["head"](hidden[:, :-1].unflatten(1, (action.chunk, ACTION_DIM)).flatten(2))
         embeddings = torch.cat([inputs["inputs_embeds"], tokens], 1)
         mask = full_attention_mask(steps, embeddings.shape[1])
-        output = core.language_model.base_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False)
-        out: Tensor = output.last_hidden_state
-        return out
+        output = unwrapped.language_model.base_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False)
+        last_hidden: Tensor = output.last_hidden_state
+        return last_hidden
 
     return MemoryModel(
         module,
-        lambda rows: in_parts(score, rows, config),
-        sample=lambda: score(_played(config)),
-        notes=notes_of(config),
+        lambda rows: score_in_parts(score, rows, config),
+        sample=lambda: score(_num_envs(config)),
+        notes=micro_batch_notes(config),
     )
 
 
-def with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Builds the estimate of a vision-language model with one of mmrl's heads. Of a frozen model only the head runs."""
+def vlm_with_head(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
+    """Builds a vision-language model with one of mmrl's heads. If the model is frozen, only the head is trained, on
+    cached prefixes."""
     action: Actions = config.section("action")
     rollout: EpisodePrompts = config.rollout
     model = vlm.network(path, dtype=settings.dtype, freeze=list(settings.freeze), lora=settings.lora)
     width = vlm.decoder(model).get_input_embeddings().embedding_dim
     length, dtype = rollout.max_prompt_length, getattr(torch, settings.dtype)
-    if action.head.core is not action.head:  # it holds still what it is built around
+    if action.head.checkpoint_head is not action.head:  # a head built around a base freezes the rest
         model.requires_grad_(False)
     frozen = not any(p.requires_grad for p in model.parameters())
     module = nn.ModuleDict({"backbone": model})
-    notes = [*notes_of(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]
+    notes = [*micro_batch_notes(config), f"of prompts of up to rollout.max_prompt_length={length} tokens"]
     if isinstance(action.head, FlowActions):
-        head = ExpertHead(action.head, action, ACTION, STATE, width)  # it reads its noise levels
+        # built on the CPU, since it computes the noise levels of its steps
+        head = ExpertHead(action.head, action, ACTION_DIM, STATE_DIM, width)
         module["head"] = head.to("meta", dtype)
     else:
-        notes.append("the head's own weights, which are small beside the model's, are not counted")
+        notes.append("the head's own weights are left out, since they are small beside the model's")
 
     def score(steps: int) -> Tensor:
         if frozen:
             hidden = torch.empty(steps, length, width, device="meta", dtype=dtype)
         else:
-            hidden = vlm.last_hidden(model, steps, length + action.chunk * ACTION, requires_grad=True)[:, :length]
+            hidden = vlm.last_hidden(model, steps, length + action.chunk * ACTION_DIM, requires_grad=True)[:, :length]
         if not isinstance(action.head, FlowActions):
             return hidden
-        reading = CachedReading(hidden, torch.ones(steps, length, dtype=torch.bool, device="meta"))
+        prefix = CachedPrefix(hidden, torch.ones(steps, length, dtype=torch.bool, device="meta"))
         rows = torch.arange(steps, device="meta").repeat_interleave(head.decisions)
-        noisy = torch.empty(len(rows), action.chunk, ACTION, device="meta", dtype=dtype)
-        levels, state = torch.empty(len(rows), device="meta"), torch.empty(steps, head.state_dim, device="meta")
-        return head.velocity(reading, state.to(dtype), noisy, levels.to(dtype), rows)
+        noisy = torch.empty(len(rows), action.chunk, ACTION_DIM, device="meta", dtype=dtype)
+        sigma, state = torch.empty(len(rows), device="meta"), torch.empty(steps, head.state_dim, device="meta")
+        return head.velocity(prefix, state.to(dtype), noisy, sigma.to(dtype), rows)
 
     return MemoryModel(
         module,
-        lambda rows: in_parts(score, rows, config),
-        sample=lambda: vlm.last_hidden(model, _played(config), length, requires_grad=False),
+        lambda rows: score_in_parts(score, rows, config),
+        sample=lambda: vlm.last_hidden(model, _num_envs(config), length, requires_grad=False),
         notes=notes,
     )
 
 
-def lerobot(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
-    """Builds the estimate of a LeRobot policy: the action expert as a transformer of its size, with keys and values of
-    the prefix; the frozen rest is counted by its weights."""
+def lerobot_model(settings: VisionLanguageActionModel, config: JobConfig, path: str) -> MemoryModel:
+    """Builds a stand-in for a LeRobot policy: a transformer of the action expert's size with the prefix's keys and
+    values, and one frozen parameter as large as all others together."""
     if set(settings.freeze) != {"vision", "connector", "language"}:
-        raise UserError("memory of a LeRobot policy is estimated only with model.freeze=[vision, connector, language]")
+        raise UserError(
+            f"model.freeze={list(settings.freeze)}: the memory of a LeRobot policy can be estimated only with "
+            "model.freeze=[vision, connector, language]"
+        )
     sizes = LEROBOT[path]
     layers, keys, tokens = sizes["keys"]
     width, dtype = sizes["expert"]["hidden_size"], getattr(torch, settings.dtype)
     with on_meta(settings.dtype):
         expert: Any = LlamaModel(LlamaConfig(**sizes["expert"], vocab_size=3))
         modulation = nn.Linear(width, 3 * width * sizes["modulated"]) if sizes["modulated"] else nn.Identity()
-        counted = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
-        rest = nn.Linear(int(sizes["weights"]) - counted, 1, bias=False)
+        expert_size = sum(p.numel() for part in (expert, modulation) for p in part.parameters())
+        rest = nn.Linear(int(sizes["weights"]) - expert_size, 1, bias=False)
         modulation.requires_grad_(settings.lora is None)
         expert = loading.adapt(expert, "", freeze=(), lora=settings.lora)
     rest.requires_grad_(False)
     module = nn.ModuleDict({"expert": expert, "modulation": modulation, "rest": rest}).to(dtype)
     action = config.section("action")
-    points = 1 if not isinstance(action.head, FlowActions) else _points(action.head)
+    num_scored = 1 if not isinstance(action.head, FlowActions) else _num_scored_steps(action.head)
 
     def score(steps: int) -> Tensor:
-        rows = steps * points
-        cache = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # laid out by row anew
+        rows = steps * num_scored
+        cache = torch.empty(rows, layers * 2 * keys, tokens, device="meta", dtype=dtype)  # a copy for each scored step
         noisy = torch.empty(rows, sizes["chunk"], width, device="meta", dtype=dtype)
         noisy.requires_grad_(True)
         mask = full_attention_mask(rows, sizes["chunk"])
-        out: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state
-        return out + 0 * cache[:, :1, :1]
+        last_hidden: Tensor = expert(inputs_embeds=noisy, attention_mask=mask, use_cache=False).last_hidden_state
+        return last_hidden + 0 * cache[:, :1, :1]  # so that the cache is in memory until here
 
-    notes = [*notes_of(config), "the expert is counted as a transformer of its size (LeRobot's own code is not run)"]
-    return MemoryModel(module, lambda rows: in_parts(score, rows, config), notes=notes)
+    notes = [
+        *micro_batch_notes(config),
+        "the expert is counted as a transformer of its size (LeRobot's own code is not run)",
+    ]
+    return MemoryModel(module, lambda rows: score_in_parts(score, rows, config), notes=notes)
 
 
-def _points(head: FlowActions) -> int:
-    """Returns the number of denoising steps of a chunk that are scored."""
+def _num_scored_steps(head: FlowActions) -> int:
+    """Returns how many denoising steps of a chunk are scored: the window's size, or all."""
     window = plain(head.likelihood.window) if isinstance(head.likelihood, ActionChain) else {}
     return int(window.get("size") or head.steps)
 
 
-def _played(config: JobConfig) -> int:
-    """Returns the number of observations that are acted on at once, the rows of the simulator."""
+def _num_envs(config: JobConfig) -> int:
+    """Returns how many environments the simulator steps at once."""
     return int(vars(config.task).get("rows") or 1)

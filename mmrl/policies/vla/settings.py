@@ -1,4 +1,4 @@
-"""Settings of vision-language-action models: the `action` section, its heads, and what their decisions support."""
+"""Settings of vision-language-action models: the section `action`, action heads, and what their decisions support."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ PROMPT = "What action should the robot take to {}?"
 
 
 class HeadBackbone(Protocol):
-    """The interface of a backbone for building heads."""
+    """The interface of a backbone from which settings build a head; see `mmrl.policies.vla.backbones.backbone`."""
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """The width of hidden states."""
+        ...
 
     def requires_grad_(self, requires_grad: bool = True, /) -> object: ...
 
@@ -52,7 +54,8 @@ class HeadBackbone(Protocol):
 
 
 class ActionHead(Choice):
-    """A head that turns the backbone's reading into a chunk of actions, and scores chunks."""
+    """Settings of an action head: the network that samples chunks of actions from the backbone's hidden states, and
+    scores them. A chunk is the actions that are executed before the next observation."""
 
     title: ClassVar[str] = "action head"
     kinds: ClassVar[dict[str, str]] = {
@@ -70,35 +73,35 @@ class ActionHead(Choice):
     }
     test: ClassVar[str] = "tests/policies/vla/test_policy.py"
     type: str = "token"
-    has_temperature: ClassVar[bool] = True  # whether rollout.temperature and evaluation.temperature mean something
-    shaping: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
-    states_suffice: ClassVar[bool] = False  # whether it can read the robot's state alone, without a backbone
-    teachable: ClassVar[bool] = True  # whether chunks that it did not make can be scored
+    has_temperature: ClassVar[bool] = True  # whether the head has rollout.temperature and evaluation.temperature
+    architecture_keys: ClassVar[tuple[str, ...]] = ()  # options that the saved weights depend on
+    accepts_state_only: ClassVar[bool] = False  # whether it can read the robot's state alone, without a backbone
+    scores_demonstrations: ClassVar[bool] = True  # whether it can score chunks that it did not sample
     bounded: ClassVar[bool] = True  # whether its actions are clipped to [-1, 1] before they are scaled for the robot
 
     @property
-    def together(self) -> bool:
-        """True where the head reads prompt and queries in one bidirectional pass, which only OpenVLA-OFT can."""
+    def bidirectional(self) -> bool:
+        """True if prompt and action tokens are encoded in one bidirectional pass, which only OpenVLA-OFT supports."""
         return False
 
     @property
-    def demonstrable(self) -> bool:
-        """True where demonstrated chunks can be scored beside those of rollouts."""
-        return self.teachable
+    def mixes_demonstrations(self) -> bool:
+        """True if one batch may hold demonstrated chunks and sampled ones."""
+        return self.scores_demonstrations
 
     @property
-    def core(self) -> ActionHead:
-        """The head of the checkpoint: of a head that is built around another one, that other one."""
+    def checkpoint_head(self) -> ActionHead:
+        """The settings of the head that the checkpoint holds: the base of a head that is built around one, else
+        self."""
         return self
 
-    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads make any)
-        """Raises ValueError in one line for a chunk length that the head does not support."""
+    def check_chunk(self, chunk: int) -> None:  # noqa: B027  (most heads support any)
+        """Raises ValueError for a chunk length that the head does not support."""
 
     @abstractmethod
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
-        """Builds the head's network. Raises UserError where it does not fit the backbone.
-
-        action_dim, state_dim: numbers of an action and of the robot's state."""
+        """Builds the head's network. action_dim, state_dim: sizes of an action and of the robot's state. Raises
+        UserError if it does not fit the backbone."""
 
     @property
     @abstractmethod
@@ -110,21 +113,21 @@ Level = Literal["token", "action", "chunk"]
 
 
 class TokenActions(ActionHead):
-    """Predicts every number of an action as a token, the number of its bin."""
+    """Predicts each number of an action as a token, which stands for a bin of [-1, 1]."""
 
     source: ClassVar[str] = "OpenVLA, arXiv 2406.09246; bidirectional: OpenVLA-OFT, arXiv 2502.19645"
     type: str = "token"
-    shaping: ClassVar[tuple[str, ...]] = ("decoding", "bins")
-    level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
+    architecture_keys: ClassVar[tuple[str, ...]] = ("decoding", "bins")
+    level: Level = option("token", "what a decision is: one number of an action, an action, or the chunk")
     decoding: Literal["parallel", "autoregressive", "bidirectional"] = option(
         "parallel",
-        "one token after the other (autoregressive), or all at once, from learned queries (parallel) or from zero "
-        "embeddings with bidirectional attention (bidirectional)",
+        "autoregressive: one token after the other; parallel: all at once, from learned queries; bidirectional: all at "
+        "once, from zero embeddings with bidirectional attention",
     )
-    bins: int = option(256, "values of one number; the last ids of the vocabulary", ge=3)
+    bins: int = option(256, "bins of a number; their tokens are the last ids of the vocabulary", ge=3)
 
     @property
-    def together(self) -> bool:
+    def bidirectional(self) -> bool:
         return self.decoding == "bidirectional"
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
@@ -136,7 +139,7 @@ class TokenActions(ActionHead):
 
 
 class ActionLikelihood(Likelihood):
-    """A definition of the decisions of a flow over actions."""
+    """Defines the decisions of a flow-matching head, and how they are scored."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {
@@ -153,16 +156,16 @@ class ActionLikelihood(Likelihood):
 
 
 class ActionChain(ChainLikelihood, ActionLikelihood):
-    """The steps of the chain inside the window, each a Gaussian of the whole chunk."""
+    """Each denoising step inside the window is a decision: a Gaussian over the whole chunk."""
 
     @property
     def offers(self) -> frozenset[Offer]:
-        offered: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio"}
-        return frozenset(offered if self.transition.unscaled else offered | {"single_sample_kl", "step_density"})
+        offers: set[Offer] = {"divergence", "gaussian", "velocity", "reference_ratio"}
+        return frozenset(offers if self.transition.unscaled else offers | {"single_sample_kl", "step_density"})
 
 
 class ActionMatching(MatchingLikelihood, ActionLikelihood):
-    """The chunk is one decision, whose log-ratio is the fall of the flow-matching error (FPO)."""
+    """The chunk is one decision, whose log-ratio is the decrease of its flow-matching error (FPO)."""
 
     @property
     def offers(self) -> frozenset[Offer]:
@@ -170,8 +173,8 @@ class ActionMatching(MatchingLikelihood, ActionLikelihood):
 
 
 class ActionContrast(Draws, ActionLikelihood):
-    """The errors of implicit policies on both sides of the old one, for algorithm.type=contrast. Every draw is a
-    decision; actions that were not executed have no part in it."""
+    """Errors of implicit policies on both sides of the old one, for algorithm.type=contrast. Each sampled noise level
+    is a decision; actions that were not executed are masked."""
 
     equation: ClassVar[str] = (
         "noisy = (1 - s) data + s noise, s of Beta(1.5, 1); a policy's error is that of noisy - s v from data"
@@ -196,7 +199,7 @@ class LearnedNoise(ActionLikelihood):
     @model_validator(mode="after")
     def _rises(self) -> LearnedNoise:
         if not 0 < self.range[0] <= self.range[1]:
-            raise ValueError(f"range must be positive and rise, got {self.range}")
+            raise ValueError(f"range must hold two positive numbers, the smaller one first, got {self.range}")
         return self
 
     @property
@@ -205,25 +208,25 @@ class LearnedNoise(ActionLikelihood):
 
 
 class ActionFlow(ActionHead):
-    """An expert denoises the chunk; LeRobot's SmolVLA, pi0 and pi0.5 bring their own."""
+    """A transformer, the action expert, denoises the chunk. LeRobot's SmolVLA, pi0 and pi0.5 have their own."""
 
     source: ClassVar[str] = "pi0, arXiv 2410.24164"
     type: str = "flow"
     has_temperature: ClassVar[bool] = False
-    shaping: ClassVar[tuple[str, ...]] = ("width", "depth")
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "depth")
     evaluation_steps: int = option(40, "denoising steps of a chunk in evaluation", unit="steps", ge=1)
     width: int = option(128, "width of the action expert; a policy with its own expert ignores it", ge=1)
-    depth: int = option(3, "blocks of the expert", ge=1)
+    depth: int = option(3, "blocks of the action expert; a policy with its own expert ignores it", ge=1)
 
 
 class FlowActions(ActionFlow):
-    """An expert denoises the chunk; `likelihood` defines its decisions."""
+    """An action expert denoises the chunk; `likelihood` says what a decision is."""
 
     steps: int = option(10, "denoising steps of a chunk in training", unit="steps", ge=1)
     likelihood: ActionLikelihood = option(ActionChain(), "what a decision is: how its log-probability is computed")
 
     @property
-    def demonstrable(self) -> bool:
+    def mixes_demonstrations(self) -> bool:
         return isinstance(self.likelihood, ActionMatching)
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
@@ -235,10 +238,10 @@ class FlowActions(ActionFlow):
 
 
 class TaughtFlow(ActionFlow):
-    """An expert that learns chunks from demonstrations, by flow matching."""
+    """An action expert that learns from demonstrations by flow matching."""
 
-    draws: int = option(4, "noise levels and noises a chunk", ge=1)
-    reduction: Literal["mean", "sum"] = option("mean", "over the elements of a chunk")
+    draws: int = option(4, "noise levels, each with noise, that are sampled for a chunk", ge=1)
+    reduction: Literal["mean", "sum"] = option("mean", "of the error over the elements of a chunk")
 
     @property
     def likelihood(self) -> ActionMatching:
@@ -253,7 +256,7 @@ class TaughtFlow(ActionFlow):
 
 
 class FrozenFlow(ActionFlow):
-    """An expert that denoises a chunk from the noise that it is given."""
+    """A frozen action expert, which denoises the noise that another head outputs; see `SteeredActions`."""
 
     evaluation_steps: int = option(
         10, "denoising steps of a chunk, in rollouts and evaluation alike", unit="steps", ge=1
@@ -272,13 +275,13 @@ class FrozenFlow(ActionFlow):
 
 
 class LaplaceActions(ActionHead):
-    """Actions with a median and a learned scale."""
+    """Laplace-distributed actions, with a predicted median and a learned scale."""
 
     equation: ClassVar[str] = (
         "log p(a) = -|a - median| / scale - log(2 scale); sampled and scored at temperature x scale"
     )
     source: ClassVar[str] = "RIPT-VLA, arXiv 2505.17016"
-    level: Level = option("token", "what one decision is: one number of one action, an action, or the chunk")
+    level: Level = option("token", "what a decision is: one number of an action, an action, or the chunk")
     scale: float = option(0.1, "scale of the Laplace distribution before training", gt=0)
 
     @property
@@ -287,7 +290,7 @@ class LaplaceActions(ActionHead):
 
 
 class RegressionActions(LaplaceActions):
-    """The chunk's median and a learned scale, one query an action."""
+    """Laplace-distributed actions, whose median comes from one learned query for each action."""
 
     type: str = "regression"
 
@@ -298,11 +301,11 @@ class RegressionActions(LaplaceActions):
 
 
 class BridgeActions(LaplaceActions):
-    """The chunk's median and a learned scale, read from every layer of the backbone."""
+    """Laplace-distributed actions, whose median comes from the backbone's last layers, by bridge attention."""
 
     source: ClassVar[str] = "VLA-Adapter, arXiv 2509.09372"
     type: str = "bridge"
-    shaping: ClassVar[tuple[str, ...]] = ("width", "depth", "queries")
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "depth", "queries")
     width: int = option(128, "of the bridge", ge=1)
     depth: int = option(3, "blocks, one for each of the backbone's last layers", ge=1)
     queries: int = option(16, "queries that the backbone reads", ge=1)
@@ -314,35 +317,34 @@ class BridgeActions(LaplaceActions):
 
 
 class NormalActions(ActionHead):
-    """Actions around a mean, with a spread of their own."""
+    """Gaussian actions, with a predicted mean and a standard deviation that does not depend on the observation."""
 
     equation: ClassVar[str] = (
         "log p(a) = -(a - mean)^2 / (2 std^2) - log(std sqrt(2 pi)); sampled and scored at temperature x std"
     )
-    level: Level = option("action", "what one decision is: one number of one action, an action, or the chunk")
+    level: Level = option("action", "what a decision is: one number of an action, an action, or the chunk")
     std: float = option(0.6, "standard deviation, before training", gt=0)
     fixed: bool = option(False, "the standard deviation is not trained")
     least_std: float = option(
         0.0,
-        "a learned standard deviation that is less counts as this: what demonstrations hardly vary would otherwise "
-        "weigh most in every ratio",
+        "lower bound of the standard deviation: numbers that hardly vary in demonstrations would otherwise dominate "
+        "every ratio",
         ge=0,
     )
 
     @property
     def offers(self) -> frozenset[Offer]:
-        offered: set[Offer] = {"divergence", "single_sample_kl", DifferentiableActions}
-        return frozenset(offered if self.fixed else offered | {"entropy"})
+        offers: set[Offer] = {"divergence", "single_sample_kl", DifferentiableActions}
+        return frozenset(offers if self.fixed else offers | {"entropy"})
 
 
 class GaussianActions(NormalActions):
-    """The chunk's mean, by a perceptron, and a learned spread. It needs no backbone: it may read nothing but the
-    robot's state."""
+    """Gaussian actions whose mean an MLP predicts. It needs no backbone: it may read the robot's state alone."""
 
     source: ClassVar[str] = "ManiSkill's PPO, arXiv 2410.00425, after CleanRL"
     type: str = "gaussian"
-    states_suffice: ClassVar[bool] = True
-    shaping: ClassVar[tuple[str, ...]] = ("width", "layers")
+    accepts_state_only: ClassVar[bool] = True
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "layers")
     width: int = option(256, "width of the MLP's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron; 0: the mean is linear", ge=0)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
@@ -354,8 +356,8 @@ class GaussianActions(NormalActions):
 
 
 class L1Actions(NormalActions):
-    """OpenVLA-OFT's own L1 regression head, from a converted checkpoint: evaluated at temperature 0 it makes the
-    published actions, and rollouts are drawn around them."""
+    """Gaussian actions around the output of OpenVLA-OFT's own L1 regression head, from a converted checkpoint. At
+    temperature 0, in evaluation, they are the published ones."""
 
     source: ClassVar[str] = "OpenVLA-OFT, arXiv 2502.19645; the standard deviation around its actions is mmrl's own"
     test: ClassVar[str] = "tests/policies/vla/test_oft.py"
@@ -364,7 +366,7 @@ class L1Actions(NormalActions):
     std: float = option(0.1, "standard deviation, before training", gt=0)
 
     @property
-    def together(self) -> bool:
+    def bidirectional(self) -> bool:
         return True
 
     def build(self, action: Actions, backbone: HeadBackbone, action_dim: int, state_dim: int) -> nn.Module:
@@ -372,8 +374,8 @@ class L1Actions(NormalActions):
 
 
 class InvertibleActions(ActionHead):
-    """A flow over two copies of the chunk that runs backwards exactly, and so knows its likelihood. As `gaussian` it
-    may read nothing but the robot's state."""
+    """A flow over two copies of the chunk that is exactly invertible, so that its likelihood is exact. As `gaussian` it
+    may read the robot's state alone."""
 
     equation: ClassVar[str] = (
         "x += v(y, t) / T; y += v(x, t) / T; x = p x + (1 - p) y; y = p y + (1 - p) x; action = (x + y) / 2; "
@@ -382,12 +384,14 @@ class InvertibleActions(ActionHead):
     source: ClassVar[str] = "after GenPO, arXiv 2505.18763; reconstructed from its abstract and equations"
     test: ClassVar[str] = "tests/policies/vla/test_invertible.py"
     type: str = "invertible"
-    states_suffice: ClassVar[bool] = True
-    shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "mix", "scale")
+    accepts_state_only: ClassVar[bool] = True
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "mix", "scale")
     steps: int = option(5, "of the flow", unit="steps", ge=1)
-    mix: float = option(0.9, "p: how much of a copy stays itself at each step", gt=0.5, lt=1)
+    mix: float = option(0.9, "p: weight of a copy itself when the two are mixed at each step", gt=0.5, lt=1)
     scale: float = option(0.5, "standard deviation of the noise", gt=0)
-    apart: float = option(0.05, "how far the copies of a demonstrated chunk are moved apart", gt=0)
+    apart: float = option(
+        0.05, "standard deviation of the opposite noise that is added to the two copies of a demonstrated chunk", gt=0
+    )
     width: int = option(256, "width of the MLP's hidden layers", ge=1)
     layers: int = option(3, "hidden layers of the perceptron", ge=1)
     last_gain: float = option(0.01, "size of the last layer's weights, before training", gt=0)
@@ -403,28 +407,28 @@ class InvertibleActions(ActionHead):
 
 
 class LatentActions(NormalActions):
-    """Before a chunk the policy draws latents one after the other, and decides after each whether that is enough; the
-    chunk's mean reads them. Latents and exits are decisions beside the actions. As `gaussian` it may read nothing but
-    the robot's state."""
+    """Gaussian actions whose mean reads latent vectors that the policy samples before a chunk. After each latent it
+    decides whether to sample another one or to exit. Latents and exits are decisions beside the actions. As `gaussian`
+    it may read the robot's state alone."""
 
     equation: ClassVar[str] = (
-        "z_k ~ N(mu(h, z_<k), (temperature x latent_std)^2); after it reasoning ends with chance "
+        "z_k ~ N(mu(h, z_<k), (temperature x latent_std)^2); after it the latents end with probability "
         "sigmoid(exit(h, z_<=k) / temperature), and after `steps` latents anyway; "
-        "a ~ N(mean(h, z), (temperature x std)^2). Demonstrations: log p(a | h, z), with z drawn from the policy, "
-        "through which the gradient goes"
+        "a ~ N(mean(h, z), (temperature x std)^2). Demonstrations: log p(a | h, z), with z sampled from the policy, "
+        "through which the gradient flows"
     )
     source: ClassVar[str] = "after AVA-VLA; reconstructed from a description of it"
     test: ClassVar[str] = "tests/policies/vla/test_latent.py"
     type: str = "latent"
-    states_suffice: ClassVar[bool] = True
-    shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "latent", "latent_std", "early_exit")
-    steps: int = option(4, "latents before a chunk, at most", ge=1)
+    accepts_state_only: ClassVar[bool] = True
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "layers", "steps", "latent", "latent_std", "early_exit")
+    steps: int = option(4, "largest number of latents before a chunk", ge=1)
     latent: int = option(8, "numbers of a latent", ge=1)
     latent_std: float = option(
-        0.3, "standard deviation of a latent; it is not learned: noise in latents only disturbs what is shown", gt=0
+        0.3, "standard deviation of a latent; not learned, since demonstrations would only shrink it", gt=0
     )
-    early_exit: bool = option(True, "reasoning may end before `steps` latents; else it never does")
-    exit_chance: float = option(0.2, "probability before training that reasoning ends after a latent", gt=0, lt=1)
+    early_exit: bool = option(True, "fewer than `steps` latents may be sampled before a chunk")
+    exit_chance: float = option(0.2, "probability before training of an exit after a latent", gt=0, lt=1)
     width: int = option(256, "of the perceptrons' hidden layers", ge=1)
     layers: int = option(2, "hidden layers of each perceptron", ge=1)
     last_gain: float = option(
@@ -438,7 +442,7 @@ class LatentActions(NormalActions):
 
 
 class AdvantageLabels(Section):
-    """Words behind the instruction that say how an action turned out."""
+    """Text behind the instruction that says whether the action was better or worse than expected."""
 
     good: str = option(
         "Advantage: positive",
@@ -448,31 +452,32 @@ class AdvantageLabels(Section):
 
 
 class Actions(Section):
-    """Options of actions."""
+    """The section `action`: the action head, its inputs and outputs, and the simulator's side of episodes."""
 
-    head: ActionHead = option(TokenActions(), "head that predicts them")
+    head: ActionHead = option(TokenActions(), "head that predicts actions")
     chunk: int = option(5, "actions executed before the next observation", unit="actions", ge=1)
     proprioception: bool = option(True, "the robot's state is an input of the policy")
     privileged: int = option(
         0,
-        "how many of the last numbers of the simulator's state are for a critic alone, such as positions of objects "
+        "how many numbers at the end of the simulator's state only a critic reads, such as positions of objects "
         "(task.options.privileged of the tabletop)",
         ge=0,
     )
     standardise: bool = option(
-        False, "standardise the state by its mean and deviation under random actions, which are kept with the model"
+        False,
+        "standardise the state by its mean and standard deviation under random actions, which are saved with the model",
     )
-    prompt: str | None = option(None, "with {instruction}; default: the backbone's own")
+    prompt: str | None = option(None, "template that holds {instruction}; default: the model's own")
     labels: AdvantageLabels | None = option(
-        None, "the prompt says whether a good action is wanted, as algorithm.type=advantage_conditioned teaches it"
+        None, "text in the prompt that asks for a good or a bad action; algorithm.type=advantage_conditioned trains it"
     )
     center_crop: float = option(
         1.0, "area of OpenVLA's images that is kept; 0.9 for checkpoints trained on random crops", gt=0, le=1
     )
     resize: Literal["model", "openvla"] = option(
         "model",
-        "how OpenVLA's images come to its size. model: as its preprocessor_config.json says; openvla: through JPEG "
-        "and a Lanczos filter, as the data that its LIBERO checkpoints learned from, and OpenVLA's own evaluations",
+        "how OpenVLA's images are resized. model: as its preprocessor_config.json says; openvla: through JPEG and a "
+        "Lanczos filter, as in the training data of its LIBERO checkpoints and in OpenVLA's own evaluations",
     )
     statistics: str | None = option(
         None,
@@ -480,11 +485,11 @@ class Actions(Section):
         "default: actions are within [-1, 1]",
     )
     statistics_key: str | None = option(
-        None, "which data set of it, or of a LeRobot checkpoint that holds several; default: the only one"
+        None, "data set in action.statistics, or in a LeRobot checkpoint that holds several; default: the only one"
     )
     normalisation: Literal["quantiles", "min_max", "mean_std"] | None = option(
         None,
-        "numbers of action.statistics that stand for -1 and 1: q01 and q99, min and max, or mean - std and mean + std; "
+        "statistics that become -1 and 1: q01 and q99, min and max, or mean - std and mean + std; "
         "default: q01 and q99, or min and max where there are none",
     )
     replace_statistics: bool = option(
@@ -495,19 +500,18 @@ class Actions(Section):
     )
     cameras: list[str] | None = option(
         None,
-        "cameras of the simulator whose images the policy sees, in this order; default: all of them, side by side in "
-        "one image",
+        "cameras of the simulator whose images the model gets, in this order; default: all, side by side in one image",
         min_length=1,
     )
     camera_features: list[str] | None = option(
         None,
-        "of a LeRobot policy: its name (observation.images.NAME) for each of `cameras`, in their order, those left out "
-        "being empty; default: all of its images, in the checkpoint's order",
+        "LeRobot policies: the policy's name (observation.images.NAME) for each of `cameras`, in their order; images "
+        "that are not named stay empty; default: all of its images, in the checkpoint's order",
         min_length=1,
     )
     film: bool = option(
         False,
-        "keep an image of every action in evaluation, and of every policy step of rollouts that training tables show",
+        "keep an image of every action in evaluation, and of every policy step of the rollouts in training's tables",
     )
 
     @model_validator(mode="after")
@@ -523,33 +527,33 @@ class Actions(Section):
 
 
 class TaughtActions(Actions):
-    """Options of actions that are learned from demonstrations."""
+    """The section `action` of jobs that learn from demonstrations."""
 
     head: ActionHead = option(
         TokenActions(),
-        "head that predicts them",
+        "head that predicts actions",
         kinds={**ActionHead.kinds, "flow": "mmrl.policies.vla.settings:TaughtFlow"},
     )
 
 
 class EpisodePrompts(Section):
-    """Options of prompts."""
+    """The section `rollout` of jobs that play no episodes."""
 
     max_prompt_length: int = option(1024, "longest prompt, image tokens included", unit="tokens", ge=1)
 
 
 class EpisodeRollouts(WorkerSampling, EpisodePrompts):
-    """Options of episodes."""
+    """The section `rollout` of jobs that play episodes."""
 
 
 class EpisodeSampling(EpisodeRollouts):
-    """Options of sampling actions."""
+    """The section `rollout` of jobs whose head has a temperature."""
 
     temperature: Schedule = number(1.0, "scale of the head's randomness in rollouts and replay", gt=0)
 
 
 class EpisodeEngine(UnevenEngine):
-    """Options of replaying episodes."""
+    """The section `engine` of jobs that replay episodes."""
 
     steps_at_once: int | None = option(
         None,
@@ -561,12 +565,13 @@ class EpisodeEngine(UnevenEngine):
 
 
 class EpisodeEvaluation(Section):
-    """Options of sampling actions in evaluation."""
+    """The section `evaluation` of jobs whose head has a temperature."""
 
-    temperature: float = option(0.0, "0: the likeliest actions", ge=0)
+    temperature: float = option(0.0, "scale of the head's randomness; 0: the likeliest actions", ge=0)
     decoding: Literal["both", "greedy", "sampled"] = option(
         "both",
-        "what mmrl eval plays. greedy: at `temperature`; sampled: at that of rollouts; both: all episodes twice",
+        "how mmrl eval samples. greedy: at `temperature`; sampled: at that of rollouts; both: each episode is played "
+        "twice",
     )
 
 
@@ -582,8 +587,8 @@ class VisionLanguageActionModel(ModelSettings):
     @classmethod
     def sections(cls, tree: Mapping[str, Any], collects: Collects) -> Sections:
         action = tree.get("action")
-        tree_of_head = action.get("head", {}) if isinstance(action, Mapping) else {}
-        head = kind_of(ActionHead, tree_of_head, ("action", "head"))  # type: ignore[type-abstract]
+        head_tree = action.get("head", {}) if isinstance(action, Mapping) else {}
+        head = kind_of(ActionHead, head_tree, ("action", "head"))  # type: ignore[type-abstract]
         sections: Sections = {"action": Actions, "rollout": EpisodePrompts, "engine": EpisodeEngine}
         if collects == "demonstrations":
             sections["action"] = TaughtActions
@@ -597,12 +602,14 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        added: frozenset[Offer] = frozenset(
+        of_policy: frozenset[Offer] = frozenset(
             {"lengths", "critic", Stepwise, EpisodeStoring, Proposing, StateActionEncoding}
         )
-        shown: frozenset[Offer] = frozenset({"demonstrations", ExpertLabelling} if action.head.demonstrable else ())
-        labelled: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
-        offers = action.head.offers | added | shown | labelled
+        of_demonstrations: frozenset[Offer] = frozenset(
+            {"demonstrations", ExpertLabelling} if action.head.mixes_demonstrations else ()
+        )
+        of_labels: frozenset[Offer] = frozenset({AdvantageLabelling} if action.labels is not None else ())
+        offers = action.head.offers | of_policy | of_demonstrations | of_labels
         # Under ZeRO-3 every forward pass gathers weights, but ranks play episodes of different lengths.
         return Capabilities(f"action.head.type={action.head.type}", offers, zero_stages=(0, 1, 2), groups=("critic",))
 
@@ -612,35 +619,37 @@ class VisionLanguageActionModel(ModelSettings):
         if isinstance(rollout, WorkerSampling) and rollout.workers is not None:
             temperature = rollout.temperature if isinstance(rollout, EpisodeSampling) else None
             rollout.workers.check(config.needs, action.head.offers, temperature)
-        if self.lora is not None and action.head.core is not action.head:
+        if self.lora is not None and action.head.checkpoint_head is not action.head:
             raise ValueError(
-                f"model.lora trains the backbone, which action.head.type={action.head.type} holds still with its base; "
-                "remove it"
+                f"model.lora trains the backbone, which action.head.type={action.head.type} freezes with its base "
+                "head; remove model.lora"
             )
-        if config.algorithm.collects == "demonstrations" and not action.head.teachable:
+        from_demonstrations = config.algorithm.collects == "demonstrations"
+        if from_demonstrations and not action.head.scores_demonstrations:
             raise ValueError(
-                f"action.head.type={action.head.type} learns from episodes, for a demonstrated chunk does not say from "
-                f"which noise it comes; train its base with action.head.type={action.head.core.type}"
+                f"action.head.type={action.head.type} cannot learn from demonstrations, since the noise of a "
+                f"demonstrated chunk is not known; train its base with "
+                f"action.head.type={action.head.checkpoint_head.type}"
             )
-        taught = config.algorithm.collects == "demonstrations"
-        if taught and action.labels is not None and AdvantageLabelling not in config.needs.offers:
+        if from_demonstrations and action.labels is not None and AdvantageLabelling not in config.needs.offers:
             raise ValueError(
                 f"action.labels: algorithm.type={config.algorithm.type} does not say which actions are good; use "
-                "advantage_conditioned, or remove it"
+                "algorithm.type=advantage_conditioned, or remove action.labels"
             )
         if plain(config.task).get("demonstrations") and "demonstrations" not in (
             *config.needs.offers,
             config.algorithm.collects,
         ):
             raise ValueError(
-                "nothing learns from task.demonstrations: add rollout.extras=[{type: demonstrations, prompts: 32}] and "
-                "algorithm.terms=[likelihood], or use algorithm.type=supervised"
+                "task.demonstrations is set, but nothing learns from it: add "
+                "rollout.extras=[{type: demonstrations, prompts: 32}] and algorithm.terms=[likelihood], or use "
+                "algorithm.type=supervised"
             )
         contrasts = isinstance(action.head, FlowActions) and isinstance(action.head.likelihood, ActionContrast)
         if contrasts and "contrast" not in config.needs.offers:
             raise ValueError(
-                "action.head.likelihood.type=contrast compares implicit policies and gives no likelihood of the "
-                f"present one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
+                "action.head.likelihood.type=contrast compares implicit policies and gives no likelihood of "
+                f"the current one, which algorithm.type={config.algorithm.type} needs; use chain, matching or learned"
             )
 
     def memory_model(self, config: JobConfig, path: str) -> MemoryModel | None:

@@ -1,4 +1,4 @@
-"""Statistics of a data set's actions and states, from the files that OpenVLA, LeRobot and openpi write.
+"""Reads statistics of a data set's actions and states from the files that OpenVLA, LeRobot and openpi write.
 
 dataset_statistics.json, config.json   OpenVLA: {data set: {"action": {"q01", "q99", "mask"}, "proprio": {...}}}
 meta/stats.json                        LeRobot: {"action": {"mean", "std", "min", "max", ...}, "observation.state": ...}
@@ -22,16 +22,16 @@ from mmrl.errors import UserError
 from mmrl.policies.vla.heads.codec import ActionStatistics, StateQuantiles
 from mmrl.policies.vla.settings import Actions
 
-Kind = Literal["action", "state"]
+FeatureType = Literal["action", "state"]
 Normalisation = Literal["quantiles", "min_max", "mean_std"]
-Entry = Mapping[str, Any]  # statistics of one feature: "mean" to its numbers
+Entry = Mapping[str, Any]  # statistics of one feature, by name such as "mean"
 BOUNDS: dict[Normalisation, tuple[str, str]] = {
     "quantiles": ("q01", "q99"),
     "min_max": ("min", "max"),
     "mean_std": ("mean", "std"),
 }
 NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
-NAMES: dict[Kind, tuple[str, ...]] = {
+NAMES: dict[FeatureType, tuple[str, ...]] = {
     "action": ("action", "actions"),
     "state": ("proprio", "observation.state", "state"),
 }
@@ -39,42 +39,46 @@ FILES = (
     *("dataset_statistics.json", "norm_stats.json", "stats.json", "meta/stats.json"),
     *("episodes_stats.jsonl", "meta/episodes_stats.jsonl", "config.json"),
 )
-OWNER: dict[Kind, str] = {"action": "the robot takes", "state": "the simulator's state has"}
+SIZE_OWNER: dict[FeatureType, str] = {"action": "the robot takes", "state": "the simulator's state has"}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DataSetStatistics:
-    """Statistics of one data set. path: as the user wrote it; features: entries by their names in the file."""
+    """The statistics of one data set in a file."""
 
-    path: str
-    name: str
-    features: Mapping[str, Entry]
+    path: str  # of the file or its folder, the value of action.statistics
+    name: str  # of the data set; "" if the file does not name it
+    features: Mapping[str, Entry]  # by their names in the file
 
-    def entry(self, kind: Kind) -> tuple[str, Entry]:
-        """Returns the entry of actions or states and its name in messages. Raises UserError where there is none."""
+    def entry(self, feature_type: FeatureType) -> tuple[str, Entry]:
+        """Returns the entry of actions or states, after its name for messages. Raises UserError if there is none."""
         for name, entry in self.features.items():
-            if ends_with(name, NAMES[kind]):
+            if ends_with(name, NAMES[feature_type]):
                 return self._full(name), entry
         held = f"; it holds {', '.join(self.features) or 'nothing'}"
         if not self.name:
-            raise UserError(f"{self.where} has no statistics of {kind}s ({' or '.join(NAMES[kind])}){held}")
-        raise UserError(f"{self.where}: {self._full(NAMES[kind][0])}.q01 is missing{held}")
+            names = " or ".join(NAMES[feature_type])
+            raise UserError(f"{self.where} has no statistics of {feature_type}s ({names}){held}")
+        raise UserError(f"{self.where}: {self._full(NAMES[feature_type][0])}.q01 is missing{held}")
 
     def _full(self, name: str) -> str:
+        """Returns the name of a feature after that of its data set."""
         return name if not self.name or name.startswith(f"{self.name}.") else f"{self.name}.{name}"
 
     @property
     def where(self) -> str:
+        """The option and file that messages begin with."""
         return f"action.statistics={self.path}"
 
-    def numbers(self, kind: Kind, statistic: str, size: int) -> NDArray[np.float64]:
-        """Returns one statistic, [size] finite numbers. Raises UserError naming what is missing or does not fit."""
-        name, entry = self.entry(kind)
+    def numbers(self, feature_type: FeatureType, statistic: str, size: int) -> NDArray[np.float64]:
+        """Returns one statistic of actions or states as [size] numbers. Raises UserError if it is missing, is not a
+        list of numbers or has another length."""
+        name, entry = self.entry(feature_type)
         if statistic not in entry:
             held = f"; it holds {', '.join(entry)}" if entry else ""
             raise UserError(f"{self.where}: {name}.{statistic} is missing{held}")
-        self._check_length(f"{name}.{statistic}", entry[statistic], size, OWNER[kind])
+        self._check_length(f"{name}.{statistic}", entry[statistic], size, SIZE_OWNER[feature_type])
         try:
             values = np.array(entry[statistic], float)
         except (TypeError, ValueError) as error:
@@ -83,31 +87,32 @@ class DataSetStatistics:
             raise UserError(f"{self.where}: {name}.{statistic} must be a list of {size} numbers")
         return values
 
-    def mask(self, kind: Kind, size: int) -> NDArray[np.bool_]:
-        """Returns which numbers are scaled, [size]: all but those that OpenVLA's mask leaves out."""
-        name, entry = self.entry(kind)
+    def mask(self, feature_type: FeatureType, size: int) -> NDArray[np.bool_]:
+        """Returns which numbers are normalised, [size] bool: those of OpenVLA's "mask", or all without one."""
+        name, entry = self.entry(feature_type)
         mask = entry.get("mask", [True] * size)
-        self._check_length(f"{name}.mask", mask, size, OWNER[kind])
+        self._check_length(f"{name}.mask", mask, size, SIZE_OWNER[feature_type])
         return np.array(mask, bool)
 
-    def _check_length(self, name: str, values: object, size: int, whose: str) -> None:
+    def _check_length(self, name: str, values: object, size: int, size_owner: str) -> None:
+        """Raises UserError if `values` is not a list of `size`. size_owner: what has that size, in words."""
         if not isinstance(values, list):
             raise UserError(f"{self.where}: {name} must be a list of numbers")
         if len(values) != size:
-            raise UserError(f"{self.where}: {name} has {len(values)} numbers, {whose} {size}")
+            raise UserError(f"{self.where}: {name} has {len(values)} numbers, {size_owner} {size}")
 
 
 def ends_with(name: str, features: Sequence[str]) -> bool:
-    """Returns whether a name is one of `features`, or one of a data set, as so100.buffer.action."""
+    """Returns whether a name is one of `features`, alone or after a data set's name, as in so100.buffer.action."""
     return any(name == feature or name.endswith(f".{feature}") for feature in features)
 
 
-def statistics_of(action: Actions, action_dim: int) -> ActionStatistics | None:
-    """Loads the statistics that `action` names for a policy without its own; None where it names none. Those that
-    replace a checkpoint's are read with it. Raises UserError as `load_statistics`."""
+def load_action_statistics(action: Actions, action_dim: int) -> ActionStatistics | None:
+    """Loads the statistics that the `action` section names. Returns None if it names none, or if they replace those of
+    a LeRobot checkpoint, which are read with it. Raises UserError as `load_statistics`."""
     if action.statistics is None or action.replace_statistics:
         return None
-    bounded = action.head.core.bounded
+    bounded = action.head.checkpoint_head.bounded
     return load_statistics(
         action.statistics, action.statistics_key, action_dim, bounded=bounded, normalisation=action.normalisation
     )
@@ -116,35 +121,40 @@ def statistics_of(action: Actions, action_dim: int) -> ActionStatistics | None:
 def load_statistics(
     path: str, key: str | None, action_dim: int, *, bounded: bool = True, normalisation: Normalisation | None = None
 ) -> ActionStatistics:
-    """Reads what scales actions. normalisation: which numbers stand for -1 and 1; None: quantiles, or least and
-    largest numbers where the file has no quantiles. Without a mask every number is scaled.
+    """Reads the statistics that normalise actions.
 
-    Raises UserError naming the file and the key that is missing, unknown or of another length than `action_dim`, and
-    for mean and deviation where actions are `bounded`.
+    path, key: see `read`. bounded: whether the policy's actions are clipped to [-1, 1]. normalisation: which statistics
+    become -1 and 1; None: quantiles, or min and max if the file has no quantiles.
+
+    Raises UserError if a statistic is missing, unknown or not of length `action_dim`, and for mean_std if actions are
+    `bounded`.
     """
     data_set = read(path, key)
-    chosen = normalisation or _normalisation(data_set, "action")
-    if chosen == "mean_std" and bounded:
+    normalisation = normalisation or _default_normalisation(data_set, "action")
+    if normalisation == "mean_std" and bounded:
         raise UserError(
-            "action.normalisation=mean_std: the head's actions lie in [-1, 1], one deviation around the mean; "
-            "use quantiles or min_max"
+            "action.normalisation=mean_std: the head's actions lie in [-1, 1], which would be one standard deviation "
+            "around the mean; use quantiles or min_max"
         )
-    low, high, mask = _range(data_set, "action", action_dim, chosen)
-    return ActionStatistics(low, high, mask, bounded, clipped=chosen != "mean_std")
+    low, high, mask = _range(data_set, "action", action_dim, normalisation)
+    return ActionStatistics(low, high, mask, bounded, clipped=normalisation != "mean_std")
 
 
 def load_state_quantiles(
     path: str, key: str | None, state_dim: int, normalisation: Normalisation | None = None
 ) -> StateQuantiles:
-    """Reads what scales states from the same file. Raises UserError as `load_statistics`."""
+    """Reads the statistics that normalise states. Arguments and errors are those of `load_statistics`."""
     data_set = read(path, key)
-    chosen = normalisation or _normalisation(data_set, "state")
-    return StateQuantiles(*_range(data_set, "state", state_dim, chosen), clipped=chosen != "mean_std")
+    normalisation = normalisation or _default_normalisation(data_set, "state")
+    low, high, mask = _range(data_set, "state", state_dim, normalisation)
+    return StateQuantiles(low, high, mask, clipped=normalisation != "mean_std")
 
 
 def read(path: str, key: str | None) -> DataSetStatistics:
-    """Reads a file, or that of a folder. key: the data set, or the full name of its entry of actions. Raises UserError
-    for another kind of file, and for an unknown or ambiguous data set."""
+    """Reads the statistics of one data set. path: a file, or a folder with one; key: the data set's name, or the full
+    name of its entry of actions; None if the file has one data set only.
+
+    Raises UserError for a file of another format, and for an unknown or ambiguous data set."""
     data_sets = _data_sets(path)
     if key is None:
         if len(data_sets) != 1:
@@ -160,9 +170,9 @@ def read(path: str, key: str | None) -> DataSetStatistics:
     return DataSetStatistics(path, matches[0], data_sets[matches[0]])
 
 
-def _normalisation(data_set: DataSetStatistics, kind: Kind) -> Normalisation:
-    """Returns the normalisation whose two numbers an entry has. Raises UserError where it has neither."""
-    name, entry = data_set.entry(kind)
+def _default_normalisation(data_set: DataSetStatistics, feature_type: FeatureType) -> Normalisation:
+    """Returns "quantiles", or "min_max" if the entry has no quantiles. Raises UserError if it has mean and std only."""
+    name, entry = data_set.entry(feature_type)
     if not {"q01", "q99"} & set(entry) and {"min", "max"} <= set(entry):
         log.info("%s: %s.min and max stand for -1 and 1, for it has no q01 and q99", data_set.where, name)
         return "min_max"
@@ -175,13 +185,14 @@ def _normalisation(data_set: DataSetStatistics, kind: Kind) -> Normalisation:
 
 
 def _range(
-    data_set: DataSetStatistics, kind: Kind, size: int, normalisation: Normalisation
+    data_set: DataSetStatistics, feature_type: FeatureType, size: int, normalisation: Normalisation
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Returns the numbers that stand for -1 and 1, and the mask of scaled numbers, [size] each."""
+    """Returns the values that become -1 and 1, and which numbers are normalised, [size] each. Raises UserError if they
+    are not finite or do not rise."""
     first, second = BOUNDS[normalisation]
-    low, high = (data_set.numbers(kind, statistic, size) for statistic in (first, second))
-    mask = data_set.mask(kind, size)
-    name = data_set.entry(kind)[0]
+    low, high = (data_set.numbers(feature_type, statistic, size) for statistic in (first, second))
+    mask = data_set.mask(feature_type, size)
+    name = data_set.entry(feature_type)[0]
     if normalisation == "mean_std":
         if not (np.isfinite(low) & np.isfinite(high) & (high >= 0))[mask].all():
             raise UserError(
@@ -197,10 +208,10 @@ def _range(
 
 
 def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
-    """Returns the entries of each data set of a file; the name of a file's only one may be empty."""
-    file = _file(path)
+    """Returns the features of each data set in a file, by the data set's name, "" if the file does not name it."""
+    file = _find_file(path)
     try:
-        tree = _episodes(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
+        tree = _pool_episodes(file) if file.suffix == ".jsonl" else json.loads(file.read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {error}"
         raise UserError(f"action.statistics={path}: {reason}") from None
@@ -226,8 +237,8 @@ def _data_sets(path: str) -> dict[str, dict[str, Entry]]:
     return grouped
 
 
-def _file(path: str) -> Path:
-    """Returns the file itself, or that of a folder. Raises UserError for a folder that has none, or several."""
+def _find_file(path: str) -> Path:
+    """Returns `path`, or the file of statistics in it if it is a folder. Raises UserError for none or several."""
     folder = Path(path)
     if not folder.is_dir():
         return folder
@@ -240,18 +251,20 @@ def _file(path: str) -> Path:
     return files[0]
 
 
-def _episodes(file: Path) -> dict[str, Entry]:
-    """Returns statistics of all frames from those of each episode."""
+def _pool_episodes(file: Path) -> dict[str, Entry]:
+    """Computes the statistics of all frames, by feature, from a file with a line for each episode."""
     episodes = [json.loads(line)["stats"] for line in file.read_text().splitlines() if line.strip()]
     names = [name for name in (episodes[0] if episodes else {}) if ends_with(name, (*NAMES["action"], *NAMES["state"]))]
-    return {name: _pooled([episode[name] for episode in episodes]) for name in names}
+    return {name: _pool([episode[name] for episode in episodes]) for name in names}
 
 
-def _pooled(entries: Sequence[Entry]) -> Entry:
-    """Returns mean, deviation, least and largest numbers of parts together; weighted by their counts."""
-    mean, std, least, largest = (np.array([e[name] for e in entries], float) for name in ("mean", "std", "min", "max"))
+def _pool(entries: Sequence[Entry]) -> Entry:
+    """Combines mean, std, min and max of the episodes, weighted by their numbers of frames."""
+    means, stds, minima, maxima = (
+        np.array([e[name] for e in entries], float) for name in ("mean", "std", "min", "max")
+    )
     count = np.array([e["count"] for e in entries], float).reshape(len(entries), 1)
-    whole = (count * mean).sum(0) / count.sum()
-    variance = (count * (std**2 + (mean - whole) ** 2)).sum(0) / count.sum()
-    summary = {"mean": whole, "std": variance**0.5, "min": least.min(0), "max": largest.max(0)}
+    mean = (count * means).sum(0) / count.sum()
+    variance = (count * (stds**2 + (means - mean) ** 2)).sum(0) / count.sum()
+    summary = {"mean": mean, "std": variance**0.5, "min": minima.min(0), "max": maxima.max(0)}
     return {name: values.tolist() for name, values in summary.items()}

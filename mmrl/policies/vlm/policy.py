@@ -15,7 +15,7 @@ from mmrl.engine.flops import PolicyWork
 from mmrl.generation.sampling import Sampling
 from mmrl.generation.vllm.engine import Answering
 from mmrl.policies.models import Scorer, TrainingEngine, write_model
-from mmrl.policies.resizing import resize_of
+from mmrl.policies.resizing import resize_options
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.critic import write_critic
 from mmrl.policies.vlm.drafts import Draft
@@ -66,7 +66,7 @@ class VisionLanguagePolicy:
         self.tokens = tokens = ChatTokenizer(processor, core, max_prompt_length, limit)
         # Where environments change prompts, it checks the prompt before the change.
         self.prompt_problem: PromptCheck = tokens.encoder.prompt_problem
-        self.image_resize = resize_of(processor)
+        self.image_resize = resize_options(processor)
         # A checkpoint's own generation defaults (repetition penalty, top_k) would silently change the sampler.
         core.generation_config = GenerationConfig(eos_token_id=list(tokens.eos), pad_token_id=tokens.pad)
         self.temperature = constant(sampling.temperature) if temperature is None else temperature

@@ -89,7 +89,7 @@ def test_sampling_is_the_guided_distribution_at_its_temperature(folder, guidance
     )
     one, other = (greedy.respond(PROMPTS[:1], [seed])[0].image for seed in (1, 2))
     assert torch.equal(one, other)
-    record = replace(batch.inputs[0], tokens=greedy.writer.codebook.tokens(one[None])[0])
+    record = replace(batch.inputs[0], tokens=greedy.writer.codebook.encode(one[None])[0])
     assert torch.equal(by_hand(greedy, record, guidance).argmax(-1), record.tokens - greedy.writer.first)
 
 
@@ -138,15 +138,15 @@ def test_codes_and_images_by_hand():
     patches = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(2, 1, 2, 2).clone()
     codes = codebook.Codebook(patches, rows=1, columns=3, first=10)
     image = torch.cat([torch.zeros(1, 2, 2), torch.ones(1, 2, 2), torch.full((1, 2, 2), 0.9)], 2)
-    assert codes.size == (1, 2, 6) and codes.tokens(image[None]).tolist() == [[10, 11, 11]]
+    assert codes.size == (1, 2, 6) and codes.encode(image[None]).tolist() == [[10, 11, 11]]
     assert torch.equal(
-        codes.images(torch.tensor([[11, 10, 10]]))[0], torch.cat([torch.ones(1, 2, 2), torch.zeros(1, 2, 4)], 2)
+        codes.decode(torch.tensor([[11, 10, 10]]))[0], torch.cat([torch.ones(1, 2, 2), torch.zeros(1, 2, 4)], 2)
     )
-    assert codes.outside(14).tolist() == [*range(10), 12, 13]
+    assert codes.other_tokens(14).tolist() == [*range(10), 12, 13]
     with pytest.raises(UserError, match=r"codes are tokens 10 to 11, but the model beside it has 11 tokens"):
-        codes.outside(11)
-    with pytest.raises(UserError, match=r"images of \[1, 4, 4\] do not fit a codebook for \[1, 2, 6\]"):
-        codes.tokens(torch.zeros(1, 1, 4, 4))
+        codes.other_tokens(11)
+    with pytest.raises(UserError, match=r"\[1, 4, 4\] .* do not fit the model's codebook, which is for \[1, 2, 6\]"):
+        codes.encode(torch.zeros(1, 1, 4, 4))
 
 
 def test_what_is_saved_loads_again(folder, tmp_path):

@@ -61,7 +61,7 @@ def test_text_and_codes_have_places_of_their_own(folder):
         assert record.steps[:LONGEST].max() < 3 <= record.steps[LONGEST:].min()  # text is finished first
         count = int((text == end).nonzero()[0]) + 1 if (text == end).any() else LONGEST
         assert batch.mask[i].tolist() == [t < count or t >= LONGEST for t in range(LONGEST + PLACES)]
-        assert torch.equal(sample.image, made.layout.codebook.images(codes[None])[0])
+        assert torch.equal(sample.image, made.layout.codebook.decode(codes[None])[0])
         assert sample.response == made.layout.tokenizer.decode(text[:count], skip_special_tokens=True)
         assert (sample.response_length, sample.max_response_length) == (count, LONGEST)
         assert sample.truncated == (not bool((text == end).any()))

@@ -171,7 +171,7 @@ def test_images_are_written_as_codes(tmp_path):
     prompt = DigitPromptSource(size=10, seed=0)[3]
     made = policy.rollout([prompt], 2, [1, 2])
     assert made.mask.all() and made.samples[0].image.shape == (1, 8, 8)
-    assert torch.equal(policy.layout.codebook.tokens(made.samples[1].image[None])[0], made.inputs[1].response)
+    assert torch.equal(policy.layout.codebook.encode(made.samples[1].image[None])[0], made.inputs[1].response)
     with torch.no_grad():
         assert torch.equal(policy.replay(made, policy.module).logp, policy.replay(made, policy.module).logp)
     shown = policy_of(tmp_path, length=16, build=False, algorithm="supervised").demonstrate([prompt], [0])

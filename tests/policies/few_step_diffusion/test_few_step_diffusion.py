@@ -10,7 +10,7 @@ from mmrl.policies.diffusion.loading import load
 from mmrl.policies.diffusion.policy import DiffusionPolicy
 from mmrl.policies.diffusion.small import SmallDiffusionConfig, create
 from mmrl.policies.few_step_diffusion.settings import POLICY, SAMPLER
-from mmrl.policies.networks import Part
+from mmrl.policies.networks import NamedNetwork
 from mmrl.rollouts import Replay
 from mmrl.samplers import score
 from mmrl.samplers.chain import INITIAL, gaussian
@@ -224,7 +224,10 @@ def test_the_copy_is_reached_through_the_engine(folder):
         asked.append(name)
         return policy.module(name, *inputs, **options)
 
-    close(policy.errors(batch, Part(engine, SAMPLER)), policy.replay(batch, policy.module).extras["sampler_error"])
+    close(
+        policy.distillation_errors(batch, NamedNetwork(engine, SAMPLER)),
+        policy.replay(batch, policy.module).extras["sampler_error"],
+    )
     policy.replay(batch, engine)
     assert asked == [SAMPLER, POLICY, SAMPLER]
 
@@ -232,10 +235,10 @@ def test_the_copy_is_reached_through_the_engine(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": {"steps": 3}}, r"model.sampler.steps=3 do not divide denoising.steps=4"),
+        ({"sampler": {"steps": 3}}, r"model.sampler.steps=3 must divide denoising.steps=4"),
         (
             {"denoising": {"likelihood": {"type": "chain"}}, "algorithm": {"type": "grpo"}},
-            r"denoising.likelihood.type=chain scores the model.s own chain",
+            r"denoising.likelihood.type=chain scores the model.s own denoising steps",
         ),
     ],
 )
@@ -252,5 +255,5 @@ def test_the_term_is_refused_where_there_is_no_sampler():
         "denoising": {"likelihood": "contrast"},
         "algorithm": {"type": "contrast", "terms": [TERM]},
     }
-    with pytest.raises(UserError, match=r"algorithm.terms.0.* needs a sampler of few steps"):
+    with pytest.raises(UserError, match=r"algorithm.terms.0.* needs a few-step sampler"):
         validate(tree, "test")

@@ -198,7 +198,7 @@ def test_what_is_saved_loads_as_one_and_as_two(folders, tmp_path):
     ("options", "message"),
     [
         ({"writer": {"originals": GROUP}}, r"model.writer.originals=4 leaves no rollout of rollout.group_size=4"),
-        ({"writer": {"template": "no place"}}, r"template must hold \{\} once"),
+        ({"writer": {"template": "no place"}}, r"template must hold \{\} exactly once"),
         ({"denoising": {"likelihood": {"type": "contrast"}}}, r"denoising.likelihood"),
         ({"denoising": {"likelihood": {"shared_states": True}}}, r"branching, shared_states and chunks"),
         ({"rollout": {"generator": {"type": "vllm_colocated"}}}, r"rollout.generator.type=vllm_colocated"),
@@ -213,5 +213,7 @@ def test_what_can_not_be_is_refused_before_anything_is_loaded(folders, options, 
 
 def test_a_generator_without_a_writer_is_refused(folders):
     config = config_of(folders, writer={"path": None})
-    with pytest.raises(UserError, match=r"model.writer.path is missing: .*generator holds a generator and no writer"):
+    with pytest.raises(
+        UserError, match=r"model.writer.path is missing: .*generator holds an image generator, but no language"
+    ):
         build_policy(config, build_task(config))

@@ -8,7 +8,7 @@ import torch
 
 from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.loading import open_policy
-from mmrl.policies.vla.policy import DESCRIPTION
+from mmrl.policies.vla.policy import CONFIG
 from mmrl.policies.vla.settings import Actions, TaughtActions, VisionLanguageActionModel
 from mmrl.protocols.critic import CriticSettings
 from mmrl.rollouts import Prompt
@@ -80,7 +80,7 @@ def make(backbones, tmp_path_factory):
     def based(head, backbone, sim, **action):
         """A folder with `head` over `backbone`, for a head that is built around it; its weights are stirred, as if it
         had learned something. A folder that has a head already stays what it is."""
-        if (Path(backbones.get(backbone, backbone)) / DESCRIPTION).is_file():
+        if (Path(backbones.get(backbone, backbone)) / CONFIG).is_file():
             return backbone
         key = json.dumps([head, str(backbone), action, str(sim)], sort_keys=True)
         if key not in bases:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmrl.policies.vla.action_ranges import probe_demonstrated, probe_range
+from mmrl.policies.vla.action_ranges import check_demonstrations, check_statistics
 from mmrl.policies.vla.heads.codec import ActionStatistics
 from mmrl.sims import Observation
 from tests.policies.vla.conftest import starts
@@ -46,7 +46,7 @@ def box(low, high):
     ],
 )
 def test_statistics_and_the_simulator(made, bounds, remarks):
-    found = list(probe_range("F", made, bounds))
+    found = list(check_statistics("F", made, bounds))
     assert len(found) == len(remarks)
     for remark, expected in zip(found, remarks, strict=True):
         assert remark.startswith("action.statistics=F: ") and expected in remark
@@ -55,7 +55,7 @@ def test_statistics_and_the_simulator(made, bounds, remarks):
 def test_how_far_outside_by_hand():
     made = scale([-2.0, 0.0, 5.0], [4.0, 1.0, 5.0], [True, False, True])
     actions = np.array([[1.0, 7.0, 5.0], [-5.0, -0.5, 5.1]])
-    np.testing.assert_allclose(made.outside(actions), [[0.0, 7.0, 0.0], [2.0, 0.5, np.inf]])
+    np.testing.assert_allclose(made.distance_from_center(actions), [[0.0, 7.0, 0.0], [2.0, 0.5, np.inf]])
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_how_far_outside_by_hand():
     [
         (True, [1.09] * 10, None),
         (True, [1.2, *[0.0] * 19], None),  # 5 %
-        (True, [1.2, -1.3, *[0.0] * 18], "10% of the numbers .* number 0 between -1.3 and 1.2; they are cut to it"),
+        (True, [1.2, -1.3, *[0.0] * 18], "10% of the numbers .* number 0 between -1.3 and 1.2; they are clipped to it"),
         (False, [4.9] * 10, None),
         (False, [6.0] * 10, "100% of the numbers .* number 0 between 6 and 6: set action.statistics"),
     ],
 )
 def test_demonstrations_outside_of_the_range(clipped, actions, expected):
-    found = list(probe_demonstrated(scale([-1.0], [1.0], clipped=clipped), np.array(actions)[:, None]))
+    found = list(check_demonstrations(scale([-1.0], [1.0], clipped=clipped), np.array(actions)[:, None]))
     assert len(found) == (expected is not None)
     if expected is not None:
         assert re.search(expected, found[0])
@@ -87,7 +87,7 @@ def test_a_policy_says_once_that_demonstrations_do_not_fit(make, tmp_path, caplo
     caplog.set_level(logging.WARNING)
     policy.demonstrate(shown(0.5, -0.5), [1])  # padded with 0
     assert caplog.text == ""
-    taught = policy.demonstrate(shown(0.25, 45.0), [1]).inputs[0][0].chosen["actions"]
+    taught = policy.demonstrate(shown(0.25, 45.0), [1]).inputs[0][0].sampled["actions"]
     np.testing.assert_allclose(taught[:2, 0], [0.5, 1.0])
     policy.demonstrate(shown(45.0), [1])
     assert caplog.text.count("50% of the numbers of actions lie outside") == 1 == caplog.text.count("lie outside")

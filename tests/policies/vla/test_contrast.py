@@ -29,8 +29,8 @@ def by_hand(policy, look, old):
     """[draw] twice: how far from the executed actions both implicit policies lead, old [draw, chunk, action]."""
     found = []
     executed = look.valid[:, None].double()
-    for k, (sigma, noise) in enumerate(zip(look.chosen["sigma"], look.chosen["noise"], strict=True)):
-        data, s = look.chosen["data"].double(), float(sigma)
+    for k, (sigma, noise) in enumerate(zip(look.sampled["sigma"], look.sampled["noise"], strict=True)):
+        data, s = look.sampled["data"].double(), float(sigma)
         noisy = (1 - s) * data + s * noise
         v = velocity(policy, look, noisy.float(), s)[0][0].double()
         errors = []

@@ -48,7 +48,7 @@ class TestAPolicyOfStates:
         first, _, last = head.layers
         mean = last(torch.tanh(first(look.state))).view(4, 1)
         assert mean.abs().min() > 0
-        known = Normal(mean, head.log_std.exp()).log_prob(look.chosen["actions"]).sum(-1)
+        known = Normal(mean, head.log_std.exp()).log_prob(look.sampled["actions"]).sum(-1)
         found = policy.replay(rollouts, policy.module)
         torch.testing.assert_close(found.logp[1, :4], known.where(look.valid, 0), rtol=1e-5, atol=1e-5)
         entropy = (0.5 * math.log(2 * math.pi * math.e) + head.log_std)[0].item()
@@ -58,7 +58,7 @@ class TestAPolicyOfStates:
         from mmrl.policies.vla.heads.head import ActionSampling
 
         drawn, likeliest = (
-            head.act(states_only.NothingRead(1, policy.device), state, ActionSampling([7], temperature))["actions"][0]
+            head.act(states_only.EmptyPrefix(1, policy.device), state, ActionSampling([7], temperature))["actions"][0]
             for temperature in (0.5, 0.0)
         )
         torch.testing.assert_close(likeliest, mean)
@@ -68,10 +68,10 @@ class TestAPolicyOfStates:
         policy = stir(make("gaussian", blind, sim=quiet(), temperature=0.5))
         look = (rollouts := policy.rollout(STARTS[:1], 1, [1])).inputs[0][0]
         head = policy.module.head
-        mean = head.mean(states_only.NothingRead(1, policy.device), look.state[None])[0]
+        mean = head.mean(states_only.EmptyPrefix(1, policy.device), look.state[None])[0]
         known = Normal(mean, 0.5 * head.log_std.exp())
         found = policy.replay(rollouts, policy.module)
-        expected = known.log_prob(look.chosen["actions"]).sum(-1).where(look.valid, 0)
+        expected = known.log_prob(look.sampled["actions"]).sum(-1).where(look.valid, 0)
         torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
 
@@ -82,16 +82,16 @@ class TestAPolicyOfStates:
             head.log_std.copy_(torch.tensor([[0.01], [0.3], [0.19], [0.21]]).log())
         spread = torch.tensor([[0.2], [0.3], [0.2], [0.21]])
         look = (rollouts := policy.rollout(STARTS[:1], 1, [7])).inputs[0][0]
-        mean = head.mean(states_only.NothingRead(1, policy.device), look.state[None])[0].detach()
+        mean = head.mean(states_only.EmptyPrefix(1, policy.device), look.state[None])[0].detach()
         found = policy.replay(rollouts, policy.module)
         known = Normal(mean, 0.5 * spread)
-        expected = known.log_prob(look.chosen["actions"]).sum(-1).where(look.valid, 0)
+        expected = known.log_prob(look.sampled["actions"]).sum(-1).where(look.valid, 0)
         torch.testing.assert_close(found.logp[0, :4], expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.entropy[0, :4], known.entropy()[:, 0].where(look.valid, 0))
         from mmrl.policies.vla.heads.head import ActionSampling
 
         drawn, likeliest = (
-            head.act(states_only.NothingRead(1, policy.device), look.state[None], ActionSampling([7], t))["actions"][0]
+            head.act(states_only.EmptyPrefix(1, policy.device), look.state[None], ActionSampling([7], t))["actions"][0]
             for t in (0.5, 0.0)
         )
         noise = torch.randn(4, 1, generator=torch.Generator().manual_seed(7))
@@ -109,7 +109,7 @@ class TestAPolicyOfStates:
         look, head = rollouts.inputs[1][0], policy.module.head
 
         def distribution():
-            mean = head.mean(states_only.NothingRead(1, policy.device), look.state[None])[0]
+            mean = head.mean(states_only.EmptyPrefix(1, policy.device), look.state[None])[0]
             return Normal(mean, head.log_std.exp())
 
         with torch.no_grad():
@@ -133,7 +133,7 @@ class TestAPolicyOfStates:
         assert policy.module.head.log_std.exp().tolist() == [[pytest.approx(0.5)]] * 4
         looks = [look for episode in policy.rollout(STARTS, 2, SEEDS).inputs for look in episode]
         states = torch.stack([look.state for look in looks])
-        mean = policy.module.head.mean(states_only.NothingRead(len(looks), policy.device), states)
+        mean = policy.module.head.mean(states_only.EmptyPrefix(len(looks), policy.device), states)
         assert 0 < mean.abs().max() < 0.05
 
     def test_saved_and_loaded_alike(self, make, blind, tmp_path):

@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Laplace, Normal, kl_divergence
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.head import Head
-from mmrl.policies.vla.policy import DESCRIPTION, WEIGHTS
+from mmrl.policies.vla.policy import CONFIG, WEIGHTS
 from mmrl.policies.vla.settings import ActionHead, Actions
 from mmrl.protocols.critic import SharedCritic
 from mmrl.protocols.requirements import Needs
@@ -33,7 +33,7 @@ def window(**options):
 
 def points(rollouts):
     """Of every rollout the windows of all its looks."""
-    return [[look.chosen["points"].tolist() for look in episode] for episode in rollouts.inputs]
+    return [[look.sampled["points"].tolist() for look in episode] for episode in rollouts.inputs]
 
 
 class TestWindows:
@@ -69,11 +69,11 @@ def test_two_looks_of_an_episode_have_noise_of_their_own(make):
             scale = head.log_scale.detach().exp()
             noises = []
             for look in (first, second):
-                reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
+                reading = policy.module.encode(policy.module.backbone.collate([look.observation], policy.device))
                 with torch.no_grad():
-                    noises.append((look.chosen["actions"] - head.median(reading, look.state[None])[0]) / scale)
+                    noises.append((look.sampled["actions"] - head.median(reading, look.state[None])[0]) / scale)
         else:
-            noises = [first.chosen["x"][0], second.chosen["x"][0]]  # where each chain begins
+            noises = [first.sampled["x"][0], second.sampled["x"][0]]  # where each chain begins
         assert (noises[0] - noises[1]).abs().min() > 1e-3
 
 
@@ -93,15 +93,15 @@ class TestTemperature:
             (gradient,) = torch.autograd.grad(replay.logp.sum(), head.log_scale)
             gradients.append(gradient.flatten() / 64)
         looks = [episode[0] for episode in first.inputs]
-        assert all(look.chosen["temperature"] == temperature for look in looks)
-        reading = policy.module.read(
+        assert all(look.sampled["temperature"] == temperature for look in looks)
+        reading = policy.module.encode(
             policy.module.backbone.collate([look.observation for look in looks], policy.device)
         )
         state = torch.stack([look.state for look in looks])
         with torch.no_grad():
             median = head.median(reading, state).double()
         known = Laplace(median, temperature * head.log_scale.detach().double().exp())
-        expected = known.log_prob(torch.stack([look.chosen["actions"] for look in looks]).double()).flatten(1)
+        expected = known.log_prob(torch.stack([look.sampled["actions"] for look in looks]).double()).flatten(1)
         there = torch.stack([look.valid for look in looks])  # one number an action
         torch.testing.assert_close(replay.logp.detach().double()[there], expected[there], rtol=1e-4, atol=1e-4)
         entropy = known.entropy().flatten(1)[there]
@@ -114,12 +114,12 @@ class TestTemperature:
         policy = stir(make(kind, rows=64, temperature=0.5))
         rollouts = policy.rollout(starts(0), 1, [3])
         look, head = rollouts.inputs[0][0], policy.module.head
-        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
+        reading = policy.module.encode(policy.module.backbone.collate([look.observation], policy.device))
         with torch.no_grad():
-            logits = head._logits(head._read(reading, look.state[None], look.chosen["columns"][None]))[0]
+            logits = head._logits(head._hidden_states(reading, look.state[None], look.sampled["columns"][None]))[0]
             found = policy.replay(rollouts, policy.module)
         known = Categorical(logits=logits.double() / 0.5)
-        expected = known.log_prob(look.chosen["columns"]).float()
+        expected = known.log_prob(look.sampled["columns"]).float()
         torch.testing.assert_close(found.logp[0, :CHUNK], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.entropy[0, :CHUNK], known.entropy().float(), rtol=1e-4, atol=1e-4)
 
@@ -135,7 +135,7 @@ class TestTemperature:
         with torch.no_grad():
             alone = [policy.replay(part, policy.module).logp for part in parts]
             mixed = policy.replay(Rollouts.concat(parts).select(torch.tensor([4, 0, 2, 3, 5, 1])), policy.module).logp
-        kept = [[look.chosen["temperature"].item() for e in part.inputs for look in e] for part in parts]
+        kept = [[look.sampled["temperature"].item() for e in part.inputs for look in e] for part in parts]
         assert [set(of_step) for of_step in kept] == [{2.0}, {1.25}, {0.5}]
         for row, (step, place) in enumerate([(2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)]):
             own = alone[step][place]
@@ -143,7 +143,7 @@ class TestTemperature:
 
     def test_demonstrations_are_scored_at_one(self, make):
         head = make("regression", supervised=True).module.head
-        assert head.teach(torch.zeros(3, CHUNK, 1), [1, 2, 3])["temperature"].tolist() == [1.0] * 3
+        assert head.encode_demonstrations(torch.zeros(3, CHUNK, 1), [1, 2, 3])["temperature"].tolist() == [1.0] * 3
 
 
 class TestFlows:
@@ -180,8 +180,8 @@ class TestFlows:
         d, sigmas = policy.module.head.decisions, linear(4)
         if kind == "flow, matching":
             errors = []
-            for sigma, noise in zip(look.chosen["sigma"], look.chosen["noise"], strict=True):
-                x = (1 - sigma) * look.chosen["data"] + sigma * noise
+            for sigma, noise in zip(look.sampled["sigma"], look.sampled["noise"], strict=True):
+                x = (1 - sigma) * look.sampled["data"] + sigma * noise
                 v, old = (velocity(p, look, x, float(sigma))[0][0] for p in (moved, policy))
                 errors.append((v - old).square()[look.valid].sum() / CHUNK)
             assert now.reference_kl is None
@@ -191,7 +191,7 @@ class TestFlows:
             return
         for k in range(3):
             a_x, a_v, std = (float(c) for c in coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7))
-            x = look.chosen["x"][k]
+            x = look.sampled["x"][k]
             v, old = (velocity(p, look, x, float(sigmas[k]))[0][0].double() for p in (moved, policy))
             apart = kl_divergence(Normal(a_x * x + a_v * v, std), Normal(a_x * x + a_v * old, std))[look.valid]
             at = (b, d * s + k)
@@ -240,7 +240,7 @@ class OwnHead(ActionHead):
     """Settings of `NormalHead`."""
 
     type: str = "tests.policies.vla.test_heads:OwnHead"
-    shaping = ("size",)
+    architecture_keys = ("size",)
     std: float = 0.2
     size: int = 1
 
@@ -264,10 +264,10 @@ class TestAHeadOfOnesOwn:
         assert rollouts.mask.any() and rollouts.extras["steps"].values.shape == rollouts.mask.shape
         row = next(b for b, episode in enumerate(rollouts.inputs) if any(one is look for one in episode))
         place = next(s for s, one in enumerate(rollouts.inputs[row]) if one is look)
-        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
+        reading = policy.module.encode(policy.module.backbone.collate([look.observation], policy.device))
         with torch.no_grad():
             mean = policy.module.head._mean(reading)[0]
-        known = Normal(mean.double(), 0.3).log_prob(look.chosen["actions"].double())[look.valid].sum()
+        known = Normal(mean.double(), 0.3).log_prob(look.sampled["actions"].double())[look.valid].sum()
         assert now.logp[row, place].item() == pytest.approx(known.item(), rel=1e-4)
         now.logp[rollouts.mask].sum().backward()
         assert policy.module.head.layer.weight.grad.any()
@@ -288,7 +288,7 @@ class TestSavedDescriptions:
     def test_hold_the_section(self, make, tmp_path):
         policy = make("bridge", scale=0.3)
         policy.save(tmp_path, policy.module.state_dict())
-        told = json.loads((tmp_path / DESCRIPTION).read_text())
+        told = json.loads((tmp_path / CONFIG).read_text())
         assert told["chunk"] == CHUNK and told["head"] == {
             "type": "bridge",
             "level": "token",
@@ -305,7 +305,7 @@ class TestSavedDescriptions:
         policy.save(tmp_path, policy.module.state_dict())
         told = {"head": then, "chunk": CHUNK, "level": "token", "decoding": "parallel", "bins": 8, "width": 32}
         told |= {"depth": 2 if kind == "bridge" else 1, "queries": 3, "spread": "sampler", "proprioception": True}
-        (tmp_path / DESCRIPTION).write_text(json.dumps(told))
+        (tmp_path / CONFIG).write_text(json.dumps(told))
         old = {n: t.reshape(()) if n.endswith(".gate") else t for n, t in load_file(tmp_path / WEIGHTS).items()}
         assert kind != "bridge" or any(tensor.dim() == 0 for tensor in old.values())
         save_file(old, tmp_path / WEIGHTS)

@@ -10,7 +10,7 @@ from torch.distributions import Normal, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.test_critics import quiet
@@ -34,7 +34,7 @@ def by_hand(make, tmp_path):
 
 
 def asked():
-    return NothingRead(1, torch.device("cpu")), torch.full((1, 1), 0.3)
+    return EmptyPrefix(1, torch.device("cpu")), torch.full((1, 1), 0.3)
 
 
 class TestByHand:
@@ -107,8 +107,8 @@ def test_draws_do_not_depend_on_the_batch(make):
     whole, alone = policy.rollout(STARTS, 2, SEEDS), policy.rollout(STARTS[1:2], 2, SEEDS[2:4])
     for together, apart in zip(whole.inputs[2:4], alone.inputs, strict=True):
         for a, b in zip(together, apart, strict=True):
-            torch.testing.assert_close(a.chosen["actions"], b.chosen["actions"], rtol=1e-5, atol=1e-6)
-    first, second = (whole.inputs[row][0].chosen["actions"] for row in (0, 1))
+            torch.testing.assert_close(a.sampled["actions"], b.sampled["actions"], rtol=1e-5, atol=1e-6)
+    first, second = (whole.inputs[row][0].sampled["actions"] for row in (0, 1))
     assert (first - second).abs().min() > 1e-4
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.test_critics import quiet
@@ -29,8 +29,8 @@ def test_backwards_undoes_forwards(made):
     generator = torch.Generator().manual_seed(0)
     noise, context = torch.randn(5, 2, 4, generator=generator), torch.randn(5, 1, generator=generator)
     with torch.no_grad():
-        drawn = head.forwards(noise, context)
-        torch.testing.assert_close(head.backwards(drawn, context), noise, rtol=1e-4, atol=1e-5)
+        drawn = head.noise_to_actions(noise, context)
+        torch.testing.assert_close(head.actions_to_noise(drawn, context), noise, rtol=1e-4, atol=1e-5)
     assert (drawn - noise).abs().mean() > 0.1
 
 
@@ -59,7 +59,7 @@ def test_the_likelihood_is_that_of_the_change_of_variables(made, mix, steps):
     head.float()
     valid = torch.ones(1, 4, dtype=torch.bool)
     with torch.no_grad():
-        reading = NothingRead(1, torch.device("cpu"))
+        reading = EmptyPrefix(1, torch.device("cpu"))
         found = head.score(reading, context.float(), chosen, valid, None, None)["logp"]
     assert found.shape == (1, 1) and found.item() == pytest.approx(known.item(), rel=1e-4)
 
@@ -67,7 +67,7 @@ def test_the_likelihood_is_that_of_the_change_of_variables(made, mix, steps):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_it_is_scored_at_the_temperature_of_its_noise(made, temperature):
     head = made(scale=0.3).module.head
-    reading, state = NothingRead(1, torch.device("cpu")), torch.tensor([[0.2]])
+    reading, state = EmptyPrefix(1, torch.device("cpu")), torch.tensor([[0.2]])
     with torch.no_grad():
         chosen = head.act(reading, state, ActionSampling([3], temperature))
         found = head.score(reading, state, chosen, torch.ones(1, 4, dtype=torch.bool), None, None)["logp"].item()
@@ -82,9 +82,9 @@ def test_two_ways_are_learned_as_two_ways(made):
     head = made(scale=0.5, width=64).module.head
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
     shown = torch.tensor([-0.8, 0.8])[:, None, None].expand(2, 4, 1).repeat(32, 1, 1)
-    reading, state = NothingRead(64, torch.device("cpu")), torch.zeros(64, 1)
+    reading, state = EmptyPrefix(64, torch.device("cpu")), torch.zeros(64, 1)
     for step in range(400):
-        chosen = head.teach(shown, [64 * step + i for i in range(64)])
+        chosen = head.encode_demonstrations(shown, [64 * step + i for i in range(64)])
         loss = -head.score(reading, state, chosen, torch.ones(64, 4, dtype=torch.bool), None, None)["logp"].mean()
         optimizer.zero_grad()
         loss.backward()

@@ -11,7 +11,7 @@ import torch
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.rollouts import Prompt, Sample
 from mmrl.sims import Observation
@@ -37,7 +37,7 @@ def made(make, tmp_path):
 
 
 def nothing(rows=1):
-    return NothingRead(rows, torch.device("cpu"))
+    return EmptyPrefix(rows, torch.device("cpu"))
 
 
 def told(state, latents):
@@ -54,8 +54,8 @@ class ByHand:
 
     def __init__(self, head, look, temperature):
         own = copy.deepcopy(head).double()
-        state, count = look.state.double(), int(look.chosen["count"])
-        latents = list(look.chosen["latents"].double()[:count])
+        state, count = look.state.double(), int(look.sampled["count"])
+        latents = list(look.sampled["latents"].double()[:count])
         self.networks, self.made, self.values = own, [], []
         for k in range(K):
             inside = k < count
@@ -69,7 +69,7 @@ class ByHand:
         self.made += [
             Normal(mean[i], temperature * own.log_std[i].exp()) if look.valid[i] else None for i in range(CHUNK)
         ]
-        self.values += list(look.chosen["actions"].double())
+        self.values += list(look.sampled["actions"].double())
 
     def each(self, number):
         """[decision] of number(distribution, value), summed over what a decision is, 0 where there was none."""
@@ -106,7 +106,7 @@ def test_every_decision_is_as_likely_as_by_hand(made, temperature):
         (weight * logp).sum().backward()
         for name, parameter in known.networks.named_parameters():
             gradient[name] = gradient.get(name, 0) + (0 if parameter.grad is None else parameter.grad)
-        counts.add(int(look.chosen["count"]))
+        counts.add(int(look.sampled["count"]))
         total = total + (weight * at(found.logp, b, s)).sum()
     assert counts == {1, 2, 3} and any(not look.valid.all() for _, _, look in looks_of(rollouts))
     total.backward()
@@ -118,7 +118,7 @@ def test_every_decision_is_as_likely_as_by_hand(made, temperature):
 def test_what_counts_by_hand(made):
     head = made().module.head
     valid = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0]]).bool()
-    chosen = {"count": torch.tensor([1, 2, 3, 3, 2]), "taught": torch.tensor([0, 0, 0, 0, 1]).bool()}
+    chosen = {"count": torch.tensor([1, 2, 3, 3, 2]), "demonstrated": torch.tensor([0, 0, 0, 0, 1]).bool()}
     #    z e z e z  actions
     known = [
         [1, 1, 0, 0, 0, 1, 1, 1, 1],
@@ -127,11 +127,11 @@ def test_what_counts_by_hand(made):
         [0, 0, 0, 0, 0, 0, 0, 0, 0],
         [0, 0, 0, 0, 0, 1, 1, 1, 0],  # no latent was shown
     ]
-    assert head.decided(valid, chosen).int().tolist() == known and head.decisions == 9
+    assert head.decision_mask(valid, chosen).int().tolist() == known and head.decisions == 9
     whole = made(level="chunk", early_exit=False).module.head
     chosen["count"] = torch.full((5,), 3)
-    assert whole.decided(valid, chosen).int().tolist() == [[1] * 4, [1] * 4, [1] * 4, [0] * 4, [0, 0, 0, 1]]
-    assert made(steps=1).module.head.decided(valid, {**chosen, "count": torch.ones(5)})[0].tolist() == [True] * 5
+    assert whole.decision_mask(valid, chosen).int().tolist() == [[1] * 4, [1] * 4, [1] * 4, [0] * 4, [0, 0, 0, 1]]
+    assert made(steps=1).module.head.decision_mask(valid, {**chosen, "count": torch.ones(5)})[0].tolist() == [True] * 5
     assert not hasattr(whole, "leave")
 
 
@@ -143,8 +143,8 @@ def test_other_decisions_sum_up_to_as_much(made, options):
     found = policy.replay(rollouts, policy.module).logp.unflatten(1, (-1, head.decisions)).sum(-1)
     own = copy.deepcopy(head).double()
     for b, s, look in looks_of(rollouts):
-        count, total = int(look.chosen["count"]), 0.0
-        latents, state = look.chosen["latents"].double(), look.state.double()
+        count, total = int(look.sampled["count"]), 0.0
+        latents, state = look.sampled["latents"].double(), look.state.double()
 
         def read(k, latents=latents, state=state):
             there = (torch.arange(head.steps) < k).double()
@@ -156,7 +156,7 @@ def test_other_decisions_sum_up_to_as_much(made, options):
                 p = own.leave(read(k + 1)).sigmoid()[0]
                 total += (p if count == k + 1 else 1 - p).log()
         action = Normal(own.layers(read(count)).view(CHUNK, 1), own.log_std.exp())
-        total += action.log_prob(look.chosen["actions"].double())[look.valid].sum()
+        total += action.log_prob(look.sampled["actions"].double())[look.valid].sum()
         assert found[b, s].item() == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
 
 
@@ -268,10 +268,10 @@ class TestDemonstrations:
             look = batch.inputs[i][0]
             noise = torch.randn(K, Z, generator=torch.Generator().manual_seed(i)).double()
             latents, state = [], look.state.double()
-            for k in range(int(look.chosen["count"])):
+            for k in range(int(look.sampled["count"])):
                 latents.append(own.reason(told(state, latents)) + STD * noise[k])
             known = Normal(own.layers(told(state, latents)).view(CHUNK, 1), own.log_std.exp())
-            logp = known.log_prob(look.chosen["actions"].double())[:3, 0]
+            logp = known.log_prob(look.sampled["actions"].double())[:3, 0]
             torch.testing.assert_close(replay.logp[i, 5:8].double(), logp, rtol=1e-4, atol=1e-4)
             total, counts = total + logp.sum(), counts | {len(latents)}
         assert counts == {1, 2, 3}
@@ -287,8 +287,8 @@ class TestDemonstrations:
 
     def test_show_every_number_of_latents_as_often_whatever_the_noise(self, made):
         head = made(supervised=True).module.head
-        taught = head.teach(torch.zeros(3000, CHUNK, 1), range(3000))
-        assert taught["taught"].all() and (taught["temperature"] == 1).all()
+        taught = head.encode_demonstrations(torch.zeros(3000, CHUNK, 1), range(3000))
+        assert taught["demonstrated"].all() and (taught["temperature"] == 1).all()
         for count in (1, 2, 3):
             of = taught["latents"][taught["count"] == count]
             assert len(of) / 3000 == pytest.approx(1 / 3, abs=4.5 * math.sqrt(2 / 9 / 3000))
@@ -335,7 +335,7 @@ class TestHowMuchItReasoned:
         policy = made()
         rollouts = policy.rollout(STARTS, 2, SEEDS)
         for sample, episode in zip(rollouts.samples, rollouts.inputs, strict=True):
-            mean = sum(int(look.chosen["count"]) for look in episode) / len(episode)
+            mean = sum(int(look.sampled["count"]) for look in episode) / len(episode)
             assert sample.episode.reasoning == pytest.approx(mean)
             assert rewards.reasoning(sample) == pytest.approx(mean)
         assert len({sample.episode.reasoning for sample in rollouts.samples}) > 1
@@ -377,6 +377,6 @@ def test_saved_and_loaded_alike(made, make, tmp_path):
 def test_a_lost_episode_drew_nothing(made):
     from mmrl.policies.vla.episodes import EpisodeRecord
 
-    record = EpisodeRecord(Prompt("a", "go"), reasons=True)
+    record = EpisodeRecord(Prompt("a", "go"), samples_latents=True)
     assert math.isnan(record.sample.episode.reasoning)
     assert isinstance(record.sample, Sample) and record.sample.episode.lost

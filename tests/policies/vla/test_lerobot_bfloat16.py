@@ -85,8 +85,8 @@ def test_a_noisy_action_is_not_rounded(checkpoint):
     seen = ours._prepare(ours.sim.reset([0], ["go"]).select([0]))
     x, sigma = torch.ones(1, *head.latent), torch.tensor([0.5])
     with torch.no_grad():
-        reading = ours.module.read(backbone.collate(seen, torch.device("cpu")))
-        one, other = (backbone.core.model.action_in_proj(part) for part in (x, x + 2**-10))
+        reading = ours.module.encode(backbone.collate(seen, torch.device("cpu")))
+        one, other = (backbone.unwrapped.model.action_in_proj(part) for part in (x, x + 2**-10))
         assert one.dtype == torch.float32 and not torch.equal(one, other)
         assert torch.equal((x + 2**-10).bfloat16(), x.bfloat16())
         assert backbone.velocity(reading, x, sigma).dtype == torch.float32

@@ -102,9 +102,11 @@ def test_demonstrations_of_two_cameras_have_lerobots_loss(checkpoints, tmp_path,
     batch = {name: torch.full((1, 3, 8, 8), shade / 255) for name, shade in shades.items()}
     batch |= {"observation.state": torch.tensor([[0.1]]), "task": [data.SHOWN[0]]}
     batch["action"] = torch.tensor([[[-0.1], [0.1], [-0.1], [0.1], [0.1], [0.1]]])
-    expected = lerobots_error(policy, before, batch, shows.inputs[0][0].chosen)
+    expected = lerobots_error(policy, before, batch, shows.inputs[0][0].sampled)
     assert found == pytest.approx(expected, rel=1e-4)
-    exchanged = lerobots_error(policy, before, {**batch, TOP: batch[SIDE], SIDE: batch[TOP]}, shows.inputs[0][0].chosen)
+    exchanged = lerobots_error(
+        policy, before, {**batch, TOP: batch[SIDE], SIDE: batch[TOP]}, shows.inputs[0][0].sampled
+    )
     assert abs(exchanged - expected) > 1e-3 * expected
 
 
@@ -135,9 +137,9 @@ def test_two_cameras_have_a_ratio_of_exactly_one(checkpoints):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ({}, "trained on 2 cameras .observation.images.top, observation.images.side., but action.cameras shows it 1"),
-        ({"cameras": ["front"]}, "shows it 1; name as many, or set action.camera_features"),
-        ({"cameras": ["front", "wrist", "front"]}, "trained on 2 cameras .*shows it 3"),
+        ({}, "trained on 2 cameras .observation.images.top, observation.images.side., but action.cameras gives it 1"),
+        ({"cameras": ["front"]}, "gives it 1; name as many, or set action.camera_features"),
+        ({"cameras": ["front", "wrist", "front"]}, "trained on 2 cameras .*gives it 3"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP]}, "must be 2 different names"),
         ({"cameras": ["front", "wrist"], "camera_features": [TOP, TOP]}, "must be 2 different names"),
         ({"cameras": ["front"], "camera_features": [TOP + "p"]}, "has no 'observation.images.topp' .did you mean"),

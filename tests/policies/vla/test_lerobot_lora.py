@@ -98,7 +98,7 @@ def test_adapters_alone_learn_and_change_nothing_at_first(checkpoint):
 def test_frozen_parts_have_no_adapters_and_are_read_once(checkpoint):
     policy = load(checkpoint, lora=LORA, freeze=PARTS)
     names = {n for n, _ in policy.module.named_parameters() if "lora_" in n}
-    assert policy.caches_readings and names == adapters(policy)
+    assert policy.caches_prefixes and names == adapters(policy)
     assert any(EXPERT[checkpoint.name] in n for n in names)
     assert not any(part in n for part in (".vlm.", ".paligemma.") for n in names)
     assert any(".state_proj." in n for n in names) == (checkpoint.name == "pi0")
@@ -110,7 +110,7 @@ def test_frozen_parts_have_no_adapters_and_are_read_once(checkpoint):
 @lerobot
 def test_a_new_one_has_its_rank_and_scale(checkpoint, tmp_path):
     policy = load(checkpoint, lora={"rank": 4, "alpha": 6.0})
-    layer = policy.module.backbone.core.model.action_out_proj
+    layer = policy.module.backbone.unwrapped.model.action_out_proj
     assert layer.lora_A["default"].weight.shape[0] == 4 and layer.scaling["default"] == 6 / 4
     x = torch.ones(1, layer.in_features)
     with torch.no_grad():
@@ -143,11 +143,11 @@ def test_what_is_saved_acts_the_same_in_lerobot(checkpoint, tmp_path, parts):
     merged = theirs[0].merge_and_unload()
     torch.testing.assert_close(assert_equal_actions(policy, (merged, *theirs[1:])), adapted, rtol=1e-4, atol=1e-5)
     again = load(tmp_path, freeze=parts)
-    assert adapters(again) == adapters(policy) and again.caches_readings == policy.caches_readings
+    assert adapters(again) == adapters(policy) and again.caches_prefixes == policy.caches_prefixes
     with torch.no_grad():
         assert torch.equal(again.replay(rollouts, again.module).logp, old.logp)
     frozen = load(tmp_path, freeze=PARTS)
-    assert frozen.caches_readings and adapters(frozen)
+    assert frozen.caches_prefixes and adapters(frozen)
     assert adapters(frozen) == {n for n in adapters(policy) if ".vlm." not in n and ".paligemma." not in n} - {
         n for n in adapters(policy) if ".state_proj." in n and checkpoint.name == "smolvla"
     }

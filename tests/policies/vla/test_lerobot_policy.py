@@ -158,20 +158,20 @@ def test_replay_of_all_steps_is_lerobots_step_by_step(checkpoint, theirs):
         velocities.append(usual(x_t=at[len(velocities)], timestep=timestep, **context))
         return velocities[-1]
 
-    usual, at = model.denoise_step, torch.stack([look.chosen["x"] for look in looks], 1)
+    usual, at = model.denoise_step, torch.stack([look.sampled["x"] for look in looks], 1)
     at = torch.cat([at, at[-1:]])  # the last step is not a decision
     model.denoise_step = recorded
     with torch.no_grad():
         model.sample_actions(views, there, *words, *told(policy, batch), noise=at[0])
     del model.denoise_step
     whole = [row for row in range(3) if looks[row].valid.all()]
-    assert whole and looks[0].chosen["points"].tolist() == list(range(STEPS - 1))
+    assert whole and looks[0].sampled["points"].tolist() == list(range(STEPS - 1))
     for row in whole:
         look = looks[row]
         for k in range(STEPS - 1):
             a_x, a_v, std = coefficients("flow_sde", sigmas[k], sigmas[k + 1], noise=0.7, sigma_second=sigmas[1])
-            mean = (a_x * look.chosen["x"][k] + a_v * velocities[k][row])[:CHUNK, :1]
-            expected = Normal(mean.double(), std.double()).log_prob(look.chosen["x_next"][k, :CHUNK, :1].double())
+            mean = (a_x * look.sampled["x"][k] + a_v * velocities[k][row])[:CHUNK, :1]
+            expected = Normal(mean.double(), std.double()).log_prob(look.sampled["x_next"][k, :CHUNK, :1].double())
             assert found[row, k].item() == pytest.approx(expected.mean().item(), abs=1e-4)
 
 
@@ -186,7 +186,7 @@ def test_the_flow_matching_error_is_lerobots_loss(checkpoint, theirs):
     shows = ours.demonstrate([prompt], [1])
     with torch.no_grad():
         found = -ours.replay(shows, ours.module).logp.item()
-    chosen = shows.inputs[0][0].chosen
+    chosen = shows.inputs[0][0].sampled
     whole = torch.from_numpy(np.concatenate([actions, actions[-1:], actions[-1:]]))
     expected = lerobots_error(policy, before, {**shown(seen, [0]), "action": whole[None]}, chosen)
     assert found == pytest.approx(expected, rel=1e-4)
@@ -222,9 +222,9 @@ def test_the_prefix_is_read_once(checkpoint, monkeypatch):
 @lerobot
 def test_a_frozen_prefix_is_not_read_again(checkpoint, monkeypatch):
     whole, kept = load(checkpoint), load(checkpoint, freeze=["vision", "connector", "language"])
-    assert kept.caches_readings and not whole.caches_readings
+    assert kept.caches_prefixes and not whole.caches_prefixes
     expected, found = (p.rollout(STARTS, 2, SEEDS) for p in (whole, kept))
-    monkeypatch.setattr(kept.module.backbone, "read", None)
+    monkeypatch.setattr(kept.module.backbone, "encode", None)
     one, other = (p.replay(r, p.module) for p, r in ((whole, expected), (kept, found)))
     torch.testing.assert_close(one.logp, other.logp, rtol=1e-4, atol=1e-5)
     gradients = []
@@ -246,9 +246,9 @@ def test_a_prefix_is_the_same_alone_padded_and_kept(checkpoint):
     generator = torch.Generator().manual_seed(0)
     x, sigma = torch.randn(2, *load(checkpoint).module.head.latent, generator=generator), torch.tensor([0.9, 0.4])
     with torch.no_grad():
-        both = backbone.read(backbone.collate(rows, cpu), every_layer=False)
-        again = backbone.cached_reading(backbone.collate_cached(backbone.cache_rows(both), cpu))
-        alone = backbone.read(backbone.collate(rows[1:], cpu), every_layer=False)
+        both = backbone.encode(backbone.collate(rows, cpu), every_layer=False)
+        again = backbone.cached_prefix(backbone.collate_cached(backbone.cache_rows(both), cpu))
+        alone = backbone.encode(backbone.collate(rows[1:], cpu), every_layer=False)
         expected = backbone.velocity(both, x, sigma)
         torch.testing.assert_close(backbone.velocity(again, x, sigma), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(backbone.velocity(alone, x[1:], sigma[1:]), expected[1:], rtol=1e-4, atol=1e-5)
@@ -266,10 +266,10 @@ def test_actions_that_are_never_executed_change_nothing(checkpoint):
     assert cut
 
     def spoil(look):
-        chosen = {name: value.clone() for name, value in look.chosen.items()}
+        chosen = {name: value.clone() for name, value in look.sampled.items()}
         chosen["x_next"][:, CHUNK:], chosen["x_next"][..., 1:] = 99.0, 99.0
         chosen["x_next"][:, :CHUNK][:, ~look.valid] = 99.0
-        return replace(look, chosen=chosen)
+        return replace(look, sampled=chosen)
 
     spoilt = replace(rollouts, inputs=[[spoil(look) for look in episode] for episode in rollouts.inputs])
     found = []
@@ -375,10 +375,10 @@ def test_its_noise_can_be_steered(checkpoint, theirs):
     rollouts = ours.rollout(starts(0, 30), 2, [11, 12, 13, 14])
     steps = [episode[0] for episode in rollouts.inputs]
     observation = ours.sim.reset([0, 0, 30, 30], ["go"] * 4)
-    noise = torch.stack([step.chosen["noise"] for step in steps])
+    noise = torch.stack([step.sampled["noise"] for step in steps])
     assert noise.shape[1:] == ours.module.head.base.latent
     expected = policy.predict_action_chunk(before(shown(observation, [0, 1, 2, 3])), noise=noise)
-    chunks = torch.stack([step.chosen["actions"] for step in steps])
+    chunks = torch.stack([step.sampled["actions"] for step in steps])
     torch.testing.assert_close(chunks, expected[:, :CHUNK, :1], rtol=1e-4, atol=1e-5)
     assert chunks.std() > 0.01
     replay = ours.replay(rollouts, ours.module)

@@ -203,7 +203,7 @@ def test_the_arm_gets_the_actions_of_the_architecture(oft, checkpoints, cameras,
     told = policy.sim.simulator.told[0]
     assert told.shape == (2, reference.CHUNK, reference.ACTION)
     for row in range(2):
-        ids = policy.module.backbone._ids(policy.module.backbone.ask(seen.instructions[row]), 1)
+        ids = policy.module.backbone._ids(policy.module.backbone.format_prompt(seen.instructions[row]), 1)
         numbers = seen.state[row] if state else None
         normalised = reference.actions(*checkpoints[state][1], images_of(seen, row, cameras), ids, numbers)
         np.testing.assert_allclose(told[row], reference.to_robot(normalised), rtol=1e-3, atol=1e-4)
@@ -221,7 +221,7 @@ def mean(policy, seen):
     """[row, chunk, action]"""
     module = policy.module
     with torch.no_grad():
-        reading = module.read(policy._collate(policy._prepare(seen)))
+        reading = module.encode(policy._collate(policy._prepare(seen)))
         chosen = module.head.act(reading, torch.zeros(len(seen), 0), ActionSampling([0] * len(seen), 0.0, False))
     return chosen["actions"]
 
@@ -237,15 +237,15 @@ def test_prompts_of_two_lengths_are_read_as_alone(oft, checkpoints):
 
 def test_states_are_scaled_by_hand(checkpoints):
     found = load_state_quantiles(str(checkpoints[True][0]), None, 2)
-    scaled = found.scaled(np.array([[0.0, 0.25], [1.5, 0.3], [-9.0, 0.2]], np.float32))
+    scaled = found.normalize(np.array([[0.0, 0.25], [1.5, 0.3], [-9.0, 0.2]], np.float32))
     np.testing.assert_allclose(scaled, [[-0.5, -1], [1, 1], [-1, -1]], atol=1e-6)
 
 
 def test_actions_are_not_clipped_as_tokens_are(oft):
     policy = oft()
-    told = policy.statistics.to_robot(np.array([[3.0, -2.0, 4.0]]))
+    told = policy.normalizer.to_robot(np.array([[3.0, -2.0, 4.0]]))
     np.testing.assert_allclose(told, [[0.4, -3.0, 4.0]], atol=1e-12)
-    assert oft(head={"type": "l1"}, state=False).statistics.bounded is False
+    assert oft(head={"type": "l1"}, state=False).normalizer.bounded is False
 
 
 def test_tokens_read_a_state_through_the_projector_too(oft, checkpoints, tmp_path):
@@ -257,7 +257,7 @@ def test_tokens_read_a_state_through_the_projector_too(oft, checkpoints, tmp_pat
     seen = policy.sim.reset([0], ["go"])
     with torch.no_grad():
         reading, other = (
-            policy.module.read(policy._collate(policy._prepare(s)))
+            policy.module.encode(policy._collate(policy._prepare(s)))
             for s in (seen, replace(seen, state=seen.state + 0.1))
         )
         assert not torch.equal(reading.last, other.last)
@@ -285,11 +285,11 @@ def test_likelihoods_are_those_around_the_published_actions(oft):
     policy = oft(head={"type": "l1", "std": 0.2, "level": "chunk"}, temperature=0.5, rows=1)
     rollouts = policy.rollout(STARTS[:1], 1, SEEDS[:1])
     look, around = rollouts.inputs[0][0], mean(policy, policy.sim.reset([0], ["go"]))[0]
-    known = Normal(around.double(), 0.1).log_prob(look.chosen["actions"].double())[look.valid].sum()
+    known = Normal(around.double(), 0.1).log_prob(look.sampled["actions"].double())[look.valid].sum()
     with torch.no_grad():
         found = policy.replay(rollouts, policy.module).logp[0, 0]
     assert found.item() == pytest.approx(known.item(), rel=1e-4)
-    drawn = (look.chosen["actions"] - around).square().mean().sqrt()
+    drawn = (look.sampled["actions"] - around).square().mean().sqrt()
     assert 0.03 < drawn < 0.3
 
 
@@ -354,7 +354,7 @@ def test_a_residual_head_learns_around_the_published_one(checkpoints, tmp_path):
     options = of_run(folder, "{type: residual, base: {type: l1}, experts: 2, width: 16}")
     published = engine.make(tmp_path / "l1", *of_run(folder, "{type: l1}"), base=engine.ROBOTS)
     trainer = engine.make(tmp_path / "run", *options, base=engine.ROBOTS)
-    assert trainer.policy.statistics.bounded is False
+    assert trainer.policy.normalizer.bounded is False
     alone, seen = (run.policy.sim.reset([0, 30], ["go", "go"]) for run in (published, trainer))
     assert torch.equal(mean(trainer.policy, seen), mean(published.policy, alone))
     engine.release(published)
@@ -419,7 +419,7 @@ def test_saved_as_published(oft, tmp_path):
     checkpoint_conversion.convert(bare, 4)
     again = oft(path=bare)
     seen = policy.sim.reset([0, 30], ["go", "go"])
-    assert torch.equal(mean(again, seen), mean(policy, seen)) and again.statistics.to_robot(np.ones((1, 3)))[0, 2] == 1
+    assert torch.equal(mean(again, seen), mean(policy, seen)) and again.normalizer.to_robot(np.ones((1, 3)))[0, 2] == 1
 
 
 # --- what does not fit ---
@@ -467,7 +467,7 @@ BAD = {
     ),
     "another data set": ({"statistics_key": "leg"}, {}, "action.statistics_key=leg is not in .*; it holds arm"),
     "twice scaled": ({"standardise": True}, {}, "action.standardise=true, but OpenVLA-OFT scales the state"),
-    "flash": ({"attention": "flash_attention_2"}, {}, "action.head.type=l1 needs model.attention=sdpa or eager"),
+    "flash": ({"attention": "flash_attention_2"}, {}, "action.head.type=l1 needs sdpa or eager"),
 }
 
 

@@ -12,7 +12,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.openvla import OpenVLAConfig, OpenVLAForActionPrediction, as_in_training, middle
+from mmrl.policies.vla.backbones.openvla import (
+    OpenVLAConfig,
+    OpenVLAForActionPrediction,
+    center_crop,
+    resize_as_in_training,
+)
 from mmrl.policies.vla.heads.head import ActionSampling
 from mmrl.policies.vla.statistics import load_statistics
 from mmrl.policies.vlm import loading
@@ -50,8 +55,10 @@ def by_name(folder):
 def prompts(policy):
     """The two observations, read together and so padded."""
     backbone = policy.module.backbone
-    rows = backbone.prepare([IMAGES], [backbone.ask(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32))
-    return rows, backbone.read(backbone.collate(rows, CPU), every_layer=False)
+    rows = backbone.prepare(
+        [IMAGES], [backbone.format_prompt(text) for text in ASKED], np.zeros((len(ASKED), 0), np.float32)
+    )
+    return rows, backbone.encode(backbone.collate(rows, CPU), every_layer=False)
 
 
 def test_every_tensor_is_loaded_and_none_is_missing(openvla, checkpoint):
@@ -95,8 +102,8 @@ def test_the_middle_by_hand():
     row = np.array([0, 100, 200], np.uint8)
     image = np.stack([row, row + 20, row + 40])[..., None].repeat(3, 2)
     expected = [[60, 110, 160], [70, 120, 170], [80, 130, 180]]
-    assert middle(image, 0.25)[..., 0].tolist() == expected
-    assert middle(image, 1.0) is image
+    assert center_crop(image, 0.25)[..., 0].tolist() == expected
+    assert center_crop(image, 1.0) is image
 
 
 def test_the_middle_is_that_of_openvlas_evaluation():
@@ -109,7 +116,7 @@ def test_the_middle_is_that_of_openvlas_evaluation():
         value = sum((1 - abs(v - i)) * (1 - abs(u - j)) * image[i, j, c] for i, j in near)
         exact[y, x, c] = value / 255 * 255.5
     clear = abs(exact - exact.round()) > 1e-3
-    assert clear.mean() > 0.98 and (middle(image, 0.9)[clear] == np.floor(exact)[clear]).all()
+    assert clear.mean() > 0.98 and (center_crop(image, 0.9)[clear] == np.floor(exact)[clear]).all()
 
 
 def test_images_are_cropped_where_asked(openvla, make):
@@ -117,7 +124,7 @@ def test_images_are_cropped_where_asked(openvla, make):
     rows = [b.prepare([IMAGES], ASKED, np.zeros((2, 0), np.float32)) for b in (whole, cropped)]
     for one, other in zip(*rows, strict=True):
         kept = one.images[0].permute(1, 2, 0).numpy()
-        assert (other.images[0].permute(1, 2, 0).numpy() == middle(kept, 0.9)).all()
+        assert (other.images[0].permute(1, 2, 0).numpy() == center_crop(kept, 0.9)).all()
         assert not torch.equal(one.images, other.images)
     with pytest.raises(UserError, match="action.center_crop=0.9 is for OpenVLA"):
         make("parallel", center_crop=0.9)
@@ -141,7 +148,7 @@ def test_images_come_to_their_size_as_in_openvlas_evaluation():
     Image.fromarray(image).save(file, "JPEG", quality=95)  # half the colours: the library's own choice
     seen = np.asarray(Image.open(file)).astype(float)
     exact = lanczos(lanczos(seen, 28).swapaxes(0, 1), 28).swapaxes(0, 1)
-    made = as_in_training(image, 28, 28)
+    made = resize_as_in_training(image, 28, 28)
     clear = abs(exact - np.floor(exact) - 0.5) > 1e-2
     assert clear.mean() > 0.9 and (made[clear] == exact.round().clip(0, 255)[clear]).all()
     assert exact.min() < -1 and exact.max() > 201  # it rings beyond what there was
@@ -152,7 +159,7 @@ def test_images_come_to_their_size_as_in_openvlas_evaluation():
 def test_the_key_says_how_images_come_to_their_size(openvla, make):
     backbone = openvla(resize="openvla", center_crop=0.9).module.backbone
     (row,) = backbone.prepare([IMAGES[:1]], ASKED[:1], np.zeros((1, 0), np.float32))
-    wanted = middle(as_in_training(IMAGES[0], reference.SIZE, reference.SIZE), 0.9)
+    wanted = center_crop(resize_as_in_training(IMAGES[0], reference.SIZE, reference.SIZE), 0.9)
     assert (row.images[0].permute(1, 2, 0).numpy() == wanted).all()
     with pytest.raises(UserError, match="action.resize=openvla is for OpenVLA, which"):
         make("parallel", resize="openvla")
@@ -173,7 +180,7 @@ def test_hidden_states_are_those_of_the_architecture(openvla, tmp_path, names):
     rows, reading = prompts(policy)
     columns = torch.tensor([[0, 255, 7, 100], [31, 8, 8, 254]])
     with torch.no_grad():
-        found = policy.module.head._read(reading, torch.zeros(2, 1), columns)
+        found = policy.module.head._hidden_states(reading, torch.zeros(2, 1), columns)
     for i, row in enumerate(rows):
         before = reference.prompt(weights, IMAGES[i], row.ids)
         taken = weights["language_model.model.embed_tokens.weight"][columns[i, :3] + 31744]
@@ -189,10 +196,10 @@ WRIST = np.random.default_rng(9).integers(0, 256, (2, 6, 4, 3), dtype=np.uint8)
 def test_patches_of_several_cameras_follow_one_another(openvla, checkpoint, decoding):
     """As OpenVLA-OFT: all patches of the first camera, then those of the second, behind the first token."""
     weights, backbone = checkpoint[1], openvla(decoding).module.backbone
-    asked = [backbone.ask(text) for text in ASKED]
+    asked = [backbone.format_prompt(text) for text in ASKED]
     rows = backbone.prepare([IMAGES, WRIST], asked, np.zeros((2, 0), np.float32))
     with torch.no_grad():
-        found = backbone.read(backbone.collate(rows, CPU), every_layer=False)
+        found = backbone.encode(backbone.collate(rows, CPU), every_layer=False)
     for i, row in enumerate(rows):
         first, second = (reference.prompt(weights, images[i], row.ids) for images in (IMAGES, WRIST))
         patches = len(first) - len(row.ids)
@@ -210,7 +217,7 @@ def test_places_of_actions_are_those_of_oft(openvla, checkpoint):
     policy = openvla("bidirectional")
     rows, reading = prompts(policy)
     with torch.no_grad():
-        found = policy.module.head._read(reading, torch.zeros(2, 1), None)
+        found = policy.module.head._hidden_states(reading, torch.zeros(2, 1), None)
         alone = reading.last
     for i, row in enumerate(rows):
         before = reference.prompt(weights, IMAGES[i], row.ids)
@@ -282,11 +289,11 @@ def test_padding_changes_nothing(openvla, decoding):
     rows, _ = prompts(policy)
     backbone, head, columns = policy.module.backbone, policy.module.head, torch.tensor([[3, 200, 9, 90]])
     with torch.no_grad():
-        alone = head._read(
-            backbone.read(backbone.collate(rows[:1], CPU), every_layer=False), torch.zeros(1, 1), columns
+        alone = head._hidden_states(
+            backbone.encode(backbone.collate(rows[:1], CPU), every_layer=False), torch.zeros(1, 1), columns
         )
-        both = backbone.read(backbone.collate(rows, CPU), every_layer=False)
-        padded = head._read(both, torch.zeros(2, 1), columns.repeat(2, 1))
+        both = backbone.encode(backbone.collate(rows, CPU), every_layer=False)
+        padded = head._hidden_states(both, torch.zeros(2, 1), columns.repeat(2, 1))
     torch.testing.assert_close(alone[0], padded[0], rtol=1e-5, atol=1e-5)
 
 

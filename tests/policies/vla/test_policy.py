@@ -115,7 +115,7 @@ def test_garbage_after_the_end_changes_nothing(played, kind, level):
     for episode in rollouts.inputs:
         looks = []
         for look in episode:
-            chosen, over = {k: v.clone() for k, v in look.chosen.items()}, ~look.valid
+            chosen, over = {k: v.clone() for k, v in look.sampled.items()}, ~look.valid
             if kind in TOKENS:
                 chosen["columns"].view(CHUNK, -1)[over] = 7 - chosen["columns"].view(CHUNK, -1)[over]
             if "x_next" in chosen:
@@ -124,7 +124,7 @@ def test_garbage_after_the_end_changes_nothing(played, kind, level):
                 chosen["actions"][over] = 99.0
             if kind == "latent":
                 chosen["latents"][int(chosen["count"]) :] = 99.0
-            looks.append(replace(look, chosen=chosen))
+            looks.append(replace(look, sampled=chosen))
         spoilt.append(looks)
     loss, gradient = loss_and_gradient(policy, rollouts)
     other, changed = loss_and_gradient(policy, replace(rollouts, inputs=spoilt))
@@ -155,10 +155,10 @@ def test_greedy_tokens_are_the_likeliest_under_replay(make, kind, backbone):
         best = policy.replay(rollouts, policy.module).logp[0]
         look = rollouts.inputs[0][0]
         for place in range(int(look.valid.sum())):
-            for token in set(range(8)) - {int(look.chosen["columns"][place])}:
-                columns = look.chosen["columns"].clone()
+            for token in set(range(8)) - {int(look.sampled["columns"][place])}:
+                columns = look.sampled["columns"].clone()
                 columns[place] = token
-                other = replace(rollouts, inputs=[[replace(look, chosen={**look.chosen, "columns": columns})]])
+                other = replace(rollouts, inputs=[[replace(look, sampled={**look.sampled, "columns": columns})]])
                 other.mask = rollouts.mask[:, :CHUNK]
                 assert policy.replay(other, policy.module).logp[0, place] < best[place]
 
@@ -170,13 +170,13 @@ def test_token_likelihoods_are_those_of_the_sampler(make, kind):
     counts = torch.zeros(8)
     for part in range(24):
         drawn = policy.rollout(starts(0), 64, [100 * part + i for i in range(64)])
-        first = torch.stack([episode[0].chosen["columns"][0] for episode in drawn.inputs])
+        first = torch.stack([episode[0].sampled["columns"][0] for episode in drawn.inputs])
         counts += torch.bincount(first, minlength=8)
     look, n = drawn.inputs[0][0], counts.sum()
-    tokens = [look.chosen["columns"].clone() for _ in range(8)]
+    tokens = [look.sampled["columns"].clone() for _ in range(8)]
     for token, columns in enumerate(tokens):
         columns[0] = token
-    shown = [[replace(look, chosen={**look.chosen, "columns": c})] for c in tokens]
+    shown = [[replace(look, sampled={**look.sampled, "columns": c})] for c in tokens]
     each = replace(drawn.select(torch.arange(8)), inputs=shown)
     each.mask = each.mask[:, :CHUNK]
     with torch.no_grad():
@@ -205,10 +205,10 @@ def test_laplace_is_torchs(played):
     with torch.no_grad():
         replay = policy.replay(rollouts, policy.module)
         look = rollouts.inputs[1][0]
-        reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
+        reading = policy.module.encode(policy.module.backbone.collate([look.observation], policy.device))
         median = head.median(reading, look.state[None])[0]
     expected = Laplace(median.double(), head.log_scale.detach().double().exp())
-    known = expected.log_prob(look.chosen["actions"].double()).flatten()
+    known = expected.log_prob(look.sampled["actions"].double()).flatten()
     torch.testing.assert_close(replay.logp[1, :CHUNK], known.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(replay.entropy[1, :CHUNK], expected.entropy().flatten().float())
 
@@ -216,13 +216,13 @@ def test_laplace_is_torchs(played):
 def test_laplace_noise_has_the_scale_it_is_scored_with(make):
     policy = make("regression", rows=64, scale=0.2)
     drawn = [policy.rollout(starts(0), 64, list(range(64 * part, 64 * part + 64))) for part in range(8)]
-    actions = torch.stack([episode[0].chosen["actions"] for part in drawn for episode in part.inputs])
+    actions = torch.stack([episode[0].sampled["actions"] for part in drawn for episode in part.inputs])
     spread = (actions - actions.median(0).values).abs().mean()
     assert spread.item() == pytest.approx(0.2, rel=0.05)
 
 
 def velocity(policy, look, x, sigma):
-    reading = policy.module.read(policy.module.backbone.collate([look.observation], policy.device))
+    reading = policy.module.encode(policy.module.backbone.collate([look.observation], policy.device))
     with torch.no_grad():
         return policy.module.head.expert(x[None], torch.tensor([sigma]), look.state[None], reading.hidden, reading.mask)
 
@@ -230,13 +230,13 @@ def velocity(policy, look, x, sigma):
 def test_flow_likelihood_is_a_normal_of_the_sampler(played):
     policy, rollouts = played("flow, all steps")
     look = rollouts.inputs[0][0]
-    assert look.valid.all() and look.chosen["points"].tolist() == [0, 1, 2]
+    assert look.valid.all() and look.sampled["points"].tolist() == [0, 1, 2]
     sigmas = torch.linspace(1, 0, 5)
     for j, k in enumerate([0, 1, 2]):
         a_x, a_v, std = coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7)
-        v, _ = velocity(policy, look, look.chosen["x"][j], float(sigmas[k]))
-        mean = a_x * look.chosen["x"][j] + a_v * v[0]
-        expected = Normal(mean.double(), std.double()).log_prob(look.chosen["x_next"][j].double()).mean()
+        v, _ = velocity(policy, look, look.sampled["x"][j], float(sigmas[k]))
+        mean = a_x * look.sampled["x"][j] + a_v * v[0]
+        expected = Normal(mean.double(), std.double()).log_prob(look.sampled["x_next"][j].double()).mean()
         with torch.no_grad():
             found = policy.replay(rollouts, policy.module).logp[0, j]
         assert found.item() == pytest.approx(expected.item(), abs=1e-4)
@@ -245,8 +245,8 @@ def test_flow_likelihood_is_a_normal_of_the_sampler(played):
 def test_learned_spread_is_a_normal_of_the_network(played):
     policy, rollouts = played("flow, learned")
     look = rollouts.inputs[0][0]
-    chain, sigmas, total = look.chosen["chain"], torch.linspace(1, 0, 5), 0.0
-    assert torch.equal(chain[-1], look.chosen["actions"])
+    chain, sigmas, total = look.sampled["chain"], torch.linspace(1, 0, 5), 0.0
+    assert torch.equal(chain[-1], look.sampled["actions"])
     for k in range(4):
         v, wide = velocity(policy, look, chain[k], float(sigmas[k]))
         std = 0.08 * (0.16 / 0.08) ** ((wide[0].double() + 1) / 2)
@@ -261,8 +261,8 @@ def test_matching_likelihood_by_hand(played):
     policy, rollouts = played("flow, matching")
     look = rollouts.inputs[0][0]
     errors = []
-    for sigma, noise in zip(look.chosen["sigma"], look.chosen["noise"], strict=True):
-        data = look.chosen["actions"]
+    for sigma, noise in zip(look.sampled["sigma"], look.sampled["noise"], strict=True):
+        data = look.sampled["actions"]
         v, _ = velocity(policy, look, (1 - sigma) * data + sigma * noise, float(sigma))
         errors.append((v[0] - (noise - data)).double().square().mean())
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_a_frozen_backbone_is_read_once(make, played, kind):
     policy = stir(make(kind, "qwen", freeze=["vision", "connector", "language"]))
     other, rollouts = played(kind, "qwen")
     kept = policy.rollout(STARTS, 2, SEEDS)
-    assert policy.caches_readings and not other.caches_readings
+    assert policy.caches_prefixes and not other.caches_prefixes
     assert kept.inputs[0][0].observation.dim() == 2  # the last layer, in place of images and words
     with torch.no_grad():
         a, b = policy.replay(kept, policy.module).logp, other.replay(rollouts, other.module).logp
@@ -296,7 +296,7 @@ def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
         for mine, theirs in zip(found.inputs, rollouts.inputs[rows], strict=True):
             assert len(mine) == len(theirs)
             for a, b in zip(mine, theirs, strict=True):
-                torch.testing.assert_close(a.chosen["actions"], b.chosen["actions"], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(a.sampled["actions"], b.sampled["actions"], rtol=1e-4, atol=1e-5)
                 assert torch.equal(a.valid, b.valid)
         lengths = [[sample.episode.length for sample in part] for part in (found.samples, rollouts.samples[rows])]
         assert lengths[0] == lengths[1]
@@ -304,7 +304,7 @@ def test_an_episode_depends_on_its_seeds_alone(make, played, kind):
 
 def test_a_group_shares_its_window_in_whichever_rows_it_is_played(make):
     many, few = (stir(make("flow", rows=rows)).rollout(STARTS, 2, SEEDS) for rows in (6, 2))
-    points = [[episode[0].chosen["points"].tolist() for episode in found.inputs] for found in (many, few)]
+    points = [[episode[0].sampled["points"].tolist() for episode in found.inputs] for found in (many, few)]
     assert points[0] == points[1] and points[0][::2] == points[0][1::2]
     assert len({str(point) for point in points[0]}) > 1
 
@@ -320,7 +320,7 @@ def test_playing_in_turns_changes_no_episode(make):
     assert torch.equal(a.mask, b.mask) and len({s.episode.length for s in a.samples}) > 1
     for one, other in zip(a.inputs, b.inputs, strict=True):
         for mine, theirs in zip(one, other, strict=True):
-            torch.testing.assert_close(mine.chosen["actions"], theirs.chosen["actions"], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.sampled["actions"], theirs.sampled["actions"], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(mine.state, theirs.state, rtol=1e-4, atol=1e-5)
     for name in ("values", "rewards", "bootstrap"):
         one, other = (vars(batch.extras["steps"])[name] for batch in (a, b))
@@ -331,7 +331,7 @@ def test_playing_in_turns_changes_no_episode(make):
 def test_an_episode_is_recorded(played):
     policy, rollouts = played("regression")
     for sample, looks in zip(rollouts.samples, rollouts.inputs, strict=True):
-        moves = torch.cat([look.chosen["actions"][look.valid] for look in looks]).clamp(-1, 1)
+        moves = torch.cat([look.sampled["actions"][look.valid] for look in looks]).clamp(-1, 1)
         position = sample.prompt.metadata["seed"] / 100 + moves.sum().item()
         assert sample.episode.length == len(moves) <= 6
         assert sample.episode.success == sample.episode.success_at_end == (position >= 1)
@@ -342,7 +342,7 @@ def test_statistics_scale_what_the_robot_gets(make, tmp_path):
     (tmp_path / "stats.json").write_text('{"line": {"action": {"q01": [-0.1], "q99": [0.3]}}}')
     policy = make("regression", statistics=str(tmp_path / "stats.json"))
     rollouts = policy.rollout(STARTS[:1], 1, [3])
-    drawn = torch.cat([look.chosen["actions"][look.valid] for look in rollouts.inputs[0]]).clamp(-1, 1)
+    drawn = torch.cat([look.sampled["actions"][look.valid] for look in rollouts.inputs[0]]).clamp(-1, 1)
     received = [action for _, action in policy.sim.simulator.received]
     np.testing.assert_allclose(received, (drawn[:, 0].numpy() + 1) / 2 * 0.4 - 0.1, atol=1e-6)
 
@@ -420,7 +420,7 @@ def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        reading = policy.module.read(policy._collate(policy._prepare(seen)))
+        reading = policy.module.encode(policy._collate(policy._prepare(seen)))
         made = policy.module.head.act(reading, torch.zeros(1, 1), ActionSampling([0], 0.0, False))["actions"][0]
         assert (made - torch.from_numpy(shown)).abs().max() < 0.2, kind
 
@@ -445,10 +445,10 @@ def test_the_prompt_may_be_continued_in_pieces(make):
         )
         tokens = torch.randn(2, 3, module.backbone.width, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            whole = extend(module.read(module.backbone.collate(seen, torch.device("cpu"))), tokens)
-            reading = module.read(module.backbone.collate(seen, torch.device("cpu")))
+            whole = extend(module.encode(module.backbone.collate(seen, torch.device("cpu"))), tokens)
+            reading = module.encode(module.backbone.collate(seen, torch.device("cpu")))
             pieces = torch.cat([extend(reading, tokens[:, i : i + 1]) for i in range(3)], 1)
-            alone = module.read(module.backbone.collate(seen[1:], torch.device("cpu")))
+            alone = module.encode(module.backbone.collate(seen[1:], torch.device("cpu")))
             short = extend(alone, tokens[1:])
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(short, whole[1:], rtol=1e-4, atol=1e-5)  # padding changes nothing
@@ -496,7 +496,7 @@ def test_the_log_ratio_counts_executed_actions_only(played, make):
         found = moved.replay(replace(rollouts, old_prediction=old.prediction), moved.module).log_ratio[b, 3 * s :]
     for k in range(3):
         a_x, a_v, std = coefficients("cps", sigmas[k], sigmas[k + 1], noise=0.7)
-        x, x_next = look.chosen["x"][k], look.chosen["x_next"][k]
+        x, x_next = look.sampled["x"][k], look.sampled["x_next"][k]
         before, now = (velocity(p, look, x, float(sigmas[k]))[0][0].double() for p in (policy, moved))
         m, residual = a_v * (now - before), x_next - (a_x * x + a_v * before)
         terms = m * (2 * residual - m) / (2 * std.double() ** 2)
@@ -507,8 +507,8 @@ def test_learned_noise_has_the_spread_it_is_scored_with(make):
     policy = stir(make("flow, learned", rows=64))
     drawn = [policy.rollout(starts(0), 64, list(range(64 * part, 64 * part + 64))) for part in range(4)]
     looks = [episode[0] for part in drawn for episode in part.inputs]
-    reading = policy.module.read(policy.module.backbone.collate([look.observation for look in looks], policy.device))
-    chain, state = torch.stack([look.chosen["chain"] for look in looks]), torch.stack([look.state for look in looks])
+    reading = policy.module.encode(policy.module.backbone.collate([look.observation for look in looks], policy.device))
+    chain, state = torch.stack([look.sampled["chain"] for look in looks]), torch.stack([look.state for look in looks])
     for k in range(4):
         with torch.no_grad():
             point = torch.full((len(looks),), k)
@@ -587,12 +587,12 @@ def test_rollouts_that_a_table_shows_are_filmed_and_play_as_others_do(make):
         for step in (2, 3):
             made[film, step] = policy.rollout(STARTS, 2, SEEDS, step=step)
     for step in (2, 3):
-        plain, filmed = made[False, step], made[True, step]
-        assert [replace(s.episode, frames=None) for s in filmed.samples] == [s.episode for s in plain.samples]
-        assert torch.equal(plain.mask, filmed.mask)
-        assert torch.equal(plain.extras["steps"].rewards, filmed.extras["steps"].rewards)
-        looks = zip(sum(plain.inputs, []), sum(filmed.inputs, []), strict=True)
-        assert all(torch.equal(a.chosen[name], b.chosen[name]) for a, b in looks for name in a.chosen)
+        plain, num_filmed = made[False, step], made[True, step]
+        assert [replace(s.episode, frames=None) for s in num_filmed.samples] == [s.episode for s in plain.samples]
+        assert torch.equal(plain.mask, num_filmed.mask)
+        assert torch.equal(plain.extras["steps"].rewards, num_filmed.extras["steps"].rewards)
+        looks = zip(sum(plain.inputs, []), sum(num_filmed.inputs, []), strict=True)
+        assert all(torch.equal(a.sampled[name], b.sampled[name]) for a, b in looks for name in a.sampled)
     assert all(s.episode.frames is None for key in made if key != (True, 3) for s in made[key].samples)
     samples, looks = made[True, 3].samples, made[True, 3].inputs
     counts = [None if s.episode.frames is None else len(s.episode.frames) for s in samples]
@@ -608,12 +608,12 @@ def test_images_of_every_episode_are_kept_for_a_task_that_looks_at_them(backbone
         policy = config.model.load(config, task, str(backbones["small"]))
         played = policy.rollout(starts(0, 10, 20), 2, SEEDS[:6], step=1)
         made[watched] = played, policy.respond(starts(0, 10, 20), SEEDS[:3])
-    (plain, unseen), (filmed, seen) = made[False], made[True]
-    assert [replace(s.episode, frames=None) for s in filmed.samples] == [s.episode for s in plain.samples]
+    (plain, unseen), (num_filmed, seen) = made[False], made[True]
+    assert [replace(s.episode, frames=None) for s in num_filmed.samples] == [s.episode for s in plain.samples]
     for one, other in zip(seen, unseen, strict=True):  # rewards are summed in another order
         assert replace(one.episode, frames=None, reward=0) == replace(other.episode, reward=0)
         assert one.episode.reward == pytest.approx(other.episode.reward)
-    assert [len(s.episode.frames) for s in filmed.samples] == [len(looks) + 1 for looks in filmed.inputs]
+    assert [len(s.episode.frames) for s in num_filmed.samples] == [len(looks) + 1 for looks in num_filmed.inputs]
     assert [len(s.episode.frames) for s in seen] == [s.episode.length + 1 for s in seen]
     assert all(s.episode.frames is None for s in [*plain.samples, *unseen])
 

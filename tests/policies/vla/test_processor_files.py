@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.processor_files import prepared
+from mmrl.policies.vla.backbones.processor_files import load_processor_files
 from mmrl.policies.vla.settings import Actions
 
 FEATURES = {"observation.state": {"type": "STATE", "shape": [2]}, "action": {"type": "ACTION", "shape": [2]}}
@@ -59,27 +59,27 @@ def actions(**options):
 
 
 def test_files_with_lerobots_names_stay_as_they_are(tmp_path):
-    files = prepared("P", write(tmp_path), actions())
+    files = load_processor_files("P", write(tmp_path), actions())
     assert files.contents == {file.name: file.read_bytes() for file in tmp_path.iterdir()} and len(files.contents) == 5
-    assert not files.still["state"].mask.any() and not files.still["action"].mask.any()
+    assert not files.constants["state"].mask.any() and not files.constants["action"].mask.any()
 
 
 def test_the_only_group_is_read_under_lerobots_names(tmp_path, caplog):
     caplog.set_level("INFO")
-    files = prepared("P", write(tmp_path, grouped("so100.buffer")), actions())
+    files = load_processor_files("P", write(tmp_path, grouped("so100.buffer")), actions())
     assert statistics(files) == STATISTICS
     assert statistics(files, POSTPROCESSOR) == {n: v for n, v in STATISTICS.items() if n.startswith("action")}
     assert "the statistics of observation.state are those of so100.buffer.observation.state" in caplog.text
     (tmp_path / "again").mkdir()
     files.write(tmp_path / "again")
-    assert prepared("P", tmp_path / "again", actions()).contents == files.contents
+    assert load_processor_files("P", tmp_path / "again", actions()).contents == files.contents
 
 
 @pytest.mark.parametrize("key", ["so100", "so100.buffer"])
 def test_one_of_several_groups_is_chosen(tmp_path, key):
     others = grouped("so100-red.buffer", {name: [100.0, 100.0] for name in STATISTICS})
     write(tmp_path, others | grouped("so100.buffer") | {"observation.images.top.mean": [3.0]})
-    assert statistics(prepared("P", tmp_path, actions(statistics_key=key))) == STATISTICS | {
+    assert statistics(load_processor_files("P", tmp_path, actions(statistics_key=key))) == STATISTICS | {
         "observation.images.top.mean": [3.0]
     }
     with pytest.raises(
@@ -87,9 +87,9 @@ def test_one_of_several_groups_is_chosen(tmp_path, key):
         match=r"model.path=P: policy_preprocessor.json has statistics of several data sets: so100\S*, so100\S*; "
         "choose with action.statistics_key",
     ):
-        prepared("P", tmp_path, actions())
+        load_processor_files("P", tmp_path, actions())
     with pytest.raises(UserError, match="has no action.statistics_key=so of observation.state; it has so100"):
-        prepared("P", tmp_path, actions(statistics_key="so"))
+        load_processor_files("P", tmp_path, actions(statistics_key="so"))
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def test_one_of_several_groups_is_chosen(tmp_path, key):
 def test_statistics_that_are_absent_are_refused(tmp_path, left, message):
     write(tmp_path, {name: values for name, values in STATISTICS.items() if name.startswith(left)})
     with pytest.raises(UserError, match=message):
-        prepared("P", tmp_path, actions())
+        load_processor_files("P", tmp_path, actions())
 
 
 def test_a_postprocessor_alone_without_statistics_is_refused(tmp_path):
     save_file({"action.mean": torch.zeros(2)}, write(tmp_path) / POSTPROCESSOR)
     with pytest.raises(UserError, match="policy_postprocessor.json has no mean and std of action"):
-        prepared("P", tmp_path, actions())
+        load_processor_files("P", tmp_path, actions())
 
 
 def test_what_is_not_normalised_needs_no_statistics(tmp_path):
     write(tmp_path, {n: v for n, v in STATISTICS.items() if "state" in n}, modes={**MEAN_STD, "ACTION": "IDENTITY"})
-    files = prepared("P", tmp_path, actions())
-    assert files.still["action"] is None and files.still["state"] is not None
+    files = load_processor_files("P", tmp_path, actions())
+    assert files.constants["action"] is None and files.constants["state"] is not None
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_what_is_not_normalised_needs_no_statistics(tmp_path):
 )
 def test_processors_that_do_not_fit_are_named(tmp_path, made, message):
     with pytest.raises(UserError, match=message):
-        prepared("P", write(tmp_path, **made), actions())
+        load_processor_files("P", write(tmp_path, **made), actions())
 
 
 def test_a_processor_without_its_step_or_file_is_named(tmp_path):
     (write(tmp_path) / PREPROCESSOR).unlink()
     with pytest.raises(UserError, match=f"policy_preprocessor.json names {PREPROCESSOR}, which is missing"):
-        prepared("P", tmp_path, actions())
+        load_processor_files("P", tmp_path, actions())
     (tmp_path / "policy_preprocessor.json").write_text('{"steps": []}')
     with pytest.raises(UserError, match="policy_preprocessor.json has no step normalizer_processor"):
-        prepared("P", tmp_path, actions())
+        load_processor_files("P", tmp_path, actions())
 
 
 @pytest.mark.parametrize("held", [STATISTICS, grouped("so100"), {}])
@@ -151,14 +151,14 @@ def test_statistics_of_a_data_set_replace_those_of_the_checkpoint(tmp_path, held
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta/stats.json").write_text(json.dumps(OWN_DATA))
     write(tmp_path, held, state_files=bool(held))
-    files = prepared("P", tmp_path, actions(statistics=str(tmp_path), replace_statistics=True))
+    files = load_processor_files("P", tmp_path, actions(statistics=str(tmp_path), replace_statistics=True))
     file = PREPROCESSOR if held else "policy_preprocessor_normalizer_processor.safetensors"
     assert statistics(files, file) == {f"{n}.{s}": values for n, one in OWN_DATA.items() for s, values in one.items()}
     file = POSTPROCESSOR if held else "policy_postprocessor_unnormalizer_processor.safetensors"
     assert statistics(files, file) == {f"action.{s}": values for s, values in OWN_DATA["action"].items()}
     (tmp_path / "again").mkdir()
     files.write(tmp_path / "again")  # what a run saves needs no more options
-    assert prepared("P", tmp_path / "again", actions()).contents == files.contents
+    assert load_processor_files("P", tmp_path / "again", actions()).contents == files.contents
 
 
 def test_statistics_that_cannot_replace_are_named(tmp_path):
@@ -181,9 +181,9 @@ def test_statistics_that_cannot_replace_are_named(tmp_path):
     ]:
         path.write_text(json.dumps(tree))
         with pytest.raises(UserError, match=message):
-            prepared("P", tmp_path, actions(statistics=str(path), **options))
+            load_processor_files("P", tmp_path, actions(statistics=str(path), **options))
     with pytest.raises(UserError, match="replace_statistics=true needs action.statistics"):
-        prepared("P", tmp_path, actions(replace_statistics=True))
+        load_processor_files("P", tmp_path, actions(replace_statistics=True))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_statistics_that_cannot_replace_are_named(tmp_path):
 def test_numbers_that_never_moved_are_held(tmp_path, caplog, mode, names, second):
     """LeRobot divides by 1e-8 where they move: 0.9 would be 4e7."""
     tree = {f"{f}.{names[0]}": [0.25, 0.5] for f in FEATURES} | {f"{f}.{names[1]}": [1.25, second] for f in FEATURES}
-    files = prepared("P", write(tmp_path, tree, modes={"STATE": mode, "ACTION": mode}), actions())
+    files = load_processor_files("P", write(tmp_path, tree, modes={"STATE": mode, "ACTION": mode}), actions())
     for kind in ("state", "action"):
         numbers = torch.tensor([[0.9, 0.9], [0.1, -3.0]])
-        torch.testing.assert_close(files.still[kind].shown(numbers), torch.tensor([[0.9, 0.5], [0.1, 0.5]]))
-    assert "model.path=P: action [1] never moved in its data and stays there" in caplog.text
+        torch.testing.assert_close(files.constants[kind].fill(numbers), torch.tensor([[0.9, 0.5], [0.1, 0.5]]))
+    assert "model.path=P: action [1] is constant in its data and stays there" in caplog.text

@@ -9,9 +9,9 @@ from torch.distributions import Normal, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.states_only import NothingRead
+from mmrl.policies.vla.backbones.states_only import EmptyPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
-from mmrl.policies.vla.policy import DESCRIPTION
+from mmrl.policies.vla.policy import CONFIG
 from mmrl.samplers.chain import gaussian
 from mmrl.tasks.manipulation import tiny_model
 from tests.policies.vla.conftest import KINDS, SMALL_FLOW
@@ -68,7 +68,7 @@ def by_hand(make, blind):
 
 
 def asked(rows=1):
-    return NothingRead(rows, torch.device("cpu")), torch.full((rows, 1), 0.3)
+    return EmptyPrefix(rows, torch.device("cpu")), torch.full((rows, 1), 0.3)
 
 
 def one(value):
@@ -89,7 +89,7 @@ class TestByHand:
         added = 0.5 * (0.715903 * 0.642015 - 0.284097 * 0.909252)
         assert drawn["actions"].item() == pytest.approx(0.7 + added, abs=2e-6)
         assert drawn["actions"].item() == pytest.approx(0.800653, abs=1e-6)
-        assert drawn["disturbance"].item() == 0.0
+        assert drawn["code_noise"].item() == 0.0
 
     def test_a_number_is_reached_from_the_base_within_bounds(self, by_hand):
         head = by_hand(reach=0.05).module.head
@@ -104,7 +104,7 @@ class TestByHand:
             "actions": one(0.9),
             "temperature": torch.tensor([1.5], dtype=torch.float64),
             "proposal": one(0.7),
-            "disturbance": torch.tensor([[0.2]]),
+            "code_noise": torch.tensor([[0.2]]),
         }
         found = head.score(*asked(), chosen, self.VALID, None, None)
         assert found["logp"].item() == pytest.approx(0.275251, abs=1e-5)
@@ -128,25 +128,25 @@ class TestByHand:
         for temperature in (0.5, 2.0):
             drawn = head.act(*asked(2), ActionSampling([5, 6], temperature))
             known = temperature * 0.25 * torch.cat([gaussian([seed], 1 << 20, (1,)) for seed in (5, 6)])
-            torch.testing.assert_close(drawn["disturbance"], known)
+            torch.testing.assert_close(drawn["code_noise"], known)
             noise = torch.stack([torch.randn(1, 1, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
-            mean = head.around(drawn["proposal"], head.code(*asked(2)) + known, *asked(2))
+            mean = head.residual_mean(drawn["proposal"], head.code(*asked(2)) + known, *asked(2))
             torch.testing.assert_close(drawn["actions"], mean + temperature * 0.2 * noise)
         assert (known / 0.5 - noise[:, 0]).abs().min() > 1e-3  # the two are not the same numbers
 
     def test_without_noise_nothing_is_said_of_information(self, by_hand):
         head = by_hand(noise=0.0).module.head
         drawn = head.act(*asked(), ActionSampling([5], 1.0))
-        assert drawn["disturbance"].item() == 0.0
+        assert drawn["code_noise"].item() == 0.0
         assert "extras.information" not in head.score(*asked(), drawn, self.VALID, None, None)
 
     def test_a_demonstration_is_scored_around_what_the_base_would_do(self, by_hand):
         head = by_hand().module.head
-        taught = head.teach(one(0.9), [7])
+        taught = head.encode_demonstrations(one(0.9), [7])
         assert taught["temperature"].item() == 1.0
         disturbance = 0.5 * gaussian([7], 1 << 20, (1,))
-        torch.testing.assert_close(taught["disturbance"], disturbance)
-        known = head.around(one(0.7), head.code(*asked()) + disturbance, *asked())
+        torch.testing.assert_close(taught["code_noise"], disturbance)
+        known = head.residual_mean(one(0.7), head.code(*asked()) + disturbance, *asked())
         found = head.score(*asked(), taught, self.VALID, None, None)
         assert found["logp"].item() == pytest.approx(Normal(known, 0.2).log_prob(one(0.9)).item(), abs=1e-5)
 
@@ -169,7 +169,7 @@ def test_the_first_policy_does_what_its_base_does(make, tmp_path, kind):
 
 
 def head_does(policy, seen):
-    reading = policy.module.read(policy._collate(policy._prepare(seen)))
+    reading = policy.module.encode(policy._collate(policy._prepare(seen)))
     with torch.no_grad():
         how = ActionSampling([3, 4, 5, 6], 0.0, training=False)
         return policy.module.head.act(reading, policy._state(seen), how)["actions"]
@@ -183,13 +183,13 @@ def test_draws_do_not_depend_on_the_batch(make, kind):
     for together, apart in zip(whole.inputs[2:4], alone.inputs, strict=True):
         assert len(together) == len(apart)
         for a, b in zip(together, apart, strict=True):
-            for name in a.chosen:
-                torch.testing.assert_close(a.chosen[name], b.chosen[name], rtol=1e-5, atol=1e-6)
-    first, second = whole.inputs[0][0].chosen, whole.inputs[1][0].chosen  # of one group, with seeds of their own
+            for name in a.sampled:
+                torch.testing.assert_close(a.sampled[name], b.sampled[name], rtol=1e-5, atol=1e-6)
+    first, second = whole.inputs[0][0].sampled, whole.inputs[1][0].sampled  # of one group, with seeds of their own
     assert (first["actions"] - second["actions"]).abs().min() > 1e-4
     if kind == "residual":
         assert torch.equal(first["proposal"], second["proposal"])
-        assert (first["disturbance"] - second["disturbance"]).abs().min() > 1e-4
+        assert (first["code_noise"] - second["code_noise"]).abs().min() > 1e-4
 
 
 def test_what_was_proposed_is_kept(make):
@@ -235,7 +235,7 @@ class TestSaved:
     def test_options_of_head_and_base_are_those_it_was_trained_with(self, make, tmp_path):
         policy = make("residual")
         policy.save(tmp_path, policy.module.state_dict())
-        told = json.loads((tmp_path / DESCRIPTION).read_text())["head"]
+        told = json.loads((tmp_path / CONFIG).read_text())["head"]
         assert told["type"] == "residual" and told["base"]["type"] == "token" and told["base"]["bins"] == 8
         for name, value in (("experts", 4), ("code", 3), ("noise", 0.1), ("reach", 0.2), ("width", 8), ("layers", 2)):
             with pytest.raises(UserError, match=f"action.head.{name}={value}, but .* was trained with {told[name]}"):
@@ -298,7 +298,7 @@ class TestRefusals:
         [
             ({"base": {"type": "residual"}}, {}, "action.head.base.type=residual is unknown"),
             ({"base": {"type": OWN}}, {}, f"action.head: base.type={OWN} is itself built around a head"),
-            ({}, {"lora": {"rank": 2}}, "model.lora trains the backbone, which action.head.type=residual holds still"),
+            ({}, {"lora": {"rank": 2}}, "model.lora trains the backbone, which action.head.type=residual freezes"),
             ({"experts": 0}, {}, "action.head.experts"),
             ({"noise": -0.1}, {}, "action.head.noise"),
             ({"reach": 0.0}, {}, "action.head.reach"),
@@ -333,7 +333,7 @@ def marked(folder, into=None):
 
     if into is not None:
         folder = shutil.copytree(folder, into)
-    (Path(folder) / DESCRIPTION).write_text("{}")
+    (Path(folder) / CONFIG).write_text("{}")
     return str(folder)
 
 

@@ -28,7 +28,7 @@ def made(normalise):
 @torch.no_grad()
 def read(backbone, images):
     rows = backbone.prepare([images], ["go", "from go", "from"], np.zeros((3, 0), np.float32))
-    return backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
+    return backbone.encode(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
 
 
 @pytest.mark.parametrize("layer", range(3))
@@ -81,10 +81,10 @@ def test_what_a_reading_holds(seen, every_layer):
     backbone = made(True)
     rows = backbone.prepare([seen], ["go", "go from", "from"], np.zeros((3, 0), np.float32))
     inputs = backbone.collate(rows, torch.device("cpu"))
-    reading, again = (backbone.read(inputs, every_layer=every_layer) for _ in range(2))
+    reading, again = (backbone.encode(inputs, every_layer=every_layer) for _ in range(2))
     assert reading.mask.sum(1).tolist() == [2, 3, 2] and len(reading.layers) == (3 if every_layer else 1)
     torch.testing.assert_close(reading.last, torch.stack([reading.hidden[i, n] for i, n in enumerate([1, 2, 1])]))
-    alone = backbone.read(backbone.collate(rows[:1], torch.device("cpu")), every_layer=every_layer)
+    alone = backbone.encode(backbone.collate(rows[:1], torch.device("cpu")), every_layer=every_layer)
     torch.testing.assert_close(alone.last[0], reading.last[0])
     more, ones = torch.randn(3, 2, 32, dtype=torch.float64), torch.ones(3, 2)
     together = reading.extend(more, ones)
@@ -96,7 +96,7 @@ def test_what_a_reading_holds(seen, every_layer):
 def test_the_order_of_words_is_seen(seen):
     backbone = made(True)
     rows = backbone.prepare([seen[[0, 0]]], ["go from from", "from go from"], np.zeros((2, 0), np.float32))
-    one, other = backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
+    one, other = backbone.encode(backbone.collate(rows, torch.device("cpu")), every_layer=False).last
     assert not torch.allclose(one, other, atol=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_what_earlier_versions_wrote_is_read_or_named(tmp_path, seen):
     description.write_text(text.replace('"squares": 0', '"squares": 0, "pixels": 8'))
     assert torch.equal(read(small.load(tmp_path), seen), before)
     description.write_text(text.replace('"squares": 0', '"squares": 3, "pixels": 8'))
-    with pytest.raises(UserError, match="squares of a drawn image were removed; make the base again"):
+    with pytest.raises(UserError, match="squares of rendered images were removed; create the model again"):
         small.load(tmp_path)
 
 
@@ -165,12 +165,12 @@ def test_every_square_every_code_and_the_words_are_seen(codes):
 def test_a_reading_of_a_board_is_one_token_and_padding_changes_nothing(codes):
     backbone = coded()
     rows = backbone.prepare([codes], ["go from", "from go from", "from go"], np.zeros((3, 0), np.float32))
-    reading = backbone.read(backbone.collate(rows, torch.device("cpu")), every_layer=False)
+    reading = backbone.encode(backbone.collate(rows, torch.device("cpu")), every_layer=False)
     same_words = backbone.prepare([codes[:1]], ["from go"], np.zeros((1, 0), np.float32))
-    turned = backbone.read(backbone.collate(same_words, torch.device("cpu")), every_layer=False)
+    turned = backbone.encode(backbone.collate(same_words, torch.device("cpu")), every_layer=False)
     assert not torch.allclose(turned.last[0], reading.last[0], atol=1e-4)
     assert reading.hidden.shape == (3, 1, 32) and torch.equal(reading.hidden[:, 0], reading.last)
-    alone = backbone.read(backbone.collate(rows[:1], torch.device("cpu")), every_layer=False)
+    alone = backbone.encode(backbone.collate(rows[:1], torch.device("cpu")), every_layer=False)
     torch.testing.assert_close(alone.last[0], reading.last[0])
 
 

@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.policies.vla import states
 from mmrl.policies.vla.backbones import small
 from mmrl.policies.vla.heads.codec import ActionStatistics
-from mmrl.policies.vla.policy import DESCRIPTION
+from mmrl.policies.vla.policy import CONFIG
 from mmrl.sims import build
 from tests.policies.vla.conftest import CHUNK, KINDS, starts
 from tests.sims.line_simulator import Line
@@ -54,7 +54,7 @@ def blind(tmp_path_factory):
 
 def test_standardised_by_hand():
     known = states.StateStatistics(np.array([1, 2, 0], np.float32), np.array([2, 0.001, 0.5], np.float32))
-    found = known.standardised(np.array([[2, 2.05, 100], [-3, 2, -0.25]], np.float32))
+    found = known.standardize(np.array([[2, 2.05, 100], [-3, 2, -0.25]], np.float32))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, [[0.5, 5, 10], [-2, 0, -0.5]], rtol=1e-4)  # no std below 0.01, none beyond 10
 
@@ -62,7 +62,7 @@ def test_standardised_by_hand():
 def test_measured_over_every_state_that_was_acted_on():
     """Episodes of at most 6 actions from (2^31 + i) mod 2^32 / 100, which is past the end: each shows one state."""
     sim = dark(3)
-    known = states.measure(sim, None, episodes=4)
+    known = states.measure_statistics(sim, None, episodes=4)
     started = (np.arange(4) + (1 << 31)) / 100
     np.testing.assert_allclose(known.mean, started.mean(), rtol=1e-6)
     assert len(sim.simulator.received) == 4  # and not those of the idle rows
@@ -71,12 +71,12 @@ def test_measured_over_every_state_that_was_acted_on():
 def test_actions_are_in_the_robots_units():
     sim = dark(2)
     tenfold = ActionStatistics(np.array([20.0]), np.array([30.0]), np.array([True]))
-    states.measure(sim, tenfold, episodes=2)
+    states.measure_statistics(sim, tenfold, episodes=2)
     assert all(20 <= action <= 30 for _, action in sim.simulator.received)
 
 
 def test_measured_alike_whatever_the_number_of_rows_starts_from():
-    first, second = (states.measure(dark(2), None, episodes=4) for _ in range(2))
+    first, second = (states.measure_statistics(dark(2), None, episodes=4) for _ in range(2))
     assert np.array_equal(first.mean, second.mean) and np.array_equal(first.std, second.std)
 
 
@@ -84,7 +84,7 @@ def test_as_if_the_simulator_showed_standardised_states(make, blind):
     """Actions, values, values of cut episodes and likelihoods."""
     plain = make("regression", blind, sim=build("tests.policies.vla.test_states:ShiftedLine", 2), critic=True)
     policy = make("regression", blind, sim=dark(2), critic=True, standardise=True)
-    policy.states = states.StateStatistics(np.array([1.5], np.float32), np.array([0.5], np.float32))
+    policy.state_statistics = states.StateStatistics(np.array([1.5], np.float32), np.array([0.5], np.float32))
     with torch.no_grad():
         plain.module.critic.layers[-1].weight.normal_(generator=torch.Generator().manual_seed(0))
         plain.module.head.leave[-1].bias -= 0.5  # so that the time limit cuts the episodes
@@ -110,7 +110,7 @@ def test_a_blind_network_plays_and_replays(make, blind, kind):
 
 def test_a_blind_network_acts_on_its_state(make, blind):
     policy = make("regression", blind, sim=dark(2))
-    here, there = (policy.rollout(starts(seed), 1, [7]).inputs[0][0].chosen["actions"] for seed in (0, 60))
+    here, there = (policy.rollout(starts(seed), 1, [7]).inputs[0][0].sampled["actions"] for seed in (0, 60))
     assert (here - there).abs().min() > 1e-3
 
 
@@ -123,15 +123,17 @@ def test_statistics_are_kept_with_the_model(make, blind, tmp_path):
     policy = make("regression", blind, sim=dark(2), standardise=True)
     policy.save(tmp_path / "model", policy.module.state_dict())
     again = make("regression", tmp_path / "model", sim=dark(2), standardise=True)
-    assert np.array_equal(policy.states.mean, again.states.mean) and np.array_equal(policy.states.std, again.states.std)
+    assert np.array_equal(policy.state_statistics.mean, again.state_statistics.mean) and np.array_equal(
+        policy.state_statistics.std, again.state_statistics.std
+    )
     assert not again.sim.simulator.received  # nothing was measured anew
     with pytest.raises(UserError, match="action.standardise=False, but .* was trained with True"):
         make("regression", tmp_path / "model", sim=dark(2))
-    told = json.loads((tmp_path / "model" / DESCRIPTION).read_text())
+    told = json.loads((tmp_path / "model" / CONFIG).read_text())
     assert told["chunk"] == CHUNK
     told["states"] = {"mean": [0.0] * 2, "std": [1.0] * 2}
-    (tmp_path / "model" / DESCRIPTION).write_text(json.dumps(told))
-    with pytest.raises(UserError, match="knows a state of 2 numbers, the simulator has 1"):
+    (tmp_path / "model" / CONFIG).write_text(json.dumps(told))
+    with pytest.raises(UserError, match="trained on states of 2 numbers, but the simulator.s have 1"):
         make("regression", tmp_path / "model", sim=dark(2), standardise=True)
 
 

@@ -89,13 +89,13 @@ def test_states_of_each_library(tmp_path):
     state = np.array([3.0, 1.0])
     for name, tree in (("dataset_statistics.json", OPENVLA), ("norm_stats.json", OPENPI)):
         path = str(write(tmp_path, name, tree))
-        np.testing.assert_allclose(load_state_quantiles(path, None, 2).scaled(state), [0.5, 0.0], atol=1e-6)
+        np.testing.assert_allclose(load_state_quantiles(path, None, 2).normalize(state), [0.5, 0.0], atol=1e-6)
     path = str(write(tmp_path, "stats.json", LEROBOT))
-    np.testing.assert_allclose(load_state_quantiles(path, None, 2).scaled(state), [1.0, -0.75], atol=1e-6)
-    found = load_state_quantiles(path, None, 2, "mean_std").scaled(state)
+    np.testing.assert_allclose(load_state_quantiles(path, None, 2).normalize(state), [1.0, -0.75], atol=1e-6)
+    found = load_state_quantiles(path, None, 2, "mean_std").normalize(state)
     np.testing.assert_allclose(found, [4.0, -0.25], atol=1e-6)
     still = write(tmp_path, "still.json", {"state": {"mean": [0.25], "std": [0.0]}})
-    assert load_state_quantiles(str(still), None, 1, "mean_std").scaled(np.array([9.0])) == 0
+    assert load_state_quantiles(str(still), None, 1, "mean_std").normalize(np.array([9.0])) == 0
 
 
 def test_a_number_that_never_moved(tmp_path):

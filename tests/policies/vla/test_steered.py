@@ -9,9 +9,9 @@ from torch.distributions import Normal, kl_divergence
 
 from mmrl.config import validate
 from mmrl.errors import UserError
-from mmrl.policies.vla.backbones.backbone import CachedReading
+from mmrl.policies.vla.backbones.backbone import CachedPrefix
 from mmrl.policies.vla.heads.head import ActionSampling
-from mmrl.policies.vla.policy import DESCRIPTION
+from mmrl.policies.vla.policy import CONFIG
 from mmrl.samplers.chain import gaussian
 from tests.policies.vla.conftest import FROZEN_FLOW, KINDS, SMALL_FLOW
 from tests.policies.vla.test_critics import quiet
@@ -44,7 +44,7 @@ def by_hand(make):
 
 
 def asked(rows=1):
-    return CachedReading(torch.zeros(rows, 1, 32), torch.ones(rows, 1)), torch.full((rows, 1), 0.3)
+    return CachedPrefix(torch.zeros(rows, 1, 32), torch.ones(rows, 1)), torch.full((rows, 1), 0.3)
 
 
 def flowed(noise):
@@ -99,8 +99,8 @@ class TestByHand:
         whole = head.score(*asked(), chosen, VALID, None, None)["logp"]
         cut = torch.tensor([[True, False]])
         assert torch.equal(head.score(*asked(), chosen, cut, None, None)["logp"], whole)
-        assert head.decided(cut, chosen).tolist() == [[True, True]]
-        assert head.decided(~VALID, chosen).tolist() == [[False, False]]
+        assert head.decision_mask(cut, chosen).tolist() == [[True, True]]
+        assert head.decision_mask(~VALID, chosen).tolist() == [[False, False]]
 
     def test_the_displacement_is_the_distance_from_the_flows_own_noise(self, by_hand):
         """The mean over 200,000 draws of |w - e|^2 by number, w = mean + 0.8 e: (1.21 + 0.04) / 2 + 0.04."""
@@ -122,7 +122,7 @@ class TestByHand:
     def test_two_noises_of_three_are_the_first_and_both_behind(self, make):
         head = make({"type": "steered", "base": FROZEN_FLOW, "noises": 2}, sim=quiet(), chunk=3).module.head
         head.base.velocity = lambda reading, state, x, sigma, rows: x + 0.3
-        found = head.denoised(*asked(), torch.tensor([[[1.0], [2.0]]]))
+        found = head.denoise(*asked(), torch.tensor([[[1.0], [2.0]]]))
         torch.testing.assert_close(found.flatten(), flowed(torch.tensor([1.0, 2.0, 2.0])))
 
     def test_the_last_noise_stands_for_all_behind_it(self, by_hand):
@@ -141,18 +141,18 @@ def test_the_first_policy_draws_what_its_flow_draws(make, tmp_path):
     base.save(tmp_path, base.module.state_dict())
     policy = make({"type": "steered", "base": FROZEN_FLOW, "width": 16}, str(tmp_path))
     shown = base.sim.reset([0, 30, 50, 70], ["go"] * 4)
-    reading, state = policy.module.read(policy._collate(policy._prepare(shown))), policy._state(shown)
+    reading, state = policy.module.encode(policy._collate(policy._prepare(shown))), policy._state(shown)
     own = gaussian([3, 4, 5, 6], -1, (4, 1))
     with torch.no_grad():
         flow = base.module.head.act(
-            base.module.read(base._collate(base._prepare(shown))),
+            base.module.encode(base._collate(base._prepare(shown))),
             state,
             ActionSampling([3, 4, 5, 6], training=False, groups=[0] * 4),
         )["actions"]
-        steered = policy.module.head.denoised(reading, state, own)
+        steered = policy.module.head.denoise(reading, state, own)
         assert torch.equal(flow, steered) and flow.std() > 0.05
         assert policy.module.head.noise.mean(reading, state).abs().max() == 0
-        assert policy.module.head.noise.spread().exp().unique().item() == 1
+        assert policy.module.head.noise.clamped_log_std().exp().unique().item() == 1
         policy.module.head.noise.layers[-1].bias += 0.5
         assert policy.module.head.noise.mean(reading, state).unique().item() == 0.5
 
@@ -181,7 +181,7 @@ class TestSaved:
     def test_options_are_those_it_was_trained_with(self, make, tmp_path):
         policy = make("steered")
         policy.save(tmp_path, policy.module.state_dict())
-        assert json.loads((tmp_path / DESCRIPTION).read_text())["head"]["base"]["type"] == "flow"
+        assert json.loads((tmp_path / CONFIG).read_text())["head"]["base"]["type"] == "flow"
         for name, value, before in (("noises", 2, None), ("width", 8, 16), ("layers", 2, 1)):
             with pytest.raises(UserError, match=f"action.head.{name}={value}, but .* was trained with {before}"):
                 make("steered", str(tmp_path), **{name: value})
@@ -194,7 +194,11 @@ class TestSaved:
     [
         ({"base": {"type": "token"}}, {}, "action.head.base.type=token is unknown"),
         ({"noises": 0}, {}, "action.head.noises"),
-        ({}, {"model": {"lora": {"rank": 2}}}, "model.lora trains the backbone, which action.head.type=steered holds"),
+        (
+            {},
+            {"model": {"lora": {"rank": 2}}},
+            "model.lora trains the backbone, which action.head.type=steered freezes",
+        ),
         ({}, {"algorithm": {"type": "supervised"}}, "train its base with action.head.type=flow"),
     ],
 )

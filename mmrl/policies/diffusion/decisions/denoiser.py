@@ -12,7 +12,7 @@ from mmrl.policies.diffusion.decisions.records import ImageRecord, decoded_sampl
 from mmrl.policies.diffusion.family import ConditionInputs, Shape
 from mmrl.policies.diffusion.prediction import GuidedNetwork
 from mmrl.policies.diffusion.settings import Denoising, ImageChain
-from mmrl.policies.parts import by_parts
+from mmrl.policies.parts import map_with_checkpointing
 from mmrl.rollouts import Prompt, Rollouts
 from mmrl.samplers.chain import INITIAL, Chain, Sampler, gaussian, run
 from mmrl.samplers.settings import Euler
@@ -90,7 +90,9 @@ class Denoiser:
         """Returns `compute` of all rows, `steps_at_once` at a time, with and without a gradient, so that the first
         ratio is 1."""
         size = self.steps_at_once or rows
-        return torch.cat(by_parts(compute, [slice(first, first + size) for first in range(0, rows, size)]))
+        return torch.cat(
+            map_with_checkpointing(compute, [slice(first, first + size) for first in range(0, rows, size)])
+        )
 
     def rollouts(
         self,

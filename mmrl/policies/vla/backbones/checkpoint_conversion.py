@@ -1,4 +1,4 @@
-"""Conversion of OpenVLA-OFT's published pickles to safetensors: only tensors are read, and no code of a pickle runs."""
+"""Conversion of OpenVLA-OFT's published pickles to safetensors. Only tensors are read; no code of a pickle runs."""
 
 from __future__ import annotations
 
@@ -15,64 +15,66 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones import oft
 
-# Numbers of an action and of a state, and the actions of a chunk: constants of OpenVLA-OFT's code, in no file of it.
+# (action size, state size) -> (robot, chunk length); constants of OpenVLA-OFT's code, which no checkpoint holds.
 CHUNKS = {(7, 8): ("LIBERO", 8), (7, 7): ("BridgeData", 5)}
-ALOHA = 14  # numbers of its actions
+ALOHA = 14  # its action size
 
 # Exceptions of torch.load for anything but tensors, and for damaged files.
-DAMAGED = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AssertionError, struct.error, OSError)
+LOAD_ERRORS = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, AssertionError, struct.error, OSError)
 
 
 @dataclass(frozen=True)
-class Written:
-    """The result of a conversion. robot: the robot whose chunk length was taken, None where it was given."""
+class Conversion:
+    """The result of a conversion."""
 
-    files: list[Path]
-    chunk: int | None
-    robot: str | None
+    files: list[Path]  # that were written
+    chunk: int | None  # actions of a chunk; None without an action head
+    robot: str | None  # the robot from whose sizes the chunk length is known; None if the user gave it
 
 
-def convert(folder: Path, chunk: int | None) -> Written:
-    """Writes `oft.FILES` beside the pickles in `folder`. chunk: length of the head's chunk; None: derived from the
-    sizes of action and state. Raises UserError for a folder without such pickles, and for one that holds more than
-    tensors, or unknown ones."""
-    names = [file.name for file in folder.iterdir()]
-    for pattern, why in oft.UNKNOWN.items():
+def convert(folder: Path, chunk: int | None) -> Conversion:
+    """Writes `oft.FILES` beside the pickles in `folder`. chunk: actions of a chunk; None: derived from the sizes of
+    action and state.
+
+    Raises UserError if the folder has no such pickles, or if one holds anything but the expected tensors."""
+    num_files = len(list(folder.iterdir()))
+    for pattern, reason in oft.UNSUPPORTED.items():
         for file in folder.glob(pattern):
-            raise UserError(f"{file}: {why}, which is not supported")
-    paths = {kind: published(folder, kind) for kind in oft.FILES}
-    parts = {kind: tensors(file) for kind, file in paths.items() if file is not None}
+            raise UserError(f"{file}: {reason}, which is not supported")
+    paths = {part: find_pickle(folder, part) for part in oft.FILES}
+    parts = {part: load_tensors(file) for part, file in paths.items() if file is not None}
     if not parts:
-        kinds = " or ".join(f"{kind}--STEP_checkpoint.pt" for kind in oft.FILES)
-        raise UserError(f"{folder} has no {kinds}, but {len(names)} other files; give a checkpoint of OpenVLA-OFT")
-    metadata: dict[str, dict[str, str]] = {kind: {} for kind in parts}
+        expected = " or ".join(f"{part}--STEP_checkpoint.pt" for part in oft.FILES)
+        raise UserError(f"{folder} has no {expected}, but {num_files} other files; give a checkpoint of OpenVLA-OFT")
+    metadata: dict[str, dict[str, str]] = {part: {} for part in parts}
     robot = None
     if (head := parts.get("action_head")) is not None:
-        chunk, robot = chunk_of(folder, size_of_action(paths["action_head"], head), parts, chunk)
+        chunk, robot = chunk_length(folder, read_action_dim(paths["action_head"], head), parts, chunk)
         metadata["action_head"]["chunk"] = str(chunk)
     if (projector := parts.get("proprio_projector")) is not None:
         check_projector(paths["proprio_projector"], projector)
     files = []
-    for kind, loaded in parts.items():
-        files.append(folder / oft.FILES[kind])
-        oft.write_tensors(files[-1], loaded, metadata[kind])
-    return Written(files, chunk, robot)
+    for part, tensors in parts.items():
+        files.append(folder / oft.FILES[part])
+        oft.write_tensors(files[-1], tensors, metadata[part])
+    return Conversion(files, chunk, robot)
 
 
-def published(folder: Path, kind: oft.Kind) -> Path | None:
-    paths = sorted(folder.glob(oft.PUBLISHED[kind]))
+def find_pickle(folder: Path, part: oft.PartName) -> Path | None:
+    """Returns the published pickle of a part in `folder`, None if there is none. Raises UserError for several."""
+    paths = sorted(folder.glob(oft.PUBLISHED[part]))
     if len(paths) > 1:
         raise UserError(f"{folder} holds {paths[0].name} and {paths[1].name}; remove the one that is not meant")
     return paths[0] if paths else None
 
 
-def tensors(file: Path) -> dict[str, Tensor]:
-    """Loads tensors by name, without the prefix of distributed training. Raises UserError for a file that holds
-    anything else, before any code of it runs."""
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """Loads a pickle of named tensors, and removes the prefix of distributed training from the names. Raises UserError
+    if the file holds anything else, before any code of it runs."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of the pickle's protocol
             loaded: object = torch.load(file, map_location="cpu", weights_only=True)
-    except DAMAGED as error:
+    except LOAD_ERRORS as error:
         raise UserError(f"{file} is not a pickle of tensors alone and was not opened: {error_summary(error)}") from None
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and type(v) is Tensor for k, v in loaded.items()):
         raise UserError(f"{file} holds more than named tensors")
@@ -80,15 +82,15 @@ def tensors(file: Path) -> dict[str, Tensor]:
 
 
 def error_summary(error: BaseException) -> str:
-    """Extracts the cause from torch's error; the rest of it is advice to open the file nevertheless."""
+    """Extracts the cause from an error of torch.load, whose further text advises to open the file nevertheless."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it asks for {match[1]}"
     message = re.search(r"WeightsUnpickler error:\s*(.+)", str(error)) or re.search(r"(.+)", str(error))
     return message[1][:120] if message else type(error).__name__
 
 
-def size_of_action(file: Path | None, head: dict[str, Tensor]) -> int:
-    """Returns the size of an action. Raises UserError for another head than the L1 regression's."""
+def read_action_dim(file: Path | None, head: dict[str, Tensor]) -> int:
+    """Returns the action size of a head's weights. Raises UserError if they are not those of L1 regression."""
     assert file is not None
     last = head.get("model.fc2.weight", torch.empty(0, 0))
     if last.dim() != 2 or any(name.startswith("noise_predictor.") for name in head):
@@ -98,6 +100,7 @@ def size_of_action(file: Path | None, head: dict[str, Tensor]) -> int:
 
 
 def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
+    """Raises UserError if these are not the weights of a projector of the robot's state."""
     assert file is not None
     first = projector.get("fc1.weight", torch.empty(0, 0))
     if first.dim() != 2:
@@ -105,10 +108,11 @@ def check_projector(file: Path | None, projector: dict[str, Tensor]) -> None:
     oft.check_shapes(file, oft.shapes_of(projector), oft.projector_shapes(*first.shape))
 
 
-def chunk_of(
-    folder: Path, action_dim: int, parts: dict[oft.Kind, dict[str, Tensor]], requested: int | None
+def chunk_length(
+    folder: Path, action_dim: int, parts: dict[oft.PartName, dict[str, Tensor]], requested: int | None
 ) -> tuple[int, str | None]:
-    """Returns the length of a chunk, and the robot from which it is known. Raises UserError where it is not known."""
+    """Returns the actions of a chunk, and the robot from whose sizes they are known (None if `requested`). Raises
+    UserError if they are not known."""
     if action_dim == ALOHA:
         raise UserError(f"{folder}: actions of {ALOHA} numbers are ALOHA's, whose min/max scaling is not supported")
     if requested is not None:

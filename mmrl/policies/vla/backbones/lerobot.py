@@ -1,9 +1,9 @@
-"""LeRobot's flow policies, SmolVLA (arXiv 2506.01844), pi0 (arXiv 2410.24164) and pi0.5 (arXiv 2504.16054), from the
-folders that LeRobot writes.
+"""LeRobot's flow policies as backbones: SmolVLA (arXiv 2506.01844), pi0 (arXiv 2410.24164) and pi0.5 (arXiv
+2504.16054), from the folders that LeRobot writes.
 
-Networks, normalisation and tokens are LeRobot's own code. Its time is our sigma: 1 is noise, 0 the actions, and its
-velocity is noise - actions. The prefix (images, words and SmolVLA's state) is read once: keys and values of
-every layer, to which the action expert attends at each denoising step.
+Networks, normalisation and tokenization are LeRobot's own code. LeRobot's time is the noise level sigma here: 1 is
+noise, 0 the actions, and the velocity is noise - actions. The prefix (images, instruction and SmolVLA's state) is
+encoded once. The action expert attends to the keys and values of all its layers at each denoising step.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from mmrl.policies.vla.backbones.processor_files import (
     FILES,
     POSTPROCESSOR,
     PREPROCESSOR,
+    ConstantValues,
     ProcessorFiles,
-    Still,
-    prepared,
+    load_processor_files,
 )
 from mmrl.policies.vla.heads.flow import FlowHead
-from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.heads.head import EncodedPrefix
 from mmrl.policies.vla.settings import Actions, FlowActions, FrozenFlow, TaughtFlow, VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.sims.vector.simulator import nearest
 
 WEIGHTS = "model.safetensors"
-EMPTY = ".empty_camera_"  # LeRobot's name for an image that it fills itself
-UNFIT = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
-ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot keeps it
+EMPTY = ".empty_camera_"  # in LeRobot's names of images that it pads itself
+UNSUPPORTED_OPTIONS = ("adapt_to_pi_aloha", "use_relative_actions", "compile_model")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")  # a LoRA in peft's format, as LeRobot saves it
 
 
 @dataclass(frozen=True)
 class LeRobotObservation:
-    """A prepared observation."""
+    """A preprocessed observation."""
 
     images: Tensor  # [camera, 3, height, width] uint8
     state: Tensor  # [state], in the robot's units
@@ -70,76 +70,80 @@ class LeRobotObservation:
 
 
 class ExpertPrefix:
-    """The prefix of n observations to which the action expert attends; a `Reading` that only has `last`."""
+    """The prefix of n observations, to which the action expert attends; an `EncodedPrefix` that only has `last`."""
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], mask: Tensor, state: Tensor, last: Tensor) -> None:
-        """layers: keys and values [n, head, token, size] of each; mask [n, token] bool; state [n, largest state],
-        normalised; last [n, width]: the last token, behind the last layer."""
+        """layers: keys and values of each layer, [n, head, token, size]; mask: [n, token] bool; state: normalised and
+        padded to LeRobot's max_state_dim, [n, max state]; last: the last layer at the last token, [n, width]."""
         self.keys_and_values, self.mask, self.state, self.last = tuple(layers), mask, state, last
 
     def select(self, rows: Tensor) -> ExpertPrefix:
+        """Returns the prefixes of observations `rows` [m], which may repeat."""
         if torch.equal(rows, torch.arange(len(self.mask), device=rows.device)):
             return self
         layers = [(keys[rows], values[rows]) for keys, values in self.keys_and_values]
         return ExpertPrefix(layers, self.mask[rows], self.state[rows], self.last[rows])
 
     def cache(self) -> DynamicCache:
-        """Returns a new cache, because LeRobot appends to it."""
+        """Returns keys and values as a new transformers cache, because LeRobot appends to it."""
         return DynamicCache(tuple((keys, values) for keys, values in self.keys_and_values))
 
 
-class LeRobotUnits:
-    """A checkpoint's own normalisation; see `mmrl.policies.vla.heads.codec.Units`."""
+class LeRobotNormalizer:
+    """The `mmrl.policies.vla.heads.codec.ActionNormalizer` made of a LeRobot checkpoint's own processors."""
 
     clipped = False
 
     def __init__(
-        self, preprocessor: PolicyProcessorPipeline, postprocessor: PolicyProcessorPipeline, still: Still | None
+        self,
+        preprocessor: PolicyProcessorPipeline,
+        postprocessor: PolicyProcessorPipeline,
+        constants: ConstantValues | None,
     ) -> None:
         self.normalise = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
-        self.postprocessor, self.still = postprocessor, still
+        self.postprocessor, self.constants = postprocessor, constants
 
     def to_robot(self, actions: NDArray) -> NDArray[np.float64]:
         return self.postprocessor(torch.from_numpy(actions.astype(np.float32))).double().numpy()
 
     def from_robot(self, actions: NDArray) -> NDArray[np.float64]:
         numbers = torch.from_numpy(actions.astype(np.float32))
-        transition = {TransitionKey.ACTION: numbers if self.still is None else self.still.shown(numbers)}
+        transition = {TransitionKey.ACTION: numbers if self.constants is None else self.constants.fill(numbers)}
         return self.normalise(transition)[TransitionKey.ACTION].double().numpy()
 
-    def outside(self, actions: NDArray) -> NDArray[np.float64]:
-        apart = np.abs(self.from_robot(actions))
-        return apart if self.still is None else np.where(self.still.left(actions), np.inf, apart)
+    def distance_from_center(self, actions: NDArray) -> NDArray[np.float64]:
+        distance = np.abs(self.from_robot(actions))
+        return distance if self.constants is None else np.where(self.constants.moved(actions), np.inf, distance)
 
 
 class LeRobotBackbone(Backbone):
-    """A whole LeRobot policy, with its action expert. All other parts compute the prefix."""
+    """A whole LeRobot policy. Its action expert belongs to it; all other parts compute the prefix."""
 
     def __init__(
         self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
     ) -> None:
-        """policy: LeRobot's, or peft's model around it. features: names of the checkpoint's images, one for each of the
-        policy's cameras."""
+        """policy: LeRobot's, or peft's model around it. features: names of the checkpoint's image features, one for
+        each of the cameras in `prepare`."""
         super().__init__()
         self.policy = policy
-        config = self.core.config
-        self.extra_files, self.still = files.contents, files.still["state"]
+        config = self.unwrapped.config
+        self.extra_files, self.constants = files.contents, files.constants["state"]
         overrides = {"device_processor": {"device": "cpu"}}
         with TemporaryDirectory() as folder:
             files.write(Path(folder))
             self.preprocessor, postprocessor = make_pre_post_processors(
                 config, folder, preprocessor_overrides=overrides
             )
-        self.units = LeRobotUnits(self.preprocessor, postprocessor, files.still["action"])
+        self.action_normalizer = LeRobotNormalizer(self.preprocessor, postprocessor, files.constants["action"])
         self.action_dim, self.state_dim = config.action_feature.shape[0], config.robot_state_feature.shape[0]
         self.features = tuple(features)
 
     @property
-    def core(self) -> PreTrainedPolicy:
-        """LeRobot's policy itself, out of its LoRA if it has one."""
+    def unwrapped(self) -> PreTrainedPolicy:
+        """LeRobot's policy without peft's wrapper."""
         return self.policy if isinstance(self.policy, PreTrainedPolicy) else self.policy.get_base_model()
 
-    def ask(self, instruction: str) -> str:
+    def format_prompt(self, instruction: str) -> str:
         return instruction
 
     def prepare(
@@ -147,27 +151,27 @@ class LeRobotBackbone(Backbone):
     ) -> list[LeRobotObservation]:
         pixels = torch.from_numpy(rearrange(list(images), "camera n h w c -> n camera c h w").copy())
         observations = zip(pixels, torch.from_numpy(state.copy()), texts, strict=True)
-        return [LeRobotObservation(views, numbers, text) for views, numbers, text in observations]
+        return [LeRobotObservation(cameras, row_state, text) for cameras, row_state, text in observations]
 
     def collate(self, rows: Sequence[LeRobotObservation], device: torch.device) -> dict[str, Tensor]:
         images = torch.stack([row.images for row in rows], 1).float() / 255  # cameras first
         state = torch.stack([row.state for row in rows])
         observation: dict[str, Any] = {
             **dict(zip(self.features, images, strict=True)),
-            OBS_STATE: state if self.still is None else self.still.shown(state),
+            OBS_STATE: state if self.constants is None else self.constants.fill(state),
             "task": [row.text for row in rows],
         }
         batch = self.preprocessor(observation)
         names = (*self.features, OBS_STATE, OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
         return {name: batch[name].to(device) for name in names}
 
-    def cache_rows(self, reading: Reading) -> list[dict[str, Tensor]]:
-        prefix = cast(ExpertPrefix, reading)
-        mask = prefix.mask
-        layers = torch.stack([torch.stack(pair) for pair in prefix.keys_and_values])
+    def cache_rows(self, prefix: EncodedPrefix) -> list[dict[str, Tensor]]:
+        expert_prefix = cast(ExpertPrefix, prefix)
+        mask, last, state = expert_prefix.mask, expert_prefix.last, expert_prefix.state
+        layers = torch.stack([torch.stack(pair) for pair in expert_prefix.keys_and_values])
         layers = rearrange(layers, "l two n h t d -> n t l two h d")  # tokens first, for padding
         return [
-            {"hidden": prefix.last[i].cpu(), "state": prefix.state[i].cpu(), "layers": layers[i][mask[i]].cpu()}
+            {"hidden": last[i].cpu(), "state": state[i].cpu(), "layers": layers[i][mask[i]].cpu()}
             for i in range(len(mask))
         ]
 
@@ -182,15 +186,15 @@ class LeRobotBackbone(Backbone):
         }
         return {name: value.to(device) for name, value in batch.items()}
 
-    def cached_reading(self, inputs: dict[str, Tensor]) -> Reading:
+    def cached_prefix(self, inputs: dict[str, Tensor]) -> EncodedPrefix:
         layers = rearrange(inputs["layers"], "n t l two h d -> l two n h t d")
         pairs = [(keys, values) for keys, values in layers]
-        return cast(Reading, ExpertPrefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
+        return cast(EncodedPrefix, ExpertPrefix(pairs, inputs["mask"], inputs["state"], inputs["hidden"]))
 
     def flow_head(
         self, settings: FlowActions | TaughtFlow | FrozenFlow, action: Actions, action_dim: int, state_dim: int
     ) -> FlowHead:
-        config = self.core.config
+        config = self.unwrapped.config
         for name, policy_size, robot_size in (
             ("action", self.action_dim, action_dim),
             ("state", self.state_dim, state_dim),
@@ -208,12 +212,12 @@ class LeRobotBackbone(Backbone):
         for name, content in self.extra_files.items():
             (folder / name).write_bytes(content)
         weights: dict[str, Tensor] = {}
-        addresses: set[int] = set()
+        pointers: set[int] = set()
         for name, value in state.items():
-            tied = value.data_ptr() in addresses  # a file must not hold the same memory twice
+            tied = value.data_ptr() in pointers  # safetensors refuses tensors that share memory
             weights[name.removeprefix("policy.")] = value.clone() if tied else value.contiguous()
-            addresses.add(value.data_ptr())
-        if self.policy is self.core:
+            pointers.add(value.data_ptr())
+        if self.policy is self.unwrapped:
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
             return
         config = json.loads(self.extra_files[CONFIG])
@@ -222,7 +226,8 @@ class LeRobotBackbone(Backbone):
 
     @classmethod
     def freeze(cls, policy: nn.Module, parts: Sequence[str]) -> None:
-        """Freezes vision, connector (of images and of the state) or language; never the action expert."""
+        """Freezes `parts` of a policy: vision, connector (the projections of images and of the state) or language;
+        never the action expert."""
         for name, parameter in policy.named_parameters():
             if cls._part(name) in parts:
                 parameter.requires_grad_(False)
@@ -232,7 +237,8 @@ class LeRobotBackbone(Backbone):
         return not any(p.requires_grad for n, p in self.policy.named_parameters() if self._part(n) != "expert")
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        """Returns the velocity of x [n, latent chunk, latent action] at noise levels sigma [n], like x."""
+        """Predicts the velocity, shaped like x. x: noisy chunks [n, chunk_size, max_action_dim] of LeRobot's sizes;
+        sigma: noise levels [n]."""
         raise NotImplementedError
 
     @classmethod
@@ -242,16 +248,18 @@ class LeRobotBackbone(Backbone):
 
 
 class SmolVLABackbone(LeRobotBackbone):
+    """SmolVLA, whose prefix holds the state."""
+
     def __init__(
         self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
     ) -> None:
         super().__init__(policy, files, features)
-        self.width: int = self.core.model.vlm_with_expert.config.text_config.hidden_size
+        self.width: int = self.unwrapped.model.vlm_with_expert.config.text_config.hidden_size
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model = self.core.model
-        images, image_masks = self.core.prepare_images(inputs)
-        state = self.core.prepare_state(inputs)
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        model = self.unwrapped.model
+        images, image_masks = self.unwrapped.prepare_images(inputs)
+        state = self.unwrapped.prepare_state(inputs)
         tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
         embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens, state=state)
         (hidden, _), cache = model.vlm_with_expert(
@@ -260,10 +268,10 @@ class SmolVLABackbone(LeRobotBackbone):
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return expert_prefix(cache, mask, state, hidden)
+        return make_expert_prefix(cache, mask, state, hidden)
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model = self.core.model
+        model = self.unwrapped.model
         return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
 
     @classmethod
@@ -274,35 +282,38 @@ class SmolVLABackbone(LeRobotBackbone):
 
 
 class Pi0Backbone(LeRobotBackbone):
+    """pi0, whose action expert reads the state."""
+
     def __init__(
         self, policy: PreTrainedPolicy | peft.PeftModel, files: ProcessorFiles, features: Sequence[str]
     ) -> None:
         super().__init__(policy, files, features)
         _drop_cache_position()
-        self.width: int = self.core.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
+        self.width: int = self.unwrapped.model.paligemma_with_expert.paligemma.config.text_config.hidden_size
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        model = self.core.model
-        expert_pair = model.paligemma_with_expert
-        images, image_masks = self.core._preprocess_images(inputs)
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        model = self.unwrapped.model
+        paligemma_with_expert = model.paligemma_with_expert
+        images, image_masks = self.unwrapped._preprocess_images(inputs)
         tokens = inputs[OBS_LANGUAGE_TOKENS], inputs[OBS_LANGUAGE_ATTENTION_MASK]
         embeddings, mask, blocks = model.embed_prefix(images, image_masks, *tokens)
-        expert_pair.paligemma.model.language_model.config._attn_implementation = "eager"  # as LeRobot samples
-        (hidden, _), cache = expert_pair(
+        # as LeRobot's own sampling does
+        paligemma_with_expert.paligemma.model.language_model.config._attn_implementation = "eager"
+        (hidden, _), cache = paligemma_with_expert(
             attention_mask=prepare_attention_masks_4d(make_att_2d_masks(mask, blocks)),
             position_ids=mask.cumsum(1) - 1,
             inputs_embeds=[embeddings, None],
             use_cache=True,
         )
-        return expert_prefix(cache, mask, self._state(inputs), hidden)
+        return make_expert_prefix(cache, mask, self._state(inputs), hidden)
 
     def _state(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Returns the normalised state for the expert, [n, largest state]."""
-        state: Tensor = self.core.prepare_state(inputs)
+        """Returns the normalised state for the expert, padded to [n, max state]."""
+        state: Tensor = self.unwrapped.prepare_state(inputs)
         return state
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model = self.core.model
+        model = self.unwrapped.model
         return model.denoise_step(prefix.state, prefix.mask, prefix.cache(), x, sigma)
 
     @classmethod
@@ -311,10 +322,10 @@ class Pi0Backbone(LeRobotBackbone):
 
 
 class Pi05Backbone(Pi0Backbone):
-    """pi0.5, which reads the state as part of the text, where LeRobot's own processor writes it."""
+    """pi0.5, for which LeRobot's processor writes the state into the text."""
 
     def velocity(self, prefix: ExpertPrefix, x: Tensor, sigma: Tensor) -> Tensor:
-        model = self.core.model
+        model = self.unwrapped.model
         return model.denoise_step(prefix.mask, prefix.cache(), x, sigma)
 
     def _state(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -322,8 +333,9 @@ class Pi05Backbone(Pi0Backbone):
 
 
 class LeRobotHead(FlowHead):
-    """The action expert of a LeRobot policy, which is a part of the backbone. It plans more actions than are executed,
-    with more numbers than the robot has; as in pi_RL (arXiv 2510.25889) those do not count."""
+    """A flow head around the action expert of a LeRobot policy, whose parameters belong to the backbone. The expert
+    plans more actions than are executed, with more numbers than the robot has. Those are not scored, as in pi_RL (arXiv
+    2510.25889)."""
 
     def __init__(
         self,
@@ -337,23 +349,27 @@ class LeRobotHead(FlowHead):
         super().__init__(settings, action, action_dim, state_dim, latent)
         self._backbone = [backbone]  # in a list: its parameters are not this module's
 
-    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        return self._backbone[0].velocity(cast(ExpertPrefix, reading).select(rows), x, sigma).float()
+    def velocity(self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self._backbone[0].velocity(cast(ExpertPrefix, prefix).select(rows), x, sigma).float()
 
 
 BACKBONES: dict[str, type[LeRobotBackbone]] = {"smolvla": SmolVLABackbone, "pi0": Pi0Backbone, "pi05": Pi05Backbone}
 
 
-def expert_prefix(cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor) -> Reading:
+def make_expert_prefix(
+    cache: Iterable[tuple[Tensor, ...]], mask: Tensor, state: Tensor, hidden: Tensor
+) -> EncodedPrefix:
+    """Builds the encoded prefix from LeRobot's outputs. cache: keys and values of each layer; mask: [n, token]; state:
+    normalised, [n, max state]; hidden: the last layer, [n, token, width]."""
     end = mask.long().cumsum(1).argmax(1)
     last = hidden[torch.arange(len(mask), device=mask.device), end]
     layers = [(keys, values) for keys, values, *_ in cache]
-    return cast(Reading, ExpertPrefix(layers, mask.bool(), state, last))
+    return cast(EncodedPrefix, ExpertPrefix(layers, mask.bool(), state, last))
 
 
 def _drop_cache_position() -> None:
-    """Makes LeRobot 0.6's `create_causal_mask` ignore `cache_position`, which transformers 5.16 no longer accepts; pi0
-    and pi0.5 pass masks of their own, which do not depend on it."""
+    """Patches LeRobot 0.6 so that it no longer passes `cache_position` to `create_causal_mask`, which transformers 5.16
+    does not accept. pi0 and pi0.5 pass masks of their own, which do not depend on it."""
     original = masking_utils.create_causal_mask
     if "cache_position" in inspect.signature(original).parameters:
         return
@@ -364,79 +380,83 @@ def _drop_cache_position() -> None:
     pi_gemma.create_causal_mask = create_causal_mask
 
 
-def shown_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
-    """Returns the checkpoint's images, of `names`, for the policy's cameras, in the order of `action.cameras`. Without
-    that option there is one image. Raises UserError where cameras and images do not match."""
-    count = len(action.cameras or ("all",))
-    if action.camera_features is None:
-        if count != len(names):
+def match_features(path: str, names: Sequence[str], action: Actions) -> list[str]:
+    """Returns the checkpoint's image feature for each camera of the policy, in the order of `action.cameras`; without
+    that option the policy gets one image. names: of the checkpoint's image features.
+
+    Raises UserError if cameras and image features do not match."""
+    num_cameras = len(action.cameras or ("all",))
+    features = action.camera_features
+    if features is None:
+        if num_cameras != len(names):
             raise UserError(
-                f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras shows "
-                f"it {count}; name as many, or set action.camera_features to those that are shown"
+                f"model.path={path} was trained on {len(names)} cameras ({', '.join(names)}), but action.cameras gives "
+                f"it {num_cameras}; name as many, or set action.camera_features to those that it gets"
             )
         return list(names)
-    chosen = action.camera_features
-    if len(chosen) != count or len(set(chosen)) < count:
-        raise UserError(f"action.camera_features must be {count} different names, one for each camera, not {chosen}")
-    for name in chosen:
+    if len(features) != num_cameras or len(set(features)) < num_cameras:
+        raise UserError(
+            f"action.camera_features must be {num_cameras} different names, one for each camera, not {features}"
+        )
+    for name in features:
         if name not in names:
             raise UserError(
                 f"action.camera_features: model.path={path} has no {name!r}{nearest(name, names)}; it has "
                 f"{', '.join(names)}"
             )
-    return chosen
+    return features
 
 
 def load(path: str, model: VisionLanguageActionModel, action: Actions) -> LeRobotBackbone:
-    """Loads a policy from a folder or a hub name, with its LoRA if it is one or a new one if `model.lora` is set.
-    Raises UserError naming the file, tensor or option that does not fit."""
+    """Loads a LeRobot policy from a folder or a hub name, with the LoRA that it holds, or a new one if `model.lora` is
+    set. Raises UserError for a file, tensor or option that does not fit."""
     if model.processor:
         raise UserError("model.processor is not for LeRobot policies; remove it")
     folder = _folder(path)
-    adapted = (folder / ADAPTERS[0]).is_file()
-    base = loading.base_of(str(folder)) if adapted else path
+    is_lora = (folder / ADAPTERS[0]).is_file()
+    base = loading.base_of(str(folder)) if is_lora else path
     saved_config = json.loads(_existing(path, folder / CONFIG).read_text())
-    for option in UNFIT:
+    for option in UNSUPPORTED_OPTIONS:
         if saved_config.get(option):
-            raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which can not be trained here")
-    if saved_config.get("use_peft") and not adapted:
+            raise UserError(f"model.path={path}: {CONFIG} has {option}=true, which mmrl cannot train")
+    if saved_config.get("use_peft") and not is_lora:
         raise UserError(f"model.path={path}: {CONFIG} has use_peft=true, but {ADAPTERS[0]} is missing")
-    weights = _existing(path, (_folder(base) if adapted else folder) / WEIGHTS)
+    weights = _existing(path, (_folder(base) if is_lora else folder) / WEIGHTS)
     for name in (PREPROCESSOR, POSTPROCESSOR):
         _existing(path, folder / f"{name}.json")
-    files = prepared(path, folder, action)
+    files = load_processor_files(path, folder, action)
     config = PreTrainedConfig.from_pretrained(folder)
-    features = shown_features(path, [name for name in config.image_features if EMPTY not in name], action)
+    features = match_features(path, [name for name in config.image_features if EMPTY not in name], action)
     config.device = "cpu"  # the engine moves it
     if saved_config["type"] == "smolvla":
         config.load_vlm_weights = False  # they are in the checkpoint
     policy_class: Any = get_policy_class(saved_config["type"])
-    kind, policy = BACKBONES[saved_config["type"]], policy_class(config).float()
-    _fill(policy, load_file(weights), str(weights.parent))
-    freeze_unread(policy)
-    kind.freeze(policy, model.freeze)
+    backbone_class, policy = BACKBONES[saved_config["type"]], policy_class(config).float()
+    _load_weights(policy, load_file(weights), str(weights.parent))
+    freeze_unused_heads(policy)
+    backbone_class.freeze(policy, model.freeze)
     if model.dtype == "bfloat16":
-        compute_precisely(policy)
-    if adapted:
+        use_fp32_projections(policy)
+    if is_lora:
         policy = peft.PeftModel.from_pretrained(policy, folder, is_trainable=True)
-        kind.freeze(policy, model.freeze)  # adapters too
+        backbone_class.freeze(policy, model.freeze)  # the adapters inside these parts
     elif model.lora is not None:
         policy = with_lora(policy, base, model.lora)
     for parameter in policy.parameters():  # not buffers: those of rotary embeddings are angles
         parameter.data = parameter.data.to(getattr(torch, model.dtype))
-    return kind(policy, files, features)
+    return backbone_class(policy, files, features)
 
 
-def freeze_unread(policy: nn.Module) -> None:
-    """Freezes language model heads, on which no action depends; not where they are tied to the input embeddings."""
+def freeze_unused_heads(policy: nn.Module) -> None:
+    """Freezes language model heads, on which no action depends, unless they are tied to the input embeddings."""
     named = list(policy.named_parameters(remove_duplicate=False))
-    counts = Counter(id(parameter) for _, parameter in named)
+    num_uses = Counter(id(parameter) for _, parameter in named)
     for name, parameter in named:
-        if "lm_head." in name and counts[id(parameter)] == 1:
+        if "lm_head." in name and num_uses[id(parameter)] == 1:
             parameter.requires_grad_(False)
 
 
-class PreciseLinear(nn.Linear):
+class Fp32Linear(nn.Linear):
     """A linear layer that computes in fp32, whatever the dtype of its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -444,22 +464,23 @@ class PreciseLinear(nn.Linear):
         return F.linear(x.float(), self.weight.float(), bias)
 
 
-def compute_precisely(policy: PreTrainedPolicy) -> None:
-    """Makes the projections of states, noisy actions, noise levels and velocities compute in fp32: the eight bits of
-    bfloat16 are coarser than the change of a step of the chain. LeRobot keeps these layers in fp32;
-    attention, norms and rotary embeddings compute in fp32 by its own code."""
+def use_fp32_projections(policy: PreTrainedPolicy) -> None:
+    """Makes the projections of states, noisy actions, noise levels and velocities compute in fp32, as LeRobot does.
+
+    A denoising step changes actions by less than the 8 bits of bfloat16 resolve. Attention, norms and rotary embeddings
+    compute in fp32 by LeRobot's own code."""
     parts = [policy.model, *(module for module in policy.modules() if isinstance(module, pi_gemma.PiGemmaRMSNorm))]
     for part in parts:
         for name, linear in list(part.named_children()):
             if isinstance(linear, nn.Linear):
-                precise = PreciseLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-                precise.weight, precise.bias = linear.weight, linear.bias
-                setattr(part, name, precise)
+                fp32 = Fp32Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+                fp32.weight, fp32.bias = linear.weight, linear.bias
+                setattr(part, name, fp32)
 
 
 def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel:
-    """Adds adapters to the trainable linear layers of `policy`, whose files are at `base`. Raises UserError where there
-    are none."""
+    """Adds LoRA adapters to the trainable linear layers of `policy`. base: path of its files, which peft saves. Raises
+    UserError if no layer matches."""
     lora_config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -480,28 +501,29 @@ def with_lora(policy: PreTrainedPolicy, base: str, lora: LoRA) -> peft.PeftModel
 
 
 def _existing(path: str, file: Path) -> Path:
+    """Returns `file`. Raises UserError if it does not exist."""
     if not file.is_file():
         raise UserError(f"model.path={path} is a LeRobot policy without {file}; save it with LeRobot 0.5 or later")
     return file
 
 
 def _folder(path: str) -> Path:
-    """Returns the folder itself, or that of the files downloaded from the hub."""
+    """Returns `path` if it is a folder, else downloads the files of that hub name and returns their folder."""
     if Path(path).is_dir():
         return Path(path)
     return Path(huggingface_hub.snapshot_download(path, allow_patterns=[WEIGHTS, *FILES, *ADAPTERS]))
 
 
-def _fill(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
-    """Loads all tensors. Raises UserError for missing, unexpected or mismatched ones, which LeRobot's own loading
-    accepts; one of two tied tensors is enough."""
+def _load_weights(policy: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
+    """Loads tensors by name into `policy`. Raises UserError for missing, unexpected or mismatched ones, which LeRobot's
+    own loading accepts. One of two tied tensors is enough."""
     named = {name if name.startswith("model.") else f"model.{name}": tensor for name, tensor in tensors.items()}
     state = policy.state_dict()
-    addresses = {state[name].data_ptr() for name in named if name in state}
-    missing = sorted(name for name in state if name not in named and state[name].data_ptr() not in addresses)
+    pointers = {state[name].data_ptr() for name in named if name in state}
+    missing = sorted(name for name in state if name not in named and state[name].data_ptr() not in pointers)
     unexpected = sorted(set(named) - set(state))
     mismatched = sorted(name for name in named if name in state and state[name].shape != named[name].shape)
-    for kind, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched)):
+    for problem, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched)):
         if names:
-            raise UserError(f"model.path={path}: its weights do not fit its config.json: {kind} {names[0]}")
+            raise UserError(f"model.path={path}: its weights do not fit its config.json: {problem} {names[0]}")
     policy.load_state_dict(named, strict=False)

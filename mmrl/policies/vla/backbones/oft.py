@@ -1,4 +1,4 @@
-"""OpenVLA-OFT's (arXiv 2502.19645) separate parts: the L1 regression head and the projector of the robot's state.
+"""The parts of OpenVLA-OFT (arXiv 2502.19645) with files of their own: L1 regression head and state projector.
 
 They are published as pickles of tensors, `action_head--STEP_checkpoint.pt` and `proprio_projector--STEP_checkpoint.pt`.
 The same tensors are read here as safetensors, to which `mmrl.policies.vla.backbones.checkpoint_conversion` converts
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.heads.gaussian import NormalHead
-from mmrl.policies.vla.heads.head import JointReading, Reading
+from mmrl.policies.vla.heads.head import BidirectionalEncodedPrefix, EncodedPrefix
 from mmrl.policies.vla.settings import Actions, L1Actions
 
-Kind = Literal["action_head", "proprio_projector"]
+PartName = Literal["action_head", "proprio_projector"]
 # Without the word "checkpoint": OpenVLA-OFT loads any file with that word and the part's name in its own name.
-FILES: dict[Kind, str] = {kind: f"{kind}.safetensors" for kind in ("action_head", "proprio_projector")}
-PUBLISHED: dict[Kind, str] = {kind: f"{kind}--*.pt" for kind in FILES}
-SAVED: dict[Kind, str] = {kind: f"{kind}--latest_checkpoint.pt" for kind in FILES}
+FILES: dict[PartName, str] = {part: f"{part}.safetensors" for part in ("action_head", "proprio_projector")}
+PUBLISHED: dict[PartName, str] = {part: f"{part}--*.pt" for part in FILES}
+SAVED: dict[PartName, str] = {part: f"{part}--latest_checkpoint.pt" for part in FILES}
 DISTRIBUTED = "module."  # begins every name in the published files
-UNKNOWN = {
+UNSUPPORTED = {  # patterns of files, and the reason
     "noisy_action_projector--*.pt": "its actions are denoised (OpenVLA-OFT's use_diffusion)",
     "vision_backbone--*.pt": "its image features are conditioned on the words (FiLM)",
 }
@@ -39,6 +39,8 @@ Shapes = Mapping[str, torch.Size]
 
 
 class ResidualBlock(nn.Module):
+    """A residual MLP block of `ActionNetwork`."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
@@ -48,7 +50,7 @@ class ResidualBlock(nn.Module):
 
 
 class ActionNetwork(nn.Module):
-    """Predicts an action [..., action] from the concatenated hidden states of its positions [..., action x width]."""
+    """The L1 regression head: maps the hidden states of an action's positions, concatenated, to the action."""
 
     def __init__(self, width: int, action_dim: int) -> None:
         super().__init__()
@@ -59,6 +61,7 @@ class ActionNetwork(nn.Module):
         self.fc2 = nn.Linear(width, action_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns actions [..., action]. x: [..., action x width]."""
         h = self.fc1(self.layer_norm1(x)).relu()
         for block in self.mlp_resnet_blocks:
             h = block(h)
@@ -66,7 +69,7 @@ class ActionNetwork(nn.Module):
 
 
 class ProprioProjector(nn.Module):
-    """Projects the robot's state [n, state] to a token [n, 1, width] behind the patches of the images."""
+    """Projects the robot's state to one token, which follows the image patches."""
 
     def __init__(self, width: int, state_dim: int) -> None:
         super().__init__()
@@ -79,20 +82,21 @@ class ProprioProjector(nn.Module):
 
 
 class L1Head(NormalHead):
-    """A Gaussian head whose mean is the published head's prediction, from hidden states of all positions of a chunk."""
+    """A Gaussian head whose mean is the prediction of the published L1 regression head."""
 
-    new_parts = ("model.",)  # saved in a file of their own
+    optional_parameters = ("model.",)  # they are saved in the published file
 
     def __init__(self, settings: L1Actions, action: Actions, action_dim: int, width: int) -> None:
-        """width: of the backbone. The network is initialised at random."""
+        """width: of the backbone. The weights are random until `read_into` loads the published ones."""
         super().__init__(settings, action, action_dim, 0)
         self.model, self.width = ActionNetwork(width, action_dim), width
 
-    def mean(self, reading: Reading, state: Tensor) -> Tensor:
+    def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         chunk, size = self.shape
         empty = torch.zeros(len(state), chunk * size, self.width, device=state.device)
-        before = cast(JointReading, reading).together(empty)[:, :-1]  # the token before each position
-        return self.model(rearrange(before, "n (c a) w -> n c (a w)", c=chunk)).float()
+        # a number of an action is predicted at the position before it
+        hidden = cast(BidirectionalEncodedPrefix, prefix).encode_with(empty)[:, :-1]
+        return self.model(rearrange(hidden, "n (c a) w -> n c (a w)", c=chunk)).float()
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
         network = {name: value for name, value in state.items() if name.startswith("model.")}
@@ -101,11 +105,13 @@ class L1Head(NormalHead):
 
 
 def head_shapes(width: int, action_dim: int) -> Shapes:
+    """Returns the shapes of an L1 regression head's tensors by name."""
     with torch.device("meta"):
         return shapes_of({f"model.{n}": t for n, t in ActionNetwork(width, action_dim).state_dict().items()})
 
 
 def projector_shapes(width: int, state_dim: int) -> Shapes:
+    """Returns the shapes of a state projector's tensors by name."""
     with torch.device("meta"):
         return shapes_of(ProprioProjector(width, state_dim).state_dict())
 
@@ -116,29 +122,29 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 def check_shapes(file: Path, actual: Shapes, expected: Shapes) -> None:
     """Raises UserError for the first tensor that is missing, unknown or of another shape."""
-    for kind, names in (
+    for problem, names in (
         ("lacks", expected.keys() - actual.keys()),
         ("has an unknown", actual.keys() - expected.keys()),
     ):
         if names:
-            raise UserError(f"{file} {kind} {min(names)}; it is not part of a supported OpenVLA-OFT")
+            raise UserError(f"{file} {problem} {min(names)}; it is not part of a supported OpenVLA-OFT")
     for name in sorted(expected):
         if actual[name] != expected[name]:
             raise UserError(f"{file}: {name} must be {list(expected[name])}, it is {list(actual[name])}")
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Files of the separate parts of a model, None where there is none."""
+class PartFiles:
+    """The files of a model's L1 regression head and state projector; None if the model has none."""
 
     head: Path | None
     projector: Path | None
 
     def check(self, path: str, action: Actions, sizes: tuple[int, int, int]) -> None:
-        """Raises UserError where these are not the parts that `action` needs. Reads no weights. path: of the model;
-        sizes: the model's width, the numbers of an action, and of the robot's state that the policy may read."""
+        """Raises UserError if these are not the parts that `action` needs; reads no weights. path: of the model; sizes:
+        the model's width, the action size, and the size of the state that the policy may read."""
         width, action_dim, state_dim = sizes
-        l1_head = isinstance(action.head.core, L1Actions)
+        l1_head = isinstance(action.head.checkpoint_head, L1Actions)
         if l1_head and self.head is None:
             raise UserError(
                 f"action.head.type=l1, but model.path={path} has no {FILES['action_head']}, which mmrl convert makes "
@@ -166,9 +172,8 @@ class Parts:
         self._check_projector(self.projector, path, action, width, state_dim)
 
     def _check_head(self, file: Path, chunk: int, width: int, action_dim: int) -> None:
-        """Raises UserError where the L1 head's file has other sizes than the job: action_dim, chunk, or the hidden
-        width."""
-        shapes, metadata = header(file)
+        """Raises UserError if the L1 head's file has another action size, chunk length or width than the job."""
+        shapes, metadata = read_header(file)
         size = shapes.get("model.fc2.bias", torch.Size([action_dim]))[0]
         if size != action_dim:
             raise UserError(f"{file} makes actions of {size} numbers, the simulator takes {action_dim}")
@@ -179,14 +184,14 @@ class Parts:
             raise UserError(f"action.chunk={chunk}, but {file} was trained on chunks of {metadata['chunk']}")
 
     def _check_projector(self, file: Path, path: str, action: Actions, width: int, state_dim: int) -> None:
-        """Raises UserError where the projector of the robot's state does not fit the job: switched off, another state
-        size, or a second standardisation."""
+        """Raises UserError if the state projector is switched off, has another state size than the robot, or would get
+        a state that is already standardised."""
         if not action.proprioception:
             raise UserError(
                 f"action.proprioception=false, but model.path={path} reads the robot's state through {file.name}; set "
                 "action.proprioception=true, or remove the file"
             )
-        shapes, _ = header(file)
+        shapes, _ = read_header(file)
         size = shapes.get("fc1.weight", torch.Size([width, state_dim]))[-1]
         if size != state_dim:
             raise UserError(f"{file} takes a state of {size} numbers, the simulator's has {state_dim}")
@@ -197,29 +202,31 @@ class Parts:
             )
 
 
-def find(folders: Sequence[Path]) -> Parts:
-    """Finds each file in the first folder that has it: that of an adapter, then that of its base."""
-    paths = {kind: next((p / name for p in folders if (p / name).is_file()), None) for kind, name in FILES.items()}
-    return Parts(paths["action_head"], paths["proprio_projector"])
+def find_files(folders: Sequence[Path]) -> PartFiles:
+    """Finds each part's file in the first of `folders` that has it: that of an adapter, then that of its base model."""
+    paths: dict[PartName, Path | None] = {}
+    for part, name in FILES.items():
+        paths[part] = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return PartFiles(paths["action_head"], paths["proprio_projector"])
 
 
 def check_readable(path: str, names: Sequence[str]) -> None:
-    """Raises UserError for parts that are not supported, or that are still pickles. names: of all files at `path`."""
-    for pattern, why in UNKNOWN.items():
+    """Raises UserError if the files `names` at `path` hold parts that are not supported, or that are pickles only."""
+    for pattern, reason in UNSUPPORTED.items():
         for name in fnmatch.filter(names, pattern):
-            raise UserError(f"model.path={path} holds {name}: {why}, which is not supported")
-    for kind, pattern in PUBLISHED.items():
+            raise UserError(f"model.path={path} holds {name}: {reason}, which is not supported")
+    for part, pattern in PUBLISHED.items():
         for name in fnmatch.filter(names, pattern):
-            if FILES[kind] not in names:
+            if FILES[part] not in names:
                 raise UserError(
-                    f"model.path={path} holds {name}, a pickle, which no run opens; make {FILES[kind]} of it once, "
+                    f"model.path={path} holds {name}, a pickle, which no run opens; make {FILES[part]} of it once, "
                     "in a folder of this machine that holds the checkpoint, with: mmrl convert FOLDER"
                 )
 
 
-def header(file: Path) -> tuple[Shapes, dict[str, str]]:
-    """Returns shapes by name and the metadata of a file, without reading weights. Raises UserError for another kind of
-    file."""
+def read_header(file: Path) -> tuple[Shapes, dict[str, str]]:
+    """Returns the shapes by name and the metadata of a safetensors file, without its weights. Raises UserError if it is
+    no such file."""
     try:
         with safe_open(file, "pt") as opened:
             shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -229,19 +236,19 @@ def header(file: Path) -> tuple[Shapes, dict[str, str]]:
 
 
 def read_into(module: nn.Module, file: Path) -> None:
-    """Loads the weights of a file whose shapes fit."""
+    """Loads the weights of a file whose shapes were checked. Parameters that it does not hold keep their values."""
     module.load_state_dict(safetensors.load_file(file), strict=False)
 
 
-def write(kind: Kind, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write(part: PartName, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Writes a part as safetensors, and as the pickle that OpenVLA-OFT reads."""
     tensors = {name: value.contiguous() for name, value in state.items()}
-    write_tensors(folder / FILES[kind], tensors, metadata)
-    torch.save({DISTRIBUTED + name: value for name, value in tensors.items()}, folder / SAVED[kind])
+    write_tensors(folder / FILES[part], tensors, metadata)
+    torch.save({DISTRIBUTED + name: value for name, value in tensors.items()}, folder / SAVED[part])
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a file atomically."""
-    unfinished = file.with_suffix(".new")
-    unfinished.write_bytes(safetensors.save(tensors, {"format": "pt", **metadata}))
-    os.replace(unfinished, file)
+    """Writes a safetensors file atomically."""
+    temporary = file.with_suffix(".new")
+    temporary.write_bytes(safetensors.save(tensors, {"format": "pt", **metadata}))
+    os.replace(temporary, file)

@@ -34,7 +34,7 @@ from mmrl.policies.models import write_model
 from mmrl.policies.vla.backbones import oft
 from mmrl.policies.vla.backbones.backbone import Backbone
 from mmrl.policies.vla.heads.codec import StateQuantiles
-from mmrl.policies.vla.heads.head import Head, Reading
+from mmrl.policies.vla.heads.head import EncodedPrefix, Head
 from mmrl.policies.vla.settings import Actions, L1Actions, VisionLanguageActionModel
 from mmrl.policies.vla.statistics import load_state_quantiles
 from mmrl.policies.vlm import loading
@@ -47,11 +47,11 @@ EXTRA_FILES = (  # files that a saved model copies
     *("added_tokens.json", "dataset_statistics.json"),
 )
 PROMPT = "In: What action should the robot take to {}?\nOut:"
-BEFORE_ACTIONS = 29871  # Llama's token of a lone space, which follows the prompt in training
+SPACE_TOKEN = 29871  # Llama's token of a single space, which stands between prompt and actions in training
 
 
 class OpenVLAConfig(PreTrainedConfig):
-    """config.json; other keys, such as norm_stats, are kept as they are."""
+    """The config.json of an OpenVLA model; other keys, such as norm_stats, are kept as they are."""
 
     model_type = "openvla"
     sub_configs = {"text_config": LlamaConfig}
@@ -82,7 +82,8 @@ class OpenVLALayerScale(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One or two vision transformers of timm; a patch is the concatenation of their next-to-last layers."""
+    """One or two vision transformers of timm, whose features of a patch, from the next-to-last layer, are
+    concatenated."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -113,19 +114,24 @@ class VisionBackbone(nn.Module):
             self.width += vit.embed_dim
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
-        """Returns patches [n, camera x patch, width], camera by camera as in OpenVLA-OFT. images: for each transformer
-        [n, camera, 3, size, size]."""
-        shown = zip(self.names, images, strict=True)
-        patches = torch.cat([self.get_submodule(name)(p.flatten(0, 1))[0] for name, p in shown], 2)
+        """Returns patch features [n, camera x patch, width], camera by camera as in OpenVLA-OFT. images: for each
+        vision transformer [n, camera, 3, size, size]."""
+        features = []
+        for name, pixels in zip(self.names, images, strict=True):
+            features.append(self.get_submodule(name)(pixels.flatten(0, 1))[0])
+        patches = torch.cat(features, 2)
         return rearrange(patches, "(n c) p w -> n (c p) w", c=images[0].shape[1])
 
 
 class Projector(nn.Module):
-    def __init__(self, vision: int, language: int, fused: bool) -> None:
+    """Projects patch features to the width of the language model."""
+
+    def __init__(self, vision_width: int, language_width: int, fused: bool) -> None:
+        """fused: whether the features are those of two vision transformers."""
         super().__init__()
-        between = 4 * vision if fused else language
-        self.fc1, self.fc2 = nn.Linear(vision, between), nn.Linear(between, language)
-        self.fc3 = nn.Linear(language, language) if fused else None
+        hidden_width = 4 * vision_width if fused else language_width
+        self.fc1, self.fc2 = nn.Linear(vision_width, hidden_width), nn.Linear(hidden_width, language_width)
+        self.fc3 = nn.Linear(language_width, language_width) if fused else None
         self.act = nn.GELU()
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -134,7 +140,7 @@ class Projector(nn.Module):
 
 
 class OpenVLAForActionPrediction(PreTrainedModel):
-    """A Llama that reads images as tokens behind the first token of the prompt."""
+    """A Llama whose prompt has projected image patches behind its first token."""
 
     config_class = OpenVLAConfig
     config: OpenVLAConfig
@@ -145,8 +151,8 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         super().__init__(config)
         assert isinstance(config.text_config, LlamaConfig)
         self.vision_backbone = VisionBackbone(config)
-        language = config.text_config.hidden_size
-        self.projector = Projector(self.vision_backbone.width, language, config.use_fused_vision_backbone)
+        language_width = config.text_config.hidden_size
+        self.projector = Projector(self.vision_backbone.width, language_width, config.use_fused_vision_backbone)
         self.language_model = LlamaForCausalLM(config.text_config)
         self.post_init()
 
@@ -159,9 +165,8 @@ class OpenVLAForActionPrediction(PreTrainedModel):
     def embed(
         self, ids: Tensor, mask: Tensor, images: Sequence[Tensor], state: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the Llama's "inputs_embeds" and "attention_mask". ids, mask: [n, token]; images: as for
-        `VisionBackbone`;
-        state: [n, 1, width], put behind the patches."""
+        """Returns the Llama's inputs, "inputs_embeds" and "attention_mask". ids, mask: [n, token]; images: as for
+        `VisionBackbone`; state: the embedded robot state [n, 1, width], which follows the patches."""
         patches = self.projector(self.vision_backbone(images))
         patches = patches if state is None else torch.cat([patches, state.to(patches.dtype)], 1)
         tokens = self.get_input_embeddings()(ids)
@@ -174,23 +179,21 @@ class OpenVLAForActionPrediction(PreTrainedModel):
 
 @dataclass(frozen=True)
 class OpenVLAObservation:
-    """A prepared observation."""
+    """A preprocessed observation."""
 
     images: Tensor  # [camera, 3, size, size] uint8
     ids: Tensor  # [token] int64
-    state: Tensor  # [state], scaled for the projector; [0] where there is none
+    state: Tensor  # [state], normalised; empty if the model does not read the state
 
 
 @dataclass(frozen=True)
 class ObservationPreprocessing:
-    """Options of reading observations. together: in one bidirectional pass as OpenVLA-OFT, see `BidirectionalPrefix`.
-    crop: share of the area of images that is kept. jpeg: whether images are resized by `as_in_training`. states:
-    quantiles that scale the robot's state, where it is read."""
+    """Options of preprocessing and encoding observations."""
 
-    together: bool
-    crop: float = 1.0
-    jpeg: bool = False
-    states: StateQuantiles | None = None
+    bidirectional: bool  # True: in one bidirectional pass as OpenVLA-OFT, see `BidirectionalPrefix`
+    crop: float = 1.0  # share of an image's area that the center crop keeps
+    jpeg: bool = False  # whether images are resized by `resize_as_in_training`
+    states: StateQuantiles | None = None  # normalises the robot's state; None: the state is not read
 
 
 class OpenVLABackbone(Backbone):
@@ -206,13 +209,14 @@ class OpenVLABackbone(Backbone):
         extra_files: dict[str, bytes],
         max_prompt_length: int,
         preprocessing: ObservationPreprocessing,
-        parts: oft.Parts,
+        parts: oft.PartFiles,
     ) -> None:
-        """parts: files whose shapes fit; the projector is loaded here."""
+        """extra_files: contents by name, which `save` copies. parts: checked files; the state projector is loaded
+        here, the head by `l1_head`."""
         super().__init__()
         self.model, self.tokenizer, self.extra_files = model, tokenizer, extra_files
         self.max_prompt_length, self.preprocessing, self.head_file = max_prompt_length, preprocessing, parts.head
-        config = self.core.config
+        config = self.unwrapped.config
         assert isinstance(config.text_config, LlamaConfig)
         self.width: int = config.text_config.hidden_size
         self.vocabulary: int = config.text_config.vocab_size - config.pad_to_multiple_of
@@ -220,17 +224,21 @@ class OpenVLABackbone(Backbone):
         image_config = json.loads(extra_files[PREPROCESSOR])
         if image_config["image_resize_strategy"] != "resize-naive" or len(set(image_config["interpolations"])) > 1:
             raise UserError(
-                f"{PREPROCESSOR} asks for image_resize_strategy={image_config['image_resize_strategy']} and "
+                f"the model's {PREPROCESSOR} asks for "
+                f"image_resize_strategy={image_config['image_resize_strategy']} and "
                 f"interpolations={image_config['interpolations']}; only resize-naive with one interpolation for all is "
                 "supported"
             )
         if len({tuple(size) for size in image_config["input_sizes"]}) > 1:
-            raise UserError(f"{PREPROCESSOR} asks for images of several sizes: {image_config['input_sizes']}")
+            raise UserError(
+                f"the model's {PREPROCESSOR} asks for images of several sizes, {image_config['input_sizes']}; only one "
+                "is supported"
+            )
         self.size, self.resampling = (
             image_config["input_sizes"][0][1:],
             Image.Resampling[image_config["interpolations"][0].upper()],
         )
-        for name in ("mean", "std"):  # [transformer, 3]
+        for name in ("mean", "std"):  # [vision transformer, 3]
             self.register_buffer(name, torch.tensor(image_config[name + "s"], dtype=torch.float32), persistent=False)
         self.proprio: oft.ProprioProjector | None = None
         if parts.projector is not None:
@@ -240,32 +248,34 @@ class OpenVLABackbone(Backbone):
         self.reads_state = self.proprio is not None
 
     @property
-    def core(self) -> OpenVLAForActionPrediction:
-        core = vlm.transformers_model(self.model)
-        assert isinstance(core, OpenVLAForActionPrediction)
-        return core
+    def unwrapped(self) -> OpenVLAForActionPrediction:
+        """The model without peft's wrapper."""
+        model = vlm.transformers_model(self.model)
+        assert isinstance(model, OpenVLAForActionPrediction)
+        return model
 
     @property
     def input_embeddings(self) -> nn.Module:
-        return self.core.get_input_embeddings()
+        return self.unwrapped.get_input_embeddings()
 
     @property
     def output_weight(self) -> Tensor:
-        return self.core.get_output_embeddings().weight  # type: ignore[return-value]
+        return self.unwrapped.get_output_embeddings().weight  # type: ignore[return-value]
 
-    def ask(self, instruction: str) -> str:
+    def format_prompt(self, instruction: str) -> str:
         return PROMPT.format(instruction.lower())
 
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[OpenVLAObservation]:
-        """Prepares observations. Raises UserError for a prompt that is too long."""
-        scales = self.preprocessing.states
-        numbers = torch.from_numpy(state[:, :0].copy() if scales is None else scales.scaled(state))
-        return [
-            OpenVLAObservation(torch.stack([self._fit(image) for image in views]), self._ids(text, len(views)), row)
-            for *views, text, row in zip(*images, texts, numbers, strict=True)
-        ]
+        """Preprocesses observations. Raises UserError for a prompt longer than `max_prompt_length`."""
+        quantiles = self.preprocessing.states
+        states = torch.from_numpy(state[:, :0].copy() if quantiles is None else quantiles.normalize(state))
+        rows = []
+        for *cameras, text, row_state in zip(*images, texts, states, strict=True):
+            pixels = torch.stack([self._resize(image) for image in cameras])
+            rows.append(OpenVLAObservation(pixels, self._ids(text, len(cameras)), row_state))
+        return rows
 
     def collate(self, rows: Sequence[OpenVLAObservation], device: torch.device) -> dict[str, Tensor]:
         ids = [row.ids for row in rows]
@@ -277,17 +287,17 @@ class OpenVLABackbone(Backbone):
         }
         return {name: value.to(device) for name, value in batch.items()}
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        core = self.core
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        model = self.unwrapped
         pixels = inputs["images"].float() / 255
         mean, std = (part[:, None, None, :, None, None].float() for part in (self.mean, self.std))
-        images = ((pixels - mean) / std).to(core.dtype).unbind(0)  # [n, camera, 3, size, size] of each transformer
+        images = ((pixels - mean) / std).to(model.dtype).unbind(0)  # [n, camera, 3, size, size] a vision transformer
         state = None if self.proprio is None else self.proprio(inputs["state"])
-        embedded = core.embed(inputs["ids"], inputs["mask"], images, state)
-        if self.preprocessing.together:
-            end = self.input_embeddings(torch.tensor([self.end], device=core.device))
-            return cast(Reading, BidirectionalPrefix(core.language_model, embedded, end))
-        return Prefix(core.language_model, embedded, every_layer=every_layer)
+        embedded = model.embed(inputs["ids"], inputs["mask"], images, state)
+        if self.preprocessing.bidirectional:
+            end = self.input_embeddings(torch.tensor([self.end], device=model.device))
+            return cast(EncodedPrefix, BidirectionalPrefix(model.language_model, embedded, end))
+        return Prefix(model.language_model, embedded, every_layer=every_layer)
 
     def l1_head(self, settings: L1Actions, action: Actions, action_dim: int) -> Head:
         assert self.head_file is not None
@@ -302,32 +312,35 @@ class OpenVLABackbone(Backbone):
         if projector := {n.removeprefix("proprio."): t for n, t in state.items() if n.startswith("proprio.")}:
             oft.write("proprio_projector", folder, projector, {})
 
-    def _fit(self, image: NDArray[np.uint8]) -> Tensor:
+    def _resize(self, image: NDArray[np.uint8]) -> Tensor:
+        """Resizes an image [h, w, 3] to the model's size and crops it: [3, height, width] uint8."""
         height, width = self.size
         if self.preprocessing.jpeg:
-            fitted = as_in_training(image, height, width)
+            resized = resize_as_in_training(image, height, width)
         else:
-            fitted = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
-        return torch.from_numpy(middle(fitted, self.preprocessing.crop).transpose(2, 0, 1).copy())
+            resized = np.asarray(Image.fromarray(image).resize((width, height), self.resampling))
+        return torch.from_numpy(center_crop(resized, self.preprocessing.crop).transpose(2, 0, 1).copy())
 
     def _ids(self, text: str, cameras: int) -> Tensor:
-        """Encodes a prompt, [token] int64, with the token that stands before actions. Raises UserError where prompt and
-        image patches exceed rollout.max_prompt_length."""
+        """Tokenizes a prompt, [token] int64, and appends the space that precedes actions if it is missing. Raises
+        UserError if prompt and image patches of all cameras are longer than `max_prompt_length`."""
         ids = self.tokenizer.encode(text).ids
-        ids += [BEFORE_ACTIONS] * (ids[-1] != BEFORE_ACTIONS)
-        vit: Any = self.core.vision_backbone.get_submodule("featurizer")
-        if (length := len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state) > self.max_prompt_length:
-            shown = "its image" if cameras == 1 else f"its {cameras} images"
+        if ids[-1] != SPACE_TOKEN:
+            ids = [*ids, SPACE_TOKEN]
+        vit: Any = self.unwrapped.vision_backbone.get_submodule("featurizer")
+        length = len(ids) + cameras * vit.patch_embed.num_patches + self.reads_state
+        if length > self.max_prompt_length:
+            images = "its image" if cameras == 1 else f"its {cameras} images"
             raise UserError(
-                f"the prompt {text!r} and {shown} have {length} tokens, more than rollout.max_prompt_length="
+                f"the prompt {text!r} and {images} have {length} tokens, more than rollout.max_prompt_length="
                 f"{self.max_prompt_length}; raise it"
             )
         return torch.tensor(ids)
 
 
 class BidirectionalPrefix:
-    """Prompts that are read in one bidirectional pass with the tokens that follow, as OpenVLA-OFT was trained, so that
-    no cache is possible. `hidden` and `last` are those of the prompt alone."""
+    """Prompts that are encoded together with the tokens that follow, under bidirectional attention, as OpenVLA-OFT was
+    trained. So keys and values cannot be cached. `hidden` and `last` are those of the prompt alone."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -347,29 +360,31 @@ class BidirectionalPrefix:
     def last(self) -> Tensor:
         return self._last(self.hidden)
 
-    def together(self, tokens: Tensor) -> Tensor:
-        """Reads `tokens` [n, t, width] and an end token behind the prompts; returns the last layer [n, 1 + t, width] of
-        each prompt's last token and of `tokens`."""
+    def encode_with(self, tokens: Tensor) -> Tensor:
+        """Encodes embeddings `tokens` [n, t, width] and an end token behind the prompts. Returns the last layer at each
+        prompt's last token and at `tokens`, [n, 1 + t, width]."""
         n, t = tokens.shape[:2]
         prompt = self.inputs["inputs_embeds"]
-        behind = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
+        suffix = torch.cat([tokens.to(prompt.dtype), self.end.expand(n, 1, -1)], 1)
         mask = torch.cat([self.mask, self.mask.new_ones(n, t + 1)], 1)
         position_ids = torch.cat(
             [self.position_ids, self.length[:, None] + torch.arange(t + 1, device=tokens.device)], 1
         )
-        hidden = self._forward(torch.cat([prompt, behind], 1), mask, position_ids)
+        hidden = self._forward(torch.cat([prompt, suffix], 1), mask, position_ids)
         return torch.cat([self._last(hidden)[:, None], hidden[:, prompt.shape[1] : -1]], 1)
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("a prompt that sees what follows it can not be continued")
+        raise NotImplementedError(
+            "under bidirectional attention keys and values of a prompt cannot be cached; use encode_with"
+        )
 
     def _last(self, hidden: Tensor) -> Tensor:
+        """Selects the hidden states of each prompt's last token, [n, width]."""
         return hidden[torch.arange(len(hidden), device=hidden.device), self.length - 1]
 
     def _forward(self, embeddings: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Computes hidden states [n, token, width] of embeddings under bidirectional attention. mask: [n, token], 0 for
-        padding."""
-        # bidirectional attention: every position attends to all that are not padding
+        """Computes hidden states of embeddings, [n, token, width] each. mask: [n, token], 0 at padding."""
+        # Every position attends to all that are not padding.
         attention_bias = (1 - mask[:, None, None, :].to(embeddings.dtype)) * torch.finfo(embeddings.dtype).min
         output = self.model.base_model(
             inputs_embeds=embeddings,
@@ -383,20 +398,24 @@ class BidirectionalPrefix:
 def load(
     path: str, settings: VisionLanguageActionModel, action: Actions, max_prompt_length: int, sizes: tuple[int, int]
 ) -> OpenVLABackbone:
-    """Loads a backbone from a folder or a hub name, with its LoRA if it is one. sizes: numbers of an action, and of the
-    state that the policy may read. Raises UserError naming the file, tensor or option that does not fit, before weights
-    are read where possible."""
+    """Loads OpenVLA or OpenVLA-OFT from a folder or a hub name; if `path` is a LoRA, its base model with it.
+
+    sizes: the action size, and the size of the state that the policy may read. Raises UserError for a file, tensor or
+    option that does not fit, before weights are read where possible."""
     if settings.processor:
         raise UserError(f"model.processor.{next(iter(settings.processor))} is not for OpenVLA; remove it")
-    if action.head.together and settings.attention == "flash_attention_2":
-        key = "type=l1" if isinstance(action.head.core, L1Actions) else "decoding=bidirectional"
-        raise UserError(f"action.head.{key} needs model.attention=sdpa or eager")
+    if action.head.bidirectional and settings.attention == "flash_attention_2":
+        key = "type=l1" if isinstance(action.head.checkpoint_head, L1Actions) else "decoding=bidirectional"
+        raise UserError(
+            f"model.attention={settings.attention} does not support bidirectional attention; action.head.{key} needs "
+            "sdpa or eager"
+        )
     folder = _folder(loading.base_of(path))
     extra_files = {name: (folder / name).read_bytes() for name in EXTRA_FILES if (folder / name).is_file()}
     missing = next((name for name in (PREPROCESSOR, TOKENIZER) if name not in extra_files), None)
     if missing is not None:
-        raise UserError(f"model.path={path}: {folder / missing} is missing")
-    parts = oft.find([Path(path), folder])
+        raise UserError(f"model.path={path}: {folder / missing} is missing; copy it from the published checkpoint")
+    parts = oft.find_files([Path(path), folder])
     config: Any = OpenVLAConfig.from_pretrained(folder)
     parts.check(path, action, (config.text_config.hidden_size, *sizes))
     states = None
@@ -404,9 +423,9 @@ def load(
         assert action.statistics is not None
         states = load_state_quantiles(action.statistics, action.statistics_key, sizes[1], action.normalisation)
     preprocessing = ObservationPreprocessing(
-        action.head.together, action.center_crop, action.resize == "openvla", states
+        action.head.bidirectional, action.center_crop, action.resize == "openvla", states
     )
-    model: Any = _model(folder, settings.dtype, settings.attention)
+    model: Any = _load_model(folder, settings.dtype, settings.attention)
     model = loading.adapt(model, path, freeze=settings.freeze, lora=settings.lora)
     tokenizer = Tokenizer.from_str(extra_files[TOKENIZER].decode())
     backbone = OpenVLABackbone(model, tokenizer, extra_files, max_prompt_length, preprocessing, parts)
@@ -415,10 +434,10 @@ def load(
     return backbone
 
 
-def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Resizes an image [h, w, 3] as OpenVLA's data of LIBERO and its own evaluations do: through JPEG
-    (TensorFlow's encode_jpeg: quality 95, colours at half the size), then TensorFlow's antialiased lanczos3, rounded
-    once at the end."""
+def resize_as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Resizes an image [h, w, 3] as OpenVLA's LIBERO data and evaluations do: JPEG compression (TensorFlow's
+    encode_jpeg: quality 95, chroma subsampling 4:2:0), then TensorFlow's antialiased lanczos3, rounded once at the
+    end."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
     decoded = np.asarray(Image.open(file)).astype(np.float32)
@@ -426,28 +445,29 @@ def as_in_training(image: NDArray[np.uint8], height: int, width: int) -> NDArray
     return np.stack([np.asarray(channel) for channel in channels], -1).round().clip(0, 255).astype(np.uint8)
 
 
-def middle(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
-    """Crops the centre of an image [height, width, 3] to `area` of its area and resizes it back, as OpenVLA evaluates:
-    TensorFlow's crop_and_resize (linear, the crop's corners on the image's) and conversion to bytes."""
+def center_crop(image: NDArray[np.uint8], area: float) -> NDArray[np.uint8]:
+    """Crops the center of an image [height, width, 3] to the share `area` of its area and resizes it back, as OpenVLA's
+    evaluation does: TensorFlow's crop_and_resize (bilinear, corners aligned) and conversion to bytes."""
     if area == 1:
         return image
     side = np.float32(np.sqrt(area))
 
-    def between(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    def interpolate(values: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+        """Crops and resizes one axis by linear interpolation."""
         n = values.shape[axis]
-        at = (1 - side) / 2 * np.float32(n - 1) + np.arange(n, dtype=np.float32) * side
-        share = np.expand_dims(at - np.floor(at), tuple(i for i in range(3) if i != axis))
-        low = at.astype(int)
-        one, other = values.take(low, axis), values.take(np.minimum(low + 1, n - 1), axis)
-        return one + (other - one) * share
+        position = (1 - side) / 2 * np.float32(n - 1) + np.arange(n, dtype=np.float32) * side
+        fraction = np.expand_dims(position - np.floor(position), tuple(i for i in range(3) if i != axis))
+        index = position.astype(int)
+        lower, upper = values.take(index, axis), values.take(np.minimum(index + 1, n - 1), axis)
+        return lower + (upper - lower) * fraction
 
-    scaled = between(between(image.astype(np.float32) / np.float32(255), 1), 0)
-    return (scaled.clip(0, 1) * np.float32(255.5)).astype(np.uint8)
+    cropped = interpolate(interpolate(image.astype(np.float32) / np.float32(255), 1), 0)
+    return (cropped.clip(0, 1) * np.float32(255.5)).astype(np.uint8)
 
 
 def _folder(path: str) -> Path:
-    """Returns the folder itself, or that of the files downloaded from the hub. Raises UserError for one without
-    weights."""
+    """Returns `path` if it is a folder, else downloads the model of that hub name and returns its folder. Raises
+    UserError if there are no weights in safetensors."""
     if Path(path).is_dir():
         folder, names = Path(path), [file.name for file in Path(path).iterdir()]
     else:
@@ -455,11 +475,13 @@ def _folder(path: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(path, allow_patterns=["config.json", WEIGHTS, *EXTRA_FILES]))
     oft.check_readable(path, names)
     if not set(fnmatch.filter(names, WEIGHTS)) - set(oft.FILES.values()):
-        raise UserError(f"model.path={path} has no {WEIGHTS}; convert its weights, pickles are never opened")
+        raise UserError(
+            f"model.path={path} has no {WEIGHTS}; convert its weights to safetensors, since pickles are never opened"
+        )
     return folder
 
 
-def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
+def _load_model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPrediction:
     """Loads the OpenVLA model. Raises UserError for missing, unexpected and mismatched weights."""
     model_class: Any = OpenVLAForActionPrediction
     model, report = model_class.from_pretrained(
@@ -470,7 +492,8 @@ def _model(folder: Path, dtype: str, attention: str) -> OpenVLAForActionPredicti
         ignore_mismatched_sizes=True,  # they are reported below
         output_loading_info=True,
     )
-    for kind in ("missing", "unexpected", "mismatched"):
-        if keys := sorted(key if isinstance(key, str) else key[0] for key in report[f"{kind}_keys"]):
-            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {kind} {keys[0]}")
+    for problem in ("missing", "unexpected", "mismatched"):
+        keys = sorted(key if isinstance(key, str) else key[0] for key in report[f"{problem}_keys"])
+        if keys:
+            raise UserError(f"model.path={folder}: its weights do not fit its config.json: {problem} {keys[0]}")
     return model

@@ -1,5 +1,7 @@
-"""Statistics in the processor files of a LeRobot policy, which LeRobot leaves unused where it does not find them under
-the names "action" and "observation.state".
+"""Reads the processor files of a LeRobot policy, and repairs the names of the statistics inside.
+
+LeRobot skips the normalisation, without an error, if the statistics do not have the names "action" and
+"observation.state".
 
 policy_preprocessor.json     {"steps": [{"registry_name": "normalizer_processor", "config": {"features", "norm_map"},
                              "state_file": NAME.safetensors}, ...]}; the file holds the mean of "action" and the like
@@ -24,65 +26,68 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.settings import Actions
-from mmrl.policies.vla.statistics import NUMBERS, DataSetStatistics, Kind, ends_with, read
+from mmrl.policies.vla.statistics import NUMBERS, DataSetStatistics, FeatureType, ends_with, read
 
 CONFIG = "config.json"
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 FILES = (CONFIG, f"{PREPROCESSOR}*", f"{POSTPROCESSOR}*")  # files that a saved policy copies unchanged
 STEPS = {PREPROCESSOR: "normalizer_processor", POSTPROCESSOR: "unnormalizer_processor"}
-FEATURES: dict[Kind, str] = {"state": "observation.state", "action": "action"}
-READ: dict[str, tuple[Kind, ...]] = {PREPROCESSOR: ("state", "action"), POSTPROCESSOR: ("action",)}
-MODES = {  # two statistics of each of LeRobot's modes
+FEATURES: dict[FeatureType, str] = {"state": "observation.state", "action": "action"}
+NORMALISED: dict[str, tuple[FeatureType, ...]] = {PREPROCESSOR: ("state", "action"), POSTPROCESSOR: ("action",)}
+MODES = {  # LeRobot's normalisation modes, and the two statistics that each needs
     "MEAN_STD": ("mean", "std"),
     "MIN_MAX": ("min", "max"),
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
 IDENTITY = "IDENTITY"
-Statistics = dict[str, Tensor]  # "mean" to its numbers
+Statistics = dict[str, Tensor]  # of one feature, by name such as "mean"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Still:
-    """Numbers that never moved in the data, [number]: LeRobot divides by 1e-8 where they move after all. mask: which;
-    values: theirs."""
+class ConstantValues:
+    """Numbers of a state or an action that are constant in the data. Their range is 0, so LeRobot would divide other
+    values by 1e-8."""
 
-    mask: Tensor
-    values: Tensor
+    mask: Tensor  # [number] bool, which numbers are constant
+    values: Tensor  # [number], their values in the data
 
-    def shown(self, numbers: Tensor) -> Tensor:
-        """Returns numbers [..., number] with those that never moved at their values of the data."""
+    def fill(self, numbers: Tensor) -> Tensor:
+        """Returns numbers [..., number] with the constant ones set to their values in the data."""
         return torch.where(self.mask, self.values, numbers)
 
-    def left(self, numbers: NDArray) -> NDArray[np.bool_]:
-        """Returns which numbers [..., number] are not where the data have them."""
+    def moved(self, numbers: NDArray) -> NDArray[np.bool_]:
+        """Returns which numbers [..., number] should be constant but differ from their values in the data."""
         values = self.values.double().numpy()
         return self.mask.numpy() & (np.abs(numbers - values) > 1e-4 * np.maximum(1, np.abs(values)))
 
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """The files of a policy apart from its weights, by name, and the numbers that never moved; None where a feature is
-    not normalised."""
+    """The files of a LeRobot policy apart from its weights."""
 
-    contents: dict[str, bytes]
-    still: Mapping[Kind, Still | None]
+    contents: dict[str, bytes]  # by name
+    constants: Mapping[FeatureType, ConstantValues | None]  # None: the feature is not normalised
 
     def write(self, folder: Path) -> None:
+        """Writes the files into `folder`."""
         for name, content in self.contents.items():
             (folder / name).write_bytes(content)
 
 
 class Normaliser:
-    """The step of a processor that normalises, and the statistics in its file."""
+    """The normalisation step of a processor, and the statistics that its file holds."""
 
     def __init__(self, path: str, processor: str, contents: Mapping[str, bytes]) -> None:
         self.path, self.file, self.step_name = path, f"{processor}.json", STEPS[processor]
         steps: list[dict[str, Any]] = json.loads(contents[self.file])["steps"]
         step = next((step for step in steps if step.get("registry_name") == self.step_name), None)
         if step is None:
-            raise UserError(f"{self.where} has no step {self.step_name}, so that its numbers would be no robot's")
+            raise UserError(
+                f"{self.where} has no step {self.step_name}, which converts to the robot's units; save the policy "
+                "again with LeRobot"
+            )
         self.modes: dict[str, str] = step["config"].get("norm_map", {})
         self.features: dict[str, Any] = step["config"].get("features", {})
         self.state_file: str | None = step.get("state_file")
@@ -99,109 +104,125 @@ class Normaliser:
     def where(self) -> str:
         return f"model.path={self.path}: {self.file}"
 
-    def needed(self, kind: Kind) -> tuple[str, ...]:
-        """Returns the statistics that the mode of actions or states reads; none where they are not normalised."""
-        mode = self.modes.get(kind.upper(), IDENTITY)
+    def required_statistics(self, feature_type: FeatureType) -> tuple[str, ...]:
+        """Returns the names of the statistics that normalise actions or states; () if they are not normalised."""
+        mode = self.modes.get(feature_type.upper(), IDENTITY)
         if mode == IDENTITY:
             return ()
         if mode not in MODES:
-            raise UserError(f"{self.where} normalises {kind}s by {mode}; known are {', '.join((*MODES, IDENTITY))}")
-        if FEATURES[kind] not in self.features:
             raise UserError(
-                f"{self.where} normalises {', '.join(self.features) or 'nothing'}, not {FEATURES[kind]}, which LeRobot "
-                "would leave as it is"
+                f"{self.where} normalises {feature_type}s by {mode}; known are {', '.join((*MODES, IDENTITY))}"
+            )
+        if FEATURES[feature_type] not in self.features:
+            raise UserError(
+                f"{self.where} normalises {', '.join(self.features) or 'nothing'}, not {FEATURES[feature_type]}, which "
+                "LeRobot would leave as it is"
             )
         return MODES[mode]
 
-    def size(self, kind: Kind) -> int:
-        return int(np.prod(self.features[FEATURES[kind]]["shape"]))
+    def size(self, feature_type: FeatureType) -> int:
+        return int(np.prod(self.features[FEATURES[feature_type]]["shape"]))
 
-    def named(self, kind: Kind, key: str | None) -> Statistics:
-        """Returns the checkpoint's own statistics of actions or states, which may stand under the name of a data set.
-        Raises UserError where there are none, or several and `key` does not choose."""
-        feature, needed = FEATURES[kind], self.needed(kind)
+    def own_statistics(self, feature_type: FeatureType, key: str | None) -> Statistics:
+        """Returns the checkpoint's statistics of actions or states, whose names may begin with that of a data set.
+
+        key: the data set, `action.statistics_key`. Raises UserError if there are none, or several and no `key`."""
+        feature, required = FEATURES[feature_type], self.required_statistics(feature_type)
         entries: dict[str, Statistics] = {}
         for name, tensor in self.tensors.items():
             entry, _, statistic = name.rpartition(".")
             entries.setdefault(entry, {})[statistic] = tensor
-        fit = [name for name, entry in entries.items() if ends_with(name, [feature]) and set(needed) <= set(entry)]
-        if not fit:
+        candidates = [n for n, entry in entries.items() if ends_with(n, [feature]) and set(required) <= set(entry)]
+        if not candidates:
             raise UserError(
-                f"{self.where} has no {' and '.join(needed)} of {feature}, without which LeRobot would leave its "
+                f"{self.where} has no {' and '.join(required)} of {feature}, without which LeRobot would leave its "
                 f"numbers as they are; it holds {', '.join(sorted(self.tensors)) or 'nothing'}. Set action.statistics "
                 "to those of your data (its folder or meta/stats.json) and action.replace_statistics=true"
             )
-        groups = {name: name.removesuffix(feature).rstrip(".") for name in fit}
+        data_sets = {name: name.removesuffix(feature).rstrip(".") for name in candidates}
         if key is not None:
-            chosen = [name for name, group in groups.items() if key in (name, group)]
-            chosen = chosen or [name for name, group in groups.items() if group.startswith(f"{key}.")]
-            if len(chosen) != 1:
+            matches = [name for name, data_set in data_sets.items() if key in (name, data_set)]
+            matches = matches or [name for name, data_set in data_sets.items() if data_set.startswith(f"{key}.")]
+            if len(matches) != 1:
                 raise UserError(
-                    f"{self.where} has no action.statistics_key={key} of {feature}; it has {', '.join(fit)}"
+                    f"{self.where} has no action.statistics_key={key} of {feature}; it has {', '.join(candidates)}"
                 )
-            return entries[chosen[0]]
-        if feature in fit:
+            return entries[matches[0]]
+        if feature in candidates:
             return entries[feature]
-        if len(fit) > 1:
+        if len(candidates) > 1:
             raise UserError(
-                f"{self.where} has statistics of several data sets: {', '.join(groups.values())}; choose with "
+                f"{self.where} has statistics of several data sets: {', '.join(data_sets.values())}; choose with "
                 "action.statistics_key, or set action.statistics and action.replace_statistics=true"
             )
-        log.info("%s: the statistics of %s are those of %s", self.where, feature, fit[0])
-        return entries[fit[0]]
+        log.info("%s: the statistics of %s are those of %s", self.where, feature, candidates[0])
+        return entries[candidates[0]]
 
-    def replaced(self, kind: Kind, data_set: DataSetStatistics) -> Statistics:
-        """Returns the statistics of a data set for actions or states. Raises UserError where the mode's are missing."""
-        size = self.size(kind)
-        if not data_set.mask(kind, size).all():
+    def statistics_from(self, data_set: DataSetStatistics, feature_type: FeatureType) -> Statistics:
+        """Converts a data set's statistics of actions or states. Raises UserError if a required one is missing, and if
+        its mask leaves numbers unscaled."""
+        size = self.size(feature_type)
+        if not data_set.mask(feature_type, size).all():
             raise UserError(
-                f"{data_set.where}: the mask of {data_set.entry(kind)[0]} leaves numbers as they are, which LeRobot's "
-                "processors cannot"
+                f"{data_set.where}: the mask of {data_set.entry(feature_type)[0]} leaves numbers as they are, which "
+                "LeRobot's processors cannot"
             )
-        needed, (_, entry) = self.needed(kind), data_set.entry(kind)
-        names = [*needed, *(name for name in NUMBERS if name in entry and name not in needed)]
-        numbers = {name: data_set.numbers(kind, name, size) for name in names}
+        required, (_, entry) = self.required_statistics(feature_type), data_set.entry(feature_type)
+        names = [*required, *(name for name in NUMBERS if name in entry and name not in required)]
+        numbers = {name: data_set.numbers(feature_type, name, size) for name in names}
         return {name: torch.from_numpy(values.astype(np.float32)) for name, values in numbers.items()}
 
-    def check(self, kind: Kind, statistics: Statistics) -> Still:
-        """Returns which numbers never moved. Raises UserError for statistics that are not finite or have no range."""
-        first, second = (statistics[name].float() for name in self.needed(kind))
+    def check(self, feature_type: FeatureType, statistics: Statistics) -> ConstantValues:
+        """Returns the numbers that are constant in the data. Raises UserError for statistics that are not finite, and
+        for a negative range or standard deviation."""
+        first, second = (statistics[name].float() for name in self.required_statistics(feature_type))
         if not (first.isfinite() & second.isfinite()).all():
-            raise UserError(f"{self.where}: the statistics of {FEATURES[kind]} are not finite; mend or replace them")
-        centred = self.needed(kind) == MODES["MEAN_STD"]
-        span = second if centred else second - first
+            raise UserError(
+                f"{self.where}: the statistics of {FEATURES[feature_type]} are not finite; correct them, or set "
+                "action.statistics and action.replace_statistics=true"
+            )
+        is_mean_std = self.required_statistics(feature_type) == MODES["MEAN_STD"]
+        span = second if is_mean_std else second - first
         if (span < 0).any():
             number = int((span < 0).nonzero()[0])
-            raise UserError(f"{self.where}: number {number} of {FEATURES[kind]} has a range below 0; mend it")
-        return Still(span == 0, first)
+            raise UserError(
+                f"{self.where}: number {number} of {FEATURES[feature_type]} has a range below 0; correct it, or set "
+                "action.statistics and action.replace_statistics=true"
+            )
+        return ConstantValues(span == 0, first)
 
 
-def prepared(path: str, folder: Path, action: Actions) -> ProcessorFiles:
-    """Reads the processor files in `folder` and gives statistics the names under which LeRobot finds them; those of
-    action.statistics in their place where action.replace_statistics asks for it.
+def load_processor_files(path: str, folder: Path, action: Actions) -> ProcessorFiles:
+    """Reads the processor files in `folder`, and gives statistics the names under which LeRobot finds them. With
+    action.replace_statistics, those of action.statistics replace the checkpoint's.
 
-    Raises UserError naming the statistics that are missing or ambiguous, for LeRobot would leave numbers as they are.
+    path: of the model, for messages. Raises UserError if statistics are missing or ambiguous.
     """
     contents = {file.name: file.read_bytes() for pattern in FILES for file in sorted(folder.glob(pattern))}
-    data_set = _replacing(path, action)
-    still: dict[Kind, Still | None] = {"state": None, "action": None}
+    data_set = _replacement(path, action)
+    constants: dict[FeatureType, ConstantValues | None] = {"state": None, "action": None}
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         normaliser = Normaliser(path, processor, contents)
-        kinds = [kind for kind in READ[processor] if normaliser.needed(kind)]
-        statistics_of = {kind: _read(normaliser, kind, data_set, action) for kind in kinds}
-        for kind, statistics in statistics_of.items():
-            still[kind] = still[kind] or normaliser.check(kind, statistics)
-        if changed := _renamed(normaliser, statistics_of):
-            contents |= _written(contents, normaliser, changed)
-    for kind, one in still.items():
-        if one is not None and one.mask.any():
-            numbers = one.mask.flatten().nonzero().flatten().tolist()
-            log.warning("model.path=%s: %s %s never moved in its data and stays there", path, FEATURES[kind], numbers)
-    return ProcessorFiles(contents, still)
+        statistics_of: dict[FeatureType, Statistics] = {}
+        for feature_type in NORMALISED[processor]:
+            if normaliser.required_statistics(feature_type):
+                statistics = _load_statistics(normaliser, feature_type, data_set, action)
+                statistics_of[feature_type] = statistics
+                constants[feature_type] = constants[feature_type] or normaliser.check(feature_type, statistics)
+        if changed := _with_lerobot_names(normaliser, statistics_of):
+            contents |= _changed_files(contents, normaliser, changed)
+    for feature_type, values in constants.items():
+        if values is not None and values.mask.any():
+            numbers = values.mask.flatten().nonzero().flatten().tolist()
+            log.warning(
+                "model.path=%s: %s %s is constant in its data and stays there", path, FEATURES[feature_type], numbers
+            )
+    return ProcessorFiles(contents, constants)
 
 
-def _replacing(path: str, action: Actions) -> DataSetStatistics | None:
-    """Reads the statistics that replace the checkpoint's. Raises UserError for options that do not go together."""
+def _replacement(path: str, action: Actions) -> DataSetStatistics | None:
+    """Reads the statistics that replace the checkpoint's; None if none do. Raises UserError for options that do not fit
+    together."""
     if action.normalisation is not None:
         raise UserError(
             f"action.normalisation={action.normalisation}, but the processors of model.path={path} have modes of their "
@@ -219,24 +240,31 @@ def _replacing(path: str, action: Actions) -> DataSetStatistics | None:
     return None
 
 
-def _read(normaliser: Normaliser, kind: Kind, data_set: DataSetStatistics | None, action: Actions) -> Statistics:
+def _load_statistics(
+    normaliser: Normaliser, feature_type: FeatureType, data_set: DataSetStatistics | None, action: Actions
+) -> Statistics:
+    """Returns the statistics of actions or states, those of `data_set` if it is given."""
     if data_set is None:
-        return normaliser.named(kind, action.statistics_key)
-    return normaliser.replaced(kind, data_set)
+        return normaliser.own_statistics(feature_type, action.statistics_key)
+    return normaliser.statistics_from(data_set, feature_type)
 
 
-def _renamed(normaliser: Normaliser, statistics_of: Mapping[Kind, Statistics]) -> Statistics | None:
-    """Returns all tensors of a file, those statistics under LeRobot's names; None if they stand so already."""
-    names = {f"{FEATURES[kind]}.{name}": tensor for kind, one in statistics_of.items() for name, tensor in one.items()}
-    if all(name in normaliser.tensors and torch.equal(normaliser.tensors[name], names[name]) for name in names):
+def _with_lerobot_names(normaliser: Normaliser, statistics_of: Mapping[FeatureType, Statistics]) -> Statistics | None:
+    """Returns all tensors of the normaliser's file, with `statistics_of` under LeRobot's names; None if the file holds
+    them so already."""
+    renamed: Statistics = {}
+    for feature_type, statistics in statistics_of.items():
+        renamed |= {f"{FEATURES[feature_type]}.{name}": tensor for name, tensor in statistics.items()}
+    tensors = normaliser.tensors
+    if all(name in tensors and torch.equal(tensors[name], tensor) for name, tensor in renamed.items()):
         return None
-    features = [FEATURES[kind] for kind in statistics_of]
-    others = {name: t for name, t in normaliser.tensors.items() if not ends_with(name.rpartition(".")[0], features)}
-    return {name: tensor.contiguous().clone() for name, tensor in (others | names).items()}
+    features = [FEATURES[feature_type] for feature_type in statistics_of]
+    others = {name: tensor for name, tensor in tensors.items() if not ends_with(name.rpartition(".")[0], features)}
+    return {name: tensor.contiguous().clone() for name, tensor in (others | renamed).items()}
 
 
-def _written(contents: Mapping[str, bytes], normaliser: Normaliser, tensors: Statistics) -> dict[str, bytes]:
-    """Returns the changed files of a processor."""
+def _changed_files(contents: Mapping[str, bytes], normaliser: Normaliser, tensors: Statistics) -> dict[str, bytes]:
+    """Returns the files of a processor that change if it gets these tensors, by name. contents: of all files."""
     if normaliser.state_file is not None:
         return {normaliser.state_file: save(tensors)}
     tree = json.loads(contents[normaliser.file])

@@ -1,5 +1,7 @@
-"""A small backbone for laptops and tests: convolutions modulated by the instruction, or attention over a grid of codes,
-and a small transformer."""
+"""A small backbone for laptops and tests: a small transformer over the instruction and one image token.
+
+The image token comes from convolutions modulated by the instruction or, for images of a grid world, from attention over
+its squares."""
 
 from __future__ import annotations
 
@@ -25,35 +27,40 @@ CONFIG, WEIGHTS = "small_vla.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class SmallActionConfig:
-    words: tuple[str, ...]  # vocabulary of prompts; other words are unknown
-    bins: int = 256  # action token ids, behind those of words
+    """Sizes of a `SmallBackbone`, as small_vla.json holds them."""
+
+    words: tuple[str, ...]  # vocabulary of prompts; other words share one id
+    bins: int = 256  # action tokens, whose ids follow those of words
     width: int = 128
     layers: int = 2
     heads: int = 4
-    channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions; the first two halve the image; (): blind
+    channels: tuple[int, ...] = (24, 48, 64)  # of the three convolutions, the first two with stride 2; (): no images
     normalise: bool = False  # instance norm before the prompt's modulation
-    codes: tuple[int, ...] = ()  # number of values of each channel, for images with one pixel a square; (): RGB images
-    squares: int = 0  # squares along each side of an image of codes
+    codes: tuple[int, ...] = ()  # grid worlds: number of values of each channel of a square's pixel; (): RGB images
+    squares: int = 0  # squares along each side of a grid world
 
 
 @dataclass(frozen=True)
 class SmallObservation:
-    """A prepared observation."""
+    """A preprocessed observation."""
 
     image: Tensor  # [3, height, width] uint8
     words: Tensor  # [word] int64
 
 
 class SmallBackbone(Backbone):
-    """Images through three convolutions with a coordinate grid (arXiv 1807.03247), scaled and shifted by the prompt
-    (FiLM, arXiv 1709.07871); a spatial softmax of each channel (arXiv 1504.00702) gives one token, which a transformer
-    reads with the words. Without channels it reads words only, for simulators without images.
+    """A transformer over one image token and the words of the prompt.
 
-    With codes, an image has one pixel a square, whose channels encode the object there; see `Board`. The transformer
-    then gets one token, the output of the board.
+    RGB images pass through three convolutions with coordinate channels (CoordConv, arXiv 1807.03247), modulated by the
+    prompt (FiLM, arXiv 1709.07871). A spatial softmax of each channel (arXiv 1504.00702) gives the positions of which
+    the image token is made. Without `channels` only words are read, for simulators without images.
 
-    With `normalise` (instance norm, arXiv 1607.08022) it locates several objects after fewer batches
-    (`scripts/bench/tabletop.md`): otherwise the third convolution's outputs start so small that the softmax is flat."""
+    With `codes` an image shows a grid world: one pixel a square, whose channels encode the object there. `Board` reads
+    image and words, and the transformer gets its output as the only token.
+
+    With `normalise` (instance norm, arXiv 1607.08022) it learns to locate several objects from fewer batches
+    (`scripts/bench/tabletop.md`): otherwise outputs of the third convolution start so small that the softmax is flat.
+    Names of parameters are those of saved models."""
 
     def __init__(self, config: SmallActionConfig) -> None:
         super().__init__()
@@ -69,15 +76,15 @@ class SmallBackbone(Backbone):
         self.blocks = nn.ModuleList(SmallBlock(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
 
-    def _build_vision(self, a: int, b: int, c: int) -> None:
-        """Builds three convolutions with FiLM by the instruction, and a spatial soft-argmax. a, b, c: their
-        channels."""
+    def _build_vision(self, channels_1: int, channels_2: int, channels_3: int) -> None:
+        """Builds three convolutions, each with a FiLM layer, and the layers behind the spatial softmax."""
         width = self.config.width
-        self.films = nn.ModuleList(nn.Linear(width, 2 * n) for n in (a, b, c))
-        sizes = [(3, a, 5, 2), (a, b, 3, 2), (b + 2, c, 3, 1)]
+        self.films = nn.ModuleList(nn.Linear(width, 2 * n) for n in (channels_1, channels_2, channels_3))
+        # inputs (the third with two coordinate channels), outputs, kernel size, stride
+        sizes = [(3, channels_1, 5, 2), (channels_1, channels_2, 3, 2), (channels_2 + 2, channels_3, 3, 1)]
         self.convolutions = nn.ModuleList(nn.Conv2d(i, o, k, stride=s, padding=k // 2) for i, o, k, s in sizes)
-        self.sharpness = nn.Parameter(torch.ones(c))
-        self.places = nn.Sequential(nn.Linear(2 * c, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.sharpness = nn.Parameter(torch.ones(channels_3))
+        self.places = nn.Sequential(nn.Linear(2 * channels_3, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     @property
     def input_embeddings(self) -> nn.Module:
@@ -90,28 +97,29 @@ class SmallBackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[SmallObservation]:
-        """Prepares observations: unknown words share one id, and images of several cameras are put side by side. Raises
-        UserError for missing images, a board of another size, and codes out of range."""
-        board = images[0] if len(images) == 1 else np.concatenate(images, 2)
+        """Tokenizes prompts and puts the images of several cameras side by side. Raises UserError for missing images, a
+        grid world of another size, and codes out of range."""
+        image = images[0] if len(images) == 1 else np.concatenate(images, 2)
         side = self.config.squares
-        if self.config.codes and board.shape[1:3] != (side, side):
+        if self.config.codes and image.shape[1:3] != (side, side):
             raise UserError(
                 f"this small network reads boards of {side} x {side} squares, but the simulator shows "
-                f"{board.shape[1]} x {board.shape[2]}"
+                f"{image.shape[1]} x {image.shape[2]}"
             )
-        for channel, count in enumerate(self.config.codes):
-            if (largest := int(board[..., channel].max())) >= count:
+        for channel, num_codes in enumerate(self.config.codes):
+            max_code = int(image[..., channel].max())
+            if max_code >= num_codes:
                 raise UserError(
-                    f"this small network knows codes below {count} in channel {channel} of an image, but the "
-                    f"simulator shows {largest}, as if it were drawn"
+                    f"this small network knows codes below {num_codes} in channel {channel} of an image, but the "
+                    f"simulator shows {max_code}, as in images of pixels; use the simulator's encoded images"
                 )
-        if self.config.channels and not self.config.codes and not board.size:
+        if self.config.channels and not self.config.codes and not image.size:
             raise UserError(
                 "the simulator shows no images, but this small network reads them; build one without, "
                 "model.build=mmrl.tasks.manipulation.tiny_model:build_blind for words alone, :build_states for states"
             )
-        pixels = torch.from_numpy(rearrange(board, "n h w c -> n c h w").copy())
-        return [SmallObservation(image, self._ids(text)) for image, text in zip(pixels, texts, strict=True)]
+        pixels = torch.from_numpy(rearrange(image, "n h w c -> n c h w").copy())
+        return [SmallObservation(row, self._ids(text)) for row, text in zip(pixels, texts, strict=True)]
 
     def collate(self, rows: Sequence[SmallObservation], device: torch.device) -> dict[str, Tensor]:
         words = nn.utils.rnn.pad_sequence([row.words for row in rows], batch_first=True)
@@ -119,20 +127,21 @@ class SmallBackbone(Backbone):
         batch = {"images": torch.stack([row.image for row in rows]), "words": words, "mask": mask}
         return {name: value.to(device) for name, value in batch.items()}
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallReading:
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> SmallPrefix:
         words, mask = self.embeddings(inputs["words"]), inputs["mask"].bool()
         if self.config.codes:
             board = self.board(inputs["images"], words * mask[..., None])[:, None]
-            return SmallReading(self, board, torch.ones_like(mask[:, :1]), every_layer)
+            return SmallPrefix(self, board, torch.ones_like(mask[:, :1]), every_layer)
         text = words + self.order[: words.shape[1]]
         if not self.config.channels:
-            return SmallReading(self, text, mask, every_layer)
+            return SmallPrefix(self, text, mask, every_layer)
         # The image comes first, so that the prompt's last token, a word, attends to it.
         tokens = torch.cat([self._image_token(inputs["images"], (words * mask[..., None]).sum(1))[:, None], text], 1)
-        return SmallReading(self, tokens, F.pad(mask, (1, 0), value=True), every_layer)
+        return SmallPrefix(self, tokens, F.pad(mask, (1, 0), value=True), every_layer)
 
     def _image_token(self, images: Tensor, prompts: Tensor) -> Tensor:
-        """Returns image tokens [n, width] of images [n, 3, height, width], modulated by prompts [n, width]."""
+        """Returns image tokens [n, width]. images: [n, 3, height, width] uint8; prompts: sums of word embeddings, [n,
+        width], which modulate the convolutions."""
         h = images.to(prompts) / 255 - 0.5
         for layer, (convolution, film) in enumerate(zip(self.convolutions, self.films, strict=True)):
             scale, shift = rearrange(film(prompts), "n (two c) -> two n c 1 1", two=2)
@@ -149,6 +158,7 @@ class SmallBackbone(Backbone):
         (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2))
 
     def _ids(self, text: str) -> Tensor:
+        """Tokenizes a prompt by words, [word] int64; unknown words are 0."""
         words = text.replace("?", " ?").split()[:MAX_WORDS]
         vocabulary = {word: i + 1 for i, word in enumerate(self.config.words)}
         return torch.tensor([vocabulary.get(word, 0) for word in words])
@@ -158,13 +168,15 @@ MAX_WORDS = 24
 
 
 class Board(nn.Module):
-    """Text-conditioned attention maps over the squares of a grid (MAPS of them), as many maps that do not depend on the
-    text, and as many numbers of the text, flattened for an MLP. They are few, so that the network hardly distinguishes
-    objects that instructions never name.
+    """Encodes the image of a grid world and the instruction as one token.
 
-    The embedding of a square is the sum of an embedding for each of its codes, and queries are linear in sums of the
-    word embeddings: map_m = softmax over squares of q_m . e(square) / sqrt(THING). So unseen pairs of a colour and a
-    kind are located, too: the softmax selects the best match. In each of SUMS sums words are weighted by their
+    An MLP gets three inputs: MAPS attention maps over the squares that the instruction conditions, MAPS maps that do
+    not depend on it, and MAPS numbers computed from the instruction alone. MAPS is small, so that the network hardly
+    distinguishes objects that instructions never name.
+
+    The embedding e of a square is the sum of one embedding for each of its codes. Queries q_m are linear in sums of
+    word embeddings, and map_m = softmax over squares of q_m . e(square) / sqrt(THING). So pairs of a color and a type
+    of object that were never seen together are located, too. In each of the SUMS sums words are weighted by their
     position, so that the first object of an instruction differs from the second.
     """
 
@@ -180,52 +192,54 @@ class Board(nn.Module):
         self.layers = nn.Sequential(nn.Linear(2 * size + MAPS, width), nn.ReLU(), nn.Linear(width, width))
 
     def forward(self, codes: Tensor, words: Tensor) -> Tensor:
-        """Returns tokens [n, width] of codes [n, channel, height, width], integers, and words [n, word, width]."""
+        """Returns tokens [n, width]. codes: images [n, channel, height, width] of integers; words: embeddings [n, word,
+        width], 0 at padding."""
+        # Scores are computed for every combination of codes (the table) and then looked up for each square.
         summary = torch.einsum("sp,npw->nsw", self.weights[:, : words.shape[1]], words).flatten(1)
         table = sum_of_codes([thing.get_parameter("weight") for thing in self.things])
         index = torch.zeros_like(codes[:, 0], dtype=torch.long)
-        for channel, count in enumerate(self.codes):
-            index = index * count + codes[:, channel].long()
+        for channel, num_codes in enumerate(self.codes):
+            index = index * num_codes + codes[:, channel].long()
         index = index.flatten(1)  # [n, square]
-        sought = rearrange(self.sought(summary), "n (m e) -> n m e", m=MAPS)
-        scores = torch.einsum("nme,ke->nkm", sought, table) * THING**-0.5  # of every combination of codes
-        present = self.there(table).expand(len(codes), -1, -1)
-        maps = torch.cat([scores, present], 2).gather(1, index[..., None].expand(-1, -1, 2 * MAPS))
+        queries = rearrange(self.sought(summary), "n (m e) -> n m e", m=MAPS)
+        scores = torch.einsum("nme,ke->nkm", queries, table) * THING**-0.5
+        unconditioned = self.there(table).expand(len(codes), -1, -1)
+        maps = torch.cat([scores, unconditioned], 2).gather(1, index[..., None].expand(-1, -1, 2 * MAPS))
         maps = torch.cat([maps[..., :MAPS].softmax(1), F.relu(maps[..., MAPS:])], 2)  # [n, square, map]
         return self.layers(torch.cat([maps.flatten(1), self.heard(summary)], 1))
 
 
-MAPS, THING, SUMS = 4, 32, 2  # maps of either kind; width of a square's embedding; weighted sums of words
+MAPS, THING, SUMS = 4, 32, 2  # attention maps; width of a square's embedding; weighted sums of words
 
 
 def sum_of_codes(weights: Sequence[Tensor]) -> Tensor:
-    """Returns the sums [product of counts, e] of all combinations of the channels' embeddings [count, e], the last
-    channel varying fastest."""
+    """Returns the sum of embeddings for every combination of codes, [combination, e], the last channel varying fastest.
+    weights: the embeddings of each channel, [code, e]."""
     table = weights[0]
-    for more in weights[1:]:
-        table = (table[:, None] + more[None]).flatten(0, 1)
+    for channel_weights in weights[1:]:
+        table = (table[:, None] + channel_weights[None]).flatten(0, 1)
     return table
 
 
-class SmallReading:
-    """A `SmallBackbone`'s reading of n prompts, which can be extended; see `mmrl.policies.vla.heads.head.Reading`."""
+class SmallPrefix:
+    """An `mmrl.policies.vla.heads.head.EncodedPrefix` of a `SmallBackbone`, for n prompts."""
 
     def __init__(self, backbone: SmallBackbone, tokens: Tensor, mask: Tensor, every_layer: bool) -> None:
-        """tokens [n, t, width], mask [n, t]"""
+        """tokens: embeddings [n, t, width]; mask: [n, t] bool."""
         self.backbone, self.every_layer, self.mask = backbone, every_layer, mask
-        self.before: list[Tensor] = []  # inputs of each block
+        self.block_inputs: list[Tensor] = []  # of each block, to which later tokens attend
         h = tokens
         for block in backbone.blocks:
-            self.before.append(h)
+            self.block_inputs.append(h)
             h = block(h, h, rearrange(mask, "n s -> n 1 1 s"))
         self.hidden = backbone.norm(h)
-        self.layers = (*self.before, self.hidden) if every_layer else (self.hidden,)
+        self.layers = (*self.block_inputs, self.hidden) if every_layer else (self.hidden,)
         end = self.mask.long().cumsum(1).argmax(1)
         self.last = self.hidden[torch.arange(len(h), device=h.device), end]
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Reads tokens [n, t, width] that attend to the prompt and to earlier tokens; may be called repeatedly. Returns
-        the last layer [n, t, width]."""
+        """Appends embeddings `tokens` [n, t, width], which attend to the prompt and to earlier tokens; may be called
+        repeatedly. mask: [n, t]. Returns the last layer at these tokens, [n, t, width]."""
         t = tokens.shape[1]
         causal = torch.ones(t, t, dtype=torch.bool, device=tokens.device).tril()
         earlier = rearrange(self.mask, "n s -> n 1 1 s").expand(-1, 1, t, -1)
@@ -234,14 +248,16 @@ class SmallReading:
         h, layers = tokens, []
         for i, block in enumerate(self.backbone.blocks):
             layers.append(h)
-            self.before[i] = torch.cat([self.before[i], h], 1)
-            h = block(h, self.before[i], attention_mask)
+            self.block_inputs[i] = torch.cat([self.block_inputs[i], h], 1)
+            h = block(h, self.block_inputs[i], attention_mask)
         out = self.backbone.norm(h)
         self.layers = (*layers, out) if self.every_layer else (out,)
         return out
 
 
 class SmallBlock(nn.Module):
+    """A transformer block."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -251,24 +267,25 @@ class SmallBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, h: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        """Returns h [n, t, width] after attention to context [n, s, width] where mask [n, 1, t or 1, s] is True."""
+        """Returns [n, t, width]. h: [n, t, width], which attends to context [n, s, width] where mask [n, 1, t or 1, s]
+        is True."""
         q = rearrange(self.query(self.norms[0](h)), "n t (h d) -> n h t d", h=self.heads)
         k, v = rearrange(self.key_value(self.norms[0](context)), "n s (two h d) -> two n h s d", two=2, h=self.heads)
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        h = h + self.out(rearrange(a, "n h t d -> n t (h d)"))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        h = h + self.out(rearrange(attended, "n h t d -> n t (h d)"))
         return h + self.mlp(self.norms[1](h))
 
 
 def coordinates(h: Tensor) -> Tensor:
-    """Returns the coordinates of each pixel, [n, 2, height, width], -1 to 1 down and to the right."""
+    """Returns the coordinates of the pixels of feature maps h [n, channel, height, width]: [n, 2, height, width], from
+    -1 to 1 downwards and to the right."""
     n, _, height, width = h.shape
     down, right = (torch.linspace(-1, 1, size, device=h.device, dtype=h.dtype) for size in (height, width))
     return torch.stack(torch.meshgrid(down, right, indexing="ij")).expand(n, 2, height, width)
 
 
 def create(folder: str | Path, config: SmallActionConfig, seed: int) -> None:
-    """Saves a network with random weights, determined by `seed`, into `folder`; torch's global generator is not
-    changed."""
+    """Saves a network with random weights of `seed` in `folder`, and leaves torch's global random state as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         backbone = SmallBackbone(config)
@@ -276,11 +293,11 @@ def create(folder: str | Path, config: SmallActionConfig, seed: int) -> None:
 
 
 def load(folder: Path) -> SmallBackbone:
-    """Loads a network. Raises UserError for a configuration that is not one of `SmallActionConfig`."""
+    """Loads a network. Raises UserError if its config file does not fit `SmallActionConfig`."""
     tree: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     tree.pop("pixels", None)  # written by earlier versions, for a kind of network that was removed
     if tree.get("squares") and not tree.get("codes"):
-        raise UserError(f"{folder}: networks that read squares of a drawn image were removed; make the base again")
+        raise UserError(f"{folder}: networks that read squares of rendered images were removed; create the model again")
     try:
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
         config = SmallActionConfig(**fields)

@@ -1,4 +1,4 @@
-"""No backbone: for policies whose head reads nothing but the robot's state."""
+"""The empty backbone of policies whose head reads only the robot's state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mmrl.errors import UserError
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.heads.head import EncodedPrefix
 
 CONFIG = "states_only.json"
 
 
-class NothingRead:
-    """An empty reading, of width 0; see `mmrl.policies.vla.heads.head.Reading`."""
+class EmptyPrefix:
+    """An `mmrl.policies.vla.heads.head.EncodedPrefix` of no tokens and width 0."""
 
     layers: tuple[Tensor, ...] = ()
 
@@ -30,11 +30,11 @@ class NothingRead:
         self.last = torch.zeros(rows, 0, device=device)
 
     def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError("an empty reading can not be extended")
+        raise NotImplementedError("a policy without a backbone encodes no tokens")
 
 
 class StateBackbone(Backbone):
-    """A backbone that reads neither images nor words, for simulators with one instruction."""
+    """A backbone that encodes neither images nor instructions, for simulators that always give one instruction."""
 
     width, vocabulary = 0, 0
 
@@ -44,16 +44,16 @@ class StateBackbone(Backbone):
 
     @property
     def frozen(self) -> bool:
-        """False: there is no reading to cache."""
+        """False, since there is nothing to cache."""
         return False
 
-    def ask(self, instruction: str) -> str:
+    def format_prompt(self, instruction: str) -> str:
         return instruction
 
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[Any]:
-        """Prepares nothing. Raises UserError for a second instruction."""
+        """Returns n empty rows. Raises UserError if instructions differ, since the policy does not read them."""
         for text in texts:
             if self.instruction is None:
                 self.instruction = text
@@ -67,13 +67,14 @@ class StateBackbone(Backbone):
     def collate(self, rows: Sequence[Any], device: torch.device) -> dict[str, Tensor]:
         return {"rows": torch.zeros(len(rows), device=device)}
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
-        return NothingRead(len(inputs["rows"]), inputs["rows"].device)
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
+        return EmptyPrefix(len(inputs["rows"]), inputs["rows"].device)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
         create(folder)
 
 
 def create(folder: str | Path) -> None:
+    """Writes the file that marks `folder` as a policy without a backbone."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG).write_text(json.dumps({"reads": "state"}))

@@ -18,7 +18,7 @@ from mmrl.generation.transformers import Prefix
 from mmrl.policies.models import write_model
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vla.backbones.backbone import Backbone
-from mmrl.policies.vla.heads.head import Reading
+from mmrl.policies.vla.heads.head import EncodedPrefix
 from mmrl.policies.vla.settings import VisionLanguageActionModel
 from mmrl.policies.vlm import loading
 from mmrl.policies.vlm import scorer as vlm
@@ -27,7 +27,7 @@ from mmrl.rollouts import Prompt
 
 
 class VisionLanguageBackbone(Backbone):
-    """A vision-language model of `mmrl.policies.vlm`, whose prompt is read once and continued by embeddings."""
+    """A vision-language model of `mmrl.policies.vlm`. It encodes the prompt once, and heads append embeddings to it."""
 
     def __init__(self, model: nn.Module, processor: Processor, max_prompt_length: int) -> None:
         super().__init__()
@@ -35,10 +35,11 @@ class VisionLanguageBackbone(Backbone):
         tokenizer = processor.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if pad is None:
-            raise UserError("the model's tokenizer has neither a padding token nor an end token (eos_token)")
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path} has neither pad_token nor eos_token; set one in its files"
+            )
         self.pad = pad
-        core = vlm.transformers_model(model)
-        self.width: int = core.config.get_text_config().hidden_size
+        self.width: int = vlm.transformers_model(model).config.get_text_config().hidden_size
         self.vocabulary: int = tokenizer.vocab_size
 
     @property
@@ -52,17 +53,17 @@ class VisionLanguageBackbone(Backbone):
     def prepare(
         self, images: Sequence[NDArray[np.uint8]], texts: Sequence[str], state: NDArray[np.float32]
     ) -> list[RolloutTokens]:
-        """Tokenizes observations. Raises UserError for a prompt that is too long."""
+        """Tokenizes observations. Raises UserError for a prompt longer than `max_prompt_length`."""
         prompts = [
-            Prompt(str(i), text, tuple(Image.fromarray(image) for image in shown))
-            for i, (text, *shown) in enumerate(zip(texts, *images, strict=True))
+            Prompt(str(i), text, tuple(Image.fromarray(image) for image in cameras))
+            for i, (text, *cameras) in enumerate(zip(texts, *images, strict=True))
         ]
         return encode(self.processor, prompts, self.max_prompt_length)
 
     def collate(self, rows: Sequence[RolloutTokens], device: torch.device) -> dict[str, Tensor]:
         return collate(rows, pad=self.pad, padding_side="right", device=device)
 
-    def read(self, inputs: dict[str, Tensor], *, every_layer: bool) -> Reading:
+    def encode(self, inputs: dict[str, Tensor], *, every_layer: bool) -> EncodedPrefix:
         return Prefix(vlm.transformers_model(self.model), inputs, every_layer=every_layer)
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> None:
@@ -71,12 +72,14 @@ class VisionLanguageBackbone(Backbone):
 
 
 def load(path: str, model: VisionLanguageActionModel, max_prompt_length: int) -> VisionLanguageBackbone:
+    """Loads the image-text model at `path`, a folder or a hub name, with the options of `model`."""
     network, processor = loading.load_model(path, model)
     return VisionLanguageBackbone(network, processor, max_prompt_length)
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Returns the config.json of `path`, or of the base of a LoRA; {} if there is none, for which `load` raises."""
+    """Returns the config.json of `path`, or that of its base model if it is a LoRA. Returns {} if there is none; then
+    `load` raises."""
     try:
         return PreTrainedConfig.get_config_dict(loading.base_of(path))[0]
     except (OSError, ValueError):

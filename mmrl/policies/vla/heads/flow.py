@@ -1,4 +1,4 @@
-"""Heads that denoise a chunk of actions: velocities of a flow from noise (sigma 1) to actions (sigma 0)."""
+"""Flow-matching action heads: they denoise a chunk of actions from noise (sigma 1) to actions (sigma 0)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from mmrl.errors import UserError
-from mmrl.policies.vla.heads.head import ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, Head, SampledChunks
 from mmrl.policies.vla.heads.layers import Expert
 from mmrl.policies.vla.settings import (
     ActionChain,
@@ -34,17 +34,21 @@ from mmrl.samplers.windows import window_steps
 
 
 class FlowHead(Head):
-    """A head that denoises. `latent`: shape that is denoised, [chunk, action] or larger in either dimension.
+    """Samples chunks by denoising, and scores them in one of three ways.
 
-    With an `ActionChain` a decision is a step of the sampler inside the window, one Gaussian of the whole chunk. With
-    an `ActionMatching` the chunk is one decision whose log-ratio is the fall of the flow-matching error (FPO, arXiv
-    2507.21053). With an `ActionContrast` every noise level is a decision, for errors of implicit policies
-    (DiffusionNFT, arXiv 2509.16117). Only the chunk's own actions are executed, and only they count. Where an episode
-    ended inside a chunk, the executed actions are scored as if they did not depend on the others, which is exact for a
-    window of one step and an approximation for more.
+    - `ActionChain`: a decision is a denoising step inside the window, one Gaussian over the whole chunk.
+    - `ActionMatching`: the chunk is one decision, whose log-ratio is the decrease of the flow-matching error (FPO,
+      arXiv 2507.21053).
+    - `ActionContrast`: each noise level is a decision, for the errors of implicit policies (DiffusionNFT, arXiv
+      2509.16117).
+
+    `latent` is the shape that is denoised: `shape` [chunk, action], or larger in either dimension where a pretrained
+    expert plans more actions or more numbers. Only the part inside `shape` is executed and scored. If an episode ends
+    inside a chunk, the executed actions are scored as if they did not depend on the others. That is exact for a window
+    of one step and an approximation for longer ones.
     """
 
-    context_only = True
+    last_layer_only = True
 
     def __init__(
         self,
@@ -54,15 +58,18 @@ class FlowHead(Head):
         state_dim: int,
         latent: tuple[int, int] | None = None,
     ) -> None:
-        """Raises UserError for an impossible window, and a likelihood or transition that this head does not support."""
+        """latent: see the class; None: `shape`.
+
+        Raises UserError if the window of steps does not fit the sampler, and for a likelihood or a transition that this
+        head does not support."""
         super().__init__(action, action_dim, state_dim)
         self.likelihood: ActionLikelihood = settings.likelihood
         self.latent = latent or self.shape
         chain = self.likelihood if isinstance(self.likelihood, ActionChain) else None
         if not isinstance(self.likelihood, self.supported_likelihoods()):
             raise UserError(
-                f"action.head.likelihood.type={self.likelihood.type} is not for this policy; use chain, matching or "
-                "contrast"
+                f"action.head.likelihood.type={self.likelihood.type} is not supported by this model's flow head; use "
+                "chain, matching or contrast"
             )
         if chain is not None and chain.transition.space != "velocity":
             raise UserError(
@@ -81,84 +88,86 @@ class FlowHead(Head):
 
     @classmethod
     def supported_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
+        """Returns the types that `likelihood` may have."""
         return ActionChain, ActionMatching, ActionContrast
 
-    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        """Returns the velocity of noisy chunks x [m, *latent] at noise levels sigma [m], each for the observation in
-        `rows` [m]; like x."""
+    def velocity(self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        """Predicts the velocity, shaped like x. x: m noisy chunks [m, *latent]; sigma: their noise levels [m]; rows:
+        [m], the row of `prefix` and `state` that each chunk belongs to."""
         raise NotImplementedError
 
     @property
     def decisions(self) -> int:
         return self._decisions
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         likelihood = self.likelihood
-        drawn = isinstance(likelihood, ActionChain) and sampling.training  # else the steps have no noise
-        windows = self._windows(sampling) if drawn else [[]] * len(sampling.seeds)
+        stochastic = isinstance(likelihood, ActionChain) and sampling.training  # steps inside the window add noise
+        windows = self._windows(sampling) if stochastic else [[]] * len(sampling.seeds)
         x = gaussian(list(sampling.seeds), INITIAL, self.latent).to(state.device)
         sampler = self.sampler if sampling.training else self.evaluation_sampler
 
         def predict(x: Tensor, point: Tensor, rows: Tensor) -> Tensor:
-            return self.velocity(reading, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
+            return self.velocity(prefix, state, x, sampler.grid.sigmas[point].to(x.device), rows.to(x.device))
 
         def noise(step: int, rows: Tensor) -> Tensor:
             return gaussian([sampling.seeds[i] for i in rows.tolist()], step, self.latent)
 
         chain = run(predict, x, sampler, windows, noise)
-        chosen = {"actions": self._executed(chain.final)}
-        if isinstance(likelihood, Draws):  # a flow-matching loss on the chunk, at noise levels drawn now
-            return {**chosen, "data": chain.final, **self._draw_levels(likelihood, sampling.seeds)}
-        if drawn:
-            chosen |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
-        return chosen
+        sampled = {"actions": self._executed(chain.final)}
+        if isinstance(likelihood, Draws):  # scored later by flow-matching errors at the noise levels sampled here
+            return {**sampled, "data": chain.final, **self._sample_noise_levels(likelihood, sampling.seeds)}
+        if stochastic:
+            sampled |= {"points": torch.tensor(windows), "x": chain.x, "x_next": chain.x_next}
+        return sampled
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         if isinstance(self.likelihood, ActionChain):
-            return self._score_chain(self.likelihood, reading, state, chosen, valid, old, reference)
+            return self._score_chain(self.likelihood, prefix, state, sampled, valid, old, reference)
         if isinstance(self.likelihood, ActionContrast):
-            return self._score_contrast(self.likelihood, reading, state, chosen, valid, old, reference)
+            return self._score_contrast(self.likelihood, prefix, state, sampled, valid, old, reference)
         assert isinstance(self.likelihood, ActionMatching)
-        return self._score_matching(self.likelihood, reading, state, chosen, valid, old, reference)
+        return self._score_matching(self.likelihood, prefix, state, sampled, valid, old, reference)
 
-    def denoised(self, reading: Reading, state: Tensor, x: Tensor) -> Tensor:
-        """Returns the chunks [n, chunk, action] that the steps of evaluation, which draw nothing, make of noise x [n,
-        *latent], with its gradient."""
+    def denoise(self, prefix: EncodedPrefix, state: Tensor, x: Tensor) -> Tensor:
+        """Denoises noise x [n, *latent] by the deterministic steps of evaluation, and keeps the gradient. Returns
+        chunks [n, chunk, action]."""
         rows = torch.arange(len(x), device=x.device)
-        for now, after in pairwise(self.evaluation_sampler.grid.sigmas.to(x.device)):
-            x = x + (after - now) * self.velocity(reading, state, x, now.expand(len(x)), rows)
+        for sigma, next_sigma in pairwise(self.evaluation_sampler.grid.sigmas.to(x.device)):
+            x = x + (next_sigma - sigma) * self.velocity(prefix, state, x, sigma.expand(len(x)), rows)
         return self._executed(x)
 
     def _windows(self, sampling: ActionSampling) -> list[list[int]]:
-        """Returns the scored steps of each chunk, the same for all policy steps of a group in a training step."""
+        """Returns the indices of the denoising steps that are scored, for each chunk. They are the same for all chunks
+        of a group in a training step."""
         assert isinstance(self.likelihood, ActionChain)
         return [window_steps(self.likelihood.window, self.sampler.std, sampling.step, seed) for seed in sampling.groups]
 
     def _score_chain(
         self,
         likelihood: ActionChain,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Scores all steps of the window in one pass of the expert."""
-        points = chosen["points"].cpu()
-        v = self._velocity(reading, state, chosen["x"], self.sampler.grid.sigmas[points])
+        """Scores all denoising steps of the window in one forward pass; a decision is a step."""
+        points = sampled["points"].cpu()
+        v = self._velocity(prefix, state, sampled["x"], self.sampler.grid.sigmas[points])
         scores = score.chain_likelihood(
             self._executed(v),
-            self._executed(chosen["x"]),
-            self._executed(chosen["x_next"]),
+            self._executed(sampled["x"]),
+            self._executed(sampled["x_next"]),
             self.sampler.drawn(points),
             old=old,
             reference=reference,
@@ -172,18 +181,19 @@ class FlowHead(Head):
     def _score_matching(
         self,
         likelihood: ActionMatching,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Scores the chunk as one decision, the mean over all draws; "prediction" is [n, 1, draw, chunk, action]."""
-        sigma = chosen["sigma"]
-        x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
+        """Scores the chunk as one decision, by flow-matching errors averaged over the sampled noise levels (draws).
+        "prediction" is [n, 1, draw, chunk, action]."""
+        sigma = sampled["sigma"]
+        x, target = score.noisy_samples(sampled["data"][:, None], sampled["noise"], sigma, "velocity")
         scores = score.matching_likelihood(
-            self._executed(self._velocity(reading, state, x, sigma)),
+            self._executed(self._velocity(prefix, state, x, sigma)),
             self._executed(target),
             old=None if old is None else old[:, 0],
             reference=None if reference is None else reference[:, 0],
@@ -196,61 +206,63 @@ class FlowHead(Head):
     def _score_contrast(
         self,
         likelihood: ActionContrast,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Adds the fields of `rollouts.MatchingTargets`, 0 where an action was not executed, so that its error is 0
-        too."""
-        sigma, counted = chosen["sigma"], valid[:, None, :, None]
-        x, target = score.noisy_samples(chosen["data"][:, None], chosen["noise"], sigma, "velocity")
-        v = self._executed(self._velocity(reading, state, x, sigma))
+        """Scores flow-matching errors with a decision for each noise level, and adds the fields of
+        `rollouts.MatchingTargets`, which are 0 at actions that were not executed."""
+        sigma, executed = sampled["sigma"], valid[:, None, :, None]
+        x, target = score.noisy_samples(sampled["data"][:, None], sampled["noise"], sigma, "velocity")
+        v = self._executed(self._velocity(prefix, state, x, sigma))
         scores = score.matching_likelihood(
-            v, self._executed(target), old=old, reference=reference, counted=counted, reduction=likelihood.reduction
+            v, self._executed(target), old=old, reference=reference, counted=executed, reduction=likelihood.reduction
         ).columns
-        matched = {
+        targets = {
             "noisy": self._executed(x),
             "velocity": v,
             "old_velocity": v.detach() if old is None else old.to(v),
-            "data": self._executed(chosen["data"])[:, None].expand_as(v),
+            "data": self._executed(sampled["data"])[:, None].expand_as(v),
         }
-        return {**scores, "sigma": sigma.float(), **{name: part.where(counted, 0) for name, part in matched.items()}}
+        return {**scores, "sigma": sigma.float(), **{name: value.where(executed, 0) for name, value in targets.items()}}
 
-    def _velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
-        """Returns the velocity of noisy chunks x [n, k, *latent] of n observations, at noise levels sigma [n, k], in
-        one pass."""
+    def _velocity(self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor) -> Tensor:
+        """Predicts the velocity of k noisy chunks of each observation in one forward pass. x: [n, k, *latent]; sigma:
+        [n, k]. Returns a tensor like x."""
         n, k = sigma.shape
         rows = torch.arange(n, device=x.device).repeat_interleave(k)
-        return self.velocity(reading, state, x.flatten(0, 1), sigma.flatten().to(x.device), rows).view_as(x)
+        return self.velocity(prefix, state, x.flatten(0, 1), sigma.flatten().to(x.device), rows).view_as(x)
 
     def _executed(self, latent: Tensor) -> Tensor:
-        """Returns the executed part [..., chunk, action] of latents [..., *latent]."""
+        """Returns the part of latents [..., *latent] that the robot executes, [..., chunk, action]."""
         return latent[..., : self.shape[0], : self.shape[1]].contiguous()
 
-    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Pads demonstrated chunks to latents: further actions repeat the last one, further numbers are 0."""
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Pads demonstrated chunks to the shape `latent`, by repeating the last action and by zeros behind its numbers,
+        and samples the noise levels of the flow-matching error."""
         assert isinstance(self.likelihood, ActionMatching)
-        longer, wider = (inner - outer for inner, outer in zip(self.latent, self.shape, strict=True))
-        data = torch.cat([actions, actions[:, -1:].expand(-1, longer, -1)], 1)
-        return {"actions": actions, "data": F.pad(data, (0, wider)), **self._draw_levels(self.likelihood, seeds)}
+        extra_actions, extra_numbers = (latent - shape for latent, shape in zip(self.latent, self.shape, strict=True))
+        data = F.pad(torch.cat([actions, actions[:, -1:].expand(-1, extra_actions, -1)], 1), (0, extra_numbers))
+        return {"actions": actions, "data": data, **self._sample_noise_levels(self.likelihood, seeds)}
 
-    def _draw_levels(self, likelihood: Draws, seeds: Sequence[int]) -> Chosen:
-        """Draws noise levels and noises, the same whenever a chunk is scored. Levels are Beta(1.5, 1) as in pi0, with
-        more of them at high noise."""
+    def _sample_noise_levels(self, likelihood: Draws, seeds: Sequence[int]) -> SampledChunks:
+        """Samples "sigma" [n, draw] and "noise" [n, draw, *latent], with which a chunk is scored every time. Noise
+        levels follow Beta(1.5, 1) as in pi0, so that most are high."""
         uniform = torch.stack([score.stratified(seed, likelihood.draws) for seed in seeds])
         noise = score.draw_noises(seeds, likelihood.draws, self.latent)
         return {"sigma": 0.001 + 0.999 * uniform ** (2 / 3), "noise": noise}
 
 
 class ExpertHead(FlowHead):
-    """A flow head with an expert of its own, which attends to the prompt's last layer (as pi0, arXiv 2410.24164). With
-    `LearnedNoise` a network predicts the standard deviation of each step, and the whole chain is one decision
-    (ReinFlow, arXiv 2505.22094)."""
+    """A flow head whose action expert, a transformer, attends to the prefix's last layer (as pi0, arXiv 2410.24164).
 
-    new_parts = ("expert.spread.",)  # absent in flows that learned from demonstrations
+    With `LearnedNoise` the expert also predicts the standard deviation of each denoising step, and the whole chain of
+    steps is one decision (ReinFlow, arXiv 2505.22094)."""
+
+    optional_parameters = ("expert.spread.",)  # absent in flows that learned from demonstrations
 
     def __init__(
         self,
@@ -269,66 +281,70 @@ class ExpertHead(FlowHead):
     def supported_likelihoods(cls) -> tuple[type[ActionLikelihood], ...]:
         return *super().supported_likelihoods(), LearnedNoise
 
-    def velocity(self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        return self._run_expert(reading, state, x, sigma, rows)[0].float()
+    def velocity(self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return self._run_expert(prefix, state, x, sigma, rows)[0].float()
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         if isinstance(self.likelihood, LearnedNoise) and sampling.training:
-            return self._act_learned(self.likelihood, reading, state, sampling.seeds)
-        return super().act(reading, state, sampling)
+            return self._act_learned(self.likelihood, prefix, state, sampling.seeds)
+        return super().act(prefix, state, sampling)
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
         if isinstance(self.likelihood, LearnedNoise):
-            return self._score_learned(self.likelihood, reading, state, chosen, valid)
-        return super().score(reading, state, chosen, valid, old, reference)
+            return self._score_learned(self.likelihood, prefix, state, sampled, valid)
+        return super().score(prefix, state, sampled, valid, old, reference)
 
     def _run_expert(
-        self, reading: Reading, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor
+        self, prefix: EncodedPrefix, state: Tensor, x: Tensor, sigma: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        return self.expert(x, sigma, state[rows], reading.hidden[rows], reading.mask[rows].bool())
+        """Returns velocity and learned log standard deviation of the expert, like x; see `velocity` and `Expert`."""
+        return self.expert(x, sigma, state[rows], prefix.hidden[rows], prefix.mask[rows].bool())
 
-    def _act_learned(self, likelihood: LearnedNoise, reading: Reading, state: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Samples denoising chains with learned noise: actions [n, chunk, action] and chain [n, step + 1, chunk,
-        action]."""
+    def _act_learned(
+        self, likelihood: LearnedNoise, prefix: EncodedPrefix, state: Tensor, seeds: Sequence[int]
+    ) -> SampledChunks:
+        """Samples denoising chains with learned noise. Returns "actions" [n, chunk, action] and "chain", the latents of
+        all steps, [n, step + 1, chunk, action]."""
         x = gaussian(list(seeds), INITIAL, self.shape).to(state.device)
         rows = torch.arange(len(x), device=x.device)
         chain = [x]
         for k in range(len(self.sampler.grid)):
             point = torch.full((len(x),), k)
-            mean, std = self._learned_step(likelihood, reading, state, chain[-1], point, rows)
+            mean, std = self._learned_step(likelihood, prefix, state, chain[-1], point, rows)
             chain.append(mean + std * gaussian(list(seeds), k, self.shape).to(x.device))
         return {"actions": chain[-1], "chain": torch.stack(chain, 1)}
 
     def _learned_step(
-        self, likelihood: LearnedNoise, reading: Reading, state: Tensor, x: Tensor, point: Tensor, rows: Tensor
+        self, likelihood: LearnedNoise, prefix: EncodedPrefix, state: Tensor, x: Tensor, point: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns mean and std, like x, of the steps from grid points `point` [n]: Euler's mean, the network's std."""
+        """Returns mean and standard deviation of the next latent, like x. The mean is an Euler step, the standard
+        deviation is learned. x: latents [m, chunk, action]; point: their grid points [m]; rows: as for `velocity`."""
         sigmas = self.sampler.grid.sigmas
-        v, wide = self._run_expert(reading, state, x, sigmas[point].to(x.device), rows)
-        assert wide is not None
+        v, scaled_log_std = self._run_expert(prefix, state, x, sigmas[point].to(x.device), rows)
+        assert scaled_log_std is not None
         dt = (sigmas[point + 1] - sigmas[point]).to(x.device)[:, None, None]
         low, high = (math.log(bound) for bound in likelihood.range)
-        return x + dt * v.float(), torch.exp(low + (wide.float() + 1) / 2 * (high - low))
+        return x + dt * v.float(), torch.exp(low + (scaled_log_std.float() + 1) / 2 * (high - low))
 
     def _score_learned(
-        self, likelihood: LearnedNoise, reading: Reading, state: Tensor, chosen: Chosen, valid: Tensor
+        self, likelihood: LearnedNoise, prefix: EncodedPrefix, state: Tensor, sampled: SampledChunks, valid: Tensor
     ) -> dict[str, Tensor]:
-        """Scores denoising chains under a Gaussian with learned noise: log-probability and entropy, both [n, 1],
-        reduced over executed actions and denoising steps. valid: [n, chunk]."""
-        chain = chosen["chain"]
+        """Returns log-probability and entropy of the sampled chains under Gaussian steps with learned noise, both
+        [n, 1], reduced over executed actions and denoising steps."""
+        chain = sampled["chain"]
         n, k = len(chain), chain.shape[1] - 1
         x, x_next = (rearrange(part, "n k c a -> (n k) c a") for part in (chain[:, :-1], chain[:, 1:]))
         point = torch.arange(k).repeat(n)
         rows = torch.arange(n, device=x.device).repeat_interleave(k)
-        mean, std = self._learned_step(likelihood, reading, state, x, point, rows)
+        mean, std = self._learned_step(likelihood, prefix, state, x, point, rows)
         executed = repeat(valid, "n c -> (n k) c 1", k=k)
         logp = -((x_next - mean) / std).square() / 2 - std.log() - 0.5 * math.log(2 * math.pi)
         entropy = std.log() + 0.5 * math.log(2 * math.pi * math.e)
@@ -341,5 +357,6 @@ class ExpertHead(FlowHead):
 
 
 def grid(steps: int) -> Grid:
+    """Returns the noise levels of `steps` denoising steps, evenly spaced from 1 to 0."""
     sigmas = linear(steps)
     return Grid(sigmas, sigmas[:-1])

@@ -7,76 +7,79 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mmrl.policies.vla.heads.head import ActionSampling, Chosen, LevelledHead, Reading
+from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, LevelledHead, SampledChunks
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions, GaussianActions, NormalActions
 
 
-class SpreadHead(LevelledHead):
-    """A head with one standard deviation for each number of the chunk, learned or fixed, which the temperature
-    multiplies."""
+class DiagonalGaussianHead(LevelledHead):
+    """Base of Gaussian heads. Each number of the chunk has a standard deviation that does not depend on the
+    observation; it is learned or fixed. The temperature multiplies it."""
 
     def __init__(self, settings: NormalActions, action: Actions, action_dim: int, state_dim: int) -> None:
         super().__init__(settings.level, action, action_dim, state_dim)
-        spread = torch.full(self.shape, math.log(settings.std))
-        self.log_std = nn.Parameter(spread, requires_grad=not settings.fixed)
-        self.least = math.log(settings.least_std) if settings.least_std else -math.inf
+        initial_log_std = torch.full(self.shape, math.log(settings.std))
+        self.log_std = nn.Parameter(initial_log_std, requires_grad=not settings.fixed)
+        self.min_log_std = math.log(settings.least_std) if settings.least_std else -math.inf
 
-    def spread(self) -> Tensor:
-        """Returns the logarithm of the standard deviation, [chunk, action] fp32."""
-        return self.log_std.float().clamp(min=self.least)
+    def clamped_log_std(self) -> Tensor:
+        """Returns the logarithm of the standard deviation, at least `min_log_std`: [chunk, action] fp32."""
+        return self.log_std.float().clamp(min=self.min_log_std)
 
 
-class NormalHead(SpreadHead):
+class NormalHead(DiagonalGaussianHead):
     """A head with Gaussian actions around a mean that a network predicts."""
 
-    def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        """Returns the mean [n, chunk, action] fp32."""
+    def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Predicts the mean of the actions, [n, chunk, action] fp32."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
-        return self.drawn(self.mean(reading, state), sampling)
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        return self.sample_around(self.mean(prefix, state), sampling)
 
-    def drawn(self, mean: Tensor, sampling: ActionSampling) -> Chosen:
+    def sample_around(self, mean: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples actions from the Gaussian with `mean` [n, chunk, action]."""
         generator = torch.Generator()
         noise = torch.stack([torch.randn(self.shape, generator=generator.manual_seed(seed)) for seed in sampling.seeds])
-        actions = mean + sampling.temperature * self.spread().exp() * noise.to(mean.device)
+        actions = mean + sampling.temperature * self.clamped_log_std().exp() * noise.to(mean.device)
         return {"actions": actions, "temperature": self._temperature(sampling)}
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        return self.scored(self.mean(reading, state), chosen, valid, old, reference)
+        return self.score_around(self.mean(prefix, state), sampled, valid, old, reference)
 
-    def scored(
-        self, mean: Tensor, chosen: Chosen, valid: Tensor, old: Tensor | None, reference: Tensor | None
+    def score_around(
+        self, mean: Tensor, sampled: SampledChunks, valid: Tensor, old: Tensor | None, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Returns the fields of `score`, given `mean` [n, chunk, action]."""
-        log_std = self.spread() + chosen["temperature"].log().float()[:, None, None]
-        logp = gaussian_logp(chosen["actions"], mean, log_std)
+        """Returns the fields of `score`, given `mean` [n, chunk, action]. "prediction" holds mean and log standard
+        deviation, [n, decisions, number, 2]."""
+        log_std = self.clamped_log_std() + sampled["temperature"].log().float()[:, None, None]
+        logp = gaussian_logp(sampled["actions"], mean, log_std)
         entropy = gaussian_entropy(log_std).expand_as(logp)
-        now = torch.stack([mean, log_std.expand_as(mean)], -1)
+        current = torch.stack([mean, log_std.expand_as(mean)], -1)
         fields = {
             "logp": self._by_level(logp, valid),
             "entropy": self._by_level(entropy, valid),
-            "prediction": now.detach().view(len(mean), self.decisions, -1, 2),
+            "prediction": current.detach().view(len(mean), self.decisions, -1, 2),
         }
         for name, other in (("divergence", old), ("reference_kl", reference)):
             if other is not None:
-                fields[name] = self._by_level(gaussian_divergence(other.view(now.shape), now), valid)
+                fields[name] = self._by_level(gaussian_divergence(other.view(current.shape), current), valid)
         return fields
 
 
 class GaussianHead(NormalHead):
-    """A Gaussian head whose mean is a perceptron of the prompt's last token and the robot's state."""
+    """A Gaussian head whose mean an MLP computes from the last layer at the prefix's last token and the robot's
+    state."""
 
-    context_only = True
+    last_layer_only = True
 
     def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
         """width: of the backbone, 0 where it reads nothing."""
@@ -84,22 +87,23 @@ class GaussianHead(NormalHead):
         sizes = [width + self.state_dim, *[settings.width] * settings.layers]
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
 
-    def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        features = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+    def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        features = prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)
         return self.layers(features).float().view(-1, *self.shape)
 
 
 def gaussian_logp(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Returns the log-density of every number, [...]."""
+    """Returns the log-density of each number, shaped like x."""
     return -0.5 * ((x - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_entropy(log_std: Tensor) -> Tensor:
+    """Returns the entropy of Gaussians in nats, like log_std."""
     return 0.5 + 0.5 * math.log(2 * math.pi) + log_std
 
 
-def gaussian_divergence(a: Tensor, b: Tensor) -> Tensor:
-    """Returns KL(a || b) of Gaussians given by mean and log standard deviation in the last dimension, [...]."""
-    (mean, log_std), (other, log_other) = a.unbind(-1), b.unbind(-1)
-    apart = (mean - other).square() / log_other.exp().square()
-    return log_other - log_std + 0.5 * ((2 * (log_std - log_other)).exp() + apart - 1)
+def gaussian_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Returns KL(p || q) of Gaussians [..., 2], whose last dimension holds mean and log standard deviation: [...]."""
+    (p_mean, p_log_std), (q_mean, q_log_std) = p.unbind(-1), q.unbind(-1)
+    squared_distance = (p_mean - q_mean).square() / q_log_std.exp().square()
+    return q_log_std - p_log_std + 0.5 * ((2 * (p_log_std - q_log_std)).exp() + squared_distance - 1)

@@ -1,8 +1,9 @@
-"""Action heads, which map a backbone's reading to a chunk of actions, and score chunks.
+"""Action heads: networks that sample and score chunks of actions, given the hidden states of a backbone.
 
-A head has three methods: `act` draws a chunk, `score` returns the likelihood of a chunk (by the same code path, so that
-the ratio is exactly 1 before the first update), `teach` converts demonstrated actions to the inputs of `score`. A
-choice is a dictionary of tensors [n, ...] of fixed shapes, with "actions" [n, chunk, action].
+A chunk is the actions that are executed before the next observation. A head has three methods. `act` samples chunks.
+`score` returns their likelihood, by the same code path, so that the ratio is exactly 1 before the first update.
+`encode_demonstrations` converts demonstrated actions to the inputs of `score`. Sampled chunks are a dictionary of
+tensors [n, ...] of fixed shapes, with "actions" [n, chunk, action].
 """
 
 from __future__ import annotations
@@ -25,32 +26,40 @@ from mmrl.policies.vla.heads.codec import ActionCodec
 from mmrl.policies.vla.heads.layers import BridgeBlock
 from mmrl.policies.vla.settings import Actions, BridgeActions, LaplaceActions, Level, RegressionActions, TokenActions
 
-Chosen = dict[str, Tensor]
-CLIP = 1e-6
+SampledChunks = dict[str, Tensor]
+CLIP = 1e-6  # distance of uniform samples from 0 and 1, where Laplace noise is infinite
 BASE = "base."  # prefix of the parameters of `Head.base`
 EXTRA = "extras."  # prefix of fields that only some heads have; see `Replay.extras`
 
 
-class Reading(Protocol):
-    """A backbone's reading of n prompts."""
+class EncodedPrefix(Protocol):
+    """The hidden states of n prefixes: images and instruction, for some backbones the robot's state too."""
 
     hidden: Tensor  # [n, token, width], the last layer
-    mask: Tensor  # [n, token], 1 where there is a token
-    last: Tensor  # [n, width], of each prompt's last token
-    layers: tuple[Tensor, ...]  # of every layer [n, token, width], of the tokens that were read last
+    mask: Tensor  # [n, token], 0 at padding
+    last: Tensor  # [n, width], the last layer at each prefix's last token
+    layers: tuple[Tensor, ...]  # every layer [n, token, width], at the tokens of the prefix or of the last `extend`
 
-    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor: ...
+    def extend(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Appends embeddings `tokens` [n, t, width], which attend to the prefix and to earlier tokens.
+
+        mask: [n, t], 0 at padding. Returns the last layer at these tokens, [n, t, width]."""
+        ...
 
 
-class JointReading(Reading, Protocol):
-    """A reading of prompt and further tokens in one bidirectional pass; see
+class BidirectionalEncodedPrefix(EncodedPrefix, Protocol):
+    """A prefix that is encoded together with the tokens behind it in one bidirectional pass; see
     `mmrl.policies.vla.backbones.openvla.BidirectionalPrefix`."""
 
-    def together(self, tokens: Tensor) -> Tensor: ...
+    def encode_with(self, tokens: Tensor) -> Tensor:
+        """Returns the last layer [n, 1 + t, width] at the prefix's last token and at embeddings `tokens` [n, t, width],
+        all of which attend to one another."""
+        ...
 
 
 class TokenBackbone(Protocol):
-    """The interface of a backbone for heads with tokens, see `mmrl.policies.vla.backbones.backbone.Backbone`."""
+    """The attributes of a backbone that heads of action tokens use; see
+    `mmrl.policies.vla.backbones.backbone.Backbone`."""
 
     width: int
     vocabulary: int
@@ -64,29 +73,30 @@ class TokenBackbone(Protocol):
 
 @dataclass(frozen=True)
 class ActionSampling:
-    """Options of drawing the chunks of n observations."""
+    """Options of sampling one chunk for each of n observations."""
 
     seeds: Sequence[int]  # n, one for each chunk
     temperature: float = 1.0  # 0: the likeliest actions
     training: bool = True  # False omits tensors that only `score` needs, and may use more denoising steps
-    groups: Sequence[int] = ()  # n, the seed of each one's group, for what a group shares
+    groups: Sequence[int] = ()  # n, the seed of each rollout's group; a group shares the window of scored steps
     step: int = 0  # finished training steps
 
 
 class Head(nn.Module):
-    """Turns readings into chunks of `shape` [chunk, action].
+    """The action head of a policy: it samples and scores chunks of actions, `shape` [chunk, action].
 
-    `every_layer`: whether it needs all layers of the backbone. `context_only`: whether it needs only the
-    prompt's last layer, so that readings of a frozen backbone can be cached. `reasons`: whether it draws latents before
-    a chunk, which `reasoning_steps` counts. `new_parts`: prefixes of names of parameters that a saved head may lack,
-    because training adds them, or because they have files of their own. `base`: the frozen head that it is built
-    around, if there is one.
+    every_layer: whether the head needs the hidden states of all layers of the backbone.
+    last_layer_only: whether it needs only the prefix's last layer, so that prefixes of a frozen backbone can be cached.
+    samples_latents: whether it samples latents before a chunk; `num_latents` counts them.
+    optional_parameters: prefixes of names of parameters that a saved head may lack, because training adds them or
+        because they are saved in a file of their own.
+    base: the frozen head that this head is built around; None for others.
     """
 
     every_layer = False
-    context_only = False
-    reasons = False
-    new_parts: tuple[str, ...] = ()
+    last_layer_only = False
+    samples_latents = False
+    optional_parameters: tuple[str, ...] = ()
 
     def __init__(self, action: Actions, action_dim: int, state_dim: int) -> None:
         """state_dim: numbers of the robot's state; `self.state_dim` is 0 where it is not an input."""
@@ -100,49 +110,54 @@ class Head(nn.Module):
         """Number of decisions in a chunk."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
-        """Draws n chunks for states [n, state]."""
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        """Samples n chunks. prefix: of n observations; state: [n, state]."""
         raise NotImplementedError
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Returns fields of `mmrl.rollouts.Replay`, each [n, decisions, ...], and its extras with the prefix EXTRA.
-        valid: [n, chunk] bool, which actions were executed; the others do not count. old, reference: "prediction" under
-        the policy that generated the rollouts, and under the reference policy."""
+        """Scores n sampled chunks: returns fields of `mmrl.rollouts.Replay` such as "logp", each [n, decisions, ...],
+        and its extras under names that begin with EXTRA.
+
+        prefix, state, sampled: of the n chunks, as in `act`. valid: [n, chunk] bool, which actions were executed; the
+        others do not contribute. old, reference: the field "prediction" under the policy that sampled the rollouts and
+        under the reference policy, from which divergences are computed; None where they are not needed."""
         raise NotImplementedError
 
-    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Encodes demonstrated actions [n, chunk, action] in [-1, 1] as if the head had sampled them, for `score`.
-        seeds: one a chunk of actions, [n]; heads that draw noise or a timestep take it from there."""
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Converts demonstrated actions [n, chunk, action] in [-1, 1] to the inputs of `score`, as if the head had
+        sampled them. seeds: [n], of the noise and timesteps that some heads sample for a chunk."""
         return {"actions": actions}
 
     def save(self, folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Writes parts with a file of their own in a published format, and returns the rest. state: of this module."""
+        """Saves those weights that have a file of their own in a published format, and returns the others. state: the
+        state dict of this module."""
         if self.base is None:
             return state
         rest = self.base.save(folder, {n.removeprefix(BASE): v for n, v in state.items() if n.startswith(BASE)})
         own = {name: value for name, value in state.items() if not name.startswith(BASE)}
         return {**own, **{BASE + name: value for name, value in rest.items()}}
 
-    def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
-        """Returns which decisions count, [n, decisions] bool. valid: [n, chunk] bool, which actions were executed."""
+    def decision_mask(self, valid: Tensor, sampled: SampledChunks) -> Tensor:
+        """Returns which decisions are trained on, [n, decisions] bool. valid: [n, chunk] bool, which actions were
+        executed."""
         return repeat(valid.any(1), "n -> n d", d=self.decisions)
 
-    def reasoning_steps(self, chosen: Chosen) -> Tensor:
-        """Returns the number of latents that were drawn before each chunk, [n] int64, for heads that reason."""
+    def num_latents(self, sampled: SampledChunks) -> Tensor:
+        """Returns the number of latents that were sampled before each chunk, [n] int64; see `samples_latents`."""
         raise NotImplementedError
 
 
 class LevelledHead(Head):
-    """A head whose likelihood is a product over the numbers of a chunk. A decision is a number, an action or the chunk,
-    as `level` says, and it is scored at the temperature that it was sampled with."""
+    """A head whose likelihood factorises over the numbers of a chunk. `level` says whether a decision is one number of
+    an action, an action or the whole chunk. Actions are scored at the temperature at which they were sampled."""
 
     def __init__(self, level: Level, action: Actions, action_dim: int, state_dim: int) -> None:
         super().__init__(action, action_dim, state_dim)
@@ -153,28 +168,30 @@ class LevelledHead(Head):
         chunk, size = self.shape
         return {"token": chunk * size, "action": chunk, "chunk": 1}[self.level]
 
-    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Encodes demonstrated actions, which are scored at temperature 1."""
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Returns demonstrated actions with a temperature of 1."""
         return {"actions": actions, "temperature": torch.ones(len(actions), dtype=torch.float64)}
 
-    def decided(self, valid: Tensor, chosen: Chosen) -> Tensor:
+    def decision_mask(self, valid: Tensor, sampled: SampledChunks) -> Tensor:
         if self.level == "chunk":
             return valid.any(1, keepdim=True)
         return repeat(valid, "n c -> n (c k)", k=self.shape[1] if self.level == "token" else 1)
 
     def _temperature(self, sampling: ActionSampling) -> Tensor:
-        """Returns the temperature for scoring, [n] float64: 1 for actions at temperature 0, which have no density."""
+        """Returns the temperature at which chunks are scored, [n] float64. It is 1 for the likeliest actions
+        (temperature 0), for which no density is defined."""
         return torch.full((len(sampling.seeds),), sampling.temperature or 1.0, dtype=torch.float64)
 
     def _by_level(self, values: Tensor, valid: Tensor) -> Tensor:
-        """Sums values [n, chunk, action] of executed actions over each decision: [n, decisions]."""
+        """Sums values [n, chunk, action] over the numbers of each decision, executed actions only. Returns
+        [n, decisions]."""
         values = values.where(valid[..., None], 0)
         pattern = {"token": "n c a -> n (c a)", "action": "n c a -> n c", "chunk": "n c a -> n"}[self.level]
         return reduce(values, pattern, "sum").view(len(values), -1)
 
 
 class StateToken(nn.Module):
-    """Projects the robot's state to a token behind the prompt; to no token where there is no state."""
+    """Projects the robot's state to one token behind the prompt, or to none where the state is not an input."""
 
     def __init__(self, state_dim: int, width: int) -> None:
         super().__init__()
@@ -182,14 +199,17 @@ class StateToken(nn.Module):
         self.project = nn.Linear(state_dim, width) if state_dim else None
 
     def forward(self, state: Tensor) -> Tensor:
-        """Returns tokens [n, 1 or 0, width] of states [n, state]."""
+        """Returns token embeddings [n, 1 or 0, width] for states [n, state]."""
         if self.project is None:
             return state.new_zeros(len(state), 0, self.width)
         return rearrange(self.project(state), "n w -> n 1 w")
 
 
 class TokenHead(LevelledHead):
-    """A head with a token for every number of every action; logits are computed for the action columns only."""
+    """A head that predicts each number of each action as a token.
+
+    Logits are computed for action tokens only. A column is the position of an action token among them: the first action
+    token has column 0; see `ActionCodec`."""
 
     def __init__(
         self, settings: TokenActions, action: Actions, backbone: TokenBackbone, action_dim: int, state_dim: int
@@ -206,73 +226,76 @@ class TokenHead(LevelledHead):
         parallel = self.decoding == "parallel"
         self.queries = nn.Parameter(torch.randn(self.tokens, self.width) * 0.02) if parallel else None
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         generators = [torch.Generator(state.device).manual_seed(seed) for seed in sampling.seeds]
 
-        def choose(logits: Tensor) -> Tensor:
-            return (logits if sampling.temperature == 0 else draw(logits / sampling.temperature, generators)).argmax(-1)
+        def select_columns(logits: Tensor) -> Tensor:
+            if sampling.temperature == 0:
+                return logits.argmax(-1)
+            return draw(logits / sampling.temperature, generators).argmax(-1)
 
         if self.decoding != "autoregressive":
-            columns = choose(self._logits(self._read(reading, state, None)))
+            columns = select_columns(self._logits(self._hidden_states(prefix, state, None)))
         else:
-            hidden, taken = self._begin(reading, state), []
+            hidden, sampled_columns = self._first_hidden_state(prefix, state), list[Tensor]()
             for index in range(self.tokens):
-                taken.append(choose(self._logits(hidden)))
+                sampled_columns.append(select_columns(self._logits(hidden)))
                 if index + 1 < self.tokens:
-                    hidden = extend(reading, self._embed(taken[-1][:, None]))[:, -1]
-            columns = torch.stack(taken, 1)
+                    hidden = extend(prefix, self._embed(sampled_columns[-1][:, None]))[:, -1]
+            columns = torch.stack(sampled_columns, 1)
         return {"columns": columns, "actions": self._actions(columns), "temperature": self._temperature(sampling)}
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        columns = chosen["columns"]
-        temperatures, groups = chosen["temperature"].unique(return_inverse=True)
-        order = groups.argsort(stable=True)  # groups rows of equal temperature
-        counts = groups.bincount(minlength=len(temperatures)).tolist()
-        hidden = self._read(reading, state, columns)[order].split(counts)
+        columns = sampled["columns"]
+        # The kernel takes one temperature, so rows are sorted and split by theirs.
+        temperatures, temperature_index = sampled["temperature"].unique(return_inverse=True)
+        order = temperature_index.argsort(stable=True)
+        counts = temperature_index.bincount(minlength=len(temperatures)).tolist()
+        hidden = self._hidden_states(prefix, state, columns)[order].split(counts)
         ids = self.codec.ids(columns)[order].split(counts)
         scores = [
             hidden_logprob(h, self._weight, i, temperature=t, columns=(self.codec.first, self.codec.vocabulary))
             for h, i, t in zip(hidden, ids, temperatures.tolist(), strict=True)
         ]
-        logp, entropy = (
-            torch.cat(parts)[order.argsort()].view(-1, *self.shape)
-            for parts in ([f.logp for f in scores], [f.entropy for f in scores])
-        )
+        original_order = order.argsort()
+        logp = torch.cat([part.logp for part in scores])[original_order].view(-1, *self.shape)
+        entropy = torch.cat([part.entropy for part in scores])[original_order].view(-1, *self.shape)
         return {"logp": self._by_level(logp, valid), "entropy": self._by_level(entropy, valid)}
 
-    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Encodes demonstrated actions as the nearest bins, "columns" [n, chunk x action]."""
-        return {**super().teach(actions, seeds), "columns": self.codec.encode(actions).flatten(1)}
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Adds "columns" [n, chunk x action], the bins of the demonstrated actions."""
+        return {**super().encode_demonstrations(actions, seeds), "columns": self.codec.encode(actions).flatten(1)}
 
-    def _begin(self, reading: Reading, state: Tensor) -> Tensor:
-        """Returns hidden states [n, width] that predict the first token."""
+    def _first_hidden_state(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Returns the hidden states [n, width] that predict the first action token."""
         start = self.state(state)
-        return reading.last if start.shape[1] == 0 else extend(reading, start)[:, -1]
+        return prefix.last if start.shape[1] == 0 else extend(prefix, start)[:, -1]
 
-    def _read(self, reading: Reading, state: Tensor, columns: Tensor | None) -> Tensor:
-        """Returns hidden states [n, token, width], each of which predicts a token."""
+    def _hidden_states(self, prefix: EncodedPrefix, state: Tensor, columns: Tensor | None) -> Tensor:
+        """Returns the hidden states [n, token, width] that predict the action tokens. columns: [n, token], the tokens
+        themselves, which only autoregressive decoding reads."""
         if self.queries is not None:
             start = self.state(state)
             queries = torch.cat([start, repeat(self.queries, "t w -> n t w", n=len(state))], 1)
-            return extend(reading, queries)[:, start.shape[1] :]
+            return extend(prefix, queries)[:, start.shape[1] :]
         if self.decoding == "bidirectional":
             start = self.state(state)
             empty = start.new_zeros(len(state), self.tokens, self.width)
-            hidden = cast(JointReading, reading).together(torch.cat([start, empty], 1))
-            return hidden[:, start.shape[1] : -1]  # the token before each position
+            hidden = cast(BidirectionalEncodedPrefix, prefix).encode_with(torch.cat([start, empty], 1))
+            return hidden[:, start.shape[1] : -1]  # a token is predicted at the position before it
         assert columns is not None
-        first = rearrange(self._begin(reading, state), "n w -> n 1 w")
+        first = rearrange(self._first_hidden_state(prefix, state), "n w -> n 1 w")
         if self.tokens == 1:
             return first
-        return torch.cat([first, extend(reading, self._embed(columns[:, :-1]))], 1)
+        return torch.cat([first, extend(prefix, self._embed(columns[:, :-1]))], 1)
 
     def _embed(self, columns: Tensor) -> Tensor:
         return self._backbone[0].input_embeddings(self.codec.ids(columns))
@@ -296,15 +319,16 @@ class LaplaceHead(LevelledHead):
         super().__init__(settings.level, action, action_dim, state_dim)
         self.log_scale = nn.Parameter(torch.full((action.chunk, action_dim), math.log(settings.scale)))
 
-    def median(self, reading: Reading, state: Tensor) -> Tensor:
-        """Returns the median [n, chunk, action]."""
+    def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Predicts the median of the actions, [n, chunk, action]."""
         raise NotImplementedError
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
-        median = self.median(reading, state).float()
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
+        median = self.median(prefix, state).float()
         uniform = torch.stack(
             [torch.rand(median.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(median.device)
+        # the inverse of the Laplace distribution's cumulative function
         centred = (uniform - 0.5).clamp(-0.5 + CLIP, 0.5 - CLIP)
         noise = -centred.sign() * torch.log1p(-2 * centred.abs())
         actions = median + sampling.temperature * self.log_scale.float().exp() * noise
@@ -312,22 +336,22 @@ class LaplaceHead(LevelledHead):
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        median = self.median(reading, state).float()
-        log_scale = self.log_scale.float() + chosen["temperature"].log().float()[:, None, None]
-        logp = -(chosen["actions"] - median).abs() / log_scale.exp() - log_scale - math.log(2)
+        median = self.median(prefix, state).float()
+        log_scale = self.log_scale.float() + sampled["temperature"].log().float()[:, None, None]
+        logp = -(sampled["actions"] - median).abs() / log_scale.exp() - log_scale - math.log(2)
         return {"logp": self._by_level(logp, valid), "entropy": self._by_level(1 + math.log(2) + log_scale, valid)}
 
 
 class RegressionHead(LaplaceHead):
-    """A Laplace head with one query an action, read by an MLP (OpenVLA-OFT, arXiv 2502.19645, with one token an
-    action)."""
+    """A Laplace head with one learned query for each action, whose hidden state an MLP maps to the median (after
+    OpenVLA-OFT, arXiv 2502.19645)."""
 
     def __init__(
         self, settings: RegressionActions, action: Actions, action_dim: int, state_dim: int, width: int
@@ -338,14 +362,15 @@ class RegressionHead(LaplaceHead):
         self.queries = nn.Parameter(torch.randn(action.chunk, width) * 0.02)
         self.leave = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, action_dim))
 
-    def median(self, reading: Reading, state: Tensor) -> Tensor:
+    def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
         start = self.state(state)
         queries = torch.cat([start, repeat(self.queries, "c w -> n c w", n=len(state))], 1)
-        return self.leave(extend(reading, queries)[:, start.shape[1] :])
+        return self.leave(extend(prefix, queries)[:, start.shape[1] :])
 
 
 class BridgeHead(LaplaceHead):
-    """A Laplace head that reads prompt and queries from every layer: see `BridgeBlock`."""
+    """A Laplace head that attends to the hidden states of prefix and learned queries in the last layers of the
+    backbone, one layer for each `BridgeBlock` (VLA-Adapter, arXiv 2509.09372)."""
 
     every_layer = True
 
@@ -361,15 +386,16 @@ class BridgeHead(LaplaceHead):
         )
         self.leave = nn.Sequential(nn.LayerNorm(bridge_width), nn.Linear(bridge_width, action_dim))
 
-    def median(self, reading: Reading, state: Tensor) -> Tensor:
-        prompt, mask = reading.layers[-len(self.blocks) :], reading.mask.bool()
-        extend(reading, torch.cat([self.state(state), repeat(self.queries, "q w -> n q w", n=len(state))], 1))
-        queries = reading.layers[-len(self.blocks) :]
+    def median(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        prefix_layers, mask = prefix.layers[-len(self.blocks) :], prefix.mask.bool()
+        extend(prefix, torch.cat([self.state(state), repeat(self.queries, "q w -> n q w", n=len(state))], 1))
+        query_layers = prefix.layers[-len(self.blocks) :]
         h = repeat(self.start, "c w -> n c w", n=len(state))
-        for block, p, q in zip(self.blocks, prompt, queries, strict=True):
-            h = block(h, p, mask, q)
+        for block, prefix_layer, query_layer in zip(self.blocks, prefix_layers, query_layers, strict=True):
+            h = block(h, prefix_layer, mask, query_layer)
         return self.leave(h)
 
 
-def extend(reading: Reading, embeddings: Tensor) -> Tensor:
-    return reading.extend(embeddings, torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device))
+def extend(prefix: EncodedPrefix, embeddings: Tensor) -> Tensor:
+    """Appends embeddings [n, t, width] without padding to a prefix. Returns the last layer at them, [n, t, width]."""
+    return prefix.extend(embeddings, torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device))

@@ -1,4 +1,4 @@
-"""A head that predicts a chunk at several horizons and fuses them action by action."""
+"""A head that predicts a chunk at several horizons and averages the predictions with learned weights."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from mmrl.policies.vla.heads.gaussian import NormalHead
-from mmrl.policies.vla.heads.head import EXTRA, Chosen, Reading
+from mmrl.policies.vla.heads.head import EXTRA, EncodedPrefix, SampledChunks
 from mmrl.policies.vla.heads.mixture_settings import HorizonActions
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions
 
 
 class HorizonHead(NormalHead):
-    """A Gaussian head whose mean is a mixture over horizons (after MoH, arXiv 2511.19433). One perceptron, with the
-    horizon h as an input, predicts that horizon's actions k < h and a score of each; the mean of action k is their sum
-    over all h > k, weighted by a softmax of the scores:
+    """A Gaussian head whose mean is a weighted average over horizons (after MoH, arXiv 2511.19433).
+
+    An MLP, given the horizon h, predicts the actions a_kh with index k < h and a score s_kh of each. The mean of action
+    k averages the predictions of all horizons h > k, weighted by a softmax of the scores (the gates):
 
         mean_k = sum_{h > k} g_kh a_kh        g_k = softmax_{h > k}(s_kh)
 
-    It reads the prompt's last token and the robot's state.
+    The MLP reads the last layer at the prefix's last token and the robot's state.
     """
 
-    context_only = True
-    reached: Tensor  # [horizon, action] bool
+    last_layer_only = True
+    reached: Tensor  # [horizon, chunk] bool: whether a horizon is longer than the action's index
 
     def __init__(self, settings: HorizonActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
         """width: of the backbone, 0 where it reads nothing."""
@@ -36,28 +37,28 @@ class HorizonHead(NormalHead):
         sizes = [width + self.state_dim + len(horizons), *[settings.width] * settings.layers]
         self.layers = perceptron(sizes, chunk * (size + 1), last_gain=settings.last_gain)
 
-    def mean(self, reading: Reading, state: Tensor) -> Tensor:
-        actions, gates = self.proposed(reading, state)
+    def mean(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        actions, gates = self.proposed(prefix, state)
         return torch.einsum("nhc,nhca->nca", gates, actions)
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        actions, gates = self.proposed(reading, state)
-        fields = self.scored(torch.einsum("nhc,nhca->nca", gates, actions), chosen, valid, old, reference)
+        actions, gates = self.proposed(prefix, state)
+        fields = self.score_around(torch.einsum("nhc,nhca->nca", gates, actions), sampled, valid, old, reference)
         return {**fields, EXTRA + "imbalance": repeat(self.imbalance(gates), "n -> n d", d=self.decisions)}
 
-    def proposed(self, reading: Reading, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the actions of each horizon [n, horizon, chunk, action], and their gates [n, horizon, chunk]: 0
-        beyond the horizon, 1 in sum over horizons."""
+    def proposed(self, prefix: EncodedPrefix, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Predicts the actions of each horizon, [n, horizon, chunk, action], and their gates, [n, horizon, chunk].
+        Gates are 0 beyond a horizon and sum to 1 over horizons."""
         one_hot = torch.eye(len(self.reached), device=state.device)
-        features = reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+        features = prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)
         inputs = torch.cat(
             [repeat(features, "n w -> n h w", h=len(one_hot)), repeat(one_hot, "h o -> n h o", n=len(features))], 2
         )
@@ -66,8 +67,11 @@ class HorizonHead(NormalHead):
         return outputs[..., :-1], scores.softmax(1)
 
     def imbalance(self, gates: Tensor) -> Tensor:
-        """Returns the mean over horizons of (load - 1)^2 [n], where the load of a horizon is the mean over its actions
-        of its gate times the number of horizons that reach the action: 1 for each where all gates are equal."""
-        shares = gates * self.reached.sum(0)
-        load = (shares * self.reached).sum(2) / self.reached.sum(1)
+        """Returns how unevenly the gates [n, horizon, chunk] use the horizons: the mean of (load - 1)^2 over horizons,
+        [n].
+
+        The load of a horizon is its gate, multiplied by the number of horizons that reach the action, averaged over its
+        actions. It is 1 for all horizons if all gates are equal."""
+        relative_gates = gates * self.reached.sum(0)
+        load = (relative_gates * self.reached).sum(2) / self.reached.sum(1)
         return (load - 1).square().mean(1)

@@ -1,4 +1,4 @@
-"""An exactly invertible flow over actions, so that the likelihood of a chunk is exact too."""
+"""A head whose flow from noise to actions is exactly invertible, so that a chunk's likelihood is exact."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mmrl.policies.vla.heads.head import ActionSampling, Chosen, Head, Reading
+from mmrl.policies.vla.heads.head import ActionSampling, EncodedPrefix, Head, SampledChunks
 from mmrl.policies.vla.heads.perceptron import perceptron
 from mmrl.policies.vla.settings import Actions, InvertibleActions
 
 
 class InvertibleHead(Head):
-    """Two copies x and y of the chunk flow from noise to actions, one line after the other at each of T steps:
+    """Transforms two copies x and y of the chunk from noise to actions, in T steps of four updates each:
 
         x <- x + v(y, t) / T        y <- y + v(x, t) / T        x <- p x + (1 - p) y        y <- p y + (1 - p) x
 
-    The executed actions are their mean. The first two are shears, which keep volumes; the last two scale them by p
-    each, for each of D numbers. So log p(x, y) = log N(noise) - 2 T D log p, exactly, whatever v is (after GenPO, arXiv
-    2505.18763). A chunk is one decision; actions that were not executed are part of it.
+    The executed actions are the mean of x and y. The first two updates keep the volume. The last two scale it by p for
+    each of the D numbers of a chunk. So log p(x, y) = log N(noise) - 2 T D log p is exact for any network v (after
+    GenPO, arXiv 2505.18763). A chunk is one decision, including its actions that were not executed.
     """
 
-    context_only = True
+    last_layer_only = True
 
     def __init__(
         self, settings: InvertibleActions, action: Actions, action_dim: int, state_dim: int, width: int
@@ -39,11 +39,11 @@ class InvertibleHead(Head):
     def decisions(self) -> int:
         return 1
 
-    def act(self, reading: Reading, state: Tensor, sampling: ActionSampling) -> Chosen:
+    def act(self, prefix: EncodedPrefix, state: Tensor, sampling: ActionSampling) -> SampledChunks:
         noise = torch.stack(
             [torch.randn(2, self.size, generator=torch.Generator().manual_seed(seed)) for seed in sampling.seeds]
         ).to(state.device)
-        copies = self.forwards(sampling.temperature * self.scale * noise, self._context(reading, state))
+        copies = self.noise_to_actions(sampling.temperature * self.scale * noise, self._context(prefix, state))
         return {
             "copies": copies,
             "actions": copies.mean(1).view(-1, *self.shape),
@@ -52,32 +52,33 @@ class InvertibleHead(Head):
 
     def score(
         self,
-        reading: Reading,
+        prefix: EncodedPrefix,
         state: Tensor,
-        chosen: Chosen,
+        sampled: SampledChunks,
         valid: Tensor,
         old: Tensor | None,
         reference: Tensor | None,
     ) -> dict[str, Tensor]:
-        noise = self.backwards(chosen["copies"], self._context(reading, state))
-        std = (self.scale * chosen["temperature"]).to(noise)[:, None, None]
+        noise = self.actions_to_noise(sampled["copies"], self._context(prefix, state))
+        std = (self.scale * sampled["temperature"]).to(noise)[:, None, None]
         logp = -0.5 * (noise / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
-        volume = 2 * self.steps * self.size * math.log(self.mix)
-        return {"logp": (logp.sum((1, 2)) - volume)[:, None]}
+        log_volume_change = 2 * self.steps * self.size * math.log(self.mix)
+        return {"logp": (logp.sum((1, 2)) - log_volume_change)[:, None]}
 
-    def teach(self, actions: Tensor, seeds: Sequence[int]) -> Chosen:
-        """Returns copies at a distance on both sides of the demonstrated chunk, for equal ones have no density."""
+    def encode_demonstrations(self, actions: Tensor, seeds: Sequence[int]) -> SampledChunks:
+        """Returns two copies of each demonstrated chunk, moved by opposite noise: if they were equal, all pairs would
+        lie in a subspace of volume 0 and have no density."""
         flat = actions.flatten(1)
-        drawn = torch.stack(
+        noise = torch.stack(
             [torch.randn(self.size, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         ).to(flat)
-        copies = torch.stack([flat + self.apart * drawn, flat - self.apart * drawn], 1)
+        copies = torch.stack([flat + self.apart * noise, flat - self.apart * noise], 1)
         return {"copies": copies, "actions": actions, "temperature": torch.ones(len(actions))}
 
     # --- the flow ---
 
-    def forwards(self, copies: Tensor, context: Tensor) -> Tensor:
-        """Maps noise [n, 2, chunk x action] to actions."""
+    def noise_to_actions(self, copies: Tensor, context: Tensor) -> Tensor:
+        """Transforms noise [n, 2, chunk x action] to the two copies of the chunk. context: [n, width + state]."""
         x, y = copies.unbind(1)
         for step in range(self.steps):
             x = x + self._velocity(y, context, step)
@@ -86,8 +87,8 @@ class InvertibleHead(Head):
             y = self.mix * y + (1 - self.mix) * x
         return torch.stack([x, y], 1)
 
-    def backwards(self, copies: Tensor, context: Tensor) -> Tensor:
-        """Maps actions [n, 2, chunk x action] to noise: the inverse of `forwards`, line by line."""
+    def actions_to_noise(self, copies: Tensor, context: Tensor) -> Tensor:
+        """Computes the inverse of `noise_to_actions`, update by update."""
         x, y = copies.unbind(1)
         for step in reversed(range(self.steps)):
             y = (y - (1 - self.mix) * x) / self.mix
@@ -97,8 +98,10 @@ class InvertibleHead(Head):
         return torch.stack([x, y], 1)
 
     def _velocity(self, copy: Tensor, context: Tensor, step: int) -> Tensor:
+        """Returns v(copy, step / T) / T, [n, chunk x action] fp32."""
         time = torch.full((len(copy), 1), step / self.steps, device=copy.device)
         return self.velocity(torch.cat([context, copy, time], 1)).float() / self.steps
 
-    def _context(self, reading: Reading, state: Tensor) -> Tensor:
-        return reading.last if self.state_dim == 0 else torch.cat([reading.last, state.to(reading.last)], 1)
+    def _context(self, prefix: EncodedPrefix, state: Tensor) -> Tensor:
+        """Concatenates the last layer at the prefix's last token and the robot's state, [n, width + state]."""
+        return prefix.last if self.state_dim == 0 else torch.cat([prefix.last, state.to(prefix.last)], 1)

@@ -31,12 +31,15 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Sequential):
+    """The MLP of a transformer block, with four times the width inside."""
+
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 class ExpertBlock(nn.Module):
-    """A transformer block that the noise level modulates (arXiv 2212.09748), with cross-attention to a context."""
+    """A transformer block with cross-attention to a context, modulated by the noise level (adaLN of DiT, arXiv
+    2212.09748)."""
 
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
@@ -47,20 +50,25 @@ class ExpertBlock(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
-    def forward(self, h: Tensor, level: Tensor, context: Tensor, mask: Tensor) -> Tensor:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(F.silu(level))[:, None].chunk(6, -1)
-        a = self.norms[0](h) * (1 + scale_a) + shift_a
-        h = h + (1 + gate_a) * self.own(a, a)
+    def forward(self, h: Tensor, conditioning: Tensor, context: Tensor, mask: Tensor) -> Tensor:
+        """Returns [n, t, width]. h: [n, t, width]; conditioning: embedding of noise level and state, [n, width];
+        context: [n, s, context width]; mask: [n, s] bool, True where the context is attended to."""
+        modulation = self.modulation(F.silu(conditioning))[:, None].chunk(6, -1)
+        shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = modulation
+        attention_input = self.norms[0](h) * (1 + scale_attention) + shift_attention
+        h = h + (1 + gate_attention) * self.own(attention_input, attention_input)
         h = h + self.cross(self.norms[1](h), context, mask)
-        return h + (1 + gate_m) * self.mlp(self.norms[2](h) * (1 + scale_m) + shift_m)
+        return h + (1 + gate_mlp) * self.mlp(self.norms[2](h) * (1 + scale_mlp) + shift_mlp)
 
 
 class Expert(nn.Module):
-    """Predicts the velocity of a noisy chunk of actions, given the backbone's reading."""
+    """The action expert: a transformer that predicts the velocity of a noisy chunk of actions, given the backbone's
+    hidden states. Names of parameters are those of saved policies."""
 
     def __init__(
         self, chunk: int, action_dim: int, state_dim: int, context_width: int, width: int, depth: int, learned: bool
     ) -> None:
+        """learned: whether it also predicts the standard deviation of a denoising step."""
         super().__init__()
         heads = max(1, width // 32)
         self.actions = nn.Linear(action_dim, width)
@@ -77,21 +85,24 @@ class Expert(nn.Module):
     def forward(
         self, x: Tensor, sigma: Tensor, state: Tensor, context: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the velocity, like x, and the learned log standard deviation scaled to (-1, 1), like x (None
-        without). x: [n, chunk, action]; sigma: [n]; state: [n, state]; context: [n, s, context width]; mask: [n, s]."""
+        """Returns the velocity, like x, and the learned log standard deviation scaled to (-1, 1), like x; None if it is
+        not learned. x: noisy chunks [n, chunk, action]; sigma: noise levels [n]; state: [n, state]; context: the
+        backbone's last layer, [n, s, context width]; mask: [n, s] bool."""
         h = self.actions(x) + self.places
-        level = self.time(sinusoids(sigma, 64).to(h))
+        conditioning = self.time(sinusoids(sigma, 64).to(h))
         if self.state is not None:
-            level = level + self.state(state)
+            conditioning = conditioning + self.state(state)
         for block in self.blocks:
-            h = block(h, level, context, mask)
+            h = block(h, conditioning, context, mask)
         h = self.norm(h)
         return self.leave(h), None if self.spread is None else torch.tanh(self.spread(h))
 
 
 class BridgeBlock(nn.Module):
-    """Bridge attention (VLA-Adapter, arXiv 2509.09372): concatenates attention to one layer's image and words, gated by
-    tanh(g) with g = 0 at the start, to its action queries, and to the chunk itself."""
+    """A transformer block with bridge attention (VLA-Adapter, arXiv 2509.09372).
+
+    It concatenates three attentions of the chunk: to the prefix in one layer of the backbone, gated by tanh(g) with
+    g = 0 before training; to the learned queries in that layer; and to the chunk itself."""
 
     def __init__(self, width: int, context_width: int, heads: int) -> None:
         super().__init__()
@@ -103,14 +114,17 @@ class BridgeBlock(nn.Module):
         self.mlp = Feedforward(width)
         self.register_load_state_dict_pre_hook(_widen_gate)
 
-    def forward(self, h: Tensor, prompt: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
-        a = self.norms[0](h)
-        streams = [self.raw(a, prompt, mask) * torch.tanh(self.gate), self.queries(a, queries), self.own(a, a)]
-        h = h + self.join(torch.cat(streams, -1))
+    def forward(self, h: Tensor, prefix: Tensor, mask: Tensor, queries: Tensor) -> Tensor:
+        """Returns the chunk's hidden states [n, chunk, width]. h: like the result; prefix: [n, s, context width] with
+        mask [n, s] bool; queries: [n, query, context width]."""
+        normed = self.norms[0](h)
+        to_prefix = self.raw(normed, prefix, mask) * torch.tanh(self.gate)
+        attended = [to_prefix, self.queries(normed, queries), self.own(normed, normed)]
+        h = h + self.join(torch.cat(attended, -1))
         return h + self.mlp(self.norms[1](h))
 
 
 def _widen_gate(block: nn.Module, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
-    """Adds a dimension to gates of older versions, which DeepSpeed can not broadcast without."""
+    """Gives the gate of checkpoints of older versions, a scalar, the shape [1]. DeepSpeed cannot broadcast scalars."""
     if (gate := state.get(f"{prefix}gate")) is not None:
         state[f"{prefix}gate"] = gate.reshape(1)

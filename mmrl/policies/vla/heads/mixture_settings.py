@@ -1,4 +1,4 @@
-"""Settings of mixture heads: a gate weights the proposals of several parts."""
+"""Settings of heads in which a gate weights the outputs of several experts or horizons."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class ResidualActions(NormalActions):
-    """The actions of the checkpoint's head, which is frozen with its backbone, and a mixture of small experts that
-    learns to add to them. The first policy's mean is exactly the base's likeliest chunk.
+    """A residual policy: a mixture of small experts learns what to add to the actions of the checkpoint's head (the
+    base), which is frozen with its backbone. Before training the mean is exactly the base's likeliest chunk.
 
-    The mixture is one of means, not of densities: so entropy and divergence are exact at every level, and of a chunk
-    that an episode cuts short only the executed actions are scored. A base that is a flow draws a chunk at each policy
-    step, which is stored; other bases give their likeliest chunk."""
+    The mixture averages means, not densities. So entropy and divergence are exact at every level, and in a chunk that
+    the end of an episode cuts short only the executed actions are scored. A base that is a flow samples a chunk at each
+    policy step, which is stored; other bases return their likeliest chunk."""
 
     equation: ClassVar[str] = (
         "log p(a) = log N(a; base + reach sum_m g_m tanh(r_m), (temperature x std)^2), g = softmax(W z), "
@@ -33,28 +33,28 @@ class ResidualActions(NormalActions):
     )
     test: ClassVar[str] = "tests/policies/vla/test_residual.py"
     type: str = "residual"
-    shaping: ClassVar[tuple[str, ...]] = ("experts", "code", "noise", "reach", "width", "layers")
+    architecture_keys: ClassVar[tuple[str, ...]] = ("experts", "code", "noise", "reach", "width", "layers")
     base: ActionHead = option(
         TokenActions(),
         "the head of the checkpoint that training starts from",
-        kinds={name: where for name, where in ActionHead.kinds.items() if name not in ("residual", "steered")},
+        kinds={name: path for name, path in ActionHead.kinds.items() if name not in ("residual", "steered")},
     )
     experts: int = option(4, "M: experts that add to the base's actions", ge=1)
-    code: int = option(4, "numbers of the prompt's code that the gate reads", ge=1)
+    code: int = option(4, "numbers of the code, an encoding of the prompt that the gate reads", ge=1)
     noise: float = option(
         0.5,
-        "standard deviation of the code's noise: it passes at most code / 2 x log(1 + 1 / noise^2) nats of the prompt; "
-        "0: none",
+        "standard deviation of the noise that is added to the code, which then holds at most "
+        "code / 2 x log(1 + 1 / noise^2) nats of information about the prompt; 0: no noise",
         ge=0,
     )
-    reach: float = option(0.5, "largest number that the experts add", gt=0)
+    reach: float = option(0.5, "largest change of a number by the experts", gt=0)
     width: int = option(64, "of the experts' hidden layers", ge=1)
     layers: int = option(1, "hidden layers of an expert", ge=1)
     std: float = option(0.1, "standard deviation, before training", gt=0)
 
     @model_validator(mode="after")
     def _base_is_one_head(self) -> ResidualActions:
-        if self.base.core is not self.base:
+        if self.base.checkpoint_head is not self.base:
             raise ValueError(f"base.type={self.base.type} is itself built around a head; name that one")
         return self
 
@@ -62,16 +62,16 @@ class ResidualActions(NormalActions):
         self.base.check_chunk(chunk)
 
     @property
-    def demonstrable(self) -> bool:
-        return False  # of a demonstration the base's proposal is not known yet, of a rollout it is stored
+    def mixes_demonstrations(self) -> bool:
+        return False  # the base's proposal is stored with rollouts; demonstrations have none
 
     @property
-    def core(self) -> ActionHead:
-        return self.base.core
+    def checkpoint_head(self) -> ActionHead:
+        return self.base.checkpoint_head
 
     @property
-    def together(self) -> bool:
-        return self.base.together
+    def bidirectional(self) -> bool:
+        return self.base.bidirectional
 
     @property
     def offers(self) -> frozenset[Offer]:
@@ -86,11 +86,11 @@ class ResidualActions(NormalActions):
 
 
 class HorizonActions(NormalActions):
-    """Chunks of several horizons, fused action by action by a small gate. As `gaussian` it may read the robot's state
-    alone.
+    """Predicts chunks of several horizons and averages them, action by action, with learned gates. As `gaussian` it may
+    read the robot's state alone.
 
-    The whole chunk is executed, also where horizons disagree: cutting it there would be a decision of the weights
-    without a likelihood."""
+    The whole chunk is executed, even where horizons disagree: to stop earlier would be a decision of the policy that
+    has no likelihood."""
 
     equation: ClassVar[str] = (
         "log p(a_k) = log N(a_k; sum_{h > k} g_kh a_kh, (temperature x std)^2), g_k = softmax_{h > k}(s_kh)"
@@ -101,11 +101,11 @@ class HorizonActions(NormalActions):
     )
     test: ClassVar[str] = "tests/policies/vla/test_horizons.py"
     type: str = "horizons"
-    states_suffice: ClassVar[bool] = True
-    shaping: ClassVar[tuple[str, ...]] = ("horizons", "width", "layers")
+    accepts_state_only: ClassVar[bool] = True
+    architecture_keys: ClassVar[tuple[str, ...]] = ("horizons", "width", "layers")
     horizons: list[int] | None = option(
         None,
-        "how many actions each of them makes, rising to action.chunk; default: 1, 2, 4 and so on, and the chunk",
+        "lengths of the predicted chunks, rising to action.chunk; default: powers of 2 below action.chunk, and it",
         unit="actions",
         min_length=1,
     )
@@ -118,7 +118,7 @@ class HorizonActions(NormalActions):
         return super().offers | {"imbalance"}
 
     def lengths(self, chunk: int) -> list[int]:
-        """Returns the horizons of a chunk."""
+        """Returns the horizons in actions, rising to `chunk`."""
         if self.horizons is not None:
             return self.horizons
         return [*(2**i for i in range(chunk.bit_length()) if 2**i < chunk), chunk]

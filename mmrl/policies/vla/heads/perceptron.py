@@ -1,4 +1,4 @@
-"""Perceptrons of heads and critics."""
+"""The multi-layer perceptron (MLP) of heads and critics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "gelu": nn.GE
 def perceptron(
     sizes: Sequence[int], out: int, *, activation: Activation = "tanh", last_gain: float = 1.0
 ) -> nn.Sequential:
-    """Builds linear layers from sizes[0] inputs through sizes[1:] to `out` outputs. Weights are orthogonal with a gain
-    of sqrt(2), the last ones with `last_gain`, and biases 0, as in CleanRL's and ManiSkill's PPO."""
+    """Builds an MLP with sizes[0] inputs, hidden layers of sizes[1:] and `out` outputs.
+
+    Weights are orthogonal with gain sqrt(2), those of the last layer with gain `last_gain`, and biases are 0, as in
+    CleanRL's and ManiSkill's PPO."""
     layers: list[nn.Module] = []
-    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
-        layers += [orthogonal(nn.Linear(a, b), math.sqrt(2)), ACTIVATIONS[activation]()]
+    for in_features, out_features in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [orthogonal(nn.Linear(in_features, out_features), math.sqrt(2)), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, orthogonal(nn.Linear(sizes[-1], out), last_gain))
 
 
 def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
+    """Initialises a layer in place, with orthogonal weights and biases of 0, and returns it."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer

@@ -1,4 +1,4 @@
-"""Settings of the head that steers a frozen flow by its noise."""
+"""Settings of the head that learns from which noise a frozen flow head denoises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 class SteeredActions(GaussianActions):
-    """The flow of the checkpoint, which is frozen with its backbone, denoises from noise that a perceptron learns to
-    draw. The first policy draws standard normal noise, as the flow alone does.
+    """Trains an MLP that outputs the distribution of the noise from which the checkpoint's flow head denoises. The flow
+    is frozen with its backbone. Before training the noise is standard normal, as for the flow alone.
 
-    A decision is of the noise, and its likelihood is exact; denoising has no noise of its own. All noise of a chunk
-    counts, also where an episode ends inside it, for every action depends on it. At temperature 0 a chunk comes from
-    the mean of the noise; `evaluation.temperature=1` plays the first policy as the flow alone plays."""
+    A decision is a part of the noise. Its likelihood is exact, since denoising itself is deterministic. All noise of a
+    chunk is scored, even if an episode ends inside the chunk, because every action depends on it. At temperature 0 a
+    chunk is denoised from the mean of the noise; `evaluation.temperature=1` samples the noise, as the flow alone
+    does."""
 
     equation: ClassVar[str] = (
         "a = flow(w), log p(w) = log N(w; mean(h, s), (temperature x std)^2); displacement, for the term head_cost: "
@@ -30,9 +31,9 @@ class SteeredActions(GaussianActions):
     )
     test: ClassVar[str] = "tests/policies/vla/test_steered.py"
     type: str = "steered"
-    states_suffice: ClassVar[bool] = False
-    teachable: ClassVar[bool] = False
-    shaping: ClassVar[tuple[str, ...]] = ("width", "layers", "noises")
+    accepts_state_only: ClassVar[bool] = False
+    scores_demonstrations: ClassVar[bool] = False
+    architecture_keys: ClassVar[tuple[str, ...]] = ("width", "layers", "noises")
     base: ActionHead = option(
         FrozenFlow(),
         "the flow that training starts from",
@@ -40,8 +41,8 @@ class SteeredActions(GaussianActions):
     )
     noises: int | None = option(
         None,
-        "how many of the chunk's noises are drawn, one an action; the last of them stands for all behind it, as DSRL "
-        "does with pi0. Default: all",
+        "number of actions in the flow's chunk for which noise is sampled; the noise of the last one is repeated for "
+        "all later actions, as DSRL does with pi0; default: all",
         ge=1,
     )
     std: float = option(1.0, "standard deviation, before training; the flow's own noise has 1", gt=0)
@@ -51,7 +52,7 @@ class SteeredActions(GaussianActions):
         self.base.check_chunk(chunk)
 
     @property
-    def core(self) -> ActionHead:
+    def checkpoint_head(self) -> ActionHead:
         return self.base
 
     @property

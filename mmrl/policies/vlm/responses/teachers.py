@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor
 
 from mmrl.errors import UserError
-from mmrl.policies.resizing import resize_of
+from mmrl.policies.resizing import resize_options
 from mmrl.policies.tokenizers import Processor
 from mmrl.policies.vlm.responses.tokens import ChatTokenizer
 from mmrl.policies.vlm.scorer import TokenScorer, transformers_model
@@ -69,7 +69,7 @@ def check_vocabulary(path: str, teacher: Processor, student: Processor) -> None:
 
 def check_images(path: str, teacher: Processor, student: Processor) -> None:
     """Raises UserError where an image token of the teacher's stands for another square of pixels than the student's."""
-    theirs, ours = (None if size is None else size["factor"] for size in map(resize_of, (teacher, student)))
+    theirs, ours = (None if size is None else size["factor"] for size in map(resize_options, (teacher, student)))
     if theirs != ours:
         raise UserError(
             f"teacher {path} reads images in squares of {theirs} pixels, the model of {ours}; take a teacher of the "
