@@ -408,7 +408,7 @@ class VisionLanguageActionPolicy:
     # --- details ---
 
     def _single_steps(self, prompts: Sequence[Prompt], policy_steps: list[list[PolicyStep]]) -> Rollouts:
-        """Returns rollouts of one policy step each, of no episode. The critic learns nothing from them."""
+        """Makes rollouts of one policy step each, which belong to no episode. A critic does not learn from them."""
         rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
         if self.module.critic is not None:  # masked: a critic does not learn from demonstrations
             zeros = torch.zeros(len(prompts), 1)

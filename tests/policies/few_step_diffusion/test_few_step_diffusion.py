@@ -255,5 +255,5 @@ def test_the_term_is_refused_where_there_is_no_sampler():
         "denoising": {"likelihood": "contrast"},
         "algorithm": {"type": "contrast", "terms": [TERM]},
     }
-    with pytest.raises(UserError, match=r"algorithm.terms.0.* needs a sampler of few steps"):
+    with pytest.raises(UserError, match=r"algorithm.terms.0.* needs a few-step sampler"):
         validate(tree, "test")

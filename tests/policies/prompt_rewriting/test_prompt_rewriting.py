@@ -198,7 +198,7 @@ def test_what_is_saved_loads_as_one_and_as_two(folders, tmp_path):
     ("options", "message"),
     [
         ({"writer": {"originals": GROUP}}, r"model.writer.originals=4 leaves no rollout of rollout.group_size=4"),
-        ({"writer": {"template": "no place"}}, r"template must hold \{\} once"),
+        ({"writer": {"template": "no place"}}, r"template must hold \{\} exactly once"),
         ({"denoising": {"likelihood": {"type": "contrast"}}}, r"denoising.likelihood"),
         ({"denoising": {"likelihood": {"shared_states": True}}}, r"branching, shared_states and chunks"),
         ({"rollout": {"generator": {"type": "vllm_colocated"}}}, r"rollout.generator.type=vllm_colocated"),

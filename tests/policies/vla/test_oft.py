@@ -245,7 +245,7 @@ def test_actions_are_not_clipped_as_tokens_are(oft):
     policy = oft()
     told = policy.normalizer.to_robot(np.array([[3.0, -2.0, 4.0]]))
     np.testing.assert_allclose(told, [[0.4, -3.0, 4.0]], atol=1e-12)
-    assert oft(head={"type": "l1"}, state=False).statistics.bounded is False
+    assert oft(head={"type": "l1"}, state=False).normalizer.bounded is False
 
 
 def test_tokens_read_a_state_through_the_projector_too(oft, checkpoints, tmp_path):
@@ -419,7 +419,7 @@ def test_saved_as_published(oft, tmp_path):
     checkpoint_conversion.convert(bare, 4)
     again = oft(path=bare)
     seen = policy.sim.reset([0, 30], ["go", "go"])
-    assert torch.equal(mean(again, seen), mean(policy, seen)) and again.statistics.to_robot(np.ones((1, 3)))[0, 2] == 1
+    assert torch.equal(mean(again, seen), mean(policy, seen)) and again.normalizer.to_robot(np.ones((1, 3)))[0, 2] == 1
 
 
 # --- what does not fit ---
