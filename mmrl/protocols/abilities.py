@@ -158,34 +158,38 @@ class EpisodeStoring(Protocol):
         """Returns the episode of each rollout; None where a rollout is not a whole episode."""
 
 
-@ability("observations and chunks of actions that a Q function can read (model.type=vision_language_action)")
-class StateActionEncoding(Protocol):
-    """A policy that encodes observations and chunks of actions as vectors, for value functions beside it."""
+class OffPolicy(Protocol):
+    """Encodes stored observations and chunks of actions as vectors, for value functions, and samples the present
+    policy's chunks at stored observations."""
 
     @property
     def encoding_sizes(self) -> tuple[int, int]:
-        """Returns how many numbers encode an observation, and a chunk."""
+        """Returns the sizes of the vectors of an observation and of a chunk."""
 
     @property
     def chunk_length(self) -> int:
         """Returns the number of actions of a chunk."""
 
     def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
-        """Returns features of observations of one row each, without gradient, [observation, number] float32."""
+        """Returns features of observations of one row each, without gradient, [observation, size] float32."""
 
     def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Returns chunks [executed, action] in the robot's units as [chunk, number] float32: actions in the policy's
-        units, 0 for those that were not executed, and which were executed."""
-
-
-@ability("chunks of actions that can be sampled at stored observations (model.type=vision_language_action)")
-class Proposing(Protocol):
-    """A policy that samples actions at observations that it is given, without executing them."""
+        """Encodes chunks [executed, action] in the robot's units, [chunk, size] float32: the actions in the policy's
+        units, 0 for those that were not executed, and a mask of the executed ones."""
 
     def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
-        """Samples a chunk for each prompt, at metadata["observation"], as for a rollout. Returns single policy steps,
-        without rewards; their samples' prompts have the chunk as metadata["proposal"], [chunk, action] in the robot's
-        units. seeds: of the chunks; groups: of what a group of chunks shares."""
+        """Samples a chunk for each prompt as in a rollout, at metadata["observation"], without executing it.
+
+        seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps without rewards. The
+        prompts of their samples have the chunk as metadata["proposal"], [chunk, action] in the robot's units."""
+
+
+@ability("stored observations and actions that a Q function can read (model.type=vision_language_action)")
+class OffPolicyLearning(Protocol):
+    """A policy that can be trained from stored steps by a Q function."""
+
+    @property
+    def off_policy(self) -> OffPolicy: ...
 
 
 @ability("prompts that say how an action turned out (action.labels)")

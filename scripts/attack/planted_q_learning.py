@@ -3,8 +3,8 @@ its place, and the tests that could notice."""
 
 from __future__ import annotations
 
-M, V = "mmrl/measurements/q_updates.py", "mmrl/core/values.py"
-T, P = "mmrl/protocols/trajectory.py", "mmrl/policies/vla/policy.py"
+M, V = "mmrl/measurements/q_values.py", "mmrl/core/values.py"
+T, P = "mmrl/protocols/trajectory.py", "mmrl/policies/vla/off_policy.py"
 W, A = "mmrl/terms/losses/q_weighted.py", "mmrl/algorithms/recorded/q_learning.py"
 R, E = "mmrl/collection/stored_steps/ring.py", "tasks/manipulation/episodes.py"
 Q, STORED = ("joints/test_q_weighted.py",), ("collection/test_stored_steps.py",)
@@ -36,10 +36,10 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("tail: a cut-off episode terminated", T, "terminated = last and self.terminated", "terminated = last", Q),
     ("tail: terminated from the start", T, "terminated = last and self.terminated", "terminated = self.terminated", Q),
     ("tail: an action too many", T, "(before < actions).sum()", "(before <= actions).sum()", Q),
-    ("policy: chunks in the robot's units", P, "            actions = self.normalizer.from_robot(actions).astype(np.float32)\n        executed", "            pass\n        executed", Q),
+    ("policy: chunks in the robot's units", P, "            actions = self.policy.normalizer.from_robot(actions).astype(np.float32)\n        executed", "            pass\n        executed", Q),
     ("policy: actions that were not executed", P, "return torch.cat([executed.flatten(1), valid.float()], 1)", "return torch.cat([executed.flatten(1), torch.ones_like(valid).float()], 1)", Q),
-    ("policy: an observation without its state", P, "return torch.cat([prefix.last.float().cpu(), self._state(batch).float()], 1)",
-     "return torch.cat([prefix.last.float().cpu(), 0 * self._state(batch).float()], 1)", Q),
+    ("policy: an observation without its state", P, "return torch.cat([prefix.last.float().cpu(), policy.state(observation).float()], 1)",
+     "return torch.cat([prefix.last.float().cpu(), 0 * policy.state(observation).float()], 1)", Q),
     ("ring: the observation after is the one before", R, "for i in (0, 1)", "for i in (0, 0)", STORED),
     ("ring: another episode's end", R, "int(executed.sum()), self.terminated[episode]", "int(executed.sum()), self.terminated[0]", STORED),
     ("ring: all actions of the file", R, "int(executed.sum()), self.terminated", "int(self.executed.sum()), self.terminated", STORED),
@@ -53,9 +53,9 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("term: unlearning", W, "return -self.coefficient.value * losses", "return self.coefficient.value * losses", Q),
     ("term: no coefficient", W, "return -self.coefficient.value * losses", "return -losses", Q),
     ("term: correlation with itself", W, "q, earned = columns[~columns[:, :2].isnan().any(1), :2].unbind(1)", "q, earned = columns[~columns[:, :2].isnan().any(1)][:, [0, 0]].unbind(1)", Q),
-    ("proposals: one observation for all", P, "prepared, state = self._prepare(observation), self._state(observation)",
-     "observation = observation.select([0] * len(prompts)); prepared, state = self._prepare(observation), self._state(observation)", G),
-    ("proposals: likeliest actions", P, "ActionSampling(list(seeds), self.temperature.value, groups=list(groups))", "ActionSampling(list(seeds), 0.0, groups=list(groups))", G),
+    ("proposals: one observation for all", P, "prepared, state = policy.prepare(observation), policy.state(observation)",
+     "observation = observation.select([0] * len(prompts)); prepared, state = policy.prepare(observation), policy.state(observation)", G),
+    ("proposals: likeliest actions", P, "ActionSampling(list(seeds), policy.temperature.value, groups=list(groups))", "ActionSampling(list(seeds), 0.0, groups=list(groups))", G),
     ("proposals: one seed for a group", "mmrl/collection/stored_steps/proposals.py", "propose(prompts, list(seeds), groups.tolist())", "propose(prompts, groups.tolist(), groups.tolist())", G),
     ("proposals: of another origin", "mmrl/collection/stored_steps/proposals.py", "(len(groups),), PROPOSED)", "(len(groups),), PROPOSED - 1)", G),
     ("proposals: all in one group", "mmrl/collection/stored_steps/proposals.py", "proposed.group = BELOW - groups", "proposed.group = BELOW - 0 * groups", G),

@@ -164,7 +164,7 @@ def in_the_loop(rounds: int, rows: int = 64) -> dict[str, Any]:
                 active = np.flatnonzero(running if arm == "running only" else np.ones(rows, bool)).tolist()
                 shown = observation.select(active)
                 with torch.no_grad():
-                    reading = policy.module.encode(policy._collate(policy._prepare(shown)))
+                    reading = policy.module.encode(policy.collate(policy.prepare(shown)))
                     state = torch.from_numpy(shown.state)
                     drawn = ActionSampling([look * rows + row for row in active])
                     chosen = policy.module.head.act(reading, state, drawn)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
-from mmrl.measurements.q_updates import ESTIMATES
+from mmrl.measurements.q_values import ESTIMATES
 from mmrl.rollouts import PROPOSED
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
@@ -87,7 +87,11 @@ def test_a_proposal_has_the_q_value_of_its_own_chunk(tmp_path):
             continue
         metadata = sample.prompt.metadata
         pair = torch.cat(
-            [policy.encode_observations([metadata["observation"]]), policy.encode_chunks([metadata["proposal"]])], 1
+            [
+                policy.off_policy.encode_observations([metadata["observation"]]),
+                policy.off_policy.encode_chunks([metadata["proposal"]]),
+            ],
+            1,
         )[0]
         expected = float(pair.double() @ torch.arange(1.0, len(pair) + 1).double())
         assert float(found["q"][row]) == pytest.approx(expected, abs=1e-3)
@@ -141,5 +145,7 @@ def test_it_goes_on_exactly(tmp_path, head):
 
 def test_jobs_that_propose_nothing_are_refused(given, tmp_path):
     table = Table([[-1.0]], group=[0], rewards=[0.0])
-    with pytest.raises(UserError, match=r"algorithm.terms.0 \(q_policy_gradient\) needs chunks of actions that can be"):
+    with pytest.raises(
+        UserError, match=r"algorithm.terms.0 \(q_policy_gradient\) needs stored observations and actions that"
+    ):
         given(table, "algorithm.terms=[q_policy_gradient]")

@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 
 from mmrl.core.values import QEnsemble, ValueNetwork, expectile_error, td_target
 from mmrl.errors import UserError
-from mmrl.measurements.q_updates import ESTIMATES, in_parts
+from mmrl.measurements.q_values import ESTIMATES, in_parts
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
@@ -134,9 +134,9 @@ def test_recorded_steps_reach_q_networks_as_they_were(tmp_path):
     policy, found = trainer.policy, estimates(rollouts)
     rows = transitions_by_hand(trainer, rollouts)
     prompts = [sample.prompt for sample in rollouts.samples]
-    observations = policy.encode_observations([prompt.metadata["observation"] for prompt in prompts])
-    chunks = policy.encode_chunks([prompt.metadata["actions"] for prompt in prompts])
-    width, chunk_width = policy.encoding_sizes
+    observations = policy.off_policy.encode_observations([prompt.metadata["observation"] for prompt in prompts])
+    chunks = policy.off_policy.encode_chunks([prompt.metadata["actions"] for prompt in prompts])
+    width, chunk_width = policy.off_policy.encoding_sizes
     assert observations.shape == (20, width) and chunks.shape == (20, chunk_width)
     states = torch.tensor(np.stack([row[0] for row in rows]))
     close(observations[:, -states.shape[1] :], states)
@@ -168,15 +168,15 @@ def test_two_steps_of_learning_by_the_definition(tmp_path):
     trainer.preparation.minibatches(second, 1, torch.Generator().manual_seed(1), Metrics(trainer.engine))
     found, rows = estimates(second), transitions_by_hand(trainer, second)
     policy = trainer.policy
-    observation = policy.encode_observations([s.prompt.metadata["observation"] for s in second.samples])
-    pairs = torch.cat([observation, policy.encode_chunks([row[1] for row in rows])], 1)
+    observation = policy.off_policy.encode_observations([s.prompt.metadata["observation"] for s in second.samples])
+    pairs = torch.cat([observation, policy.off_policy.encode_chunks([row[1] for row in rows])], 1)
     finals = []
     for sample, row in zip(second.samples, rows, strict=True):
         tail = sample.prompt.metadata["tail"]
         following = tail.observation(len(row[1]))
         assert np.array_equal(following.state[0], row[5])
         finals.append(following)
-    following = policy.encode_observations(finals)
+    following = policy.off_policy.encode_observations(finals)
     reward, discount = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in (2, 3))
     terminated = torch.tensor([row[4] for row in rows])
 

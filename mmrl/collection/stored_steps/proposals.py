@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.collection.extra_sources import masked_copies
 from mmrl.collection.stored_steps.source import StoredSteps
-from mmrl.protocols.abilities import EpisodeStoring, Proposing
+from mmrl.protocols.abilities import EpisodeStoring, OffPolicyLearning
 from mmrl.protocols.requirements import Needs
 from mmrl.settings import option
 
@@ -30,7 +30,7 @@ class ActionProposals(StoredSteps):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({EpisodeStoring, Proposing}))
+        return Needs(offers=frozenset({EpisodeStoring, OffPolicyLearning}))
 
     @property
     def rollouts(self) -> int:
@@ -46,7 +46,7 @@ class ActionProposals(StoredSteps):
         prompts = [prompt for prompt in stored for _ in range(self.group_size)]
         groups = positions.repeat_interleave(self.group_size)
         seeds = range(int(positions[0]) * self.group_size, (int(positions[-1]) + 1) * self.group_size)
-        proposed: Rollouts = self._context.policy.propose(prompts, list(seeds), groups.tolist())
+        proposed: Rollouts = self._context.policy.off_policy.propose(prompts, list(seeds), groups.tolist())
         proposed.group = BELOW - groups
         proposed.origin = groups.new_full((len(groups),), PROPOSED)
         return proposed

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +38,10 @@ from mmrl.policies.vla.episodes import (
 )
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.head import EXTRA, ActionSampling, EncodedPrefix, Head, SampledChunks
+from mmrl.policies.vla.off_policy import OffPolicyAccess, pad_chunks, stack_observations, to_robot_units
 from mmrl.policies.vla.settings import Actions
 from mmrl.policies.vla.states import StateStatistics
-from mmrl.protocols.trajectory import RobotObservation, Trajectory
+from mmrl.protocols.trajectory import Trajectory
 from mmrl.report.settings import Log
 from mmrl.rollouts import (
     MATCHING,
@@ -199,8 +200,8 @@ class VisionLanguageActionPolicy:
     def act(self, observation: Observation, seeds: Sequence[int], temperature: float) -> NDArray[np.float64]:
         """Samples one chunk for each row of an observation that may come from a real robot. seeds: one for each row.
         Returns [row, chunk, action] in the robot's units."""
-        state = self._state(observation).to(self.device)
-        prefix = self.module.encode(self._collate(self._prepare(observation)))
+        state = self.state(observation).to(self.device)
+        prefix = self.module.encode(self.collate(self.prepare(observation)))
         sampling = ActionSampling(list(seeds), temperature, training=False)
         actions = self.module.head.act(prefix, self.module.policy_state(state), sampling)["actions"]
         return to_robot_units(actions, self.normalizer)
@@ -223,7 +224,8 @@ class VisionLanguageActionPolicy:
                 f"prompt {missing} has no demonstrated actions: algorithm.type=supervised needs task.demonstrations"
             )
         batch = stack_observations([prompt.metadata["observation"] for prompt in prompts])
-        actions, valid = self._pad_chunks([prompt.metadata["actions"] for prompt in prompts])
+        chunks = [prompt.metadata["actions"] for prompt in prompts]
+        actions, valid = pad_chunks(chunks, self.action.chunk, self.sim.simulator.action_dim)
         if self.normalizer is not None:
             if not self._warned_of_ranges:
                 self._warned_of_ranges = warn_of_ranges(self.normalizer, actions[valid.numpy()])
@@ -237,34 +239,12 @@ class VisionLanguageActionPolicy:
                 )
         sampled = self.module.head.encode_demonstrations(torch.from_numpy(actions), seeds)
         labels = [prompt.metadata.get("label", "") for prompt in prompts]
-        inputs, state = self._prepare(batch, labels), self._state(batch)
+        inputs, state = self.prepare(batch, labels), self.state(batch)
         policy_steps = []
         for i in range(len(prompts)):
             row_sampled = {name: values[i] for name, values in sampled.items()}
             policy_steps.append([PolicyStep(inputs[i], state[i], row_sampled, valid[i])])
-        return self._single_steps(prompts, policy_steps)
-
-    @torch.no_grad()
-    def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
-        """Samples a chunk for each prompt, at metadata["observation"], as for a rollout. Returns single policy steps,
-        whose prompts have the chunk as metadata["proposal"], in the robot's units."""
-        observation = stack_observations([prompt.metadata["observation"] for prompt in prompts])
-        prepared, state = self._prepare(observation), self._state(observation)
-        sampling = ActionSampling(list(seeds), self.temperature.value, groups=list(groups))
-        prefix = self.module.encode(self._collate(prepared))
-        sampled = self.module.head.act(prefix, self.module.policy_state(state.to(self.device)), sampling)
-        actions = to_robot_units(sampled["actions"], self.normalizer).astype(np.float32)
-        executed = torch.ones(self.action.chunk, dtype=torch.bool)
-        columns = {name: values.cpu() for name, values in sampled.items()}
-        policy_steps = [
-            [PolicyStep(prepared[i], state[i], {name: values[i] for name, values in columns.items()}, executed)]
-            for i in range(len(prompts))
-        ]
-        proposed = [
-            replace(prompt, metadata={**prompt.metadata, "proposal": chunk})
-            for prompt, chunk in zip(prompts, actions, strict=True)
-        ]
-        return self._single_steps(proposed, policy_steps)
+        return self.single_steps(prompts, policy_steps)
 
     def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode from each prompt, as in a rollout, and asks the simulator's expert at each policy step which
@@ -331,7 +311,7 @@ class VisionLanguageActionPolicy:
         for first in range(0, len(episodes.flat), size):
             rows = slice(first, first + size)
             sampled = {name: values[rows] for name, values in episodes.sampled.items()}
-            inputs = self._collate([policy_step.observation for policy_step in episodes.flat[rows]])
+            inputs = self.collate([policy_step.observation for policy_step in episodes.flat[rows]])
             part_old, part_ref = (None if values is None else values[rows] for values in (old, ref))
             part = PolicyStepBatch(inputs, episodes.state[rows], sampled, episodes.valid[rows], part_old, part_ref)
             parts.append(part)
@@ -365,7 +345,7 @@ class VisionLanguageActionPolicy:
         chunk, action]."""
         policy_steps = [policy_step for episode in rollouts.inputs for policy_step in episode]
         state = torch.stack([policy_step.state for policy_step in policy_steps]).to(self.device)
-        prefix = self.module.encode(self._collate([policy_step.observation for policy_step in policy_steps]))
+        prefix = self.module.encode(self.collate([policy_step.observation for policy_step in policy_steps]))
         sampling = ActionSampling([0] * len(policy_steps), temperature=0.0, training=False)
         return self.module.head.act(prefix, self.module.policy_state(state), sampling)["actions"]
 
@@ -378,52 +358,11 @@ class VisionLanguageActionPolicy:
         return rollouts.by_step([[[policy_step] for policy_step in episode] for episode in rollouts.inputs])
 
     @property
-    def encoding_sizes(self) -> tuple[int, int]:
-        """Sizes of the vectors that `encode_observations` and `encode_chunks` return."""
-        simulator = self.sim.simulator
-        return self.module.backbone.width + simulator.state_dim, self.action.chunk * (simulator.action_dim + 1)
-
-    @property
-    def chunk_length(self) -> int:
-        """Actions of a chunk."""
-        return self.action.chunk
-
-    @torch.no_grad()
-    def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
-        """Concatenates the backbone's last layer at the prefix's last token and the robot's state, [observation, width
-        + state] fp32. observations: of one row each."""
-        batch = stack_observations(observations)
-        prefix = self.module.encode(self._collate(self._prepare(batch)))
-        return torch.cat([prefix.last.float().cpu(), self._state(batch).float()], 1)
-
-    def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Encodes chunks [executed, action] in the robot's units as vectors: normalised actions, 0 for those that were
-        not executed, and which were executed, [chunk, chunk length x (action + 1)] fp32."""
-        actions, valid = self._pad_chunks(chunks)
-        if self.normalizer is not None:
-            actions = self.normalizer.from_robot(actions).astype(np.float32)
-        executed = torch.from_numpy(actions).where(valid[..., None], 0)
-        return torch.cat([executed.flatten(1), valid.float()], 1)
+    def off_policy(self) -> OffPolicyAccess:
+        """Encodings of stored observations and actions, and new chunks at stored observations."""
+        return OffPolicyAccess(self)
 
     # --- details ---
-
-    def _single_steps(self, prompts: Sequence[Prompt], policy_steps: list[list[PolicyStep]]) -> Rollouts:
-        """Makes rollouts of one policy step each, which belong to no episode. A critic does not learn from them."""
-        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
-        if self.module.critic is not None:  # masked: a critic does not learn from demonstrations
-            zeros = torch.zeros(len(prompts), 1)
-            rollouts.extras["steps"] = Steps(zeros.bool(), zeros, zeros.clone(), zeros.bool(), zeros.clone())
-        return rollouts
-
-    def _pad_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float32], Tensor]:
-        """Pads or truncates chunks [executed, action] to the policy's chunk length. Returns actions [n, chunk, action],
-        0 at padding, and which are not padding, [n, chunk] bool."""
-        actions = np.zeros((len(chunks), self.action.chunk, self.sim.simulator.action_dim), np.float32)
-        valid = torch.zeros(actions.shape[:2], dtype=torch.bool)
-        for i, chunk in enumerate(chunks):
-            executed = chunk[: self.action.chunk]
-            actions[i, : len(executed)], valid[i, : len(executed)] = executed, True
-        return actions, valid
 
     @torch.no_grad()
     def _play(
@@ -452,7 +391,7 @@ class VisionLanguageActionPolicy:
                 if not step_counts[episode]:
                     records[episode].begin(observation, row, episode < options.num_filmed)
             selected = observation.select(rows)
-            prepared, state = self._prepare(selected), self._state(selected).to(self.device)
+            prepared, state = self.prepare(selected), self.state(selected).to(self.device)
             # each policy step of an episode has noise of its own
             step_seeds = [derive_seed(seeds[episode], step_counts[episode]) for episode in episodes]
             step_counts.update(episodes)
@@ -462,7 +401,7 @@ class VisionLanguageActionPolicy:
                     records[episode].add_label(selected.select(np.array([i])), expert_actions[row])
             row_group_seeds = [group_seeds[episode] for episode in episodes]
             sampling = ActionSampling(step_seeds, options.temperature, options.training, row_group_seeds, options.step)
-            inputs = self._collate(prepared)
+            inputs = self.collate(prepared)
             with self._play_meter.call(state, inputs):
                 prefix = self.module.encode(inputs)
                 sampled = head.act(prefix, self.module.policy_state(state), sampling)
@@ -504,8 +443,8 @@ class VisionLanguageActionPolicy:
         if self.module.critic is None or not ended:
             return
         final = step.observation.select(ended)
-        prefix = self.module.encode(self._collate(self._prepare(final))) if self.module.critic.needs_prefix else None
-        values = self.module.critic(prefix, self._state(final).to(self.device))
+        prefix = self.module.encode(self.collate(self.prepare(final))) if self.module.critic.needs_prefix else None
+        values = self.module.critic(prefix, self.state(final).to(self.device))
         for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
 
@@ -513,21 +452,21 @@ class VisionLanguageActionPolicy:
     def _blank_step(self) -> PolicyStep:
         """Returns a policy step with a black image and no executed action."""
         blank = blank_observation(self.sim, 1)
-        prepared, state = self._prepare(blank), self._state(blank).to(self.device)
+        prepared, state = self.prepare(blank), self.state(blank).to(self.device)
         sampling = ActionSampling([0], self.temperature.value, groups=[0])
         sampled = self.module.head.act(
-            self.module.encode(self._collate(prepared)), self.module.policy_state(state), sampling
+            self.module.encode(self.collate(prepared)), self.module.policy_state(state), sampling
         )
         row_sampled = {name: values[0].cpu() for name, values in sampled.items()}
         valid = torch.zeros(self.action.chunk, dtype=torch.bool)
         return PolicyStep(prepared[0], state[0].cpu(), row_sampled, valid)
 
-    def _state(self, observation: Observation) -> Tensor:
+    def state(self, observation: Observation) -> Tensor:
         """Returns the robot's states [row, state], standardised if the policy has statistics of them."""
         state = observation.state
         return torch.from_numpy(state if self.state_statistics is None else self.state_statistics.standardize(state))
 
-    def _prepare(self, observation: Observation, labels: Sequence[str] | None = None) -> list[Any]:
+    def prepare(self, observation: Observation, labels: Sequence[str] | None = None) -> list[Any]:
         """Preprocesses each row of an observation: returns rows of `Backbone.prepare`, or of `Backbone.cache_rows` if
         prefixes are cached.
 
@@ -547,11 +486,19 @@ class VisionLanguageActionPolicy:
         with torch.no_grad():
             return backbone.cache_rows(backbone.encode(backbone.collate(prepared, self.device), every_layer=False))
 
-    def _collate(self, prepared: list[Any]) -> dict[str, Tensor]:
+    def collate(self, prepared: list[Any]) -> dict[str, Tensor]:
         """Collates rows of `_prepare` to the inputs of `Network.encode`."""
         backbone = self.module.backbone
         collate = backbone.collate_cached if self.caches_prefixes else backbone.collate
         return collate(prepared, self.device)
+
+    def single_steps(self, prompts: Sequence[Prompt], policy_steps: list[list[PolicyStep]]) -> Rollouts:
+        """Makes rollouts of one policy step each, which belong to no episode. A critic does not learn from them."""
+        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
+        if self.module.critic is not None:
+            zeros = torch.zeros(len(prompts), 1)
+            rollouts.extras["steps"] = Steps(zeros.bool(), zeros, zeros.clone(), zeros.bool(), zeros.clone())
+        return rollouts
 
     def _rollouts(self, samples: list[Sample], policy_steps: list[list[PolicyStep]]) -> Rollouts:
         """Makes rollouts of episodes. The mask [episode, step x decision] is True for decisions of executed actions."""
@@ -577,23 +524,6 @@ def warn_of_ranges(normalizer: ActionNormalizer, actions: NDArray[np.float32]) -
     return bool(warnings)
 
 
-def to_robot_units(actions: Tensor, normalizer: ActionNormalizer | None) -> NDArray[np.float64]:
-    """Converts the policy's actions [..., action] to the robot's units; without a normaliser clips them to [-1, 1]."""
-    numbers = actions.float().cpu().numpy().astype(np.float64)
-    numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts NaN; clipping would turn infinity into an action
-    return numbers.clip(-1, 1) if normalizer is None else normalizer.to_robot(numbers)
-
-
-def stack_observations(observations: Sequence[RobotObservation]) -> Observation:
-    """Concatenates observations of one row each to one observation."""
-    return Observation(
-        np.concatenate([observation.images for observation in observations]),
-        np.concatenate([observation.state for observation in observations]),
-        [observation.instructions[0] for observation in observations],
-        observations[0].cameras,
-    )
-
-
 def blank_observation(sim: VectorSim, rows: int) -> Observation:
     """Returns an observation with `rows` black images and states of 0."""
     simulator = sim.simulator
@@ -604,7 +534,7 @@ def blank_observation(sim: VectorSim, rows: int) -> Observation:
 
 def distinguishes_labels(policy: VisionLanguageActionPolicy, label: str, other: str) -> bool:
     """Returns whether two labels behind an instruction lead to different inputs of the model."""
-    inputs = policy._collate(policy._prepare(blank_observation(policy.sim, 2), [label, other]))
+    inputs = policy.collate(policy.prepare(blank_observation(policy.sim, 2), [label, other]))
     return any(not torch.equal(values[0], values[1]) for values in inputs.values())
 
 

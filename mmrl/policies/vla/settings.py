@@ -16,8 +16,7 @@ from mmrl.protocols.abilities import (
     DifferentiableActions,
     EpisodeStoring,
     ExpertLabelling,
-    Proposing,
-    StateActionEncoding,
+    OffPolicyLearning,
     Stepwise,
 )
 from mmrl.protocols.offers import Offer
@@ -602,9 +601,7 @@ class VisionLanguageActionModel(ModelSettings):
 
     def capabilities(self, config: JobConfig) -> Capabilities:
         action: Actions = config.section("action")
-        of_policy: frozenset[Offer] = frozenset(
-            {"lengths", "critic", Stepwise, EpisodeStoring, Proposing, StateActionEncoding}
-        )
+        of_policy: frozenset[Offer] = frozenset({"lengths", "critic", Stepwise, EpisodeStoring, OffPolicyLearning})
         of_demonstrations: frozenset[Offer] = frozenset(
             {"demonstrations", ExpertLabelling} if action.head.mixes_demonstrations else ()
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mmrl.protocols.abilities import Proposing
+from mmrl.protocols.abilities import OffPolicyLearning
 from mmrl.protocols.requirements import Needs
 from mmrl.schedules.schedule import Schedule, number
 from mmrl.settings import option
@@ -42,7 +42,7 @@ class QPolicyGradient(Term):
 
     @property
     def needs(self) -> Needs:
-        return Needs(offers=frozenset({Proposing}), old=True, measurements=(self.measurement,))
+        return Needs(offers=frozenset({OffPolicyLearning}), old=True, measurements=(self.measurement,))
 
     def prepare(self, batch: Batch) -> None:
         """Stores the advantage of each proposed chunk, [rollout]; NaN for other rollouts."""

@@ -88,7 +88,7 @@ class QWeightedTerm(Term):
 
 def estimates_of(micro: Rollouts, measurement: QValues) -> dict[str, Tensor]:
     """Returns the estimates of a micro-batch by name, [rollout] float32 each, NaN where there is none."""
-    from mmrl.measurements.q_updates import ESTIMATES
+    from mmrl.measurements.q_values import ESTIMATES
     from mmrl.rollouts import Column
 
     values = dict(zip(ESTIMATES, micro.extra(measurement.name, Column).values.unbind(1), strict=True))

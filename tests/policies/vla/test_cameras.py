@@ -75,7 +75,7 @@ def test_names_must_fit_the_image(simulator):
 class TestPolicies:
     def seen(self, make, backbone, cameras):
         policy = make("regression", backbone, sim=two(), cameras=cameras)
-        return policy, policy._prepare(policy.sim.reset([0], ["go"]))[0]
+        return policy, policy.prepare(policy.sim.reset([0], ["go"]))[0]
 
     @pytest.mark.parametrize(
         ("cameras", "colours"),

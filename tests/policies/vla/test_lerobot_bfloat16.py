@@ -82,7 +82,7 @@ def test_a_noisy_action_is_not_rounded(checkpoint):
     """Two chunks that differ by less than bf16 can tell have velocities that differ."""
     ours = halved(checkpoint)
     backbone, head = ours.module.backbone, ours.module.head
-    seen = ours._prepare(ours.sim.reset([0], ["go"]).select([0]))
+    seen = ours.prepare(ours.sim.reset([0], ["go"]).select([0]))
     x, sigma = torch.ones(1, *head.latent), torch.tensor([0.5])
     with torch.no_grad():
         reading = ours.module.encode(backbone.collate(seen, torch.device("cpu")))

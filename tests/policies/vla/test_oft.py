@@ -221,7 +221,7 @@ def mean(policy, seen):
     """[row, chunk, action]"""
     module = policy.module
     with torch.no_grad():
-        reading = module.encode(policy._collate(policy._prepare(seen)))
+        reading = module.encode(policy.collate(policy.prepare(seen)))
         chosen = module.head.act(reading, torch.zeros(len(seen), 0), ActionSampling([0] * len(seen), 0.0, False))
     return chosen["actions"]
 
@@ -232,7 +232,7 @@ def test_prompts_of_two_lengths_are_read_as_alone(oft, checkpoints):
     both = mean(policy, seen)
     for row in range(2):
         torch.testing.assert_close(mean(policy, seen.select(np.array([row])))[0], both[row], rtol=1e-4, atol=1e-5)
-    assert len({len(look.ids) for look in policy._prepare(seen)}) == 2
+    assert len({len(look.ids) for look in policy.prepare(seen)}) == 2
 
 
 def test_states_are_scaled_by_hand(checkpoints):
@@ -257,7 +257,7 @@ def test_tokens_read_a_state_through_the_projector_too(oft, checkpoints, tmp_pat
     seen = policy.sim.reset([0], ["go"])
     with torch.no_grad():
         reading, other = (
-            policy.module.encode(policy._collate(policy._prepare(s)))
+            policy.module.encode(policy.collate(policy.prepare(s)))
             for s in (seen, replace(seen, state=seen.state + 0.1))
         )
         assert not torch.equal(reading.last, other.last)

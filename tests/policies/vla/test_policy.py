@@ -420,7 +420,7 @@ def test_demonstrated_actions_are_the_likeliest_when_learnt(make):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        reading = policy.module.encode(policy._collate(policy._prepare(seen)))
+        reading = policy.module.encode(policy.collate(policy.prepare(seen)))
         made = policy.module.head.act(reading, torch.zeros(1, 1), ActionSampling([0], 0.0, False))["actions"][0]
         assert (made - torch.from_numpy(shown)).abs().max() < 0.2, kind
 

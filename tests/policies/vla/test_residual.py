@@ -169,10 +169,10 @@ def test_the_first_policy_does_what_its_base_does(make, tmp_path, kind):
 
 
 def head_does(policy, seen):
-    reading = policy.module.encode(policy._collate(policy._prepare(seen)))
+    reading = policy.module.encode(policy.collate(policy.prepare(seen)))
     with torch.no_grad():
         how = ActionSampling([3, 4, 5, 6], 0.0, training=False)
-        return policy.module.head.act(reading, policy._state(seen), how)["actions"]
+        return policy.module.head.act(reading, policy.state(seen), how)["actions"]
 
 
 @pytest.mark.parametrize("kind", ["residual", "residual, flow"])

@@ -1,0 +1,109 @@
+"""Stored observations and actions of a vision-language-action policy: encodings for value functions, and new chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mmrl.policies.vla.episodes import PolicyStep
+from mmrl.policies.vla.heads.codec import ActionNormalizer
+from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.protocols.trajectory import RobotObservation
+from mmrl.rollouts import Prompt, Rollouts
+from mmrl.sims import Observation
+
+if TYPE_CHECKING:
+    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
+
+
+class OffPolicyAccess:
+    """Encodes stored observations and chunks of actions as vectors, and samples chunks at stored observations."""
+
+    def __init__(self, policy: VisionLanguageActionPolicy) -> None:
+        self.policy = policy
+
+    @property
+    def encoding_sizes(self) -> tuple[int, int]:
+        """Sizes of the vectors that `encode_observations` and `encode_chunks` return."""
+        simulator = self.policy.sim.simulator
+        return self.policy.module.backbone.width + simulator.state_dim, self.chunk_length * (simulator.action_dim + 1)
+
+    @property
+    def chunk_length(self) -> int:
+        """Actions of a chunk."""
+        return self.policy.action.chunk
+
+    @torch.no_grad()
+    def encode_observations(self, observations: Sequence[RobotObservation]) -> Tensor:
+        """Concatenates the backbone's last layer at the prefix's last token and the robot's state, [observation, width
+        + state] fp32. observations: of one row each."""
+        policy, observation = self.policy, stack_observations(observations)
+        prefix = policy.module.encode(policy.collate(policy.prepare(observation)))
+        return torch.cat([prefix.last.float().cpu(), policy.state(observation).float()], 1)
+
+    def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Encodes chunks [executed, action] in the robot's units as vectors: normalised actions, 0 for those that were
+        not executed, and a mask of the executed ones, [chunk, chunk length x (action + 1)] fp32."""
+        actions, valid = pad_chunks(chunks, self.chunk_length, self.policy.sim.simulator.action_dim)
+        if self.policy.normalizer is not None:
+            actions = self.policy.normalizer.from_robot(actions).astype(np.float32)
+        executed = torch.from_numpy(actions).where(valid[..., None], 0)
+        return torch.cat([executed.flatten(1), valid.float()], 1)
+
+    @torch.no_grad()
+    def propose(self, prompts: Sequence[Prompt], seeds: Sequence[int], groups: Sequence[int]) -> Rollouts:
+        """Samples a chunk for each prompt as in a rollout, at the `Observation` in its metadata["observation"].
+
+        seeds: one for each prompt; groups: seeds of their groups. Returns single policy steps, whose prompts have the
+        chunk as metadata["proposal"], in the robot's units."""
+        policy = self.policy
+        observation = stack_observations([prompt.metadata["observation"] for prompt in prompts])
+        prepared, state = policy.prepare(observation), policy.state(observation)
+        sampling = ActionSampling(list(seeds), policy.temperature.value, groups=list(groups))
+        prefix = policy.module.encode(policy.collate(prepared))
+        sampled = policy.module.head.act(prefix, policy.module.policy_state(state.to(policy.device)), sampling)
+        actions = to_robot_units(sampled["actions"], policy.normalizer).astype(np.float32)
+        sampled = {name: values.cpu() for name, values in sampled.items()}
+        valid = torch.ones(self.chunk_length, dtype=torch.bool)
+        policy_steps, proposed = [], []
+        for i, prompt in enumerate(prompts):
+            row_sampled = {name: values[i] for name, values in sampled.items()}
+            policy_steps.append([PolicyStep(prepared[i], state[i], row_sampled, valid)])
+            proposed.append(replace(prompt, metadata={**prompt.metadata, "proposal": actions[i]}))
+        return policy.single_steps(proposed, policy_steps)
+
+
+def pad_chunks(
+    chunks: Sequence[NDArray[np.float32]], length: int, action_dim: int
+) -> tuple[NDArray[np.float32], Tensor]:
+    """Pads or truncates chunks [executed, action] to a length. Returns actions [n, length, action], 0 at padding, and
+    which are not padding, [n, length] bool."""
+    actions = np.zeros((len(chunks), length, action_dim), np.float32)
+    valid = torch.zeros(actions.shape[:2], dtype=torch.bool)
+    for i, chunk in enumerate(chunks):
+        executed = chunk[:length]
+        actions[i, : len(executed)], valid[i, : len(executed)] = executed, True
+    return actions, valid
+
+
+def stack_observations(observations: Sequence[RobotObservation]) -> Observation:
+    """Concatenates observations of one row each to one observation."""
+    return Observation(
+        np.concatenate([observation.images for observation in observations]),
+        np.concatenate([observation.state for observation in observations]),
+        [observation.instructions[0] for observation in observations],
+        observations[0].cameras,
+    )
+
+
+def to_robot_units(actions: Tensor, normalizer: ActionNormalizer | None) -> NDArray[np.float64]:
+    """Converts the policy's actions [..., action] to the robot's units; without a normaliser clips them to [-1, 1]."""
+    numbers = actions.float().cpu().numpy().astype(np.float64)
+    numbers[~np.isfinite(numbers)] = np.nan  # the simulator counts NaN; clipping would turn infinity into an action
+    return numbers.clip(-1, 1) if normalizer is None else normalizer.to_robot(numbers)
