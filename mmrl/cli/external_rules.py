@@ -41,7 +41,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 WHITENED: dict[str, Any] = {"algorithm.scale": "none", "algorithm.shaping": ["whitening"]}
 
 
-def lookup(source: Settings, *names: str, default: Any = None) -> Any:
+def get_setting(source: Settings, *names: str, default: Any = None) -> Any:
     """Returns the value of the first of `names` that is set, as a whole key or after the last dot of one."""
     for name in names:
         for key, value in source.items():
@@ -78,7 +78,7 @@ def switch_rule(**settings: Any) -> Rule:
 
 def set_minibatches(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the number of minibatches from their size in prompts."""
-    prompts = lookup(source, "train_batch_size", "rollout_batch_size")
+    prompts = get_setting(source, "train_batch_size", "rollout_batch_size")
     if prompts is None:
         converted.comments.append(f"algorithm.minibatches: set it to the prompts of a step divided by {value}.")
     else:
@@ -90,13 +90,13 @@ def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
 
     Raises UserError if a generation batch is not a multiple of the group size.
     """
-    accumulation = int(lookup(source, "gradient_accumulation_steps", default=1))
-    batches_per_generation = int(lookup(source, "steps_per_generation", default=accumulation))
+    accumulation = int(get_setting(source, "gradient_accumulation_steps", default=1))
+    batches_per_generation = int(get_setting(source, "steps_per_generation", default=accumulation))
     num_processes, group_size = (
-        int(lookup(source, "num_processes", "nproc_per_node", default=1)),
-        int(lookup(source, "num_generations", default=8)),
+        int(get_setting(source, "num_processes", "nproc_per_node", default=1)),
+        int(get_setting(source, "num_generations", default=8)),
     )
-    total = lookup(source, "generation_batch_size", default=int(value) * num_processes * batches_per_generation)
+    total = get_setting(source, "generation_batch_size", default=int(value) * num_processes * batches_per_generation)
     if int(total) % group_size:
         raise UserError(f"a batch of {total} responses is not a multiple of num_generations={group_size}")
     converted.settings |= {
@@ -104,7 +104,7 @@ def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
         "rollout.prompts": int(total) // group_size,
         "algorithm.minibatches": max(1, batches_per_generation // accumulation),
     }
-    if lookup(source, "num_processes", "nproc_per_node", "generation_batch_size") is None:
+    if get_setting(source, "num_processes", "nproc_per_node", "generation_batch_size") is None:
         converted.comments.append(
             f"rollout.prompts={int(total) // group_size} is for one process; multiply it by the number of processes."
         )
@@ -112,8 +112,14 @@ def set_trl_batch(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_flow_grpo_batch(value: Any, converted: Converted, source: Settings) -> None:
     """Sets prompts, minibatches and micro-batch from the images of a batch on one GPU, as flow_grpo counts them."""
-    num_batches, group_size = int(lookup(source, "num_batches_per_epoch")), int(lookup(source, "num_image_per_prompt"))
-    accumulation, num_gpus = int(lookup(source, "gradient_accumulation_steps", default=1)), source.get("gpu_number")
+    num_batches, group_size = (
+        int(get_setting(source, "num_batches_per_epoch")),
+        int(get_setting(source, "num_image_per_prompt")),
+    )
+    accumulation, num_gpus = (
+        int(get_setting(source, "gradient_accumulation_steps", default=1)),
+        source.get("gpu_number"),
+    )
     images = int(value) * num_batches * int(num_gpus or 1)
     converted.settings |= {
         "rollout.prompts": max(1, images // group_size),
@@ -126,7 +132,7 @@ def set_flow_grpo_batch(value: Any, converted: Converted, source: Settings) -> N
 
 def note_epochs(value: Any, converted: Converted, source: Settings) -> None:
     """Adds a comment on how epochs over the data become `steps`, unless the number of steps is set."""
-    if int(lookup(source, "max_steps", "total_training_steps", default=None) or 0) > 0:
+    if int(get_setting(source, "max_steps", "total_training_steps", default=None) or 0) > 0:
         return  # the number of steps wins where both are set
     converted.comments.append(
         f"steps: a step is one batch of prompts here; {value} epochs are {value} x rows / rollout.prompts steps."
@@ -140,7 +146,7 @@ def set_steps(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_warmup_ratio(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the warmup steps from a ratio of all updates, if the number of updates is set; else adds a comment."""
-    total = lookup(source, "max_steps", "total_training_steps")
+    total = get_setting(source, "max_steps", "total_training_steps")
     if not value:
         return
     if total and int(total) > 0:
@@ -177,7 +183,7 @@ def set_advantage_scale(value: Any, converted: Converted, source: Settings) -> N
     scales = {"True": "group_std", "group": "group_std", "batch": "batch_std", "False": "none", "none": "none"}
     if str(value) not in scales:
         raise UserError(f"scale_rewards={value} is not one of {', '.join(scales)}")
-    if str(lookup(source, "adv_estimator", default="grpo")) == "grpo":  # verl applies it to no other estimator
+    if str(get_setting(source, "adv_estimator", default="grpo")) == "grpo":  # verl applies it to no other estimator
         converted.settings["algorithm.scale"] = scales[str(value)]
 
 
@@ -200,8 +206,8 @@ def set_loss_type(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_clip_range(value: Any, converted: Converted, source: Settings) -> None:
     """Sets both clip bounds of the ratio to `value`, except a bound that has a key of its own."""
-    low = lookup(source, "clip_ratio_low", "epsilon_low", default=value)
-    high = lookup(source, "clip_ratio_high", "epsilon_high", default=value)
+    low = get_setting(source, "clip_ratio_low", "epsilon_low", default=value)
+    high = get_setting(source, "clip_ratio_high", "epsilon_high", default=value)
     converted.settings |= {"algorithm.surrogate.low": float(low), "algorithm.surrogate.high": float(high or value)}
 
 
@@ -227,11 +233,11 @@ def add_exact_kl(value: Any, converted: Converted, source: Settings) -> None:
 
 def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
     """Adds the KL term of verl and EasyR1, if use_kl_loss puts it into the loss."""
-    if lookup(source, "disable_kl", default=False) or not value:
+    if get_setting(source, "disable_kl", default=False) or not value:
         return
-    if not lookup(source, "use_kl_loss", default=False):
+    if not get_setting(source, "use_kl_loss", default=False):
         return
-    term_type = str(lookup(source, "kl_loss_type", "kl_penalty", default="low_var_kl"))
+    term_type = str(get_setting(source, "kl_loss_type", "kl_penalty", default="low_var_kl"))
     if term_type not in KL_ESTIMATORS:
         raise UserError(f"kl_loss_type={term_type} cannot be converted; choose one of {', '.join(KL_ESTIMATORS)}")
     add_term(converted, "kl", value, estimator=KL_ESTIMATORS[term_type])
@@ -239,7 +245,7 @@ def add_kl_loss(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_kl_in_reward(value: Any, converted: Converted, source: Settings) -> None:
     if value:
-        coefficient = float(lookup(source, "kl_ctrl.kl_coef", default=1e-3))
+        coefficient = float(get_setting(source, "kl_ctrl.kl_coef", default=1e-3))
         converted.settings["algorithm.transforms"] = [{"type": "kl_penalty", "kl": {"coefficient": coefficient}}]
 
 
@@ -263,9 +269,9 @@ def set_ratio_level(value: Any, converted: Converted, source: Settings) -> None:
 def set_dynamic_sampling(value: Any, converted: Converted, source: Settings) -> None:
     """Enables dynamic sampling, with bounds on the mean reward of a group."""
     if value:
-        low = lookup(source, "filter_low", "rewards_lower_bound", default=0.0)
-        high = lookup(source, "filter_high", "rewards_upper_bound", default=1.0)
-        scale = float(lookup(source, "reward_coef", default=1.0))
+        low = get_setting(source, "filter_low", "rewards_lower_bound", default=0.0)
+        high = get_setting(source, "filter_high", "rewards_upper_bound", default=1.0)
+        scale = float(get_setting(source, "reward_coef", default=1.0))
         converted.settings["rollout.dynamic_sampling"] = {"low": float(low) / scale, "high": float(high) / scale}
 
 

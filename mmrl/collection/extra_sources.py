@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceContext:
-    """What a source of rollouts gets at the start of a run.
+    """Inputs of a source of rollouts at the start of a run.
 
     policy: has every ability that the source needs. prompts: the task's training prompts. rank_and_world: this rank's
     number, and the number of ranks. max_over_ranks: the maximum of a number over the ranks, a collective. folder: the

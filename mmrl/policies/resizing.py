@@ -1,4 +1,4 @@
-"""How a processor resizes images."""
+"""Image sizes after a processor resized them."""
 
 from __future__ import annotations
 

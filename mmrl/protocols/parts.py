@@ -41,7 +41,7 @@ class ReadableSource(ExactSource, Protocol):
 
 
 class Responding(Protocol):
-    """What can answer prompts with one response each, for evaluation."""
+    """A policy or worker that answers prompts with one response each, for evaluation."""
 
     def respond(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Sample]:
         """Samples one response to each prompt; a seed for each."""
@@ -52,7 +52,7 @@ class Responding(Protocol):
 
 @runtime_checkable
 class RolloutSource(Responding, Protocol):
-    """What can sample groups of rollouts: the policy, or workers in its place."""
+    """A sampler of groups of rollouts: the policy, or workers in its place."""
 
     def rollout(self, prompts: Sequence[Prompt], group_size: int, seeds: Sequence[int], *, step: int) -> Rollouts:
         """Samples `group_size` rollouts for each prompt, without rewards. seeds: one for each rollout. step: number of

@@ -252,7 +252,7 @@ class DPM(Tail):
 
 
 class Likelihood(Choice):
-    """What counts as a decision of a denoised sample, and how its likelihood is computed."""
+    """The decisions of a denoised sample, and how its likelihood is computed."""
 
     title: ClassVar[str] = "likelihood"
     reduction: Literal["mean", "sum"] = option("mean", "how log-likelihoods of the elements of a latent are combined")

@@ -346,8 +346,8 @@ def unknown_key_message(key: object, model: type[Section], path: Path_) -> str:
     valid = keys_of(model)
     if (current := moved.present_key(str(key))) in valid:
         return f"unknown key {dotted((*path, str(key)))}; it is {current} now; mmrl convert writes it"
-    if (found := key_of_library(str(key))) is not None:
-        library, key_here = found
+    if (match := key_of_library(str(key))) is not None:
+        library, key_here = match
         return f"unknown key {dotted((*path, str(key)))}; {key} of {library} is {key_here} here"
     close = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
     hint = f"did you mean {dotted((*path, close[0]))}?" if close else f"valid keys: {', '.join(valid)}"

@@ -175,14 +175,14 @@ class Preparation:
         every decision is a step.
         """
         micro_batches = [rows for part in parts for rows in part]
-        given, complete = rollouts.old_logp, True
+        existing, complete = rollouts.old_logp, True
         several = self.algorithm.updates > 1 or self.sampling_policy is not None
         needs_values = self.needs.critic is not None and "steps" not in rollouts.extras
-        if self.needs.statistics or needs_values or (self.needs.old and given is not None):
+        if self.needs.statistics or needs_values or (self.needs.old and existing is not None):
             logp = self._compute_old(rollouts, ReplayColumns(self.policy, self.engine, rollouts), micro_batches)
-            if given is not None:
-                given = given.to(logp)
-                rollouts.old_logp = logp.where(given.isnan(), given)
+            if existing is not None:
+                existing = existing.to(logp)
+                rollouts.old_logp = logp.where(existing.isnan(), existing)
         elif self.needs.old and several:
             recorded = self.policy.recorded_replay(rollouts) if isinstance(self.policy, Recording) else None
             # Recorded values do not do for the first minibatch, whose ratio must be exactly 1.

@@ -363,7 +363,7 @@ FAULTS = [
           COLLECTION),
     Fault("demonstrations in the order of the rollouts", "mmrl/collection/extra_sources.py", "context.seed + 1)", "context.seed)",
           COLLECTION),
-    Fault("likelihoods that rollouts bring are dropped", P, "logp = logp.where(given.isnan(), given)", "pass",
+    Fault("likelihoods that rollouts bring are dropped", P, "logp = logp.where(existing.isnan(), existing)", "pass",
           COLLECTION),
     Fault("samplers hear of unweighted rewards", B, "total = combined_reward(rewards, torch.tensor(self.task.reward_weights))",
           "total = rewards[:, 0]", COLLECTION),

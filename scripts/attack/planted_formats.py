@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("convert: processes do not count", RULES, "int(value) * num_processes * batches_per_generation", "int(value) * batches_per_generation", THEIRS),
     ("convert: GPUs do not count", RULES, "int(value) * num_batches * int(num_gpus or 1)", "int(value) * num_batches", THEIRS),
     ("convert: both bounds are the lower", RULES, '"algorithm.surrogate.high": float(high or value)', '"algorithm.surrogate.high": float(low)', THEIRS),
-    ("convert: a divergence that is off is added", RULES, 'if lookup(source, "disable_kl", default=False) or not value:',
+    ("convert: a divergence that is off is added", RULES, 'if get_setting(source, "disable_kl", default=False) or not value:',
      "if not value:", THEIRS),
     ("convert: rewards of robots are not scaled back", RULES, '"low": float(low) / scale', '"low": float(low)', THEIRS),
     ("convert: accuracy is the format", PARTS, 'spec["name"] != "think_answer"', "True", THEIRS),

@@ -39,7 +39,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("redraw: every further epoch is the second", M + "policy.py", "derive_seed(record.seed, epoch)", "derive_seed(record.seed, 1)", REDRAWN),
     ("redraw: the old policy scores the first epoch's states", P, '("inputs", *OTHER_COLUMNS)}', '("inputs",)}', REDRAWN),
     ("redraw: the reference scores the first epoch's states", P, '("inputs", *OTHER_COLUMNS)}', '("inputs", *OLD_COLUMNS)}', REDRAWN),
-    ("redraw: likelihoods that were brought are taken elsewhere", M + "policy.py", "record if kept else", "record if False else", REDRAWN),
+    ("redraw: likelihoods that were brought are taken elsewhere", M + "policy.py", "record if keep_states else", "record if False else", REDRAWN),
     ("redraw: all further epochs are the second", P, "self.further[epoch - 1]", "self.further[0]", REDRAWN),
     ("redraw: false is not read", M + "policy.py", "isinstance(self.likelihood, RandomStates) and self.likelihood.redraw", "isinstance(self.likelihood, RandomStates)", REDRAWN),
     ("redraw: views are measured in other states", M + "settings.py", "if measurement.scores]", "if False]", REDRAWN),

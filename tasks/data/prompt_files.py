@@ -120,8 +120,12 @@ def _dataset_rows(path: Path) -> Iterator[TableEntry]:
 
     splits = sorted(part.name for part in path.iterdir() if (part / "dataset_info.json").is_file())
     if not (path / "dataset_info.json").is_file():
-        found = f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "there is none"
-        raise ValueError(f"{path}: name the folder of one split of a dataset, as `save_to_disk` wrote it; {found}")
+        splits_text = (
+            f"its splits are {', '.join(str(path / split) for split in splits)}" if splits else "there is none"
+        )
+        raise ValueError(
+            f"{path}: name the folder of one split of a dataset, as `save_to_disk` wrote it; {splits_text}"
+        )
     rows = datasets.load_from_disk(str(path))
     _check_size(path, len(rows))
     arrow = rows.with_format("arrow")

@@ -31,7 +31,7 @@ WATCHDOG = 60.0  # seconds after which NCCL's watchdog ends a process that has n
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the members of a group find each other. size: the number of members; rank 0 is the trainer. timeout: seconds
+    """The rendezvous of a group. size: the number of members; rank 0 is the trainer. timeout: seconds
     for each wait of a member."""
 
     host: str

@@ -207,7 +207,7 @@ class JanusWriter(ImageTokenWriter):
 
     @torch.no_grad()
     def images(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """As the base class. Decodes AT_ONCE images at a time: the decoder needs a hundred times the memory of an
+        """Decodes images as the base class does, AT_ONCE at a time: the decoder needs a hundred times the memory of an
         image."""
         decoder = core_of(model).model.vqmodel
         device = next(decoder.parameters()).device

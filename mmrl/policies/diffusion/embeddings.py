@@ -26,7 +26,7 @@ PER_FILE = 64  # prompts per file, which are encoded in one call
 
 
 class Encoders(Protocol):
-    """What is needed of a pipeline family to encode prompts."""
+    """A pipeline family that encodes prompts."""
 
     text_tokens: int | None
 
@@ -37,7 +37,7 @@ class Encoders(Protocol):
 
 
 class PromptedPolicy(Protocol):
-    """What is needed of a policy to know which prompts are encoded, and for which sizes."""
+    """A policy that knows which prompts are encoded, and for which sizes."""
 
     denoising: Denoising | DenoisingDemonstrations
     shape: Shape

@@ -26,7 +26,7 @@ Condition = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ConditionInputs:
-    """What the condition of a prompt is computed from: its text and its images. Equal if text and image content are."""
+    """Inputs of the condition of a prompt: its text and its images. Equal if text and image content are."""
 
     text: str
     images: tuple[Image.Image, ...] = field(default=(), compare=False)
@@ -120,7 +120,8 @@ class Family(Protocol):
         ...
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        """As `decode`, with a gradient to the latents. The decoder stays on the device, for the backward pass."""
+        """Decodes as `decode` does, with a gradient to the latents. The decoder stays on the device for the backward
+        pass."""
         ...
 
     def to_latents(self, pixels: Tensor) -> Tensor:

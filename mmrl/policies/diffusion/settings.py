@@ -36,7 +36,7 @@ MatchingWeight = Literal["one", "sigma", "sigma_squared", "elbo"]
 
 
 class ImageLikelihood(Likelihood):
-    """What the decisions of an image are, and how their likelihood is computed."""
+    """The decisions of an image, and how their likelihood is computed."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {

@@ -59,7 +59,7 @@ QWEN_KEYS = (  # keys of config.json that transformers' Qwen2 and Qwen3 read
 
 @dataclass(frozen=True)
 class Conversion:
-    """How models of one published type are converted."""
+    """Rules that convert models of one published type."""
 
     architecture: str  # the class of transformers with the same layers
     config: Callable[[ModelConfig], ModelConfig]  # converts the contents of config.json

@@ -305,8 +305,8 @@ class MaskedPolicy(DiscreteDiffusionPolicy):
         if not (isinstance(self.likelihood, RandomStates) and self.likelihood.redraw):
             return None
         inputs = [
-            record if kept else replace(record, seed=derive_seed(record.seed, epoch))
-            for record, kept in zip(rollouts.inputs, keep.tolist(), strict=True)
+            record if keep_states else replace(record, seed=derive_seed(record.seed, epoch))
+            for record, keep_states in zip(rollouts.inputs, keep.tolist(), strict=True)
         ]
         return replace(rollouts, inputs=inputs)
 

@@ -49,7 +49,7 @@ class ResponseLayout:
 
     @property
     def has_text_and_image(self) -> bool:
-        """Whether a response has both text and image tokens."""
+        """True if a response has both text and image tokens."""
         return 0 < self.text_length < self.length
 
     def image_mask(self, position: Tensor) -> Tensor | None:

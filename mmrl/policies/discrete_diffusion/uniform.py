@@ -86,8 +86,8 @@ class UniformPolicy(DiscreteDiffusionPolicy):
         if not (isinstance(self.noising, NoisingRollouts) and self.noising.redraw):
             return None
         inputs = [
-            record if kept else replace(record, seed=derive_seed(record.seed, epoch))
-            for record, kept in zip(rollouts.inputs, keep.tolist(), strict=True)
+            record if keep_states else replace(record, seed=derive_seed(record.seed, epoch))
+            for record, keep_states in zip(rollouts.inputs, keep.tolist(), strict=True)
         ]
         return replace(rollouts, inputs=inputs)
 

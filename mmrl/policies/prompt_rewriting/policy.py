@@ -36,7 +36,7 @@ from mmrl.rollouts import (
 
 @dataclass(frozen=True)
 class PromptRewritingRecord:
-    """What a rollout keeps for replay: the writer's tokens and the image's denoising steps."""
+    """Inputs of a rollout's replay: the writer's tokens and the image's denoising steps."""
 
     text: RolloutTokens
     image: ImageRecord

@@ -65,7 +65,7 @@ def stack_samples(policy_steps: Sequence[PolicyStep]) -> SampledChunks:
 
 
 class EpisodeRecord:
-    """What is recorded of an episode while it is played. `lost` is True until it begins, and if the simulator drops
+    """The record of an episode while it is played. `lost` is True until it begins, and if the simulator drops
     it."""
 
     def __init__(self, prompt: Prompt, *, samples_latents: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,18 +14,36 @@ from torch import Tensor
 from mmrl.policies.vla.episodes import PolicyStep
 from mmrl.policies.vla.heads.codec import ActionNormalizer
 from mmrl.policies.vla.heads.head import ActionSampling
+from mmrl.policies.vla.settings import Actions
 from mmrl.protocols.trajectory import RobotObservation
-from mmrl.rollouts import Prompt, Rollouts
-from mmrl.sims import Observation
+from mmrl.rollouts import Prompt, Rollouts, Sample
+from mmrl.schedules.schedule import Schedule
+from mmrl.sims import Observation, VectorSim
 
-if TYPE_CHECKING:
-    from mmrl.policies.vla.policy import VisionLanguageActionPolicy
+
+class EncodingPolicy(Protocol):
+    """The parts of `VisionLanguageActionPolicy` that encode observations and make rollouts."""
+
+    module: Any  # backbone, head and critic
+    action: Actions
+    sim: VectorSim
+    normalizer: ActionNormalizer | None
+    temperature: Schedule
+
+    @property
+    def device(self) -> torch.device: ...
+    def prepare(self, observation: Observation) -> list[Any]: ...
+    def state(self, observation: Observation) -> Tensor: ...
+    def collate(self, prepared: list[Any]) -> dict[str, Tensor]: ...
+    def make_rollouts(
+        self, samples: list[Sample], policy_steps: list[list[PolicyStep]], *, single: bool
+    ) -> Rollouts: ...
 
 
 class OffPolicyAccess:
     """Encodes stored observations and chunks of actions as vectors, and samples chunks at stored observations."""
 
-    def __init__(self, policy: VisionLanguageActionPolicy) -> None:
+    def __init__(self, policy: EncodingPolicy) -> None:
         self.policy = policy
 
     @property
@@ -76,7 +94,7 @@ class OffPolicyAccess:
             row_sampled = {name: values[i] for name, values in sampled.items()}
             policy_steps.append([PolicyStep(prepared[i], state[i], row_sampled, valid)])
             proposed.append(replace(prompt, metadata={**prompt.metadata, "proposal": actions[i]}))
-        return policy.single_steps(proposed, policy_steps)
+        return policy.make_rollouts([Sample(prompt) for prompt in proposed], policy_steps, single=True)
 
 
 def pad_chunks(

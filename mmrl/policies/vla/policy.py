@@ -183,7 +183,7 @@ class VisionLanguageActionPolicy:
         num_filmed = len(starts) if self.watched else num_filmed_rollouts(self.action, self.log, step, group_size)
         options = PlayOptions(self.temperature.value, training=True, num_filmed=num_filmed, step=step)
         records = self._play(starts, seeds, group_seeds, options)
-        rollouts = self._rollouts([r.sample for r in records], [r.policy_steps for r in records])
+        rollouts = self.make_rollouts([r.sample for r in records], [r.policy_steps for r in records])
         rollouts.mask &= ~torch.tensor([r.lost for r in records])[:, None]
         rollouts.group = torch.arange(len(prompts)).repeat_interleave(group_size)
         if self.module.critic is not None:
@@ -244,7 +244,7 @@ class VisionLanguageActionPolicy:
         for i in range(len(prompts)):
             row_sampled = {name: values[i] for name, values in sampled.items()}
             policy_steps.append([PolicyStep(inputs[i], state[i], row_sampled, valid[i])])
-        return self.single_steps(prompts, policy_steps)
+        return self.make_rollouts([Sample(prompt) for prompt in prompts], policy_steps, single=True)
 
     def label_with_expert(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Prompt]:
         """Plays an episode from each prompt, as in a rollout, and asks the simulator's expert at each policy step which
@@ -492,16 +492,12 @@ class VisionLanguageActionPolicy:
         collate = backbone.collate_cached if self.caches_prefixes else backbone.collate
         return collate(prepared, self.device)
 
-    def single_steps(self, prompts: Sequence[Prompt], policy_steps: list[list[PolicyStep]]) -> Rollouts:
-        """Makes rollouts of one policy step each, which belong to no episode. A critic does not learn from them."""
-        rollouts = self._rollouts([Sample(prompt) for prompt in prompts], policy_steps)
-        if self.module.critic is not None:
-            zeros = torch.zeros(len(prompts), 1)
-            rollouts.extras["steps"] = Steps(zeros.bool(), zeros, zeros.clone(), zeros.bool(), zeros.clone())
-        return rollouts
+    def make_rollouts(
+        self, samples: list[Sample], policy_steps: list[list[PolicyStep]], *, single: bool = False
+    ) -> Rollouts:
+        """Makes rollouts of episodes. The mask [episode, step x decision] is True for decisions of executed actions.
 
-    def _rollouts(self, samples: list[Sample], policy_steps: list[list[PolicyStep]]) -> Rollouts:
-        """Makes rollouts of episodes. The mask [episode, step x decision] is True for decisions of executed actions."""
+        single: whether they are single policy steps of no episode, from which a critic does not learn."""
         head = self.module.head
         max_steps = max(1, *map(len, policy_steps))
         mask = torch.zeros(len(policy_steps), max_steps, head.decisions, dtype=torch.bool)
@@ -510,9 +506,12 @@ class VisionLanguageActionPolicy:
                 continue
             valid = torch.stack([policy_step.valid for policy_step in episode])
             mask[row, : len(episode)] = head.decision_mask(valid, stack_samples(episode))
-        return Rollouts(
-            samples=samples, inputs=policy_steps, group=torch.arange(len(policy_steps)), mask=mask.flatten(1)
-        )
+        group = torch.arange(len(policy_steps))
+        rollouts = Rollouts(samples=samples, inputs=policy_steps, group=group, mask=mask.flatten(1))
+        if single and self.module.critic is not None:
+            zeros = torch.zeros(len(samples), 1)
+            rollouts.extras["steps"] = Steps(zeros.bool(), zeros, zeros.clone(), zeros.bool(), zeros.clone())
+        return rollouts
 
 
 def warn_of_ranges(normalizer: ActionNormalizer, actions: NDArray[np.float32]) -> bool:

@@ -138,7 +138,7 @@ class TokenActions(ActionHead):
 
 
 class ActionLikelihood(Likelihood):
-    """What the decisions of a flow-matching head are, and how they are scored."""
+    """The decisions of a flow-matching head, and how they are scored."""
 
     type: str = "chain"
     kinds: ClassVar[dict[str, str]] = {

@@ -79,8 +79,8 @@ def _find_forms(processor: Processor, template: str) -> TemplateForms:
         )
     question = _content(processor, user, QUESTION)
     system = _form(processor, "system", [], [{"role": "user", "content": question}])
-    asked = [{"role": "user", "content": question}]
-    assistant = _form(processor, "assistant", asked, [{"role": "user", "content": question}])
+    messages = [{"role": "user", "content": question}]
+    assistant = _form(processor, "assistant", messages, [{"role": "user", "content": question}])
     media = {medium for medium in ("image", "video") if user == "text" or _renders(processor, medium)}
     return TemplateForms(user, system, assistant or user, frozenset(media))
 

@@ -115,7 +115,7 @@ class ConversationDraft(Draft):
 
 
 class ConversingPolicy(Protocol):
-    """What conversations need of a policy; `Drafter` implements it."""
+    """A policy that can continue conversations; `Drafter` implements it."""
 
     @property
     def max_response_length(self) -> int: ...
@@ -276,8 +276,8 @@ class Conversations:
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, seeds)  # type: ignore[assignment]
         for draft, row, length in zip(drafts, rollouts.inputs, lengths, strict=True):
             draft.tokens = replace(draft.tokens, temperature=row.temperature)
-            kept = row.decision_mask.nonzero().flatten()[:length]
-            end = int(kept[-1]) + 1 if length and len(kept) else 0
+            positions = row.decision_mask.nonzero().flatten()[:length]
+            end = int(positions[-1]) + 1 if length and len(positions) else 0
             self.answer_again(draft, row.response[:end], row.decision_mask[:end], torch.full((end,), torch.nan))
         return drafts
 

@@ -87,8 +87,8 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
     """
     if isinstance(gold, str):
         text = extract_answer(gold)
-        found = parse_boxes(text)
-        return found if found or states_nothing(text) else None
+        boxes = parse_boxes(text)
+        return boxes if boxes or states_nothing(text) else None
     if isinstance(gold, dict):
         text = json.dumps(gold, default=str)
         return parse_boxes(text) or ([] if _NOTHING_SAID.search(text) else None)
@@ -141,15 +141,15 @@ def _shapes(text: str) -> tuple[list[Numbers], list[Numbers]]:
     """Returns the boxes and the points of a string. Two points in a row are a box as well."""
     text = normalize_typography(text)
     full_match = _FULL_TEXT.fullmatch(text.strip(" \n\t`\"'*."))
-    found = [(full_match.start(), _numbers(full_match))] if full_match else []
-    if not found:
-        found = [(match.start(), _numbers(match)) for match in _SHAPE.finditer(text)]
+    candidates = [(full_match.start(), _numbers(full_match))] if full_match else []
+    if not candidates:
+        candidates = [(match.start(), _numbers(match)) for match in _SHAPE.finditer(text)]
         if "=" in text or ":" in text:
-            found = sorted([*found, *_named_numbers(text)], key=lambda item: item[0])
+            candidates = sorted([*candidates, *_named_numbers(text)], key=lambda item: item[0])
     boxes: list[Numbers] = []
     points: list[Numbers] = []
     first_corner: Numbers | None = None
-    for _, numbers in found:
+    for _, numbers in candidates:
         if len(numbers) == 4:
             boxes.append(numbers)
             first_corner = None

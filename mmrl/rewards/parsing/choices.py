@@ -79,7 +79,7 @@ class OptionLetterReader:
     def _standalone_letters(self, text: str, begin: int) -> list[str]:
         """Returns the option letters that stand alone in a text from index `begin` on; the words "a" and "I" do not
         count."""
-        found: dict[str, None] = {}
+        letters: dict[str, None] = {}
         for match in self._alone.finditer(text, begin):
             bracket, letter, following = match[1], match[2], (match[3] or "")
             preceding = text[max(0, match.start() - 12) : match.start()]
@@ -88,8 +88,8 @@ class OptionLetterReader:
                 continue
             if not bracket and self._is_english_word(letter, following, preceding):
                 continue
-            found[letter.upper()] = None
-        return list(found)
+            letters[letter.upper()] = None
+        return list(letters)
 
     def _is_lower_option(self, bracket: str, following: str, is_first: bool, preceding: str) -> bool:
         """Returns whether a lower-case letter is an option: in brackets, first in the answer, or after a noun such as

@@ -1,4 +1,4 @@
-"""Whether a phrase is asserted or denied in plain English text."""
+"""Detection of phrases that are asserted or denied in plain English text."""
 
 from __future__ import annotations
 

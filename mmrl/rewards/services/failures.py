@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no score. cause: "deadline": it took too long; "crash": its process ended; "error": the reward
-    raised; "not tried": too many calls of its batch had timed out. message: for a warning."""
+    """The reason why a sample has no score. cause: "deadline": it took too long; "crash": its process ended; "error":
+    the reward raised; "not tried": too many calls of its batch had timed out. message: for a warning."""
 
     cause: Cause
     message: str

@@ -131,9 +131,9 @@ class TransformersDetector:
         return [
             highest_first(
                 DetectedObject(self._names[int(label)], float(score), _corners(box))
-                for label, score, box in zip(found["labels"], found["scores"], found["boxes"], strict=True)
+                for label, score, box in zip(detection["labels"], detection["scores"], detection["boxes"], strict=True)
             )
-            for found in detections
+            for detection in detections
         ]
 
 
@@ -207,7 +207,7 @@ def to_objects(
 
 def highest_first(objects: Iterable[DetectedObject]) -> list[DetectedObject]:
     """Sorts objects by score."""
-    return sorted(objects, key=lambda found: -found.score)
+    return sorted(objects, key=lambda detected: -detected.score)
 
 
 def _corners(box: torch.Tensor) -> Box:

@@ -69,7 +69,7 @@ class GenEval:
         for sample, image, objects in zip(samples, images, detected, strict=True):
             is_counting = sample.prompt.metadata.get("tag") == "counting"
             threshold = self.count_threshold if is_counting else self.threshold
-            confident = [found for found in objects if found.score >= threshold]
+            confident = [detected for detected in objects if detected.score >= threshold]
             passed = list(checks(confident, image, sample.prompt.metadata).values())
             scores.append(sum(passed) / len(passed) if self.partial else float(all(passed)))
         return scores
@@ -94,7 +94,7 @@ def checks(objects: Sequence[DetectedObject], image: Image.Image, metadata: Mapp
     metadata: of the prompt, with `include` and `exclude`. A missing object fails its color and position checks too.
     """
     boxes = {
-        item["class"]: [found.box for found in objects if found.label == item["class"]][:MAX_OBJECTS]
+        item["class"]: [detected.box for detected in objects if detected.label == item["class"]][:MAX_OBJECTS]
         for item in [*metadata["include"], *metadata.get("exclude", [])]
     }
     selected = [boxes[item["class"]][: item["count"]] for item in metadata["include"]]

@@ -190,10 +190,10 @@ class EditChecked:
 
     def _score(self, samples: list[Sample]) -> list[float]:
         images = stack_images(samples, (3, SIZE, SIZE))
-        changed, kept = cell_accuracies(images, _metadata(samples, "source"), _metadata(samples, "expected"))
+        changed, unchanged = cell_accuracies(images, _metadata(samples, "source"), _metadata(samples, "expected"))
         if self.part is not None:
-            return (changed if self.part == "changed" else kept).tolist()
-        return ((changed == 1) & (kept == 1)).float().tolist()
+            return (changed if self.part == "changed" else unchanged).tolist()
+        return ((changed == 1) & (unchanged == 1)).float().tolist()
 
 
 def untouched_moved(samples: Sequence[Sample]) -> Tensor:

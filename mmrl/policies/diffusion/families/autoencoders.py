@@ -32,12 +32,12 @@ class ImageAutoencoder:
             return self.decoded(latents)
 
     def decoded(self, latents: Tensor) -> Tensor:
-        """As `decode`, with a VAE that is on the device already, and with a gradient."""
+        """Decodes as `decode` does, with a VAE that is on the device already, and with a gradient."""
         scale, shift = self.latent_scale()
         return self.to_pixels(latents.float().to(self.parts.device) * scale + shift) / 2 + 0.5
 
     def decode_with_gradient(self, latents: Tensor) -> Tensor:
-        """As `decode`, with a gradient to the latents. The VAE stays on the device."""
+        """Decodes as `decode` does, with a gradient to the latents. The VAE stays on the device."""
         self.vae.to(self.parts.device).requires_grad_(False)
         return self.decoded(latents)
 

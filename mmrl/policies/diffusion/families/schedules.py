@@ -1,4 +1,4 @@
-"""Which schedulers of diffusers, with which values in their configuration, are supported: those whose noise levels are
+"""The schedulers of diffusers, and values of their configuration, that are supported: those whose noise levels are
 reproduced here."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversion of OpenVLA-OFT's published pickles to safetensors. Only tensors are read; no code of a pickle runs."""
+"""OpenVLAConversion of OpenVLA-OFT's published pickles to safetensors. Only tensors are read; no code of a pickle runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD_ERRORS = (UnpicklingError, RuntimeError, EOFError, ValueError, LookupError,
 
 
 @dataclass(frozen=True)
-class Conversion:
+class OpenVLAConversion:
     """The result of a conversion."""
 
     files: list[Path]  # that were written
@@ -32,7 +32,7 @@ class Conversion:
     robot: str | None  # the robot from whose sizes the chunk length is known; None if the user gave it
 
 
-def convert(folder: Path, chunk: int | None) -> Conversion:
+def convert(folder: Path, chunk: int | None) -> OpenVLAConversion:
     """Writes `oft.FILES` beside the pickles in `folder`. chunk: actions of a chunk; None: derived from the sizes of
     action and state.
 
@@ -57,7 +57,7 @@ def convert(folder: Path, chunk: int | None) -> Conversion:
     for part, tensors in parts.items():
         files.append(folder / oft.FILES[part])
         oft.write_tensors(files[-1], tensors, metadata[part])
-    return Conversion(files, chunk, robot)
+    return OpenVLAConversion(files, chunk, robot)
 
 
 def find_pickle(folder: Path, part: oft.PartName) -> Path | None:

@@ -188,7 +188,7 @@ class OpenVLAObservation:
 
 @dataclass(frozen=True)
 class ObservationPreprocessing:
-    """How observations are preprocessed and encoded."""
+    """Settings of preprocessing and encoding of observations."""
 
     bidirectional: bool  # True: in one bidirectional pass as OpenVLA-OFT, see `BidirectionalPrefix`
     crop: float = 1.0  # share of an image's area that the center crop keeps

@@ -29,7 +29,7 @@ MAX_FLASH_HEAD_DIM = 256  # largest head dimension of flash attention
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Where the tokens of padded rows are."""
+    """Positions of the tokens of padded rows."""
 
     index: Tensor  # [token] int64, in the flattened rows
     ends: Tensor  # [row + 1] int32, cumulative lengths of the rows, beginning with 0 (cu_seqlens of flash attention)

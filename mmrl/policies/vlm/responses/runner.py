@@ -29,7 +29,7 @@ PREFIX_SHARING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "llava_o
 
 @dataclass
 class Lockstep:
-    """What ranks need to make the same collective calls under ZeRO-3."""
+    """Numbers that ranks need to make the same collective calls under ZeRO-3."""
 
     max: Callable[[int], int]  # returns the maximum of a number over the ranks
     gather_weights: Callable[[], AbstractContextManager[None]]  # inside, forward passes need no collective calls
@@ -100,12 +100,12 @@ class ModelRunner:
 
     @property
     def can_pack(self) -> bool:
-        """Whether the model can compute rows without padding: a family in PREFIX_SHARING, with attention by SDPA."""
+        """True if the model can compute rows without padding: a family in PREFIX_SHARING, with attention by SDPA."""
         return self._attends_to_all and self.core.config.get_text_config()._attn_implementation in ("sdpa", PACKED)
 
     @property
     def _attends_to_all(self) -> bool:
-        """Whether the model is of a family in PREFIX_SHARING and each of its layers attends to all earlier tokens."""
+        """True if the model is of a family in PREFIX_SHARING and each of its layers attends to all earlier tokens."""
         layers = DynamicCache(config=self.core.config.get_text_config()).layers
         return self.core.config.model_type in PREFIX_SHARING and all(type(layer) is DynamicLayer for layer in layers)
 
