@@ -397,8 +397,8 @@ def unshared_nodes(rollouts: Rollouts, first: int = 0) -> Tensor:
 
 @dataclass
 class Steps(Record):
-    """Columns of `Rollouts.extras["steps"]` for a critic of rollouts with at most S steps. The critic gives each step one
-    value; a step is a call of a robot's policy, a turn, or a single decision. Each step has T / S decisions, or
+    """Columns of `Rollouts.extras["steps"]` for a critic of rollouts with at most S steps. The critic gives each step
+    one value; a step is a call of a robot's policy, a turn, or a single decision. Each step has T / S decisions, or
     those that `index` assigns to it."""
 
     mask: Tensor = field(metadata={"pad": 0})  # [rollout, step] bool, True while the episode ran

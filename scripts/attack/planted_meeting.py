@@ -64,7 +64,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("meet: recalled with another end", T, 'draft.dialogue.finish(state["end"])', 'draft.dialogue.finish("environment")', TURNS),
     ("meet: errors of tools count twice", T, "        if counts:\n", "        if counts or not counts:\n", TURNS),
     ("meet: a conversation goes on after its observations, not its tokens", T,
-     "positions = row.decision_mask.nonzero().flatten()[:length]", "kept = torch.arange(len(row.decision_mask))[:length]", TURNS),
+     "positions = row.decision_mask.nonzero().flatten()[:length]", "positions = torch.arange(len(row.decision_mask))[:length]", TURNS),
     ("meet: a conversation that goes on is begun twice", T, "prompts = [prompt.before_start or replace(prompt, messages=chat(prompt)) for",
      "prompts = [replace(prompt, messages=chat(prompt)) for", TURNS),
     ("meet: another answer of a world is taken", T, "if not torch.equal(draft.tokens.response[:length], response[:length]):",

@@ -22,6 +22,6 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("labels: the expert says one action", V, "rows), length=self.action.chunk)", "rows))", BESIDE),
     ("labels: the newest leave first", L, "][-self.keep :]", "][: self.keep]", BESIDE),
     ("labels: none is kept at a checkpoint", L, '{"kept": [pack(prompt) for prompt in self._kept]}', '{"kept": []}', BESIDE),
-    ("demonstrations: a critic learns from them", V, "zeros = torch.zeros(len(prompts), 1)", "zeros = torch.ones(len(prompts), 1)",
+    ("demonstrations: a critic learns from them", V, "zeros = torch.zeros(len(samples), 1)", "zeros = torch.ones(len(samples), 1)",
      BESIDE),
 ]

@@ -1,4 +1,4 @@
-"""OpenVLAConversion of OpenVLA-OFT's published pickles to safetensors. Only tensors are read; no code of a pickle runs."""
+"""Conversion of OpenVLA-OFT's published pickles to safetensors. Only tensors are read; no code of a pickle runs."""
 
 from __future__ import annotations
 
