@@ -27,10 +27,10 @@ def test_without_a_fault_nothing_is_said(found):
     ("fault", "words"),
     [
         ("encoder cache", "has all tensors as they were sent, so that of encoded images the caches are stale"),
-        ("every cache", "has all tensors as they were sent, so that its caches are stale"),
+        ("every cache", "has all tensors as they were sent, so its key-value cache is stale"),
         ("left out", r"\S*layers.0.mlp.up_proj.weight are trained, and it does not take them"),
         ("renamed", r"vLLM does not take the trained weights \(There is no module or parameter named '\S*o_proj"),
-        ("two streams", r"1 of 69 tensors are not as they were sent: \S*norm.weight;"),
+        ("two streams", r"1 of the 69 tensors in it are not as they were sent: \S*norm.weight;"),
         ("out of step", r"vLLM reads prompt 1 as \d+ tokens and the trainer as \d+ others"),
     ],
 )

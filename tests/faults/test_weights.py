@@ -70,7 +70,7 @@ def test_an_adapter_that_does_not_arrive(dtype):
     """After one step of the smallest learning rate in use. Under the old limit of the probe it would hide for long."""
     made = updated(built(model_folder(), Without, dtype=dtype, lora=LORA, freeze=["vision", "connector"]), 1e-6)
     assert made.probe(made.engine).mean < OLD_LIMIT / 10
-    named(made, r"tensors are not as they were sent: base_model\S+lora_[AB].weight")
+    named(made, r"tensors in it are not as they were sent: base_model\S+lora_[AB].weight")
 
 
 class Unmerged(Copy):
@@ -89,7 +89,7 @@ class Unmerged(Copy):
 def test_a_merged_lora_that_does_not_arrive(dtype):
     made = updated(built(model_folder(), Unmerged, dtype=dtype, lora=LORA), 1e-3)
     assert made.probe(made.engine).mean < OLD_LIMIT
-    named(made, r"tensors are not as they were sent: visual\.\S+weight")
+    named(made, r"tensors in it are not as they were sent: visual\.\S+weight")
 
 
 class Forgetful(Copy):
@@ -104,7 +104,7 @@ class Forgetful(Copy):
 def test_a_word_that_is_dropped_from_a_name(dtype):
     named(
         updated(built(model_folder(), Forgetful, dtype=dtype), 1e-3),
-        r"vLLM 1 of 69 tensors are not as they were sent: \S+layers.1.self_attn.o_proj.weight;",
+        r"vLLM 1 of the 69 tensors in it are not as they were sent: \S+layers.1.self_attn.o_proj.weight;",
     )
 
 
@@ -124,7 +124,7 @@ class Transposing(Copy):
 
 def test_experts_that_are_transposed_after_the_first_update(tmp_path):
     made = built(build("qwen3_vl_moe", tmp_path), Transposing)
-    named(updated(made, 1e-4), r"2 of \d+ tensors are not as they were sent: \S+experts.down_proj, ")
+    named(updated(made, 1e-4), r"2 of the \d+ tensors in it are not as they were sent: \S+experts.down_proj, ")
 
 
 class Late(Copy):
@@ -138,7 +138,7 @@ class Late(Copy):
 
 def test_weights_that_are_still_being_written():
     made = built(model_folder(), Late)
-    named(updated(made, 1e-6), "35 of 69 tensors are not as they were sent")
+    named(updated(made, 1e-6), "35 of the 69 tensors in it are not as they were sent")
     Copy.load(made.engine, made.engine.rest)
     assert made.comparison.compare(made.base.sent, {}, made.engine.arrived())[0] is None  # a moment later
 
@@ -159,4 +159,4 @@ class Pair(Copy):
 def test_weights_that_one_engine_of_two_missed():
     made = built(model_folder(), Pair)
     assert len(made.engine.arrived()) == 2
-    named(updated(made, 1e-6), "69 of 69 tensors are not as they were sent")
+    named(updated(made, 1e-6), "69 of the 69 tensors in it are not as they were sent")

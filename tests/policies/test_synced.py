@@ -145,7 +145,7 @@ def test_weights_that_do_not_arrive_stop_the_run_on_every_rank(synced):
     made = synced()
     made.engine.load = lambda weights: None  # nor asks for them
     disturb(made.policy)
-    with pytest.raises(UserError, match=r"69 of 69 tensors are not as they were sent: visual.patch_embed"):
+    with pytest.raises(UserError, match=r"69 of the 69 tensors in it are not as they were sent: visual.patch_embed"):
         made.sync_weights()
     healthy = synced()
     healthy.gather = lambda value: [value, "another rank's"]
@@ -176,7 +176,7 @@ def test_a_weight_that_is_left_out_is_noticed(synced):
 
     made.engine.load = load_but_head
     disturb(made.policy)
-    with pytest.raises(UserError, match="1 of 69 tensors are not as they were sent: lm_head.weight;"):
+    with pytest.raises(UserError, match="1 of the 69 tensors in it are not as they were sent: lm_head.weight;"):
         made.sync_weights()
 
 

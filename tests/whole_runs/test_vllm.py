@@ -57,11 +57,11 @@ def test_tokens_that_stand_for_pixels_are_never_sampled(found):
 
 
 def test_a_synchronisation_that_does_not_happen_is_caught(found):
-    assert "69 of 69 tensors are not as they were sent: " in found["stale_weights"]
+    assert "69 of the 69 tensors in it are not as they were sent: " in found["stale_weights"]
 
 
 def test_caches_of_earlier_weights_are_caught(found):
-    assert "it has all tensors as they were sent, so that its caches are stale" in found["stale_caches"]
+    assert "it has all tensors as they were sent, so its key-value cache is stale" in found["stale_caches"]
     assert found["healthy"] == ""
 
 
@@ -103,7 +103,7 @@ def test_an_adapter_arrives_after_every_step(adapters):
 
 def test_an_adapter_that_does_not_arrive_is_caught(adapters):
     stale = json.loads((adapters / "adapters.json").read_text())["stale"]
-    assert re.search(r"tensors are not as they were sent: base_model.*lora_A.weight", stale)
+    assert re.search(r"tensors in it are not as they were sent: base_model.*lora_A.weight", stale)
 
 
 def test_responses_that_take_several_steps(adapters):

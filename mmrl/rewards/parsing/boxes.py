@@ -87,8 +87,8 @@ def gold_boxes(gold: Any) -> list[Numbers] | None:
     """
     if isinstance(gold, str):
         text = extract_answer(gold)
-        boxes = parse_boxes(text)
-        return boxes if boxes or states_nothing(text) else None
+        parsed = parse_boxes(text)
+        return parsed if parsed or states_nothing(text) else None
     if isinstance(gold, dict):
         text = json.dumps(gold, default=str)
         return parse_boxes(text) or ([] if _NOTHING_SAID.search(text) else None)
