@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrl.cli.convert import Converted, Settings, set_weights
-from mmrl.cli.external_rules import Rule, lookup
+from mmrl.cli.external_rules import Rule, get_setting
 from mmrl.errors import UserError
 
 TRANSITIONS = {"sde": "flow_sde", "cps": "cps", "dance": "dance_sde"}
@@ -60,11 +60,11 @@ def set_lora(value: Any, converted: Converted, source: Settings) -> None:
     if value in (False, None, 0, "full"):
         return
     is_diffusion = "pretrained.model" in source
-    rank = lookup(source, "lora_r", "lora_rank", default=32 if is_diffusion else 16 if value is True else 8)
-    targets = lookup(source, "lora_target_modules", "target_modules", default=None)
+    rank = get_setting(source, "lora_r", "lora_rank", default=32 if is_diffusion else 16 if value is True else 8)
+    targets = get_setting(source, "lora_target_modules", "target_modules", default=None)
     converted.settings["model.lora"] = {
         "rank": int(rank),
-        "alpha": int(lookup(source, "lora_alpha", default=64 if is_diffusion else 32)),
+        "alpha": int(get_setting(source, "lora_alpha", default=64 if is_diffusion else 32)),
     }
     if targets not in (None, ["all-linear"]):
         converted.settings["model.lora"]["targets"] = targets
@@ -108,10 +108,10 @@ def set_generator(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the generator from TRL's and ms-swift's use_vllm and vllm_mode, or from verl's rollout engine."""
     if value in (False, None, "hf"):
         return
-    server = lookup(source, "vllm_mode", default="colocate" if "vllm_mode" not in source else None) == "server"
+    server = get_setting(source, "vllm_mode", default="colocate" if "vllm_mode" not in source else None) == "server"
     generator: dict[str, Any] = {"type": "vllm_server" if server else "vllm_colocated"}
-    memory_share = lookup(source, "vllm_gpu_memory_utilization", "gpu_memory_utilization")
-    parallel = lookup(
+    memory_share = get_setting(source, "vllm_gpu_memory_utilization", "gpu_memory_utilization")
+    parallel = get_setting(
         source, "vllm_tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_size", default=1
     )
     if memory_share is not None:
@@ -155,13 +155,13 @@ def set_dataset(value: Any, converted: Converted, source: Settings) -> None:
     names = value if isinstance(value, list) else [value]
     name = str(names[0]).partition("#")[0].removeprefix("modelscope::").removeprefix("hf::")
     if re.search(r"\.(parquet|jsonl?|csv|tsv)$", name):
-        held_out = lookup(source, "val_dataset", default=None)
+        held_out = get_setting(source, "val_dataset", default=None)
         converted.settings[DATA] = {"type": "files", "train": name, "eval": held_out or name}
         if held_out is None:
             converted.comments.append(f"{DATA}.eval is the training file; replace it by held-out questions.")
     else:
-        train = lookup(source, "dataset_train_split", default="train")
-        held_out = lookup(source, "dataset_test_split", default="test")
+        train = get_setting(source, "dataset_train_split", default="train")
+        held_out = get_setting(source, "dataset_test_split", default="test")
         converted.settings[DATA] = {"type": "huggingface", "name": name, "train_split": train, "eval_split": held_out}
     if len(names) > 1:
         converted.comments.append(f"{DATA}: only the first of {len(names)} data sets is used; merge them into one.")
@@ -184,7 +184,7 @@ def set_flow_grpo_prompts(value: Any, converted: Converted, source: Settings) ->
     Raises UserError if mmrl does not read that format.
     """
     formats = {"general_ocr": "ocr" if str(value).rstrip("/").endswith("ocr") else "plain", "geneval": "geneval"}
-    prompt_function = str(lookup(source, "prompt_fn", default="general_ocr"))
+    prompt_function = str(get_setting(source, "prompt_fn", default="general_ocr"))
     if prompt_function not in formats:
         raise UserError(f"prompt_fn={prompt_function} cannot be converted; choose one of {', '.join(formats)}")
     file_format = formats[prompt_function]
@@ -198,7 +198,7 @@ def set_rewards(value: Any, converted: Converted, source: Settings) -> None:
 
     Accuracy is the first reward that judges the answer rather than its format.
     """
-    weights = lookup(source, "reward_weights", default=None)
+    weights = get_setting(source, "reward_weights", default=None)
     if isinstance(value, Mapping):
         weight_by_name = value
     else:
@@ -239,7 +239,7 @@ def reward_function_rule(signature: str, function_key: str, default_name: str) -
             return
         reference = str(value)
         if ".py:" not in reference:
-            reference = f"{value}:{lookup(source, function_key, default=default_name)}"
+            reference = f"{value}:{get_setting(source, function_key, default=default_name)}"
         spec = _function(reference) | {"signature": signature}
         converted.settings |= {"task.rewards": [spec], "task.accuracy": dict(spec)}
         converted.comments.append(
@@ -251,7 +251,7 @@ def reward_function_rule(signature: str, function_key: str, default_name: str) -
 
 def set_betas(value: Any, converted: Converted, source: Settings) -> None:
     """Sets both betas of Adam, whichever of the two keys comes first."""
-    first, second = lookup(source, "adam_beta1", default=0.9), lookup(source, "adam_beta2", default=0.999)
+    first, second = get_setting(source, "adam_beta1", default=0.9), get_setting(source, "adam_beta2", default=0.999)
     converted.settings["optim.betas"] = [float(first), float(second)]
 
 
@@ -270,16 +270,19 @@ def set_lr_schedule(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_transition(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the type and the noise level of the SDE step of flow_grpo. Raises UserError for an unknown sde_type."""
-    sde_type = str(lookup(source, "sde_type", default="sde"))
+    sde_type = str(get_setting(source, "sde_type", default="sde"))
     if sde_type not in TRANSITIONS:
         raise UserError(f"sde_type={sde_type} cannot be converted; choose one of {', '.join(TRANSITIONS)}")
-    noise = float(lookup(source, "noise_level", default=0.7))
+    noise = float(get_setting(source, "noise_level", default=0.7))
     converted.settings["denoising.likelihood.transition"] = {"type": TRANSITIONS[sde_type], "noise": noise}
 
 
 def set_window(value: Any, converted: Converted, source: Settings) -> None:
     """Sets flow_grpo's random window of stochastic denoising steps, if it has a size and a range."""
-    size, bounds = lookup(source, "sde_window_size", default=0), lookup(source, "sde_window_range", default=None)
+    size, bounds = (
+        get_setting(source, "sde_window_size", default=0),
+        get_setting(source, "sde_window_range", default=None),
+    )
     if size and bounds:
         converted.settings["denoising.likelihood.window"] = {
             "type": "random",
@@ -292,8 +295,8 @@ def set_window(value: Any, converted: Converted, source: Settings) -> None:
 def set_trained_steps(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the number of denoising steps that are trained. value: flow_grpo's timestep_fraction, 0 to 1, of the chain's
     first steps."""
-    num_trained = int(float(value) * int(lookup(source, "num_steps")))
-    if float(value) < 1 and not lookup(source, "sde_window_size", default=0):
+    num_trained = int(float(value) * int(get_setting(source, "num_steps")))
+    if float(value) < 1 and not get_setting(source, "sde_window_size", default=0):
         converted.settings["denoising.likelihood.window"] = {"type": "all", "last": num_trained}
 
 
@@ -304,7 +307,7 @@ def set_ema(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_resolution(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the resolution in pixels: (height, width) if both are set, else the side `value` of a square."""
-    height, width = lookup(source, "height"), lookup(source, "width")
+    height, width = get_setting(source, "height"), get_setting(source, "width")
     converted.settings["denoising.resolution"] = [int(height), int(width)] if height and width else int(value)
 
 
@@ -313,18 +316,18 @@ def set_resolution(value: Any, converted: Converted, source: Settings) -> None:
 
 def set_run_dir(value: Any, converted: Converted, source: Settings) -> None:
     """Sets run_dir from the name of the experiment, unless an output folder is set."""
-    if value and lookup(source, "default_local_dir", "save_checkpoint_path", "output_dir") is None:
+    if value and get_setting(source, "default_local_dir", "save_checkpoint_path", "output_dir") is None:
         converted.settings["run_dir"] = f"runs/{value}"
 
 
 def set_wandb(value: Any, converted: Converted, source: Settings) -> None:
     if "wandb" in (value if isinstance(value, list) else str(value)):
-        converted.settings["log.wandb"] = str(lookup(source, "project_name", default="mmrl"))
+        converted.settings["log.wandb"] = str(get_setting(source, "project_name", default="mmrl"))
 
 
 def set_pixel_bounds(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the image processor's bounds on the pixels of an image."""
-    bounds = {name: lookup(source, name) for name in ("min_pixels", "max_pixels")}
+    bounds = {name: get_setting(source, name) for name in ("min_pixels", "max_pixels")}
     converted.settings["model.processor"] = {name: int(bound) for name, bound in bounds.items() if bound}
 
 
@@ -339,9 +342,9 @@ def set_robot_weights(value: Any, converted: Converted, source: Settings) -> Non
 
 def set_robot_prompts(value: Any, converted: Converted, source: Settings) -> None:
     """Sets the initial states of a step: groups that RLinf simulates at once, times its rollout_epoch."""
-    group_size = int(lookup(source, "group_size"))
-    groups = lookup(source, "num_group_envs", default=None)
+    group_size = int(get_setting(source, "group_size"))
+    groups = get_setting(source, "num_group_envs", default=None)
     groups_at_once = (
-        int(groups) if groups is not None else int(lookup(source, "env.train.total_num_envs")) // group_size
+        int(groups) if groups is not None else int(get_setting(source, "env.train.total_num_envs")) // group_size
     )
-    converted.settings["rollout.prompts"] = groups_at_once * int(lookup(source, "rollout_epoch", default=1))
+    converted.settings["rollout.prompts"] = groups_at_once * int(get_setting(source, "rollout_epoch", default=1))
