@@ -46,7 +46,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("convert: weights of rewards are lost", PARTS, '({} if float(weight) == 1.0 else {"weight": float(weight)})', "{}", THEIRS),
     ("convert: full sharding is stage 2", PARTS, '3 if value else 2', "2", THEIRS),
     ("convert: the window has no end", PARTS, '"last": int(bounds[1])', '"last": None', THEIRS),
-    ("convert: rounds of a robot are one", PARTS, 'groups_at_once * int(lookup(source, "rollout_epoch", default=1))', "groups_at_once", THEIRS),
+    ("convert: rounds of a robot are one", PARTS, 'groups_at_once * int(get_setting(source, "rollout_epoch", default=1))', "groups_at_once", THEIRS),
     ("convert: their defaults are ours", RECIPES, "complete = settings | defaults", "complete = settings", THEIRS),
     ("convert: parts that do not exist are read", RECIPES, "if key.startswith(prefix)), None)", "if False), None)", THEIRS),
     ("convert: the shortest ending counts", RECIPES, "for start in range(len(parts))]", "for start in reversed(range(len(parts)))]", THEIRS),
