@@ -161,7 +161,7 @@ def test_particles_need_a_denoiser_and_its_own_transition(folder):
         (flow, "action.head.type=flow"),
         (few, "model.type=few_step_diffusion"),
     ):
-        with pytest.raises(UserError, match=f"the chains of model.type=diffusion, which {told} does not have"):
+        with pytest.raises(UserError, match=f"needs model.type=diffusion, which {told} is not; use best_of"):
             validate({**searched, **tree}, "test")
     _, task, policy = parts(folder)
     with pytest.raises(

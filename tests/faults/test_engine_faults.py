@@ -26,9 +26,9 @@ def test_without_a_fault_nothing_is_said(found):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("encoder cache", "has all tensors as they were sent, so that of encoded images the caches are stale"),
+        ("encoder cache", "has all tensors as they were sent, so its cache of encoded images is stale"),
         ("every cache", "has all tensors as they were sent, so its key-value cache is stale"),
-        ("left out", r"\S*layers.0.mlp.up_proj.weight are trained, and it does not take them"),
+        ("left out", r"\S*layers.0.mlp.up_proj.weight are trained, but it does not load them"),
         ("renamed", r"vLLM does not take the trained weights \(There is no module or parameter named '\S*o_proj"),
         ("two streams", r"1 of the 69 tensors in it are not as they were sent: \S*norm.weight;"),
         ("out of step", r"vLLM reads prompt 1 as \d+ tokens and the trainer as \d+ others"),

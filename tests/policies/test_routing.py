@@ -394,7 +394,7 @@ def test_a_run_asks_for_experts_and_replays_them(load, monkeypatch):
     assert not asked.settings.routing_replay
     with pytest.raises(UserError, match="differ from the trained model's"):  # the engine has routes of its own
         generator.sync_weights()
-    with pytest.raises(UserError, match="^rollout.generator.routing_replay is for"):
+    with pytest.raises(UserError, match="^rollout.generator.routing_replay supports"):
         made(load("qwen3_vl"), monkeypatch, "rollout.generator.routing_replay=true")
 
 
@@ -423,7 +423,7 @@ def test_engines_are_asked_for_experts_where_they_are_wanted():
 
 def test_a_model_without_experts_is_refused(load):
     with pytest.raises(
-        UserError, match="^rollout.generator.routing_replay is for .*qwen3_vl_moe, and .* qwen3_vl model"
+        UserError, match="^rollout.generator.routing_replay supports .*qwen3_vl_moe, but .* type qwen3_vl; set"
     ):
         load("qwen3_vl").runner.replay_routing()
 
@@ -443,5 +443,5 @@ def test_an_engine_that_tells_no_or_other_experts_is_named(policy):
         (9, known + EXPERTS),
         (9, known - 1),
     ):
-        with pytest.raises(UserError, match="for prompt p, where the model has"):
+        with pytest.raises(UserError, match="for prompt p, but the model has"):
             routing.check("p", tokens, experts)

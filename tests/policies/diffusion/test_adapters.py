@@ -55,9 +55,9 @@ def test_predictions_are_those_of_the_library_that_wrote_it(form, written, folde
 def test_what_is_refused(written, folder_of, tmp_path):
     folder, _ = written("diffusers")
     file = folder / "pytorch_lora_weights.safetensors"
-    with pytest.raises(UserError, match="do not name their pipeline; set model.base"):
+    with pytest.raises(UserError, match="do not name their base pipeline; set model.base"):
         start(folder, None)
-    with pytest.raises(UserError, match="no LoRA weights are at"):
+    with pytest.raises(UserError, match="model.base=.*, but model.path=.* has no LoRA weights .*leave model.base out"):
         start(folder_of("sd3"), folder_of("sd3"))
     with pytest.raises(UserError, match="not|no LoRA"):
         start(file, folder_of("sd15"))

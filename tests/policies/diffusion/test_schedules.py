@@ -75,17 +75,17 @@ def test_levels_are_those_of_the_class_itself(name, load_family):
             "predicts v_prediction",
         ),
         (StableDiffusion, DDIMScheduler(prediction_type="sample"), "predicts sample"),
-        (StableDiffusion, EulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True is not read"),
+        (StableDiffusion, EulerDiscreteScheduler(use_karras_sigmas=True), "use_karras_sigmas=True is not supported"),
         (StableDiffusion, EulerDiscreteScheduler(use_exponential_sigmas=True), "use_exponential_sigmas=True"),
         (StableDiffusion, HeunDiscreteScheduler(use_beta_sigmas=True), "use_beta_sigmas=True"),
         (StableDiffusion, EulerDiscreteScheduler(sigma_max=80.0), "sigma_max=80.0 is not supported. Set it to null"),
         (StableDiffusion, EulerDiscreteScheduler(timestep_type="continuous"), "Set it to discrete"),
-        (StableDiffusion, diffusers.DDPMScheduler(beta_schedule="sigmoid"), "beta_schedule=sigmoid is not read"),
+        (StableDiffusion, diffusers.DDPMScheduler(beta_schedule="sigmoid"), "Set it to linear"),
         (StableDiffusion, DDIMScheduler(thresholding=True), "thresholding=True"),
         (StableDiffusion, FlowMatchEulerDiscreteScheduler(), "it is not supported"),
         (StableDiffusion, diffusers.LCMScheduler(), "it is not supported"),
         (StableDiffusion, diffusers.EDMEulerScheduler(), "it is not supported"),
-        (StableDiffusionXL, DDIMScheduler(**BETAS), "clip_sample=True is not read"),
+        (StableDiffusionXL, DDIMScheduler(**BETAS), "clip_sample=True is not supported"),
         (Flux, DDIMScheduler(), "Supported are FlowMatchEulerDiscreteScheduler"),
         (Flux, diffusers.FlowMatchHeunDiscreteScheduler(), "it is not supported"),
         (Flux, FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas=True"),
@@ -149,7 +149,7 @@ def test_sides_beyond_the_position_table(name, largest, shared_family):
     family = shared_family(name)
     assert family.latent_shape(largest)[1:] == (largest // 2, largest // 2)
     for size in ((largest + 4, 16), (16, largest + 4)):
-        with pytest.raises(UserError, match=f"resolution {largest + 4} is beyond .* ends at {largest} pixels a side"):
+        with pytest.raises(UserError, match=f"resolution {largest + 4} is beyond .* end at {largest} pixels per side"):
             family.latent_shape(size)
 
 

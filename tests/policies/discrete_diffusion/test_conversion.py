@@ -183,7 +183,7 @@ def test_what_is_not_converted_is_one_line(tmp_path):
         with pytest.raises(UserError, match=line):
             convert(tmp_path / "a", tmp_path / f"out-{len(line)}")
     (tmp_path / "a" / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="exists; name a folder that does not with --out"):
+    with pytest.raises(UserError, match="--out=.* exists; name a folder that does not exist"):
         convert(tmp_path / "a", tmp_path / "a")
     (tmp_path / "a" / "model-00001-of-00001.safetensors").rename(tmp_path / "a" / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights"):

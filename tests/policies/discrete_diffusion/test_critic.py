@@ -103,7 +103,7 @@ def test_it_is_saved_and_found_again(folder, tmp_path):
 def test_what_it_can_not_be(tmp_path):
     """Before any model is looked for."""
     missing = tmp_path / "nothing"
-    with pytest.raises(UserError, match=r"unmasking.likelihood=elbo shows .* never in, and algorithm.critic values"):
+    with pytest.raises(UserError, match=r"unmasking.likelihood=elbo scores .* never had, but algorithm.critic needs"):
         policy_of(missing, build=False, algorithm=PPO, unmasking={"likelihood": "elbo"})
     separate = PPO | {"critic": {"type": "separate"}}
     with pytest.raises(UserError, match="algorithm.critic.type=separate does not work with a masked diffusion model"):

@@ -200,7 +200,7 @@ def test_entropy_is_a_mean_over_states_with_the_weights_of_the_likelihood(made, 
 
 def test_wrong_options_are_one_line(folder):
     for unmasking, line in (
-        ({"likelihood": {"type": "coupled", "levels": [0.8, 0.2]}}, "levels must lie inside"),
+        ({"likelihood": {"type": "coupled", "levels": [0.8, 0.2]}}, r"levels=\[0.8, 0.2\] must be two numbers between"),
         ({"likelihood": {"type": "elbo", "pairs": 2}}, "unknown key unmasking.likelihood.pairs"),
         (
             {"steps": 4},

@@ -137,7 +137,7 @@ def test_antithetic_states_complete_each_other_and_meet_the_same_bound(made):
     found = replayed(policy, [RESPONSE] * 1200, None).sum(1)
     error = float(found.std() / 1200**0.5)
     assert abs(float(found.mean()) - Exact(policy, 3).elbo(RESPONSE)) < 4 * error
-    with pytest.raises(UserError, match="draws=3 is odd, and antithetic=true makes pairs"):
+    with pytest.raises(UserError, match="draws=3 is odd, but antithetic=true makes pairs"):
         made({"type": "elbo", "draws": 3, "antithetic": True})
 
 

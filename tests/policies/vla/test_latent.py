@@ -349,7 +349,7 @@ class TestHowMuchItReasoned:
         assert rewards.reasoning(replace(sample, episode=replace(sample.episode, lost=True))) is None
         other = make("gaussian").respond(STARTS[:1], [1])[0]
         assert other.episode.reasoning is None
-        with pytest.raises(UserError, match="which only action.head.type=latent draws"):
+        with pytest.raises(UserError, match="it needs action.head.type=latent"):
             rewards.reasoning(other)
 
 

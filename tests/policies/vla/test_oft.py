@@ -167,7 +167,7 @@ class TestConversion:
     def test_options_of_the_other_conversion_are_refused(self, checkpoints, tmp_path, capsys):
         folder = copy(checkpoints, tmp_path / "c", converted=False)
         assert command("convert", folder, "--out", "x") == 2
-        assert "--out is for recipes" in capsys.readouterr().err
+        assert "--out is for configurations" in capsys.readouterr().err
         (tmp_path / "recipe.sh").write_text("x")
         assert command("convert", tmp_path / "recipe.sh", "--chunk", 4) == 2
         assert "--chunk is for the folder of a checkpoint" in capsys.readouterr().err
