@@ -217,7 +217,10 @@ def test_boxes_and_their_frames():
     rows = prompts([0, 0, 40, 20], [[1, 1, 5, 20.5]], [0.1, 0.2, 0.5, 1.0], {"bbox_2d": [0, 0, 41, 5]}, **shown)
     shares, outside = texts(probe_boxes(rows, specs, {}, "task.rewards"))
     assert "those of 1 of 4 rows lie in 0 .. 1, such as rows:3; set its options.answers=unit" in shares
-    assert "the gold box of rows:2, rows:4 lies outside of its image, which is 40 x 20 upright" in outside
+    assert (
+        "the gold box of rows:2, rows:4 lies outside of its image, which has 40 x 20 pixels once it is turned upright"
+        in outside
+    )
     assert texts(probe_boxes(rows[:1], specs, {}, "task.rewards")) == []
     resized = [RewardSpec(name="boxes_matched", options={"coordinates": "resized", "resize": {"max_pixels": 10}})]
     (text,) = texts(probe_boxes(rows[:1], resized, {"max_pixels": 20}, "task.rewards"))

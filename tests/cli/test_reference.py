@@ -71,7 +71,7 @@ def test_a_class_of_ones_own_is_described():
 
 
 def test_what_is_no_method_is_refused():
-    with pytest.raises(UserError, match="UserError is not a method: it inherits from none of Algorithm, Surrogate"):
+    with pytest.raises(UserError, match="UserError is not a method; let it inherit from one of Algorithm, Surrogate"):
         describe_methods("mmrl.errors:UserError")
 
 
@@ -129,7 +129,7 @@ def test_decisions_and_cost_follow_from_what_a_method_needs():
     assert f"{tokens}\n" in said("token_baseline")
     assert "before the advantages" in said("token_baseline")
     assert f"{tokens}, action token, action\n" in said("entropy_redistribution")
-    assert "under the reference" in said("self_process") and "one more response a prompt" in said("greedy")
+    assert "under the reference" in said("self_process") and "one more response per prompt" in said("greedy")
     assert "every view" in said("view") and "micro-batches that hold whole groups" in said("preference")
     assert "cost: no forward pass of its own" in said("rank")
 

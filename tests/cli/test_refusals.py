@@ -99,7 +99,7 @@ def test_a_key_that_the_job_does_not_have_is_refused_in_one_line(path, known):
         ("manipulation_tabletop_ppo", "algorithm.baseline=none", "unknown key algorithm.baseline"),
         ("manipulation_tabletop_ppo", "rollout.dynamic_sampling={}", "unknown key rollout.dynamic_sampling"),
         ("manipulation_tabletop", "engine.zero_stage=3", "engine.zero_stage=3 does not go with"),
-        ("manipulation_tabletop", "optim.groups.critic.lr=1e-3", "optim.groups.critic: the model of this job has no"),
+        ("manipulation_tabletop", "optim.groups.critic.lr=1e-3", "optim.groups.critic: this job's model has no"),
         ("manipulation_tabletop_flow", "action.head.likelihood.branching=[2]", "likelihood.branching"),
         ("visual_qa_zoom", "rollout.extras=[self_corrections]", "needs responses that can be joined"),
     ],

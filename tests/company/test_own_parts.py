@@ -92,7 +92,10 @@ def test_a_function_stands_for_its_name():
     tree = {"run_dir": "x", "task": {"rewards": [{"name": letters}, {"name": Count, "weight": 2.0}]}}
     names = [spec.name for spec in configure(tree).task.rewards]
     assert names == [f"{HERE}:letters", f"{HERE}:Count"]
-    for wrong, message in ((lambda sample: 1.0, "not at the top of its module"), (Count(), "a Count has no name")):
+    for wrong, message in (
+        (lambda sample: 1.0, "not at the top level of its module"),
+        (Count(), "a Count cannot be a reward's name"),
+    ):
         with pytest.raises(UserError, match=message):
             configure({"run_dir": "x", "task": {"rewards": [{"name": wrong}]}})
 

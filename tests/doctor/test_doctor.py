@@ -31,7 +31,7 @@ def test_each_package_that_is_missing_or_too_new_has_its_command():
         InstalledCheck("nh3", "not installed", "bash scripts/setup.sh", True),
         InstalledCheck("open_clip_torch", "3.3.0"),
         InstalledCheck(
-            "mujoco", "4.0.1, but mmrl asks for <4,>=3.3.7", f"{sys.executable} -m pip install -e '.[mujoco]'"
+            "mujoco", "4.0.1, but mmrl requires <4,>=3.3.7", f"{sys.executable} -m pip install -e '.[mujoco]'"
         ),
         InstalledCheck("ray", "2.60.0"),
         InstalledCheck(
@@ -83,7 +83,7 @@ def test_a_library_that_can_not_be_imported_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "mend"), [(None, f"{sys.executable} -m pip install --force-reinstall"), ("13.0", "nvidia-smi")]
+    ("cuda", "fix"), [(None, f"{sys.executable} -m pip install --force-reinstall"), ("13.0", "nvidia-smi")]
 )
 def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, cuda, fix):
     driver = tmp_path / "nvidia-smi"
@@ -123,7 +123,7 @@ def test_sources_that_are_not_installed_are_told(monkeypatch):
     monkeypatch.setattr(doctor, "DISTRIBUTION", "mmrl-elsewhere")
     checks = check_installation()
     assert next(checks).name == "python"
-    said = "not installed, so the packages that it needs are not known"
+    said = "not installed, so its required packages are unknown"
     assert next(checks) == InstalledCheck("mmrl-elsewhere", said, "bash scripts/setup.sh", True)
 
 

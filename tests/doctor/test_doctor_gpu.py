@@ -87,7 +87,9 @@ def test_another_machine_is_looked_at_anew(tmp_path):
     assert recorder.started == ["ranks", "kernels"]
 
 
-@pytest.mark.parametrize("problem", ["its process ended with -11", "it took longer than its time limit of 5 s"])
+@pytest.mark.parametrize(
+    "problem", ["the process of the check ended with exit code -11", "the check took longer than its time limit of 5 s"]
+)
 def test_a_check_that_dies_or_hangs_fails_and_the_next_one_runs(tmp_path, problem):
     recorder = Recorder(ranks=problem)
     found, _ = examine(tmp_path, recorder)
@@ -97,7 +99,7 @@ def test_a_check_that_dies_or_hangs_fails_and_the_next_one_runs(tmp_path, proble
 
 def test_a_check_that_writes_nothing_fails(tmp_path):
     found, _ = examine(tmp_path, Recorder(ranks=[]))
-    assert found[0].status == "fails" and "wrote no findings" in found[0].message
+    assert found[0].status == "fails" and "wrote no results" in found[0].message
 
 
 def test_the_report_has_everything_and_says_what_to_do(tmp_path):
@@ -146,7 +148,7 @@ def test_without_a_gpu_nothing_that_needs_one_is_said_to_work():
         "a GPU for each rank": "needs a GPU",
         "NCCL sums over ranks": "needs a GPU",
         "gloo sums over 2 ranks": "works",
-        "gloo carries objects": "works",
+        "gloo gathers objects": "works",
     }
 
 

@@ -227,7 +227,7 @@ def test_text_is_no_message(server):
     with opened(server) as robot:
         robot.recv(timeout=20)
         robot.send("{}")
-        assert robot.recv(timeout=20) == "a message is msgpack, not text"
+        assert robot.recv(timeout=20) == "a message must be msgpack, not text"
 
 
 def test_arrays_come_back_as_they_went():
