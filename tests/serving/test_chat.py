@@ -127,7 +127,7 @@ def test_a_conversation_is_read_in_order(server, policy):
         ({"messages": []}, 400, "at least one message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, r"messages\[0\]: expected an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, r"messages\[0\].content"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the role assistant; it must be of a user or a tool"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "role assistant; it must be of a user or a tool"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, r"content\[0\]: expected a part"),
         ({"messages": linked({"url": "http://x/a.png"})}, 400, "nothing is fetched"),
         ({"messages": linked("file:///etc/passwd")}, 400, "nothing is fetched"),
