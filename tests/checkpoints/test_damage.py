@@ -250,7 +250,7 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path, value):
     trainer.step = 3
     for write in (trainer.save, lambda: trainer.save_weights("final"), lambda: trainer.save_weights("best")):
         trainer.ema = None
-        with pytest.raises(UserError, match="not written, because weights are NaN or infinite.*are intact"):
+        with pytest.raises(UserError, match="not written, because weights have become NaN or infinite.*are intact"):
             write()
     release(trainer)
     after = {p: p.read_bytes() for folder in ("checkpoints", "best", "final") for p in contents(tmp_path / folder)}
@@ -276,7 +276,9 @@ def test_of_adapters_only_what_is_trained_is_kept(tmp_path, zero_stage):
     trainer = make(run, *settings)
     with torch.no_grad():
         next(p for p in trainer.policy.module.parameters() if not p.requires_grad).view(-1)[0] += 1
-    with pytest.raises(UserError, match="weights that are not trained differ from .*give model.path as it was"):
+    with pytest.raises(
+        UserError, match="the frozen weights of the model differ from .*set model.path to the same weights as before"
+    ):
         trainer.resume()
     release(trainer)
 

@@ -128,7 +128,7 @@ def test_weights_in_bfloat16_go_on_from_where_they_were(tmp_path, stage):
 
 def test_weights_in_bfloat16_without_a_copy_in_fp32_are_refused():
     """DeepSpeed's optimizer of stage 0 has one, but begins each start with a step of its own."""
-    with pytest.raises(UserError, match="model.dtype=bfloat16 with engine.zero_stage=0"):
+    with pytest.raises(UserError, match="model.dtype=bfloat16 does not go with engine.zero_stage=0"):
         load(TINY, ["run_dir=r", "model.dtype=bfloat16", "engine.zero_stage=0"])
 
 

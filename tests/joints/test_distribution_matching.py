@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_one_line(given):
     for overrides, line in (
         (
             ["rollout.group_size=1"],
-            "rollout.group_size=1 with algorithm.type=.*; raise group_size",
+            "rollout.group_size=1 is too small for algorithm.type=.*; set it to at least 2",
         ),
         (["rollout.group_size=3", "engine.micro_batch=2"], "engine.micro_batch=2 splits groups of 3"),
         (["algorithm.alpha=0"], "algorithm.alpha"),

@@ -51,7 +51,7 @@ def test_a_surrogate_says_whether_its_gradient_is_that_of_reinforce(given, name)
     assert plain.abs().max() > 0.05
     same = bool((own - plain).abs().max() < 1e-6)
     assert same == kind_of(Surrogate, name).at_one_update.startswith(
-        "the ratio is 1 and the gradient that of reinforce"
+        "the ratio is 1 and the gradient is that of reinforce"
     )
     told = alarms(started(given, f"algorithm.surrogate={written(name)}"))
     assert len(told) == same
@@ -112,7 +112,7 @@ def test_where_ratios_move_nothing_is_told(given, move):
 
 def test_a_part_within_another_is_the_one_that_is_told(given):
     told = alarms(started(given, "algorithm.surrogate={type: by_part, text: soft, image: reinforce}"))
-    assert "text: the ratio is 1 and the gradient that of reinforce, whatever tau; it acts" in told[0]
+    assert "text: the ratio is 1 and the gradient is that of reinforce, whatever tau; it acts" in told[0]
     assert "image" not in told[0]
 
 

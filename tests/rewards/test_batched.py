@@ -129,10 +129,10 @@ def test_values_of_many_types(values):
         ([1.0], "gave 1 values for 2 samples"),
         ([1.0, 2.0, 3.0], "gave 3 values for 2 samples"),
         ([], "gave 0 values for 2 samples"),
-        ([1.0, "good"], "one number a sample.*good"),
-        ([[1.0, 2.0], [3.0, 4.0]], "one number a sample"),
-        (1.0, "one number a sample"),
-        (None, "one number a sample"),
+        ([1.0, "good"], "one number for each sample.*good"),
+        ([[1.0, 2.0], [3.0, 4.0]], "one number for each sample"),
+        (1.0, "one number for each sample"),
+        (None, "one number for each sample"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values, words):

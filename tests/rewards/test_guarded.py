@@ -92,7 +92,7 @@ def test_a_user_error_ends_the_run():
     with pytest.raises(UserError, match="reward 'own': the server is down"):
         scores("good", "user error")
     for word in ("seven", "list"):
-        with pytest.raises(UserError, match="reward 'own': expected one number a sample"):
+        with pytest.raises(UserError, match="reward 'own': expected one number for each sample"):
             scores("good", word)
 
 
@@ -147,7 +147,7 @@ def test_what_counts_as_a_number(value, expected):
 @pytest.mark.parametrize("value", ["0.5", b"1", np.array([1, 2]), torch.ones(2), [0.5], {}, 1j])
 def test_what_counts_as_none(value):
     """A text that reads as a number is a mistake of the reward, such as an answer in place of its score."""
-    with pytest.raises(UserError, match="expected one number a sample"):
+    with pytest.raises(UserError, match="expected one number for each sample"):
         to_scores([value], 1)
 
 

@@ -109,15 +109,15 @@ def test_a_refusal_is_not_tried_again(status):
 @pytest.mark.parametrize(
     "answer, words",
     [
-        (b"<html>It works</html>", "something else than a JSON object.*It works"),
-        (b"", "something else than a JSON object"),
-        ([1.0], "something else than a JSON object"),
+        (b"<html>It works</html>", "did not answer with a JSON object.*It works"),
+        (b"", "did not answer with a JSON object"),
+        ([1.0], "did not answer with a JSON object"),
         ({"score": [1.0]}, "without a list of scores"),
         ({"scores": 1.0}, "without a list of scores"),
         ({"scores": [1.0, 2.0]}, "gave 2 values for 1 samples"),
         ({"scores": []}, "gave 0 values for 1 samples"),
-        ({"scores": ["high"]}, "one number a sample"),
-        (pickle.dumps({"scores": [1.0]}), "something else than a JSON object"),
+        ({"scores": ["high"]}, "one number for each sample"),
+        (pickle.dumps({"scores": [1.0]}), "did not answer with a JSON object"),
     ],
 )
 def test_nonsense_is_refused_at_once(answer, words):
@@ -251,7 +251,7 @@ def test_clips_survive_the_way(format, pixels):
 
 
 def test_what_json_cannot_carry_is_named():
-    with pytest.raises(UserError, match="answer or metadata can not be sent.*Tensor"):
+    with pytest.raises(UserError, match="answer or metadata cannot be sent.*Tensor"):
         encode([sample(answer=torch.zeros(2))], None, "json")
 
 
@@ -274,7 +274,7 @@ def npz(request=b'{"samples": []}', **arrays):
         (b'{"samples": [{"image": 3}]}', "json", "not an image in base64 PNG"),
         (b'{"samples": [{"image": "AAAA"}]}', "json", "not an image in base64 PNG"),
         (b'{"samples": [{"images": ["?"]}]}', "json", "not an image in base64 PNG"),
-        (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a video has frames and fps"),
+        (b'{"samples": [{"videos": [{"frames": []}]}]}', "json", "a video must have frames and fps"),
         (b'{"samples": [{"frames": ["?"]}]}', "json", "not an image in base64 PNG"),
         (b'{"samples": [{}], "group": [1, 2]}', "json", "one integer for each sample"),
         (b'{"samples": [{}], "group": ["a"]}', "json", "one integer for each sample"),

@@ -189,7 +189,7 @@ def test_a_batch_that_hangs_costs_a_few_deadlines(option, late, caplog):
     causes = rewards.components[0].failures.causes
     assert 7 <= causes["deadline"] <= 8 and causes.total() == 256  # the other worker may be in its eighth
     told = [message for message in caplog.messages if "in one batch" in message]
-    assert len(told) == 1 and told[0].startswith("reward own gave no answer in 0.5 s 7 times in one batch")
+    assert len(told) == 1 and told[0].startswith("reward own did not answer within 0.5 s, 7 times in one batch")
     assert not any("not tried number" in message for message in caplog.messages)
     assert rewards.score([sample("pid")])[0, 0] > 0  # the next batch is tried again
     rewards.components[0].close()
@@ -328,7 +328,7 @@ def test_nothing_that_a_worker_sends_is_unpickled(reward, tmp_path):
 
 @pytest.mark.parametrize("value", ["text", "list", "complex"])
 def test_a_value_that_is_no_number_ends_the_run(reward, value):
-    with pytest.raises(UserError, match="expected one number a sample"):
+    with pytest.raises(UserError, match="expected one number for each sample"):
         ask(reward, f"value {value}")
     assert ask(reward, "pid") is not None
 

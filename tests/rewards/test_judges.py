@@ -119,9 +119,9 @@ def test_no_word_of_either_is_no_score():
         (says(503, b"loading"), "did not answer 3 times.*status 503: loading", 3),
         (sleeps(3.0), "did not answer 3 times.*Timeout", 3),
         (says(404, {"error": "no model judge-7b"}), "refused: status 404.*no model judge-7b", 1),
-        (says(200, b"hello"), "something else than a JSON object", 1),
-        (says(200, {"choices": []}), "does judge-7b give log-probabilities", 1),
-        (says(200, {"choices": [{"logprobs": None}]}), "does judge-7b give log-probabilities", 1),
+        (says(200, b"hello"), "did not answer with a JSON object", 1),
+        (says(200, {"choices": []}), r"\(judge-7b\) that return log-probabilities", 1),
+        (says(200, {"choices": [{"logprobs": None}]}), r"\(judge-7b\) that return log-probabilities", 1),
     ],
 )
 def test_an_endpoint_that_fails(act, words, requests):
@@ -297,10 +297,10 @@ def test_a_model_in_process_prefers(model):
         ({"base_url": "http://127.0.0.1:1", "model": "m", "deadline_s": 0}, "deadline_s"),
         ({"base_url": "http://127.0.0.1:1", "model": "m", "api_key_env": "NO_SUCH_KEY"}, "api_key_env: .*NO_SUCH_KEY"),
         ({"base_url": "http://127.0.0.1:1", "model": "m", "answers": ["yes", "Yes"]}, "two different words"),
-        ({"base_url": "http://127.0.0.1:1", "model": "m", "question": "Is it?"}, "must hold {prompt}"),
+        ({"base_url": "http://127.0.0.1:1", "model": "m", "question": "Is it?"}, "must contain {prompt}"),
         ({"base_url": "http://127.0.0.1:1", "model": "m", "concurrency": 0}, "concurrency"),
         ({"base_ulr": "http://127.0.0.1:1"}, "did you mean 'base_url'"),
-        ({"path": "no/such/folder"}, "judge 'no/such/folder' can not be loaded"),
+        ({"path": "no/such/folder"}, "judge 'no/such/folder' cannot be loaded"),
     ],
 )
 @pytest.mark.parametrize("name", ["vlm_judge", "vlm_preference"])

@@ -147,8 +147,8 @@ def test_digits_have_features_and_a_reference():
     [
         ({"metric": "is"}, "metric must be fid or kid"),
         ({"credit": "single"}, "credit must be replacement or whole"),
-        ({"reference": f"{HERE}:one"}, r"must give images \[image, channel, height, width\], two at least"),
-        ({"features": f"{HERE}:real"}, "gives Tensor, which can not be called"),
+        ({"reference": f"{HERE}:one"}, r"must return at least two images, \[image, channel, height, width\]"),
+        ({"features": f"{HERE}:real"}, "gives Tensor, which cannot be called"),
     ],
 )
 def test_what_can_not_be_is_refused(options, said):
@@ -157,9 +157,11 @@ def test_what_can_not_be_is_refused(options, said):
 
 
 def test_samples_that_do_not_fit_are_named():
-    with pytest.raises(UserError, match="'set_distance': a distance between sets needs two images"):
+    with pytest.raises(UserError, match="'set_distance': a distance between sets needs at least two images"):
         reward().score(samples([0.5], "a"))
-    with pytest.raises(UserError, match=r"an image of \[1, 2, 2\] can not be compared with those of \[1, 1, 1\]"):
+    with pytest.raises(
+        UserError, match=r"an image of shape \[1, 2, 2\] cannot be compared with reference images of \[1, 1, 1\]"
+    ):
         reward().score([Sample(Prompt("a", "?"), image=torch.zeros(1, 2, 2))] * 2)
     options = {"features": f"{HERE}:flat", "reference": f"{HERE}:real"}
     with pytest.raises(ValueError, match="does not accept batch_size"):

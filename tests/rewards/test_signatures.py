@@ -94,8 +94,8 @@ def some_none(completions, **kwargs):
     ("function", "reason"),
     [
         ("too_few", "gave 1 values for 3 samples"),
-        ("one_number", "one number a sample"),
-        ("texts", "one number a sample"),
+        ("one_number", "one number for each sample"),
+        ("texts", "one number for each sample"),
     ],
 )
 def test_what_trl_may_not_return(function, reason):
@@ -193,7 +193,7 @@ def test_signatures_that_do_not_fit():
             RewardSet([RewardSpec(name=f"{HERE}:{function}", signature=signature, options=options)])
     with pytest.raises(ValueError, match="signature: trl needs a custom function"):
         RewardSet([RewardSpec(name="exact_match", signature="trl")])
-    with pytest.raises(ValueError, match="is not isolated"):
+    with pytest.raises(ValueError, match="without isolated: true"):
         RewardSet([RewardSpec(name=f"{HERE}:all_columns", signature="trl", isolated=True)])
 
 

@@ -180,8 +180,8 @@ def test_a_process_reward_over_http():
 @pytest.mark.parametrize(
     ("spans", "message"),
     [
-        ([None], "not a list, one a score"),
-        ({}, "not a list, one a score"),
+        ([None], "not a list with one entry for each score"),
+        ({}, "not a list with one entry for each score"),
         ([None, [[0, 1, 1.0]]], "an object with a list of values"),
         ([{"values": 3}, None], "an object with a list of values"),
     ],

@@ -192,8 +192,8 @@ WRONG = [
     ("rubric_judge", {}, "give criteria, or criteria_key"),
     ("rubric_judge", {"criteria": []}, "criteria: the list is empty"),
     ("rubric_judge", {"criteria": [["x", -1]]}, "a positive weight"),
-    ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must hold {criterion}"),
-    ("answer_judge", {"question": "Is it?"}, "must hold {prompt}"),
+    ("rubric_judge", {"criteria": ["x"], "question": "{prompt}?"}, "must contain {criterion}"),
+    ("answer_judge", {"question": "Is it?"}, "must contain {prompt}"),
     ("answer_judge", {"think_tokens": -1}, "must not be negative"),
     ("evidence_judge", {"frames": 1}, "at least 2, the first and the last"),
 ]

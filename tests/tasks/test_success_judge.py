@@ -118,7 +118,7 @@ def test_episodes_without_images():
     [
         ({"images": 0}, "images must be at least 1, not 0"),
         ({"threshold": 0}, "threshold must be above 0 and at most 1, not 0"),
-        ({"question": "Was it done?"}, "question must hold {prompt}"),
+        ({"question": "Was it done?"}, "question must contain {prompt}"),
     ],
 )
 def test_faulty_options(options, message):

@@ -223,7 +223,7 @@ def test_a_policy_that_is_built_otherwise_each_time_is_refused(tmp_path, threads
         (
             IMAGES,
             "rollout.workers.async_steps=1 denoising.likelihood={old: sampled}",
-            r"denoising.likelihood.old=sampled .* use old=replayed",
+            r"denoising.likelihood.old=sampled .* set it to replayed",
         ),
         (ROBOTS, f"rollout.workers.async_steps=1 {COOLING}", r"rollout.temperature changes, .* set async_steps to 0"),
         (

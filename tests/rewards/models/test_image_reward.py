@@ -176,7 +176,10 @@ def test_through_a_set_and_not_of_what_is_no_image(folder):
     ("change", "message"),
     [
         (lambda s: s.pop("blip.visual_encoder.cls_token"), "no image encoder of BLIP"),
-        (lambda s: s.pop("blip.text_encoder.encoder.layer.1.output.dense.bias"), "blip.text_encoder is not BLIP's"),
+        (
+            lambda s: s.pop("blip.text_encoder.encoder.layer.1.output.dense.bias"),
+            "blip.text_encoder does not match BLIP",
+        ),
         (lambda s: s.pop("mlp.layers.2.weight"), "not a chain of linear layers"),
         (lambda s: s.update({"blip.visual_encoder.extra": torch.ones(1)}), "extra"),
     ],

@@ -141,7 +141,7 @@ def test_source_and_result_under_two_instructions(folder, trained):
     expected = sum(float(state[f"rm_heads.head_{i}.0.weight"][0] @ h) for i, h in enumerate(both)) / 2
     sample = Sample(Prompt("p", "a hat", images=(pil(source),)), image=result)
     assert reward.score([sample]) == [pytest.approx(expected, abs=1e-4)]
-    with pytest.raises(UserError, match="'p' has no image that was edited"):
+    with pytest.raises(UserError, match="'p' has no image, which source: true needs"):
         reward.score([Sample(Prompt("p", "a hat"), image=result)])
 
 
@@ -151,7 +151,7 @@ def test_source_and_result_under_two_instructions(folder, trained):
         ({"weights": "absent.safetensors"}, "there is no file"),
         ({"instruction": "absent.txt"}, "there is no file"),
         ({"tokens": {MOTION: 1.0}}, "lacks <|MQ_reward|>".replace("|", r"\|")),
-        ({"tokens": {}}, "weights by special token"),
+        ({"tokens": {}}, "mapping of special tokens to weights"),
         ({"normal": {QUALITY: [0.0, 0.0]}}, "positive std"),
         ({"normal": {MOTION: [0.0, 1.0]}}, "is not a token"),
         ({"instruction": {"head_7": "one.txt"}}, "not a chain of linear layers"),

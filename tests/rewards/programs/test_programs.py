@@ -125,7 +125,7 @@ def test_all_or_nothing_by_default_and_in_the_order_of_the_samples():
     [
         (None, "inputs and outputs"),
         ({"inputs": [], "outputs": []}, "inputs and outputs"),
-        ({"inputs": ["1"], "outputs": []}, "no outputs of the same number"),
+        ({"inputs": ["1"], "outputs": []}, "1 test inputs, but not as many outputs"),
         ("{broken", "not JSON"),
         (["assert math.isclose(f(1), 2)"], "literal"),
         (["assert f(1) == g(2)"], "literal"),
@@ -140,7 +140,7 @@ def test_rows_without_tests_are_named(answer, message):
 def test_settings_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="deadline_s, workers and memory_gib"):
         build("unit_tests", {"workers": 0})
-    with pytest.raises(ValueError, match="weights are positive numbers of runs, image, elements"):
+    with pytest.raises(ValueError, match="weights must be positive numbers for runs, image, elements"):
         build("chart_code", {"weights": {"images": 1}})
     with pytest.raises(ValueError, match="measure must be"):
         build("svg_code", {"measure": "clip"})
