@@ -126,7 +126,7 @@ def test_growth_is_seen():
 READ_BY = ("children", "rewards", "sims", "tasks")
 ANCHORED: dict[str, str] = {
     "rewards.programs.responses:_LANGUAGE": "match",  # to one place of the text
-    "rewards.parsing.boxes:_WHOLE": "fullmatch",
+    "rewards.parsing.boxes:_FULL_TEXT": "fullmatch",
     "rewards.parsing.choices:_LEAD_IN": "match",
     "rewards.parsing.responses:_WRAPPER": "match",
     "tasks.manipulation.selection:SPLIT": "fullmatch",

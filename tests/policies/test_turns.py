@@ -373,5 +373,10 @@ def test_a_batch_of_lost_conversations_is_replayed_and_told(folders, caplog):
     assert (got.logp == 0).all() and (got.entropy == 0).all()
     got.logp.sum().backward()  # as a rank whose share was lost has to, beside others
     told = [record.getMessage() for record in caplog.records if "failed, so its rollout" in record.getMessage()]
-    assert len(told) == 2 and "about prompt p0: KeyError" in told[0] and "(number 1)" in told[0]
-    assert "(number 10)" in told[1]
+    assert (
+        len(told) == 2
+        and "the environment of prompt p0 failed" in told[0]
+        and ": KeyError" in told[0]
+        and "(failure 1 " in told[0]
+    )
+    assert "(failure 10 of this run)" in told[1]

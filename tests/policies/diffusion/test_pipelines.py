@@ -401,5 +401,5 @@ class TestBadInput:
         with pytest.raises(UserError, match="1 denoising steps are too few"):
             shared_family("qwen_image").grid(1, LATENT)
         family = shared_family("flux")
-        with pytest.raises(UserError, match="embedded guidance"):
+        with pytest.raises(UserError, match="needs a guidance scale as an input; set denoising.embedded_guidance"):
             family.predict(family.module, noise(n=1), torch.ones(1), family.encode(ASKED[:1]), None)

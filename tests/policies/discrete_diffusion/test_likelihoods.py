@@ -206,7 +206,7 @@ def test_wrong_options_are_one_line(folder):
             {"steps": 4},
             "unmasking.steps=4 does not fit rollout.response_length=3 positions in 1 block; set it to 1 to 3",
         ),
-        ({"steps": 1, "block": 2}, "positions in 2 blocks; use 2 to 3"),
+        ({"steps": 1, "block": 2}, "positions in 2 blocks; set it to 2 to 3"),
     ):
         with pytest.raises(UserError, match=line):
             policy_of(folder, unmasking=unmasking, build=False)
