@@ -193,7 +193,7 @@ def test_the_key_at_fault_is_named_with_the_nearest_one(tree, message):
         (":Thing", "shape.type=:Thing: no such object (Empty module name); expected package.module:name"),
         (f"{HERE}:Stranger", f"shape.type={HERE}:Stranger does not inherit from {HERE}:Shape"),
         (f"{HERE}:HERE", f"shape.type={HERE}:HERE does not inherit from {HERE}:Shape"),
-        (f"{HERE}:Lacking", f"shape.type={HERE}:Lacking lacks area, which {HERE}:Shape asks for"),
+        (f"{HERE}:Lacking", f"shape.type={HERE}:Lacking does not define area, which {HERE}:Shape requires"),
         ("gone", f"shape.type={HERE}:Gone: no such object"),
     ],
 )
