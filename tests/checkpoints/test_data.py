@@ -84,7 +84,7 @@ def test_a_folder_is_its_listing(folder):
 
 
 def test_of_a_large_file_blocks_are_read_up_to_its_end(folder, monkeypatch):
-    monkeypatch.setattr(data, "WHOLE", 100)
+    monkeypatch.setattr(data, "MAX_FULL_READ", 100)
     monkeypatch.setattr(data, "BLOCK", 4)
     monkeypatch.setattr(data, "BLOCKS", 8)
     path = folder / "large"

@@ -394,7 +394,7 @@ def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
 
 def test_a_parquet_bomb_is_read_no_further_than_it_may_unpack(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1 << 20)
-    monkeypatch.setattr(parquet, "MOST_AT_ONCE", 64)
+    monkeypatch.setattr(parquet, "MAX_BATCH_ROWS", 64)
     path, read = tmp_path / "questions.parquet", []
     pq.write_table(pa.table({"problem": ["x" * 1000] * 20_000, "answer": ["1"] * 20_000}), path)
     source = FileSource(path, validate=False)
