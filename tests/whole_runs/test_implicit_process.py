@@ -237,7 +237,7 @@ def test_outcomes_are_0_or_1(tmp_path):
 @pytest.mark.parametrize(
     ("base", "overrides", "message"),
     [
-        (TINY, [prime(), "engine.zero_stage=3"], "engine.zero_stage=3 keeps a slice"),
+        (TINY, [prime(), "engine.zero_stage=3"], "engine.zero_stage=3 shards the weights"),
         (ROBOTS, [prime()], "implicit_process.* needs decisions that are indices into a list"),
     ],
 )

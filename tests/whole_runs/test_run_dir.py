@@ -97,7 +97,7 @@ def test_a_run_killed_later_goes_on(tmp_path, whole):
 def test_a_run_that_has_ended_stays_as_it_is(whole):
     before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
     assert ends(whole) == f"run_dir={whole} holds this run and it is complete; raise steps, or name another run_dir\n"
-    assert "has reached its end" in ends(whole, "steps=5", "log.samples=3")
+    assert "holds this run and it is complete" in ends(whole, "steps=5", "log.samples=3")
     assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before
 
 
@@ -115,8 +115,8 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path, whole):
     ("left", "change", "told"),
     [
         ("whole", ["seed=3"], "seed is 3 but .*step-000006 was trained with 0"),
-        ("bare", ["checkpoint.every=0", "seed=3"], "holds a run that ended at step 6 and left no checkpoint"),
-        ("bare", ["checkpoint.every=0", "steps=9"], "holds a run that ended at step 6 and left no checkpoint"),
+        ("bare", ["checkpoint.every=0", "seed=3"], "holds a run that ended at step 6 and has no checkpoint"),
+        ("bare", ["checkpoint.every=0", "steps=9"], "holds a run that ended at step 6 and has no checkpoint"),
         ("whole", ["checkpoint.resume=false"], "already holds a run; set checkpoint.resume=auto"),
     ],
 )
