@@ -135,7 +135,9 @@ def test_a_file_is_refused_before_weights_are_read(folder_of, tmp_path):
     index = json.loads((folder_of("sd15") / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", "DDIMScheduler"]
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="StableDiffusionPipeline is a DDIMScheduler: rescale_betas_zero_snr") as error:
+    with pytest.raises(
+        UserError, match="StableDiffusionPipeline is a DDIMScheduler: with rescale_betas_zero_snr"
+    ) as error:
         pipelines.load(str(tmp_path), DiffusionModel())
     assert "\n" not in str(error.value)
     index["scheduler"] = ["somewhere", "MyScheduler"]

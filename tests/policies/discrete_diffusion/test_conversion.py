@@ -176,7 +176,7 @@ def test_what_is_not_converted_is_one_line(tmp_path):
     values = json.loads((tmp_path / "a" / "config.json").read_text())
     for change, line in (
         ({"scale_logits": True}, "scale_logits=True, which Llama does not compute"),
-        ({"model_type": "other"}, "holds a other model"),
+        ({"model_type": "other"}, "holds a model of type other, which cannot be converted"),
         ({"mask_token_id": None}, "no mask token is known; set mask_token_id"),
     ):
         (tmp_path / "a" / "config.json").write_text(json.dumps(values | change))
