@@ -158,7 +158,7 @@ def test_an_engine_that_computes_otherwise_stops_the_run_on_every_rank(synced):
         healthy = synced()
         healthy.compare = lambda arrivals: {}
         healthy.gather = lambda value, other=other: [value, [Gap(other)]]  # another rank's
-        with pytest.raises(UserError, match=f"differ from .* by {words} in the mean, .*probe_limit=0.001"):
+        with pytest.raises(UserError, match=f"differ from .* by {words} on average, .*probe_limit=0.001"):
             healthy.sync_weights()
 
 

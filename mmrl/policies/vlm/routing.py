@@ -75,12 +75,13 @@ class Routing:
                 "rollout.generator.routing_replay is set, but vLLM returned no experts; start the servers of "
                 "rollout.generator.addresses with --enable-return-routed-experts"
             )
-        in_range = 0 <= int(experts.min()) <= int(experts.max()) < self.num_experts
+        bounds = (int(experts.min()), int(experts.max())) if experts.numel() else (0, 0)
+        in_range = 0 <= bounds[0] <= bounds[1] < self.num_experts
         if experts.shape != (num_tokens, *self.shape) or not in_range:
             raise UserError(
-                f"vLLM returned experts of shape {list(experts.shape)} from {int(experts.min())} to "
-                f"{int(experts.max())} for prompt {prompt}, but the model has {[num_tokens, *self.shape]} from 0 to "
-                f"{self.num_experts - 1}; set rollout.generator.routing_replay=false"
+                f"vLLM returned experts of shape {list(experts.shape)} from {bounds[0]} to {bounds[1]} for prompt "
+                f"{prompt}, but the model has {[num_tokens, *self.shape]} from 0 to {self.num_experts - 1}; set "
+                "rollout.generator.routing_replay=false"
             )
         return experts
 

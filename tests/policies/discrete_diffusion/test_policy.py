@@ -154,7 +154,7 @@ def test_what_is_saved_loads_in_transformers_and_here(folder, tmp_path, lora):
 def test_what_does_not_fit_is_one_line(folder, tmp_path):
     with pytest.raises(UserError, match="leaves no room for a prompt in the context of .*, 32 tokens"):
         policy_of(folder, length=32)
-    with pytest.raises(UserError, match=r"model.mask_token=<hole> is not a token"):
+    with pytest.raises(UserError, match=r"model.mask_token=<hole> is not in the vocabulary"):
         policy_of(folder, mask_token="<hole>", build=False)
     with pytest.raises(UserError, match="has images, videos or several messages, which"):
         policy_of(folder).layout.encode(Prompt("p", "1+1=", (Image.new("RGB", (2, 2)),)))
