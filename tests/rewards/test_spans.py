@@ -15,7 +15,7 @@ from tests.rewards.http_servers import running, says, scripted
 
 HERE = __name__
 BAD = {
-    "order": ([(2, 3, 1.0), (0, 1, 1.0)], "span 1, 0 to 1, begins before 3, where the one before it ends"),
+    "order": ([(2, 3, 1.0), (0, 1, 1.0)], "span 1, 0 to 1, begins before 3, the end of the previous span"),
     "overlap": ([(0, 2, 1.0), (1, 3, 1.0)], "span 1, 1 to 3, begins before 2"),
     "empty": ([(2, 2, 1.0)], "span 0, 2 to 2, is empty"),
     "before": ([(-1, 2, 1.0)], "span 0, -1 to 2, begins before 0"),
@@ -129,8 +129,8 @@ def test_the_accuracy_does_not_take_the_place_of_a_reward_of_its_name():
     ("options", "message"),
     [
         ({"split": "word"}, "split must be newline, sentence or separator, not 'word'"),
-        ({"split": "separator"}, "go together"),
-        ({"separator": ";"}, "go together"),
+        ({"split": "separator"}, "if and only if split is separator"),
+        ({"separator": ";"}, "if and only if split is separator"),
         ({"scorer": f"{HERE}:BAD"}, "is neither a function nor a class"),
         ({"scorer": f"{HERE}:nothing"}, "has no 'nothing'"),
     ],

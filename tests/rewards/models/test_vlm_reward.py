@@ -150,7 +150,7 @@ def test_source_and_result_under_two_instructions(folder, trained):
     [
         ({"weights": "absent.safetensors"}, "there is no file"),
         ({"instruction": "absent.txt"}, "there is no file"),
-        ({"tokens": {MOTION: 1.0}}, "lacks <|MQ_reward|>".replace("|", r"\|")),
+        ({"tokens": {MOTION: 1.0}}, "must contain <|MQ_reward|>".replace("|", r"\|")),
         ({"tokens": {}}, "mapping of special tokens to weights"),
         ({"normal": {QUALITY: [0.0, 0.0]}}, "positive std"),
         ({"normal": {MOTION: [0.0, 1.0]}}, "is not a token"),
