@@ -104,7 +104,7 @@ class Forgetful(Copy):
 def test_a_word_that_is_dropped_from_a_name(dtype):
     named(
         updated(built(model_folder(), Forgetful, dtype=dtype), 1e-3),
-        r"vLLM 1 of the 69 tensors in it are not as they were sent: \S+layers.1.self_attn.o_proj.weight;",
+        r"vLLM, 1 of the 69 tensors in it are not as they were sent: \S+layers.1.self_attn.o_proj.weight;",
     )
 
 
