@@ -39,7 +39,7 @@ def test_training_goes_on(folder):
 
 
 def test_one_bit_that_changes_on_its_way_is_found_by_name(found):
-    assert re.search(r"vLLM 1 of 69 tensors .* sent: .*layers\.1\.mlp\.down_proj\.weight", found["damaged"])
+    assert re.search(r"vLLM, 1 of the 69 tensors .* sent: .*layers\.1\.mlp\.down_proj\.weight", found["damaged"])
     assert found["again"] == found["answers"]  # the next synchronisation mends it
 
 

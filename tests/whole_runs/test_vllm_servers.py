@@ -95,7 +95,7 @@ def test_killing_an_engine_in_the_middle_of_a_batch_costs_time_only(two):
 @vllm_workers.needs_vllm
 @pytest.mark.slow
 def test_an_engine_that_missed_the_weights_is_found(two):
-    assert re.search(r"vLLM \d+ of the 69 tensors in it are not as they were sent: ", two["stale"])
+    assert re.search(r"vLLM, \d+ of the 69 tensors in it are not as they were sent: ", two["stale"])
 
 
 @vllm_workers.needs_vllm
