@@ -188,7 +188,7 @@ class GymnasiumSimulator:
         if not self._success_checked and self._needs_reset.any():
             self._success_checked = True
             _log.warning(
-                "gymnasium: an episode ended, but info never had the key task.options.success=%r; it has the keys %s",
+                "gymnasium: an episode ended, but info never had %r, which task.options.success names; its keys: %s",
                 self._success,
                 ", ".join(name for name in info if not name.startswith("_")) or "none",
             )

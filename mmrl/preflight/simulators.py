@@ -94,8 +94,8 @@ def probe_chunk(chunk: int, options: Mapping[str, Any]) -> Iterator[Alarm]:
         yield Alarm(
             "simulator",
             "warned",
-            f"action.chunk={chunk} is longer than an episode, task.options.max_steps={max_steps}: the policy would see "
-            "the first observation only; lower action.chunk",
+            f"action.chunk={chunk} is longer than an episode, task.options={{max_steps: {max_steps}}}: the policy "
+            "would see the first observation only; lower action.chunk",
         )
 
 
