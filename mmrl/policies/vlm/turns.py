@@ -111,7 +111,7 @@ class ConversationDraft(Draft):
         self.logp = torch.cat([self.logp, torch.zeros(len(observation.prompt))])
         self.turns.append(torch.full_like(observation.prompt, len(self.dialogue.turns) - 1))
         self.marked, self.images = [*self.marked, *marked], (*self.images, *images)
-        self.begin = len(self.tokens.response)
+        self.turn_start = len(self.tokens.response)
 
 
 class ConversingPolicy(Protocol):
@@ -205,7 +205,7 @@ class Conversations:
 
     def text(self, draft: ConversationDraft) -> str:
         """Returns the text of the policy's current turn."""
-        return self.tokenizer.decode(draft.tokens.response[draft.begin :], skip_special_tokens=True)
+        return self.tokenizer.decode(draft.tokens.response[draft.turn_start :], skip_special_tokens=True)
 
     def append_observations(self, answered: Sequence[tuple[ConversationDraft, tuple[Message, ...]]]) -> None:
         """Encodes observations, the messages with which environments answered, and appends them to their drafts."""
@@ -393,7 +393,7 @@ class Conversations:
             truncated=record.end == "length",
             max_response_length=max_response_length,
             conversation=record,
-            prompt_opens_think=self._opens_thoughts(draft.tokens, draft.begin),
+            prompt_opens_think=self._opens_thoughts(draft.tokens, draft.turn_start),
         )
 
     def _opens_thoughts(self, tokens: RolloutTokens, begin: int) -> bool:
