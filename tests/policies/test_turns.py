@@ -276,7 +276,7 @@ class Own:
         for request in requests:
             (row,) = [d for d in self.drafts if len(d.tokens.prompt) + len(d.tokens.response) == len(request.ids)
                       and torch.equal(torch.cat([d.tokens.prompt, d.tokens.response]), request.ids)
-                      and d.next(request.limit).seed == request.seed]  # fmt: skip
+                      and d.next_request(request.limit).seed == request.seed]  # fmt: skip
             rows.append(row.tokens)
         longest = max(request.limit for request in requests)
         drawn = self.policy.runner.generate(rows, [r.seed for r in requests], sampling, [longest] * len(rows))
