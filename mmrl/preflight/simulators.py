@@ -34,7 +34,8 @@ class SimulatorWarnings(logging.Handler):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context in which the warnings of simulators are added to `texts`."""
+        """Context in which log records of `mmrl.sims` and RuntimeWarnings, which simulators issue, are added to `texts`.
+        Warnings of other categories are left out."""
         logger = logging.getLogger("mmrl.sims")
         logger.addHandler(self)
         try:

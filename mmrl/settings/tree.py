@@ -58,7 +58,9 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     chain = (*extended_by, path.resolve())
     extended = recipes.resolve_from(path.parent, base)
     if extended.resolve() in chain:
-        raise TreeError(f"{path}: extends: {base} extends this file, directly or not; remove one of the two")
+        raise TreeError(
+            f"{path}: extends: {base} extends {path} again, directly or through others; remove one `extends` of this circle"
+        )
     return [*read_yaml(extended, chain), (path, tree)]
 
 

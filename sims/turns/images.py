@@ -100,7 +100,7 @@ def ocr(pixels: int, characters: int, threads: int = 1) -> Tool:
         if left is not None and top is not None and right is not None and bottom is not None:
             box = _box(scene, left, top, right, bottom, image)
         elif (left, top, right, bottom) != (None, None, None, None):
-            raise ToolError("a box has left, top, right and bottom; without any of them the whole image is read")
+            raise ToolError("give all of left, top, right and bottom, or none of them to read the whole image")
         scene.facts |= {"box": list(box), "image": image}
         content = "\n".join(reader(threads)(fitted(_part(whole, box), pixels)))
         if len(content) > characters:

@@ -175,7 +175,7 @@ def test_zero_stages_agree(trained):
             "algorithm.type=own:Halved",
             "algorithm.type=own:Halved does not inherit from mmrl.algorithms.algorithm:Algorithm",
         ),
-        ("algorithm.type=own:Lacking", "algorithm.type=own:Lacking lacks loss"),
+        ("algorithm.type=own:Lacking", "algorithm.type=own:Lacking does not define loss"),
         ("algorithm.type=owl:Squared", "algorithm.type=owl:Squared: no such object (No module named 'owl')"),
         ("algorithm.shaping=[own:Wide]", "algorithm.shaping.0 (own:Wide) gave values of shape"),
         ("algorithm.terms=[{type: 'own:Flat'}]", "algorithm.terms.0 (own:Flat) gave values of shape"),

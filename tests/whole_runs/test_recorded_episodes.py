@@ -47,7 +47,7 @@ def test_a_recorded_step_says_what_was_executed_and_earned(tmp_path):
         outcomes.add(earned.outcome)
     assert outcomes == {0.0, 1.0}
     first, second = (shown[i].metadata["to_go"] for i in range(2))
-    assert second.rewards.tolist() == first.rewards[1:].tolist() and second.before.tolist()[0] == 0
+    assert second.rewards.tolist() == first.rewards[1:].tolist() and second.elapsed.tolist()[0] == 0
     steps = len(first.rewards)
     assert first.discounted(0.5, 0.0) == first.outcome * 0.5 ** (steps - 1)
     release(trainer)

@@ -106,7 +106,9 @@ def _integers(values: object, name: str) -> list[int]:
 
 
 def _experts(text: Any) -> Tensor | None:
-    """Decodes an array in NumPy's file format and base64. Raises BadAnswer if it is none."""
+    """Decodes the experts that each token was routed to, from a .npy file in base64; None if the response has none.
+
+    Raises BadAnswer if it is not an array."""
     if text is None:
         return None
     try:

@@ -31,7 +31,9 @@ class ChecksumComparison:
         """Returns an error message or None, and metrics: how many tensors were compared in the form that the engine
         computes with (held), in the form before the engine packed them (packed), or not loaded at all (unused).
 
-        base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine.
+        base, adapter: checksums of the sent weights and of the sent LoRA, by name. reports: one per engine. The sent
+        tensors that an engine does not load at the first call are remembered in `unused`. The metrics are those of the
+        first engine.
         """
         first = self.unused is None
         for report in reports:

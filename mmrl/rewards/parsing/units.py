@@ -96,7 +96,9 @@ def unit_at(text: str, position: int) -> Unit | None:
 
 @lru_cache(maxsize=4096)
 def _unit(text: str) -> Unit | None:
-    """Parses a unit such as km/h or m^2 into its scale and the powers of base units; None if it is unknown."""
+    """Parses a unit such as km/h or m^2 into its scale and the powers of base units; None if it is unknown.
+
+    If some part is unknown, the first word alone counts: "km away" is km."""
     scale, powers = Fraction(1), dict[str, int]()
     for division, name, exponent in _FACTOR.findall(text):
         factor = _factor(name)

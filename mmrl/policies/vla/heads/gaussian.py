@@ -82,7 +82,7 @@ class GaussianHead(NormalHead):
     last_layer_only = True
 
     def __init__(self, settings: GaussianActions, action: Actions, action_dim: int, state_dim: int, width: int) -> None:
-        """width: of the backbone, 0 where it reads nothing."""
+        """width: size of the backbone's hidden states; 0 if the head reads the robot's state only."""
         super().__init__(settings, action, action_dim, state_dim)
         sizes = [width + self.state_dim, *[settings.width] * settings.layers]
         self.layers = perceptron(sizes, math.prod(self.shape), last_gain=settings.last_gain)
