@@ -59,7 +59,7 @@ def read_yaml(path: Path, extended_by: tuple[Path, ...] = ()) -> list[tuple[Path
     extended = recipes.resolve_from(path.parent, base)
     if extended.resolve() in chain:
         raise TreeError(
-            f"{path}: extends: {base} extends {path} again, directly or through others; remove one `extends` of this circle"
+            f"{path}: extends: {base} extends {path} again, maybe through others; remove an `extends` of this circle"
         )
     return [*read_yaml(extended, chain), (path, tree)]
 
