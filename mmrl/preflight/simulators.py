@@ -34,8 +34,8 @@ class SimulatorWarnings(logging.Handler):
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context that adds log records of `mmrl.sims` and RuntimeWarnings, which simulators issue, to `texts`. Warnings of
-        other categories are left out."""
+        """Context that adds log records of `mmrl.sims`, and RuntimeWarnings, which simulators issue, to `texts`.
+        Warnings of other categories are left out."""
         logger = logging.getLogger("mmrl.sims")
         logger.addHandler(self)
         try:

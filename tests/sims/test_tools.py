@@ -288,7 +288,7 @@ def test_ocr_reads_the_whole_image_or_a_box_of_it(reading):
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ("ocr(0, 0, 1)", "a box has left, top, right and bottom"),
+        ("ocr(0, 0, 1)", "give all of left, top, right and bottom"),
         ("ocr(1, 0, 1, 2)", "the box is empty"),
         ("ocr(0, 0, 0.001, 2)", "smaller than a pixel"),
         ("ocr(0, 0, 1, 2, 4)", "there is no image 4"),
