@@ -25,7 +25,7 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("robots: arrays turned", ARRAYS, ".reshape(shape)", ".reshape(shape[::-1])", TEST),
     ("robots: statistics are left out", POLICY, "        return to_robot_units(actions, self.normalizer)\n",
      "        return actions.numpy()\n", TEST),
-    ("robots: states are not standardised", POLICY, "state = self.state(observation).to(self.device)\n        prefix",
+    ("robots: states are not standardised", POLICY, "state = self.robot_state(observation).to(self.device)\n        prefix",
      "state = torch.from_numpy(observation.state)\n        reading", TEST),
     ("robots: training chunks are served", POLICY, "ActionSampling(list(seeds), temperature, training=False)",
      "ActionSampling(list(seeds), 1.0, training=True)", TEST),

@@ -20,7 +20,7 @@ def weights_after(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
     """Returns the weights that the trainer has after a step; they are filled in while it trains."""
     found: dict[str, torch.Tensor] = {}
 
-    before = trainer.run.each_step
+    before = trainer.run.on_step
 
     def look(number: int, values: Mapping[str, float]) -> None:
         if before is not None:
@@ -28,7 +28,7 @@ def weights_after(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
         if number == step and "loss" in values:
             found.update({key: value.clone() for key, value in trainer.engine.state().items()})
 
-    trainer.run.each_step = look
+    trainer.run.on_step = look
     return found
 
 

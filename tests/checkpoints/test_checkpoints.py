@@ -140,7 +140,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             assert not list((tmp_path / "checkpoints").glob("step-??????"))
             may_write["rank-0"].set()
 
-    trainer.run.each_step = seen
+    trainer.run.on_step = seen
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", save)
         trainer.train()
@@ -181,7 +181,7 @@ def test_a_lone_rank_finishes_its_checkpoint_when_training_ends_by_an_error(tmp_
         if step == 2:
             raise KeyError("mine")
 
-    trainer.run.each_step = fails
+    trainer.run.on_step = fails
     with pytest.raises(KeyError, match="mine"):
         trainer.train()
     release(trainer)

@@ -122,7 +122,7 @@ def test_another_reward_takes_the_place_of_one():
 @alone
 def test_a_run_that_was_asked_to_end_has_saved(tmp_path):
     trainer = make(tmp_path, "steps=4", "checkpoint.every=0")
-    trainer.run.each_step = lambda step, metrics: setattr(trainer, "ends", step == 2)
+    trainer.run.on_step = lambda step, metrics: setattr(trainer, "stop_requested", step == 2)
     with record_end(trainer.run, trainer):
         trainer.train()
     release(trainer)

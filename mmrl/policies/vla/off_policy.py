@@ -33,7 +33,7 @@ class EncodingPolicy(Protocol):
     @property
     def device(self) -> torch.device: ...
     def prepare(self, observation: Observation) -> list[Any]: ...
-    def state(self, observation: Observation) -> Tensor: ...
+    def robot_state(self, observation: Observation) -> Tensor: ...
     def collate(self, prepared: list[Any]) -> dict[str, Tensor]: ...
     def make_rollouts(
         self, samples: list[Sample], policy_steps: list[list[PolicyStep]], *, single: bool
@@ -63,7 +63,7 @@ class OffPolicyAccess:
         + state] fp32. observations: of one row each."""
         policy, observation = self.policy, stack_observations(observations)
         prefix = policy.module.encode(policy.collate(policy.prepare(observation)))
-        return torch.cat([prefix.last.float().cpu(), policy.state(observation).float()], 1)
+        return torch.cat([prefix.last.float().cpu(), policy.robot_state(observation).float()], 1)
 
     def encode_chunks(self, chunks: Sequence[NDArray[np.float32]]) -> Tensor:
         """Encodes chunks [executed, action] in the robot's units as vectors: normalised actions, 0 for those that were
@@ -82,7 +82,7 @@ class OffPolicyAccess:
         chunk as metadata["proposal"], in the robot's units."""
         policy = self.policy
         observation = stack_observations([prompt.metadata["observation"] for prompt in prompts])
-        prepared, state = policy.prepare(observation), policy.state(observation)
+        prepared, state = policy.prepare(observation), policy.robot_state(observation)
         sampling = ActionSampling(list(seeds), policy.temperature.value, groups=list(groups))
         prefix = policy.module.encode(policy.collate(prepared))
         sampled = policy.module.head.act(prefix, policy.module.policy_state(state.to(policy.device)), sampling)

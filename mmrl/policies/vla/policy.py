@@ -200,7 +200,7 @@ class VisionLanguageActionPolicy:
     def act(self, observation: Observation, seeds: Sequence[int], temperature: float) -> NDArray[np.float64]:
         """Samples one chunk for each row of an observation that may come from a real robot. seeds: one for each row.
         Returns [row, chunk, action] in the robot's units."""
-        state = self.state(observation).to(self.device)
+        state = self.robot_state(observation).to(self.device)
         prefix = self.module.encode(self.collate(self.prepare(observation)))
         sampling = ActionSampling(list(seeds), temperature, training=False)
         actions = self.module.head.act(prefix, self.module.policy_state(state), sampling)["actions"]
@@ -239,7 +239,7 @@ class VisionLanguageActionPolicy:
                 )
         sampled = self.module.head.encode_demonstrations(torch.from_numpy(actions), seeds)
         labels = [prompt.metadata.get("label", "") for prompt in prompts]
-        inputs, state = self.prepare(batch, labels), self.state(batch)
+        inputs, state = self.prepare(batch, labels), self.robot_state(batch)
         policy_steps = []
         for i in range(len(prompts)):
             row_sampled = {name: values[i] for name, values in sampled.items()}
@@ -391,7 +391,7 @@ class VisionLanguageActionPolicy:
                 if not step_counts[episode]:
                     records[episode].begin(observation, row, episode < options.num_filmed)
             selected = observation.select(rows)
-            prepared, state = self.prepare(selected), self.state(selected).to(self.device)
+            prepared, state = self.prepare(selected), self.robot_state(selected).to(self.device)
             # each policy step of an episode has noise of its own
             step_seeds = [derive_seed(seeds[episode], step_counts[episode]) for episode in episodes]
             step_counts.update(episodes)
@@ -444,7 +444,7 @@ class VisionLanguageActionPolicy:
             return
         final = step.observation.select(ended)
         prefix = self.module.encode(self.collate(self.prepare(final))) if self.module.critic.needs_prefix else None
-        values = self.module.critic(prefix, self.state(final).to(self.device))
+        values = self.module.critic(prefix, self.robot_state(final).to(self.device))
         for row, value in zip(ended, values.tolist(), strict=True):
             records[row].bootstrap = value
 
@@ -452,7 +452,7 @@ class VisionLanguageActionPolicy:
     def _blank_step(self) -> PolicyStep:
         """Returns a policy step with a black image and no executed action."""
         blank = blank_observation(self.sim, 1)
-        prepared, state = self.prepare(blank), self.state(blank).to(self.device)
+        prepared, state = self.prepare(blank), self.robot_state(blank).to(self.device)
         sampling = ActionSampling([0], self.temperature.value, groups=[0])
         sampled = self.module.head.act(
             self.module.encode(self.collate(prepared)), self.module.policy_state(state), sampling
@@ -461,7 +461,7 @@ class VisionLanguageActionPolicy:
         valid = torch.zeros(self.action.chunk, dtype=torch.bool)
         return PolicyStep(prepared[0], state[0].cpu(), row_sampled, valid)
 
-    def state(self, observation: Observation) -> Tensor:
+    def robot_state(self, observation: Observation) -> Tensor:
         """Returns the robot's states [row, state], standardised if the policy has statistics of them."""
         state = observation.state
         return torch.from_numpy(state if self.state_statistics is None else self.state_statistics.standardize(state))

@@ -172,7 +172,7 @@ def head_does(policy, seen):
     reading = policy.module.encode(policy.collate(policy.prepare(seen)))
     with torch.no_grad():
         how = ActionSampling([3, 4, 5, 6], 0.0, training=False)
-        return policy.module.head.act(reading, policy.state(seen), how)["actions"]
+        return policy.module.head.act(reading, policy.robot_state(seen), how)["actions"]
 
 
 @pytest.mark.parametrize("kind", ["residual", "residual, flow"])

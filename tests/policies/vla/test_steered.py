@@ -141,7 +141,7 @@ def test_the_first_policy_draws_what_its_flow_draws(make, tmp_path):
     base.save(tmp_path, base.module.state_dict())
     policy = make({"type": "steered", "base": FROZEN_FLOW, "width": 16}, str(tmp_path))
     shown = base.sim.reset([0, 30, 50, 70], ["go"] * 4)
-    reading, state = policy.module.encode(policy.collate(policy.prepare(shown))), policy.state(shown)
+    reading, state = policy.module.encode(policy.collate(policy.prepare(shown))), policy.robot_state(shown)
     own = gaussian_noise([3, 4, 5, 6], -1, (4, 1))
     with torch.no_grad():
         flow = base.module.head.act(
