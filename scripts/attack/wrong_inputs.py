@@ -85,7 +85,7 @@ ANY_JOB: Cases = [
     ("unknown algorithm", "algorithm.type=gropo", "did you mean grpo?"),
     ("own algorithm that is not there", "algorithm.type=nomod:Own", "nomod"),
     ("own algorithm that is not an algorithm", "algorithm.type=odd_parts:Dot", "does not inherit"),
-    ("own algorithm that lacks its loss", "algorithm.type=odd_parts:Half", "lacks"),
+    ("own algorithm that lacks its loss", "algorithm.type=odd_parts:Half", "does not define loss"),
     ("unknown term", "algorithm.terms=[{type: kll}]", "algorithm.terms.0.type=kll"),
     ("term that is not a list", "algorithm.terms=kl", "algorithm.terms"),
     ("unknown key of a term", "algorithm.terms=[{type: kl, coeficient: 1}]", "algorithm.terms.0.coeficient"),

@@ -12,6 +12,6 @@ def test_a_base_that_shows_all_is_no_alarm_and_what_learns_from_it_holds_out(rec
     config = load(recipe)
     check = JobCheck(recipe)
     assert config.task.shows_held_out
-    check._prompts(config, build_task(config))
+    check._check_prompts(config, build_task(config))
     assert not check.report.alarms
     assert not load(recipe.removesuffix("_base")).task.shows_held_out

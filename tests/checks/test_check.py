@@ -141,7 +141,7 @@ def test_reasons_are_those_of_the_reward():
         logging.getLogger("mmrl.rewards.x").warning("reward mathematical failed on prompt a: no")
         logging.getLogger("mmrl.rewards.x").warning("reward math failed on prompt a: slow\n line")
         logging.getLogger("mmrl.rewards.x").warning("reward math failed on prompt b: later")
-    assert reasons.of("math") == "reward math failed on prompt a: slow line" and reasons.of("numeric") == ""
+    assert reasons.first("math") == "reward math failed on prompt a: slow line" and reasons.first("numeric") == ""
 
 
 @pytest.mark.parametrize(

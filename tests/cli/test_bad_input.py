@@ -192,7 +192,7 @@ def test_a_model_that_does_not_read_images(refused, tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "text")
     message = refused("model.build=null", f"model.path={tmp_path / 'text'}")
-    assert f"model.path={tmp_path / 'text'} is a qwen2 model" in message
+    assert f"model.path={tmp_path / 'text'} is a model of type qwen2" in message
 
 
 @pytest.mark.parametrize("missing", ["", "config.json", "model.safetensors", "processor_config.json"])

@@ -138,7 +138,11 @@ def test_every_reward_says_what_it_is():
     for name, made in rewards().items():
         assert len(made.__doc__ or "") > 20, name
     listed = "\n".join(describe_methods(None))
-    assert "reward:" in listed and "  boxes_matched      Intersection over union, 0 to 1, of all boxes" in listed
+    assert (
+        "reward:" in listed
+        and "  boxes_matched      Builds a reward, 0 to 1: all boxes of the answer are matched with the gold boxes"
+        in listed
+    )
     said = "\n".join(describe_methods("abstention"))
     assert "guessing does not pay" in said
     assert "wrong: 'float' = -1.0" in said

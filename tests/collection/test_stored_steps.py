@@ -186,9 +186,9 @@ def test_what_a_run_stores_is_what_it_did(tmp_path, head):
         position = int(sample.prompt.id.split("-")[1])
         before, now = played[position], again.inputs[row][0]
         assert torch.equal(before.valid, now.valid) and torch.equal(before.state, now.state)
-        executed = before.chosen["actions"][before.valid].clamp(-1, 1)  # what the simulator was given
-        torch.testing.assert_close(executed, now.chosen["actions"][now.valid])
-        counted = again.mask[row, :decisions] & (before.chosen["actions"].flatten().abs() <= 1)
+        executed = before.sampled["actions"][before.valid].clamp(-1, 1)  # what the simulator was given
+        torch.testing.assert_close(executed, now.sampled["actions"][now.valid])
+        counted = again.mask[row, :decisions] & (before.sampled["actions"].flatten().abs() <= 1)
         torch.testing.assert_close(logp[row, :decisions][counted], flat[position][counted], atol=1e-4, rtol=1e-4)
         places = float(now.state[0]) + executed[:, 0].cumsum(0)  # the line pays the position after each action
         assert sample.prompt.metadata["to_go"].rewards[0] == pytest.approx(float(places.sum()), abs=1e-4)

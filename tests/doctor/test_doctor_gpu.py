@@ -34,7 +34,7 @@ class Recorder:
         given = self.given.get(name, [CheckResult(name, "works", "at once")])
         if isinstance(given, str):
             return given
-        (log.parent / "findings.json").write_text(json.dumps([result.plain() for result in given]))
+        (log.parent / "findings.json").write_text(json.dumps([result.to_dict() for result in given]))
         assert str(log.parent) == folder
         return None
 
@@ -228,7 +228,7 @@ def test_a_process_that_takes_too_long_ends_with_its_children(tmp_path):
     assert gone([int((tmp_path / "log").read_text())])
     assert (
         run_in_process([sys.executable, "-c", "import sys; sys.exit(3)"], tmp_path / "log", 60)
-        == "its process ended with 3"
+        == "the process of the check ended with exit code 3"
     )
     assert run_in_process([sys.executable, "-c", "print('here')"], tmp_path / "log", 60) is None
     assert (tmp_path / "log").read_text() == "here\n"

@@ -37,7 +37,7 @@ def test_seconds_are_operations_over_a_share_of_the_peak():
 
 def test_a_dry_run_says_it_for_a_model_of_3b():
     """Eight operations a weight and token, and attention: 512 rollouts of 3072 tokens, 3.09e9 weights."""
-    lines = memory_lines(lambda more: job(*more), 8, [Gpu.parse("h100"), Gpu.of("80")])
+    lines = memory_lines(lambda more: job(*more), 8, [Gpu.parse("h100"), Gpu.parse("80")])
     (line,) = [line for line in lines if "an update (" in line]
     petaflops = float(line.split("(")[1].split()[0])
     plain = 8 * 3.09e9 * 3072 * 512 / 8 / 1e15
