@@ -390,7 +390,7 @@ def summary(accuracies: dict[str, float], folder: Path) -> str:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    """Runs `mmrl eval`: evaluates a model on held-out prompts or episodes, and writes `evaluation.json`."""
+    """Runs `mmrl eval`: evaluates a model on held-out prompts or episodes, and writes the results as JSON."""
     from mmrl.job import Job
     from mmrl.report.run import versions
     from mmrl.settings import plain
@@ -407,7 +407,7 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def eval_episodes(options: argparse.Namespace, job: Job) -> int:
-    """Evaluates a robot policy on held-out episodes and writes `evaluation.json`.
+    """Evaluates a robot policy on held-out episodes and writes the results as JSON.
 
     Episodes are played with greedy decoding, with sampling, or both, as evaluation.decoding says; once for an action
     head without temperature. Episodes that an earlier, stopped evaluation with the same protocol has played are read
@@ -463,7 +463,7 @@ def config_and_overrides(options: argparse.Namespace) -> tuple[str | None, list[
 
 
 def write_evaluation(model: str, record: dict[str, Any]) -> int:
-    """Prints the metrics of an evaluation and writes the whole record to `evaluation.json` beside the model.
+    """Prints the metrics of an evaluation and writes the whole record as JSON beside the model.
 
     Returns the exit code 0.
     """

@@ -69,7 +69,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(tmp_path):
     assert "| ranks | works |" in (tmp_path / "report.md").read_text()
     recorder = Recorder()
     found, said = examine(tmp_path, recorder)
-    assert recorder.started == ["kernels"] and said[0] == "ranks: known" and len(found) == 2
+    assert recorder.started == ["kernels"] and said[0] == "ranks: passed before" and len(found) == 2
 
 
 def test_what_fails_is_looked_at_again_and_what_works_is_not(tmp_path):

@@ -214,7 +214,9 @@ def test_the_larger_phase_decides():
 def test_a_peak_is_computed_again_where_settings_differ(monkeypatch):
     """What ZeRO shares out leaves the peak of a micro-batch as it was; the window does not."""
     asked = []
-    monkeypatch.setattr(memory_plan, "peak", lambda module, compute, trains: asked.append(trains) or float(len(asked)))
+    monkeypatch.setattr(
+        memory_plan, "peak_activations", lambda module, compute, trains: asked.append(trains) or float(len(asked))
+    )
     made, peaks = MemoryModel(nn.Linear(1, 1), lambda rows: None, sample=lambda: None), Peaks()
     changes = ([], ["engine.zero_stage=1"], ["denoising.likelihood.window.size=3"], [])
     jobs = [maker("image_sd35_ocr", SD35, *change)() for change in changes]
