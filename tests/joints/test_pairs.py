@@ -106,7 +106,7 @@ def test_a_target_is_replaced_by_what_is_rejected():
 
 def test_what_does_not_fit_is_one_line(given):
     table = Table([[-1.0], [-2.0]])
-    with pytest.raises(UserError, match="raise group_size"):
+    with pytest.raises(UserError, match="set it to at least 2"):
         given(table, STEPWISE, "rollout.group_size=1")
     with pytest.raises(UserError, match="engine.micro_batch=1 splits groups of 2"):
         given(table, "algorithm=offline_preference", "rollout={prompts: 1}", "engine.micro_batch=1")

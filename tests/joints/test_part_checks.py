@@ -111,7 +111,7 @@ class Words(View):
         ("algorithm.terms=['{}:Scalar']", r"algorithm.terms.0 \({}:Scalar\) gave values of shape \[\]; expected"),
         (
             "algorithm.terms=[{{type: kl, against: {{type: view, view: '{}:Words'}}}}]",
-            "the view {}:Words made str of prompt",
+            r"view.type={}:Words: change\(\) returned str for prompt",
         ),
     ],
 )

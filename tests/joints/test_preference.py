@@ -138,7 +138,7 @@ def test_reweighted_supervised(given):
 
 @pytest.mark.parametrize("kind", ["preference", "mixed_preference", "discriminative"])
 def test_groups_are_needed(given, kind):
-    with pytest.raises(UserError, match="raise group_size"):
+    with pytest.raises(UserError, match="set it to at least 2"):
         given(three(), f"algorithm={{type: {kind}}}", "rollout.group_size=1")
     with pytest.raises(UserError, match="engine.micro_batch=2 splits groups of 3"):
         given(three(), f"algorithm={{type: {kind}}}", "rollout.group_size=3", "engine.micro_batch=2")

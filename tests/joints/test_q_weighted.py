@@ -305,7 +305,7 @@ def test_it_goes_on_exactly_and_learns_what_is_earned(tmp_path, options):
 def test_an_episode_that_does_not_say_what_it_earned_is_named(tmp_path):
     trainer = make(tmp_path, *LEARNING, base=ROBOTS)
     for episode in trainer.task.demonstrations.episodes:
-        object.__setattr__(episode, "earned", None)
+        object.__setattr__(episode, "rewards", None)
     rollouts = trainer.collector.next(0, Metrics(trainer.engine))
     with pytest.raises(UserError, match=r"implicit_q_learning: the episode of .* does not say what it earned"):
         trainer.preparation.minibatches(rollouts, 0, torch.Generator().manual_seed(0), Metrics(trainer.engine))

@@ -56,7 +56,7 @@ def test_a_rank_without_failures_asks_with_the_others_and_keeps_nothing(given):
     table = Table([[-1.0]] * 6, group=[0, 0, 1, 1, 2, 2], rewards=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     made = given(table, EXTRA % "", "algorithm.scale=none")
     for extra in made.trainer.collector.extras.sources:
-        extra._context = type(extra._context)(**{**vars(extra._context), "most": lambda value: max(value, 1)})
+        extra._context = type(extra._context)(**{**vars(extra._context), "max_over_ranks": lambda value: max(value, 1)})
     rollouts = made.next()
     assert len(made.trainer.policy.calls) == 2 and len(made.trainer.policy.calls[1].seeds) == 2
     assert len(rollouts) == 5 and not rollouts.mask[4].any()

@@ -98,7 +98,7 @@ def test_what_a_policy_kept_of_its_rollouts_is_the_old_one_behind_the_first_upda
     """It kept likelihoods below those of a replay, by log 2: where they are used the ratio is 2."""
     options = ["steps=1", "optim.lr=1e-9", "algorithm.minibatches=2", f"algorithm.epochs={epochs}", *FREE]
     made = given(four(), "algorithm.scale=none", *options)
-    made.trainer.policy.recorded = lambda rollouts: Replay(torch.full((4, 1), -1.0 - math.log(2)))
+    made.trainer.policy.recorded_replay = lambda rollouts: Replay(torch.full((4, 1), -1.0 - math.log(2)))
     asked = watched(made)
     made.trainer.train()
     first = next(groups for groups, gradient in asked if gradient)
