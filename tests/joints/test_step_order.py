@@ -219,7 +219,9 @@ def test_ranks_exchange_rescued_groups_whole(given):
         extras = made.trainer.collector.extras
         extras._max_over_ranks = made.trainer.engine.max
         for source in extras.sources:
-            source._context = type(source._context)(**{**vars(source._context), "max_over_ranks": made.trainer.engine.max})
+            source._context = type(source._context)(
+                **{**vars(source._context), "max_over_ranks": made.trainer.engine.max}
+            )
     one, two = together(lambda made: made.next(), jobs, meeting.barrier)
     assert len(one) == len(two) == 3
     assert one.inputs == [0, 1, 3] and one.mask.all() and one.group.unique().numel() == 1

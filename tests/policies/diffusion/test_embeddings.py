@@ -88,7 +88,9 @@ def test_another_token_limit_is_refused(folder_of, written):
 
 
 def test_another_pipeline_is_refused(written):
-    with pytest.raises(UserError, match=r"written with pipeline=StableDiffusion3Pipeline, this job has FluxPipeline"):
+    with pytest.raises(
+        UserError, match=r"written with pipeline=StableDiffusion3Pipeline, but this job has FluxPipeline"
+    ):
         Embeddings(str(written / "said"), "FluxPipeline", 256)
 
 

@@ -344,7 +344,8 @@ class TestBadInput:
     def test_a_class_that_is_no_name(self, copied, damaged):
         path = copied("sd15", _class_name=damaged)
         self.refused(
-            re.escape(f"is a {damaged}, which is not supported; take StableDiffusion3Pipeline, FluxPipeline"), path
+            re.escape(f"is a {damaged}, which is not supported; take one of StableDiffusion3Pipeline, FluxPipeline"),
+            path,
         )
         with pytest.raises(UserError, match=re.escape(f"is a {damaged}, which is not supported; take")):
             memory_estimate.parts(str(path))
@@ -391,7 +392,7 @@ class TestBadInput:
     def test_an_adapter_without_its_base_or_of_another_rank(self, load_family, tmp_path):
         family = load_family("sd15", lora=LORA)
         family.save(tmp_path, family.module.state_dict())
-        self.refused("has rank 4 and alpha 8; set model.lora", tmp_path, lora=LoRA(rank=8))
+        self.refused("has rank 4 and alpha 8.0; set model.lora", tmp_path, lora=LoRA(rank=8))
         (tmp_path / BASE_FILE).write_text(json.dumps({"base": "/moved/away"}))
         self.refused("whose base is /moved/away is not a diffusers pipeline", tmp_path)
 

@@ -154,8 +154,8 @@ def test_the_source_is_that_of_the_prompt_and_the_gradient_is_the_terms(folder, 
             torch.testing.assert_close(
                 term.values(alone, policy.replay(alone, policy.module))[0], values[i : i + 1], atol=1e-5, rtol=1e-5
             )
-            source, expected = (sample.prompt.metadata[key] for key in ("source", "expected"))
-            cells = (source != expected).any(0).view(8, 2, 8, 2).any(3).any(1)
+            before, after = (sample.prompt.metadata[key] for key in ("source", "expected"))
+            cells = (before != after).any(0).view(8, 2, 8, 2).any(3).any(1)
             matching = told.extras["matching"]
             for k in range(values.shape[1]):
                 good = (rows.advantages[i, k] / 10 + 0.5).clamp(0, 1)
