@@ -142,7 +142,7 @@ def test_other_ranks_write_nothing(tmp_path, capfd):
 def test_drawn_images_are_shown_clamped_and_enlarged_by_whole_pixels():
     image = torch.zeros(3, 2, 2)
     image[:, 0, 0], image[:, 0, 1] = torch.tensor([1.5, -0.5, 0.0]), torch.tensor([0.0, 1.0, 0.0])
-    sheet = grid([pil_image(image), pil_image(torch.full((1, 2, 2), 1 / 3))], columns=2, least=6)
+    sheet = grid([pil_image(image), pil_image(torch.full((1, 2, 2), 1 / 3))], columns=2, min_width=6)
     assert sheet.size == (2 * 8, 8)
     assert sheet.getpixel((1, 1)) == (255, 0, 0) and sheet.getpixel((3, 3)) == (255, 0, 0)
     assert sheet.getpixel((4, 1)) == (0, 255, 0) and sheet.getpixel((4, 4)) == (0, 0, 0)

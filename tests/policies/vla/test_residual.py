@@ -242,7 +242,7 @@ class TestSaved:
                 make("residual", str(tmp_path), **{name: value})
         for base, message in (
             ({"type": "token", "bins": 9}, "action.head.base.bins=9, but .* was trained with 8"),
-            (BASES["gaussian"], "action.head.base.type=gaussian_noise, but .* was trained with token"),
+            (BASES["gaussian"], "action.head.base.type=gaussian, but .* was trained with token"),
         ):
             with pytest.raises(UserError, match=message):
                 make({**KINDS["residual"], "base": base}, str(tmp_path))
@@ -275,7 +275,7 @@ class TestRefusals:
         monkeypatch.setattr(loading, "load_backbone", None)
         head = {"type": "residual", "base": {"type": "gaussian"}}
         config = validate({**TREE, "action": {**TREE["action"], "head": head}}, "test")
-        said = "is built around a trained head of type gaussian_noise, but model.path=.* has none; train one with"
+        said = "is built around a trained head of type gaussian, but model.path=.* has none; train one with"
         with pytest.raises(UserError, match=f"action.head.type=residual {said} action.head.type=gaussian"):
             config.model.load(config, Line(), str(backbones["small"]))
 
@@ -340,7 +340,7 @@ def marked(folder, into=None):
 @pytest.mark.usefixtures("alone")
 def test_what_the_gate_is_told_costs(tmp_path):
     """All rewards are equal, so the loss is that of the term: 0.25 times the mean over decisions."""
-    base = "{type: gaussian_noise, width: 16, layers: 1}"
+    base = "{type: gaussian, width: 16, layers: 1}"
     options = ["model.build=null", f"model.path={with_head(tmp_path / 'base', base)}", "rollout.temperature=0.7"]
     options += [f"action.head={{type: residual, base: {base}, code: 3, noise: 0.4}}", "steps=1"]
     options += ["task.rewards=[{name: tests.policies.vla.test_residual:nothing}]"]
