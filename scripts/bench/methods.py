@@ -67,6 +67,7 @@ PLACES = {
 # What a method must be given.
 OPTIONS = {
     "band": "fact: length, high: 3",
+    "action_proposals": "steps: 8",
     "best_of_group": "count: 4",
     "bucket_std": "by: kind",
     "category_bandit": "by: kind",
@@ -92,6 +93,7 @@ OPTIONS = {
 # What goes with a method.
 BESIDE = {
     "demonstrations": ["algorithm.terms=[likelihood]"],
+    "action_proposals": ["algorithm.terms=[q_policy_gradient]"],
     "prefix_mean": ["rollout.extras=[branches]"],
     "subtree_advantages": ["rollout.extras=[branches]"],
     "stored_steps": ["algorithm.terms=[{type: likelihood, of: replayed}]"],

@@ -133,7 +133,7 @@ def test_digit_correct():
     assert DigitCorrect().score(stretched) == values  # seen as it would be shown
     assert DigitCorrect(judge="reward").score(right) != values
     assert DigitCorrect().score([right[0], drawn(1, torch.full((1, 8, 8), torch.nan))]) == [values[0], None]
-    with pytest.raises(UserError, match=r"'p1' is \[3, 8, 8\], expected \[1, 8, 8\]"):
+    with pytest.raises(UserError, match=r"'p1' has the shape \[3, 8, 8\], expected \[1, 8, 8\]"):
         DigitCorrect().score([drawn(1, torch.zeros(3, 8, 8))])
     with pytest.raises(ValueError, match="judge must be one of reward, second, not 'third'"):
         DigitCorrect(judge="third")

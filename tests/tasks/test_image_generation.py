@@ -134,7 +134,7 @@ def test_a_rollout_without_an_image_is_refused():
 def test_images_of_several_sizes_are_refused():
     task = build("image_generation", {}, seed=0)
     samples = shown([task.train[0]]) + shown([task.train[1]], torch.zeros(1, 9, 8))
-    with pytest.raises(Exception, match=re.escape("is [1, 9, 8], expected [1, 8, 8]")):
+    with pytest.raises(Exception, match=re.escape("has the shape [1, 9, 8], expected [1, 8, 8]")):
         task.measures(samples)
 
 

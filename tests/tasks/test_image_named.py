@@ -132,7 +132,7 @@ def test_scores_are_of_what_was_asked_for(judges):
     clamped = Sample(real[1].prompt, image=beyond.image.clamp(0, 1))
     soft = Recognised(judge="reward", soft=True)
     assert judges["second"].score([broken, real[1]]) == [None, 1.0] and soft.score([beyond]) == soft.score([clamped])
-    with pytest.raises(UserError, match=r"is \[1, 8, 8\], expected \[3, 16, 16\]"):
+    with pytest.raises(UserError, match=r"has the shape \[1, 8, 8\], expected \[3, 16, 16\]"):
         judges["second"].score([Sample(real[0].prompt, image=torch.zeros(1, 8, 8))])
     with pytest.raises(ValueError, match="judge must be one of reward, second, not 'third'"):
         Recognised(judge="third")

@@ -212,7 +212,7 @@ def test_what_latents_before_a_chunk_cost():
         ),
         ({"tasks": []}, "tasks: "),
         ({"rewards": [{"name": "sucess"}]}, "unknown reward 'sucess'"),
-        ({"demonstrations": {"episodes": 1}, "tasks": ["fly"]}, "has no 'fly'"),
+        ({"demonstrations": {"episodes": 1}, "tasks": ["fly"]}, "has no task 'fly'"),
         ({"demonstrations": {"episodes": 1}, "options": {"poisn": 1}}, "no option 'poisn'.*poison"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_same_words_for_another_image_are_held_out(folder, caplog):
     [
         (
             {"prompt": "q"},
-            r"rows.jsonl, line 2: key 'image' \(task.data.image_field\) is missing or empty.*keys: prompt\)",
+            r"rows.jsonl, line 2: key 'image' is missing or empty; task.data.image_field names .*keys: prompt\)",
         ),
         (DARK | {"image": "none.png"}, "line 2: cannot read 'none.png'"),
         (DARK | {"image": "../dark.png"}, "line 2: .*contains '\\.\\.'"),

@@ -129,7 +129,7 @@ def test_a_folder_of_splits_names_them(tmp_path):
 
 
 def test_a_packed_file_that_unpacks_too_far_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.tasks.data.tables.UNPACKED", 100)
+    monkeypatch.setattr("mmrl.tasks.data.tables.MAX_UNPACKED", 100)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 101))
     with pytest.raises(ValueError, match="decompresses to more than"):
         load_prompts(tmp_path / "a.txt.gz")

@@ -215,8 +215,8 @@ def test_messages_by_hand():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (user("a", assistant="b", user="c"), "messages of user, assistant, user"),
-        ([{"role": "assistant", "content": "b"}], "messages of assistant"),
+        (user("a", assistant="b", user="c"), "messages of the roles user, assistant, user"),
+        ([{"role": "assistant", "content": "b"}], "messages of the roles assistant"),
         ([{"role": "robot", "content": "b"}], "message 0: role 'robot' is not one of"),
         (["a"], "message 0 must be an object, not str"),
         (user(None), "content of a message must be text or a list of parts, not NoneType"),

@@ -168,7 +168,7 @@ REFUSED = {
     "folder": ("sub", "is not a regular file"),
     "long": ("x" * 5000, "File name too long"),
     "zero byte": ("a\0.png", "embedded null"),
-    "program": ("page.eps", "cannot read 'page.eps': no PNG, JPEG, WEBP, GIF, BMP or TIFF"),
+    "program": ("page.eps", "cannot read 'page.eps': not a PNG, JPEG, WEBP, GIF, BMP or TIFF"),
     "huge": ("huge.png", "has 13000 x 13000 pixels, more than max_pixels=40000000"),
     "number": (7, "neither a path, a URL nor bytes"),
     "bytes of JSON": ({"bytes": "abc"}, "neither a path, a URL nor bytes"),
@@ -265,7 +265,7 @@ def test_a_reason_that_many_rows_share_is_told_once(images):
     told = str(refused.value).partition("raise max_bad_share: ")[2].split("; ")
     assert told[0] == f"{path}, line 1: field 'problem' is missing (fields: question, answer)"
     assert told[1:] == [
-        "task.data.problem_field names another one (and 6 alike)",
+        "task.data.problem_field names another one (and 6 more like it)",
         f"{path}, line 9: field 'problem' is empty",
     ]
 
@@ -360,8 +360,8 @@ def test_parquet_row_groups_are_read_once_and_as_many_kept_as_fit(tmp_path, capl
 
     def source(gib):
         made = FileSource(path, validate=False, parquet_gib=gib)
-        unpacked = made._rows._unpacked
-        made._rows._unpacked = lambda group: (reads.append(group), unpacked(group))[1]
+        read_group = made._rows._read_group
+        made._rows._read_group = lambda group: (reads.append(group), read_group(group))[1]
         return made
 
     with caplog.at_level(logging.WARNING):
@@ -384,11 +384,13 @@ def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="row 1: row group 0: it decompresses to more than"):
         FileSource(path)
     monkeypatch.setattr(parquet, "MAX_ROWS", 10_000)
-    with pytest.raises(ValueError, match="20000 rows in row groups of up to 20000; 10000 in groups of 4000000 are"):
+    with pytest.raises(
+        ValueError, match="20000 rows in row groups of up to 20000 rows; at most 10000 rows in groups of 4000000 are"
+    ):
         FileSource(path)
     monkeypatch.setattr(parquet, "MAX_ROWS", 20_000)
     monkeypatch.setattr(parquet, "MAX_GROUP_ROWS", 10_000)
-    with pytest.raises(ValueError, match="in groups of 10000 are read"):
+    with pytest.raises(ValueError, match="rows in groups of 10000 are read"):
         FileSource(path)
 
 
