@@ -84,9 +84,7 @@ def test_few_bytes_that_claim_hours_of_decoding_are_refused(count, fits):
     if fits:
         VideoFiles().check(bomb)
     for read in () if fits else (VideoFiles().check, VideoFiles().decode):
-        with pytest.raises(
-            RowError, match="has 112 frames of 6000 x 6000 pixels, more than 4000000000 pixels together"
-        ):
+        with pytest.raises(RowError, match="has 112 frames of 6000 x 6000 pixels, more than 4000000000 pixels"):
             read(bomb)
 
 

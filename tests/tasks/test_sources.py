@@ -384,9 +384,7 @@ def test_parquet_bombs_are_refused_by_row(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="row 1: row group 0: it decompresses to more than"):
         FileSource(path)
     monkeypatch.setattr(parquet, "MAX_ROWS", 10_000)
-    with pytest.raises(
-        ValueError, match="20000 rows in row groups of up to 20000 rows; at most 10000 rows in groups of 4000000 are"
-    ):
+    with pytest.raises(ValueError, match="of up to 20000 rows; at most 10000 rows in groups of 4000000 are"):
         FileSource(path)
     monkeypatch.setattr(parquet, "MAX_ROWS", 20_000)
     monkeypatch.setattr(parquet, "MAX_GROUP_ROWS", 10_000)
