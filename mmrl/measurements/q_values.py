@@ -88,30 +88,29 @@ class QLearner:
         recorded = [i for i, sample in enumerate(rollouts.samples) if "tail" in sample.prompt.metadata]
         if int(self.context.sum(torch.tensor(len(recorded)))):  # on all ranks
             prompts = [rollouts.samples[i].prompt for i in recorded]
-            values[recorded] = self._learned(prompts).float()
+            values[recorded] = self._update_and_estimate(prompts).float()
         return Column(values)
 
-    def _learned(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Updates both functions on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts with a proposal may share a
-        recorded step: it counts once, and each of them gets the Q value of its own proposal."""
+    def _update_and_estimate(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Updates both functions on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts of one recorded step share
+        its transition, which counts once; each of them gets the Q value of its own proposal, if it has one."""
         import torch
 
-        names = [prompt.id for prompt in prompts]
-        first = {name: names.index(name) for name in dict.fromkeys(names)}
-        steps = [prompts[i] for i in first.values()]
-        transitions = self._encoded(steps, max(map(len, self.context.micro_batches)))
-        rows = torch.tensor([list(first).index(name) for name in names], dtype=torch.int64)
+        steps = {prompt.id: prompt for prompt in prompts}
+        row_of_step = {name: row for row, name in enumerate(steps)}
+        rows = torch.tensor([row_of_step[prompt.id] for prompt in prompts], dtype=torch.int64)
+        transitions = self._encode(list(steps.values()), max(map(len, self.context.micro_batches)))
         proposals = [i for i, prompt in enumerate(prompts) if "proposal" in prompt.metadata]
         chunks = torch.zeros(len(prompts), self.off_policy.encoding_sizes[1])
         if proposals:
             chunks[proposals] = self.off_policy.encode_chunks([prompts[i].metadata["proposal"] for i in proposals])
         pairs = torch.cat([transitions.observation[rows], chunks], 1)
-        estimates, proposed = self._learn(transitions, pairs[proposals])
+        estimates, proposal_values = self._update(transitions, pairs[proposals])
         estimates = estimates[rows]
-        estimates[proposals, 0] = proposed
+        estimates[proposals, 0] = proposal_values
         return estimates
 
-    def _encoded(self, prompts: Sequence[Prompt], size: int) -> Transitions:
+    def _encode(self, prompts: Sequence[Prompt], size: int) -> Transitions:
         """Returns the transitions of recorded steps. size: observations that the policy encodes at once."""
         import torch
 
@@ -140,7 +139,7 @@ class QLearner:
             next_observation,
         )
 
-    def _learn(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
+    def _update(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
         """Updates both functions on the transitions of all ranks. Returns ESTIMATES of this rank's, [n, 3], and the
         least target Q value of further pairs of observation and chunk, `proposals` [m, number]; both are of before the
         last update of the targets."""

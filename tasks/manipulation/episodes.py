@@ -71,7 +71,7 @@ class EpisodeDemonstrations:
     """Prompts from demonstrated episodes: one for each step of each episode.
 
     Metadata: `observation`, of one environment, and `actions` [<= MAX_CHUNK, action], those that follow it. If the
-    episode has rewards, also `to_go`, the `RewardsToGo` from this step on, and `tail`, an `EpisodeTail`.
+    episode has rewards, also `tail`, the `EpisodeTail` from this step on.
     """
 
     def __init__(self, episodes: Sequence[RecordedEpisode]) -> None:
@@ -91,9 +91,8 @@ class EpisodeDemonstrations:
             "actions": episode.actions[step : step + MAX_CHUNK],
         }
         if episode.rewards is not None:
-            to_go = episode.rewards.after(step)
-            metadata["to_go"] = to_go
-            metadata["tail"] = RecordedTail(to_go, len(episode.actions) - step, episode.terminated, episode, step)
+            rewards = episode.rewards.after(step)
+            metadata["tail"] = RecordedTail(rewards, len(episode.actions) - step, episode.terminated, episode, step)
         return Prompt(f"{episode.name}-{step}", episode.instruction, metadata=metadata)
 
 

@@ -191,7 +191,7 @@ def test_what_a_run_stores_is_what_it_did(tmp_path, head):
         counted = again.mask[row, :decisions] & (before.sampled["actions"].flatten().abs() <= 1)
         torch.testing.assert_close(logp[row, :decisions][counted], flat[position][counted], atol=1e-4, rtol=1e-4)
         places = float(now.state[0]) + executed[:, 0].cumsum(0)  # the line pays the position after each action
-        assert sample.prompt.metadata["to_go"].rewards[0] == pytest.approx(float(places.sum()), abs=1e-4)
+        assert sample.prompt.metadata["tail"].rewards.rewards[0] == pytest.approx(float(places.sum()), abs=1e-4)
     third = trainer.collector.next(2, Metrics(trainer.engine))
     drawn = [[s.prompt.id for s in batch.samples[16:]] for batch in (second, third)]
     assert drawn[0] != drawn[1]

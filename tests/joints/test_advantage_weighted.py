@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ VALUES = [[0.375], [0.0]]  # advantages 1 and -1
 def with_earnings(rollouts, rows):
     for row, earned in zip(rows, EARNED, strict=True):
         sample = rollouts.samples[row]
-        prompt = replace(sample.prompt, metadata={**sample.prompt.metadata, "to_go": earned})
+        prompt = replace(sample.prompt, metadata={**sample.prompt.metadata, "tail": SimpleNamespace(rewards=earned)})
         rollouts.samples[row] = replace(sample, prompt=prompt)
     return rollouts
 

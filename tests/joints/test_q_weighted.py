@@ -16,7 +16,7 @@ from mmrl.measurements.q_values import ESTIMATES, in_parts
 from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo
 from mmrl.training.metrics import Metrics
 from tests.joints.parts import Table, close
-from tests.whole_runs.parts import ROBOTS, distance, final, make, metrics, release, timeless, train
+from tests.whole_runs.parts import ROBOTS, call, distance, final, make, metrics, release, timeless, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 RECORDED = [
@@ -260,7 +260,7 @@ def test_the_rank_correlation_with_what_was_earned(tmp_path):
     record = estimates(rollouts)
     record.q[:] = torch.tensor([math.sin(3.0 * i) for i in range(20)])
     trainer.algorithm.prepare(batch)
-    earned = [sample.prompt.metadata["to_go"].discounted(0.5, 0.0) for sample in rollouts.samples]
+    earned = [sample.prompt.metadata["tail"].rewards.discounted(0.5, 0.0) for sample in rollouts.samples]
     ranks = [rankdata(record.q.numpy()), rankdata(earned)]
     expected = np.corrcoef(*ranks)[0, 1]
     assert batch.reports["q/rank_correlation"] == pytest.approx(expected, abs=1e-6)
@@ -297,6 +297,23 @@ def test_it_goes_on_exactly_and_learns_what_is_earned(tmp_path, options):
     assert distance(final(tmp_path / "whole"), final(tmp_path / "parts")) == 0
     errors = [row["q/td_error"] for row in rows[0] if "q/td_error" in row]
     assert sum(errors[-3:]) < sum(errors[:3])
+
+
+def run(folder):
+    train(folder, *LEARNING, "steps=4", "rollout.prompts=24", "engine.micro_batch=24", base=ROBOTS)
+
+
+def test_two_ranks_learn_what_one_does(tmp_path):
+    """Gradients and counts are summed over ranks: the networks, and so the weights of steps, are those of one rank."""
+    for name, ranks in (("one", 1), ("two", 2)):
+        call(run, tmp_path / name, log=tmp_path / f"{name}.log", ranks=ranks)
+    names = ("q/td_error", "q/rank_correlation", "q_learning/advantage", "q_learning/value", "loss")
+    one, two = (
+        [[row[n] for n in names if n in row] for row in metrics(tmp_path / name) if "loss" in row]
+        for name in ("one", "two")
+    )
+    close(one, two, atol=1e-4)
+    assert distance(final(tmp_path / "one"), final(tmp_path / "two")) < 1e-4
 
 
 # --- refusals ---

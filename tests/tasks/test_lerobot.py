@@ -195,10 +195,10 @@ def test_each_step_is_read_back(dataset, version, dtype, memory):
 def test_what_an_episode_earned(tmp_path, version, earned, rewards, outcome):
     """From the second frame of the second episode on it earns 2, 3, ..., and it succeeds in the third."""
     shown = source(write(tmp_path / "data", version, "image", earned=earned))
-    to_go = shown[LENGTHS[0] + 1].metadata["to_go"]
+    to_go = shown[LENGTHS[0] + 1].metadata["tail"].rewards
     assert to_go.rewards.tolist()[:2] == rewards and to_go.elapsed.tolist() == list(range(LENGTHS[1] - 1))
     assert to_go.outcome == outcome
-    assert shown[0].metadata["to_go"].outcome == 0.0
+    assert shown[0].metadata["tail"].rewards.outcome == 0.0
     tails = [shown[i].metadata["tail"] for i in (0, LENGTHS[0] + 1)]
     assert [tail.actions for tail in tails] == [LENGTHS[0], LENGTHS[1] - 1]
     assert [tail.terminated for tail in tails] == [False, outcome == 1.0]  # its last frame is a success

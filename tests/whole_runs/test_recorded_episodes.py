@@ -46,7 +46,7 @@ def test_a_recorded_step_says_what_was_executed_and_earned(tmp_path):
         assert earned.outcome == (earned.rewards[-1] >= 1)
         outcomes.add(earned.outcome)
     assert outcomes == {0.0, 1.0}
-    first, second = (shown[i].metadata["to_go"] for i in range(2))
+    first, second = (shown[i].metadata["tail"].rewards for i in range(2))
     assert second.rewards.tolist() == first.rewards[1:].tolist() and second.elapsed.tolist()[0] == 0
     steps = len(first.rewards)
     assert first.discounted(0.5, 0.0) == first.outcome * 0.5 ** (steps - 1)
@@ -74,7 +74,7 @@ def test_labels_say_which_steps_earned_most(tmp_path):
     trainer = make(tmp_path, *CONDITIONED, base=ROBOTS)
     batch = trainer.collector.next(0, Metrics(trainer.engine))
     prompts = [sample.prompt for sample in batch.samples]
-    returns = torch.tensor([prompt.metadata["to_go"].discounted(0.5, 0.0) for prompt in prompts])
+    returns = torch.tensor([prompt.metadata["tail"].rewards.discounted(0.5, 0.0) for prompt in prompts])
     bound = returns.quantile(0.7)
     texts = {"Advantage: positive": [2, 3], "Advantage: negative": [2, 4], "": []}  # ids begin with 1, 0 is unknown
     for prompt, earned, steps in zip(prompts, returns, batch.inputs, strict=True):
@@ -124,7 +124,7 @@ def test_the_critic_reads_no_label(tmp_path):
     trainer.update(minibatches[0], measured)
     (micro,) = minibatches[0]
     earned = [
-        sample.prompt.metadata["to_go"].discounted(0.5, 0.0)
+        sample.prompt.metadata["tail"].rewards.discounted(0.5, 0.0)
         for sample in micro.samples
         if not sample.prompt.metadata["label"]
     ]

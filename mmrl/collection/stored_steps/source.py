@@ -108,14 +108,8 @@ class StoredSteps(ExtraSource):
 
 
 def as_prompt(step: StoredStep) -> Prompt:
-    """Returns a stored step as a prompt for `demonstrate`; metadata["to_go"] is a `RewardsToGo`, metadata["tail"] an
-    `EpisodeTail`."""
+    """Returns a stored step as a prompt for `demonstrate`; metadata["tail"] is an `EpisodeTail`."""
     from mmrl.rollouts import Prompt
 
-    metadata = {
-        "observation": step.observation,
-        "actions": step.actions,
-        "to_go": step.tail.rewards,
-        "tail": step.tail,
-    }
+    metadata = {"observation": step.observation, "actions": step.actions, "tail": step.tail}
     return Prompt(step.name, step.observation.instructions[0], metadata=metadata)

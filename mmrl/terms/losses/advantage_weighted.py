@@ -45,8 +45,10 @@ class StepReturns(Section):
         """Returns the return of each step, [prompt] float32; NaN where its prompt does not say what it earned."""
         import torch
 
-        to_go = [prompt.metadata.get("to_go") for prompt in prompts]
-        returns = [torch.nan if rest is None else rest.discounted(self.gamma, self.simulator_reward) for rest in to_go]
+        tails = [prompt.metadata.get("tail") for prompt in prompts]
+        returns = [
+            torch.nan if tail is None else tail.rewards.discounted(self.gamma, self.simulator_reward) for tail in tails
+        ]
         return torch.tensor(returns, dtype=torch.float32)
 
 
