@@ -102,7 +102,7 @@ def said(generator) -> str:
 
 def out_of_step(policy, engine, prompt: Prompt) -> str:
     """The trainer's own reading of a prompt has one token of its image less."""
-    request = policy.draft([prompt], 1, [0])[0].next(4)
+    request = policy.draft([prompt], 1, [0])[0].next_request(4)
     try:
         engine.generate([replace(request, ids=request.ids[:-1])], sampling=policy.drafter.sampling, eos=policy.eos)
     except UserError as error:
