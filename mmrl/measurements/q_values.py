@@ -24,7 +24,8 @@ ESTIMATES = ("q", "value", "td_error")
 @dataclass(frozen=True)
 class Transitions:
     """Transitions of n recorded chunks, encoded. reward, discount: [n]; terminated, known: [n] bool, where `known` says
-    that the target is known: the episode terminated, or its next observation was recorded."""
+    that the target is known: the episode terminated, or its next observation was recorded. copies: [n] int64, how many
+    prompts have this recorded step; the mean over transitions weights them by it, as the mean over prompts does."""
 
     observation: Tensor  # [n, number]
     chunk: Tensor  # [n, number]
@@ -33,6 +34,7 @@ class Transitions:
     terminated: Tensor
     known: Tensor
     next_observation: Tensor  # [n, number], 0 where there is none
+    copies: Tensor
 
     @property
     def pairs(self) -> Tensor:
@@ -93,13 +95,14 @@ class QLearner:
 
     def _update_and_estimate(self, prompts: Sequence[Prompt]) -> Tensor:
         """Updates both functions on recorded steps. Returns ESTIMATES [prompt, 3]. Prompts of one recorded step share
-        its transition, which counts once; each of them gets the Q value of its own proposal, if it has one."""
+        its transition; each of them gets the Q value of its own proposal, if it has one."""
         import torch
 
         steps = {prompt.id: prompt for prompt in prompts}
         row_of_step = {name: row for row, name in enumerate(steps)}
         rows = torch.tensor([row_of_step[prompt.id] for prompt in prompts], dtype=torch.int64)
-        transitions = self._encode(list(steps.values()), max(map(len, self.context.micro_batches)))
+        copies = rows.bincount(minlength=len(steps))
+        transitions = self._encode(list(steps.values()), copies, max(map(len, self.context.micro_batches)))
         proposals = [i for i, prompt in enumerate(prompts) if "proposal" in prompt.metadata]
         chunks = torch.zeros(len(prompts), self.off_policy.encoding_sizes[1])
         if proposals:
@@ -110,8 +113,8 @@ class QLearner:
         estimates[proposals, 0] = proposal_values
         return estimates
 
-    def _encode(self, prompts: Sequence[Prompt], size: int) -> Transitions:
-        """Returns the transitions of recorded steps. size: observations that the policy encodes at once."""
+    def _encode(self, prompts: Sequence[Prompt], copies: Tensor, size: int) -> Transitions:
+        """Returns the transitions of distinct recorded steps. size: observations that the policy encodes at once."""
         import torch
 
         policy, (width, chunk_width) = self.off_policy, self.off_policy.encoding_sizes
@@ -137,6 +140,7 @@ class QLearner:
             terminated,
             known,
             next_observation,
+            copies,
         )
 
     def _update(self, transitions: Transitions, proposals: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,13 +172,11 @@ class QLearner:
 
     def _update_value(self, value: AuxiliaryModule[ValueNetwork], transitions: Transitions, target: Tensor) -> None:
         """Takes a step of V to the expectile of the target networks' Q values, [n]."""
-        import torch
-
         from mmrl.core.values import expectile_error
 
-        count = int(self.context.sum(torch.tensor(len(target))))
+        count = int(self.context.sum(transitions.copies.sum()))
         error = expectile_error(target - value.module(transitions.observation), self.settings.expectile)
-        value.descend([error.sum() / count], self.context.sum)
+        value.descend([(transitions.copies * error).sum() / count], self.context.sum)
 
     def _update_q(
         self, q: AuxiliaryModule[QEnsemble], value: AuxiliaryModule[ValueNetwork], transitions: Transitions
@@ -189,8 +191,9 @@ class QLearner:
         next_value = value.predict(transitions.next_observation)
         targets = td_target(transitions.reward, transitions.discount, transitions.terminated, next_value)
         errors = (q.module(transitions.pairs) - targets).square()
-        count = max(1, int(self.context.sum(known.sum())))
-        q.descend([errors.where(known, 0).sum() / count], self.context.sum)
+        copies = transitions.copies.where(known, 0)
+        count = max(1, int(self.context.sum(copies.sum())))
+        q.descend([(copies * errors).sum() / count], self.context.sum)
         return errors.detach().mean(0).where(known, torch.nan)
 
 
