@@ -49,11 +49,15 @@ def test_what_runs_where_is_as_the_code_decides():
     assert apart == {*ISOLATED, "isolated"}
     environment = EnvironmentSettings.model_fields["deadline_s"].default
     assert EnvironmentSettings.model_fields["isolated"].default is None
-    assert table["a reward of yours"][2] == f"{SAMPLE_S:g} s a call, {BATCH_S:g} s a batch"
-    assert table["an environment, its tools"][2] == f"{environment:g} s a start or step"
-    assert table["`math`"][2] == f"{DEADLINE_S:g} s a sample"
-    assert table["an `isolated` one"][2] == f"{DEADLINE_S:g} s a sample, {Isolation().deadline_s:g} s a step"
-    assert table["`http` rewards, judges"][2] == f"{HttpReward(url='http://x').deadline_s:g} s a request"
+    assert table["a reward function of yours"][2] == f"{SAMPLE_S:g} s a call, {BATCH_S:g} s a batch"
+    assert table["an environment of conversations, and its tools"][2] == f"{environment:g} s a start or step"
+    assert table["the reward `math`"][2] == f"{DEADLINE_S:g} s a sample"
+    isolated = f"{DEADLINE_S:g} s a sample (reward), {Isolation().deadline_s:g} s a step (environment)"
+    assert table["a reward or environment with `isolated`"][2] == isolated
+    assert (
+        table["the reward `http`, and judges behind a server"][2]
+        == f"{HttpReward(url='http://x').deadline_s:g} s a request"
+    )
 
 
 def test_limits_of_strangers_are_those_of_the_code():
