@@ -1,11 +1,10 @@
-"""`mmrl check` on every shipped recipe: exit code, seconds and last line, and which of them are not as wanted.
+"""Runs `mmrl check` on every shipped recipe, and prints exit code, seconds and last line of each.
 
     python scripts/attack/checks.py [--part] [--only PATTERN] [--seconds S] [--json FILE]
 
-A shipped recipe is right, so that the check has to end within `--seconds`, without a traceback and with no alarm but
-those of WANTED: what this machine does not have (an optional package, a file that users bring). Those are one line
-that says what is absent. Each check has a process and a folder of its own. Exits with 1 where an outcome
-was not wanted.
+Shipped recipes are correct. So the check has to end within `--seconds`, without a traceback, and report only what
+WANTED lists: what is absent on this machine (an optional package, a file that users bring), in one line that names it.
+Each check runs in a process and a folder of its own. Exits with 1 if a check had an unexpected result.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ def checked(recipe: str, folder: Path, seconds: float) -> Checked:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="store_true", help="two recipes")
-    parser.add_argument("--only", default="", help="a pattern that a recipe's path has to match")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="within which a check has to end")
-    parser.add_argument("--json", type=Path, help="a file for all that was printed, a line a recipe")
+    parser.add_argument("--part", action="store_true", help="check two recipes only")
+    parser.add_argument("--only", default="", help="check the recipes whose path matches this regular expression")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of a check")
+    parser.add_argument("--json", type=Path, help="file for the whole output, one line for each recipe")
     options = parser.parse_args(arguments)
     recipes = sorted(str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").rglob("*.yaml"))
     pattern = options.only or (PART if options.part else "")

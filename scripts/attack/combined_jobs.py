@@ -1,4 +1,4 @@
-"""Jobs that `resume.py` kills beside its plain ones: several parts with a state or a process of their own at once."""
+"""Jobs that `resume.py` kills besides its simple ones. Each combines several parts that have a state or a process."""
 
 from __future__ import annotations
 

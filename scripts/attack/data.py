@@ -1,8 +1,8 @@
-"""Attacks data files: images that a file may not open, bombs, rows that nothing can be done with, damaged files.
+"""Attacks data files: images that a file may not open, files that unpack to gigabytes, bad rows, damaged files.
 
     python scripts/attack/data.py [--part]
 
-It needs two minutes on two cores, a part of it half a minute. Files are made in a temporary folder and removed.
+It takes two minutes on two cores, with --part half a minute. Files are written into a temporary folder and removed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ HARMLESS_PROMPTS = {  # what is a question's fault and no prompt's
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="store_true", help="fewer of each")
+    parser.add_argument("--part", action="store_true", help="try fewer cases of each kind")
     part = parser.parse_args().part
     warnings.simplefilter("ignore")  # Pillow's, of large images
     logging.getLogger("mmrl").addHandler(logging.NullHandler())

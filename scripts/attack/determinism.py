@@ -1,9 +1,9 @@
-"""Runs of one job that are equal to the bit, to rounding, or not. Prints a Markdown table.
+"""Compares runs of the same job: are their weights equal bit for bit, or up to rounding? Prints a Markdown table.
 
     python scripts/attack/determinism.py
 
-Each line trains a tiny job of a kind for four steps as the first run did, but for one condition, and compares the
-weights that both leave: the number is the largest difference of a weight. What another seed makes of them is the scale.
+Each row trains a tiny job for four steps as the first run did, but with one change, and compares the final weights of
+both runs: the number is the largest difference of any weight. The row with another seed shows how large it can be.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONDITIONS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="a kind of job: tokens, denoising or actions")
+    parser.add_argument("--only", default="", help="run one kind of job only: tokens, denoising or actions")
     only = parser.parse_args().only
     kinds = [kind for kind in JOBS if only in kind]
     print(f"| the second run has | {' | '.join(kinds)} |\n| --- |{' --- |' * len(kinds)}", flush=True)

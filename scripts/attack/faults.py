@@ -1,11 +1,10 @@
-"""Plants faults at the joints of a copy of the tree, one at a time, and says which tests catch them.
+"""Plants faults into copies of the repository, one at a time, and prints which tests fail.
 
     .venv/bin/python scripts/attack/faults.py [--only PATTERN] [--timeout 120] [--jobs 2]
 
-`planted.py` and its neighbours `planted_*.py` list the faults: a file, a text in it that occurs once, what
-takes its place, and the tests that should notice. The tree that is copied is left as it is. Libraries are imported
-once, in the process that the runs of pytest are forked from. Prints a Markdown table, and ends with 1 if a fault was
-not caught.
+`planted.py` and `planted_*.py` list the faults: a file, a string that occurs once in it, its replacement, and the tests
+that should fail. The repository itself is not changed. Libraries are imported once, in the process from which the runs
+of pytest are forked. Prints a Markdown table, and exits with 1 if no test failed for some fault.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ LIBRARIES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="faults whose name or file holds this pattern")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that the tests of a fault may take")
-    parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at the same time")
+    parser.add_argument("--only", default="", help="plant the faults whose name or file matches this pattern")
+    parser.add_argument("--timeout", type=float, default=120.0, help="time limit in seconds for the tests of a fault")
+    parser.add_argument("--jobs", type=int, default=2, help="number of faults that are tried at the same time")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in LIBRARIES:

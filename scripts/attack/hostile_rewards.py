@@ -1,4 +1,4 @@
-"""Rewards that do what the response says: `in_process` for the trainer's own process, `isolated` for a worker's."""
+"""Rewards that misbehave as the response says: `in_process` in the trainer, `isolated` in a worker process."""
 
 from __future__ import annotations
 

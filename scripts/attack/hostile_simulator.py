@@ -1,4 +1,4 @@
-"""A point on a line that is told to misbehave: `kind` says how, in `reset` or `step`, from the `after`-th call on."""
+"""A point on a line whose `reset` or `step` misbehaves: `kind` says how, `after` from which call on."""
 
 from __future__ import annotations
 

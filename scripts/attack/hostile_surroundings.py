@@ -1,5 +1,5 @@
-"""Surroundings that fail while `mmrl ...` runs in this process: a disk that fills up, a clock that jumps, another
-user's files, and a kill at a moment that is aimed at. Each function is what a process of its own runs."""
+"""Runs `mmrl ...` in this process while its surroundings fail: a disk that fills up, a clock that jumps, files of
+another user, or a kill at a chosen moment. Each function is the target of a process of its own."""
 
 from __future__ import annotations
 

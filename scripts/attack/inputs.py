@@ -1,9 +1,10 @@
-"""Attacks the command line with wrong inputs: keys, values, files, folders and arguments, of all three kinds of job.
+"""Attacks the command line with wrong inputs: keys, values, files, folders and arguments, for all three kinds of job.
 
     python scripts/attack/inputs.py [--part] [--only WORD ...]
 
-Each try is `mmrl ...` in a process of its own. It is right where one line of standard error names what is at fault, and
-nothing is trained; or, for what is harmless, where a step is trained. Ten minutes on two cores, a part of it two.
+Each case runs `mmrl ...` in a process of its own. A wrong input has to be refused by one line of standard error that
+names the mistake, before anything is trained. A harmless input has to train a step. It takes ten minutes on two cores,
+with --part two.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class Try:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="store_true", help="every sixth")
-    parser.add_argument("--only", nargs="*", default=[], help="tries whose kind or name holds one of the words")
-    parser.add_argument("--slice", nargs=2, type=int, default=(0, 100_000), help="of these tries, from and to")
+    parser.add_argument("--part", action="store_true", help="try every sixth case")
+    parser.add_argument("--only", nargs="*", default=[], help="try the cases whose kind or name has one of these words")
+    parser.add_argument(
+        "--slice", nargs=2, type=int, default=(0, 100_000), help="first and last number of the cases to try"
+    )
     options = parser.parse_args()
     for module in PRELOADED:
         importlib.import_module(module)

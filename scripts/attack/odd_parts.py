@@ -1,4 +1,4 @@
-"""What somebody writes who is new to it: rewards, environments, simulators, builders and algorithms with a mistake."""
+"""Rewards, environments, simulators, builders and algorithms with mistakes that a beginner makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults that `faults.py` plants: at places where two parts meet and each part by itself would still be right."""
+"""The faults that `faults.py` plants: where two parts of the code meet, each of which would be correct by itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults of optimizers, gains over the reference policy, options of questions and worlds over turns. A name, a file, a
-text that it holds once, what takes its place, and the tests that could notice."""
+"""Faults of optimizers, gains over the reference policy, options of questions and worlds over turns. Each entry has a
+name, a file, a string that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

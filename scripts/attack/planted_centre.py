@@ -1,6 +1,6 @@
 """Faults of the centre: measurements, what parts ask of one another, how a step's rollouts come to be and are made
-ready, the records they flow in, and what was put together out of several. A name, a file, a string that it holds once,
-what takes its place, and the tests that should notice."""
+ready, the records they flow in, and what was put together out of several. Each entry has a name, a file, a string
+that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

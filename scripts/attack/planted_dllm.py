@@ -1,5 +1,5 @@
-"""Faults of discrete diffusion beside those of `planted.py`: a name, a file, a string that it holds once, what takes
-its place, and the tests that could notice."""
+"""Faults of discrete diffusion beside those of `planted.py`. Each entry has a name, a file, a string that occurs once
+in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Faults of what comes from outside: images as viewers show them, the golds that are tried, spaces of Gymnasium. A
-name, a file, a string that it holds once, what takes its place, and the tests that should notice."""
+"""Faults of what comes from outside: images as viewers show them, the golds that are tried, spaces of Gymnasium. Each
+entry has a name, a file, a string that occurs once in the file, its replacement, and the tests that should then
+fail."""
 
 from __future__ import annotations
 

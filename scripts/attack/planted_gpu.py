@@ -1,5 +1,5 @@
-"""Faults of what is told of GPUs without one: a name, a file, a string that it holds once, what takes its place, and
-the tests that could notice. `faults.py` plants them with those of `planted.py`."""
+"""Faults of what is told of GPUs without one. Each entry has a name, a file, a string that occurs once in the file, its
+replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults of image generation: text before codes, sets of images, values of latents. A name, a file, a string that it
-holds once, what takes its place, and the tests that could notice. `faults.py` plants them."""
+"""Faults of image generation: text before codes, sets of images, values of latents. Each entry has a name, a file, a
+string that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

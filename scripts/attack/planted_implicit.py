@@ -1,4 +1,4 @@
-"""Faults of implicit process rewards, as in `planted_spans.py`."""
+"""Faults of implicit process rewards. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

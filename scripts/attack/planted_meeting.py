@@ -1,5 +1,5 @@
-"""Faults where two parts meet, written down before the tests were read: a name, a file, a string that it holds once,
-what takes its place, and the tests that could notice. `faults.py` plants them with `planted.py`'s."""
+"""Faults where two parts meet, written down before the tests were read. Each entry has a name, a file, a string that
+occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults of heads that mix: residuals around a head that is held still, and horizons. A name, a file, a string that
-it holds once, what takes its place, and the tests that could notice."""
+"""Faults of heads that mix: residuals around a head that is held still, and horizons. Each entry has a name, a file, a
+string that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Faults of the order of a step, and of what could not be scored. A name, a file, a string that it holds once, what
-takes its place, and the tests that could notice."""
+"""Faults of the order of a step, and of what could not be scored. Each entry has a name, a file, a string that occurs
+once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of what a user's own program brings, as in `planted_spans.py`."""
+"""Faults of what a user's own program brings. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

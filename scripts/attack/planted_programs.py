@@ -1,4 +1,4 @@
-"""Faults of rewards that run programs, as in `planted_spans.py`."""
+"""Faults of rewards that run programs. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

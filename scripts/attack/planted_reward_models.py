@@ -1,4 +1,4 @@
-"""Faults of reward models, as in `planted_spans.py`."""
+"""Faults of reward models. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

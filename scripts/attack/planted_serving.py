@@ -1,4 +1,4 @@
-"""Faults of `mmrl serve`, as in `planted_spans.py`."""
+"""Faults of `mmrl serve`. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Faults of passes that are saved: old policies, halves of guidance, references without adapters, keys and values that
-stay. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
+stay. Each entry has a name, a file, a string that occurs once in the file, its replacement, and the tests that
+should then fail."""
 
 from __future__ import annotations
 

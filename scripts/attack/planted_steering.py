@@ -1,5 +1,6 @@
 """Faults of robots that learn beside their episodes: a frozen flow that is steered by its noise, demonstrations, and an
-expert's labels. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
+expert's labels. Each entry has a name, a file, a string that occurs once in the file, its replacement, and the tests
+that should then fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Faults of credit by step: values over traces, branches of denoising steps, regions of edits, parts of masked
-responses. A name, a file, a string that it holds once, what takes its place, and the tests that could notice."""
+responses. Each entry has a name, a file, a string that occurs once in the file, its replacement, and the tests that
+should then fail."""
 
 from __future__ import annotations
 

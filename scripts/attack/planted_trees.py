@@ -1,4 +1,4 @@
-"""Faults of responses that branch and of their credit, as in `planted_spans.py`."""
+"""Faults of responses that branch and of their credit. Entries are as in `planted_spans.py`."""
 
 from __future__ import annotations
 

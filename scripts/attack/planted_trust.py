@@ -1,5 +1,5 @@
-"""Faults of trust regions over whole chains. A name, a file, a string that it holds once, what takes its place, and the
-tests that could notice."""
+"""Faults of trust regions over whole chains. Each entry has a name, a file, a string that occurs once in the file, its
+replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

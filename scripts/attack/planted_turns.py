@@ -1,5 +1,5 @@
-"""Faults of tools, of conversations from files and of environments of other packages: a name, a file, a string that it
-holds once, what takes its place, and the tests that could notice. `faults.py` plants them with `planted.py`'s."""
+"""Faults of tools, of conversations from files and of environments of other packages. Each entry has a name, a file, a
+string that occurs once in the file, its replacement, and the tests that should then fail."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Attacks on what a run keeps: kills at random moments, flipped bits, damaged files, two runs in one directory, ranks
-that torchrun starts again, other ranks and ZeRO stages. Prints a table of what was tried and what came of it.
+"""Attacks runs and their checkpoints: kills at random moments, flipped bits, damaged files, two runs in one directory,
+restarts by torchrun, and resuming with other ranks and ZeRO stages. Prints a table that counts results.
 
     python scripts/attack/resume.py --kills 20 --flips 200 --seconds 1800
-    python scripts/attack/resume.py --kills 100 --only kills --folder runs/campaign     # goes on where it was stopped
+    python scripts/attack/resume.py --kills 100 --only kills --folder runs/campaign     # a second call continues
 
-Everything runs on this machine, in a temporary directory or that of --folder, on the tiny models of the tests. Exits
-with 1 if a run ended otherwise than one without an attack.
+Everything runs on this machine, in a temporary directory or in --folder, with the tiny models of the tests. Exits with
+1 if a run ended in another way, or with other weights, than a run that was not attacked.
 """
 
 from __future__ import annotations
@@ -284,12 +284,14 @@ def table(rows: dict[str, Counter[str]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--kills", type=int, default=20, help="of each kind of run")
-    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of runs that are killed")
+    options.add_argument("--kills", type=int, default=20, help="number of kills of each kind of job")
+    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds of job to kill")
     options.add_argument("--flips", type=int, default=200)
-    options.add_argument("--seconds", type=float, default=1800.0, help="after which nothing new is begun")
+    options.add_argument("--seconds", type=float, default=1800.0, help="after this time nothing new is started")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--folder", type=Path, help="where a campaign is, and goes on; by default a temporary one")
+    options.add_argument(
+        "--folder", type=Path, help="folder that keeps the results, so that a second call continues; default: temporary"
+    )
     known = ["kills", "flips", "damages", "two_runs", "restarts", "shapes"]
     options.add_argument("--only", nargs="+", choices=known, default=known)
     return options

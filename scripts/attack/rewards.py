@@ -1,8 +1,8 @@
-"""Attacks rewards: verifiers by long responses, the run by rewards that fail, the machine by what they start.
+"""Attacks rewards: built-in rewards by long responses, the run by rewards that fail, the machine by what they start.
 
     python scripts/attack/rewards.py [--part]
 
-It needs three minutes on two cores, a part of it one. Nothing leaves this machine.
+It takes three minutes on two cores, with --part one. It needs no network.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sample(response: str, answer: str | None = "7") -> Sample:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="store_true", help="fewer of each")
+    parser.add_argument("--part", action="store_true", help="try fewer cases of each kind")
     part = parser.parse_args().part
     logging.getLogger("mmrl").addHandler(logging.NullHandler())
     table = Table("rewards")

@@ -1,7 +1,8 @@
-"""`python -m scripts.attack.servers`: servers that answer badly, on loopback, against mmrl's client.
+"""Attacks mmrl's client of vLLM by servers on loopback that give bad answers: `python -m scripts.attack.servers`.
 
-Each kind is tried alone, where it has to be named in one line, and beside a server that answers rightly, where the
-batch has to be right as well or the kind named. Nothing may be accepted, hang or ask without end.
+Each kind of bad answer is tried with this server alone, and with a good server beside it. Alone, the run has to end by
+one line that names the server. With a good server, the batch has to be right, or the bad server has to be named. No bad
+answer may be accepted, and nothing may hang or repeat requests without end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attacks what plays episodes: simulators that give wrong shapes or numbers, raise, hang, die, or never come to an end.
+"""Attacks by simulators that return wrong shapes or numbers, raise, hang, die, or never end an episode.
 
     python scripts/attack/simulators.py [--part]
 
-It needs three minutes on two cores, a part of it one. Nothing leaves this machine.
+It takes three minutes on two cores, with --part one. It needs no network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOST = ("all episodes dropped from then on", "some episodes dropped")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", action="store_true", help="fewer of each")
+    parser.add_argument("--part", action="store_true", help="try fewer cases of each kind")
     part = parser.parse_args().part
     warnings.simplefilter("ignore")  # a line for each lost episode
     logging.getLogger("mmrl").addHandler(logging.NullHandler())

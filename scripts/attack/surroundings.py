@@ -1,11 +1,11 @@
-"""Attacks by what surrounds a run: disks that fill up at each file, directories that are renamed or read-only, clocks
-that jump, files of another user, chat templates that loop, killed ranks, kills in evaluations and partial rollouts.
+"""Attacks a run by its surroundings: full disks, directories that are renamed or read-only, clocks that jump, files of
+another user, chat templates that loop, killed ranks, kills during evaluations and while responses are unfinished.
 
     python scripts/attack/surroundings.py [--part] [--only PATTERN]
 
-A run has to end in one line that says what is wrong, with an exit code that is not a success, and to go on by the same
-command once the cause is gone, equal to a run without an attack. Linux; disks are mounted, which needs root: without
-it they are left out. Exits with 1 where an outcome was not wanted.
+A run has to end with one line that names the cause and with an exit code other than 0. When the cause is gone, the same
+command has to resume it, with the weights of a run that was not attacked. It needs Linux. Some cases mount disks, which
+needs root; without root they are left out. Exits with 1 if a case had an unexpected result.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def cases(around: Surroundings, part: bool) -> Iterator[tuple[str, str, Callable
 
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--part", action="store_true", help="one of each kind")
-    options.add_argument("--only", default="", help="rows whose name holds this pattern")
+    options.add_argument("--part", action="store_true", help="try one case of each kind")
+    options.add_argument("--only", default="", help="try the cases whose name matches this pattern")
     chosen, table = options.parse_args(arguments), Table("surroundings")
     with tempfile.TemporaryDirectory(prefix="mmrl-attack-") as folder:
         for row, name, attack, wanted in cases(Surroundings(Path(folder)), chosen.part):

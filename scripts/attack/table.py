@@ -1,4 +1,4 @@
-"""The table that an attack prints: what was tried, how often, and with which outcomes."""
+"""The table that an attack prints: what was tried, how often, and with which results."""
 
 from __future__ import annotations
 

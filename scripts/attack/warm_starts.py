@@ -1,9 +1,9 @@
-"""Attacks on a job whose warm start is going on: signals to the job, kills, and a second job that needs the same one.
+"""Attacks a job during its warm start: signals to the job, kills, and a second job that needs the same warm start.
 
     python scripts/attack/warm_starts.py
 
-Everything runs on this machine, in a temporary directory, on the tiny model of the tests. Exits with 1 where an outcome
-was not wanted.
+Everything runs on this machine, in a temporary directory, with the tiny model of the tests. Exits with 1 if a case had
+an unexpected result.
 """
 
 from __future__ import annotations

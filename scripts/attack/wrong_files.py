@@ -1,6 +1,6 @@
-"""Files and folders that are wrong, and the jobs that open them.
+"""Files and folders with mistakes, and the jobs that open them.
 
-Each function makes files below a folder and returns cases as in `wrong_inputs.py`.
+Each function writes files below a folder and returns cases as in `wrong_inputs.py`.
 """
 
 from __future__ import annotations

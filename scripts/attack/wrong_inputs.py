@@ -1,8 +1,8 @@
 # ruff: noqa: E501  (tables, one case a line)
-"""Overrides and arguments that are wrong, in tables: what it is, what is written, and what the line that refuses it has
-to name. `TAKEN`: it is right, or odd and harmless, and trains a step.
+"""Wrong overrides and arguments, in tables: what the mistake is, what is written, and what the error message has to
+name. `TAKEN` instead of a message: the input is right, or unusual and harmless, and trains a step.
 
-`{folder}` stands for the folder with the files that `wrong_files.py` makes.
+`{folder}` stands for the folder with the files that `wrong_files.py` writes.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ STEP = 0.25  # seconds of a step that only sleeps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=float, default=50, help="millions")
-    parser.add_argument("--steps", type=int, default=40, help="steps after the one that saves")
-    parser.add_argument("--folder", type=Path, help="default: a temporary one")
+    parser.add_argument("--parameters", type=float, default=50, help="millions of parameters of the model")
+    parser.add_argument("--steps", type=int, default=40, help="training steps after the one that saves")
+    parser.add_argument("--folder", type=Path, help="folder of the run; default: temporary")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="mmrl-checkpoints-"))
     print("| checkpoint.background | GiB | save | look | sum |\n| --- | --- | --- | --- | --- |")

@@ -129,9 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Agreement of detectors with the truth on composited scenes.")
     parser.add_argument("stamps", type=Path)
     parser.add_argument("detectors", nargs="+")
-    parser.add_argument("--scenes", type=int, default=60, help="of each kind of check")
-    parser.add_argument("--least", type=float, default=0.4, help="score of an object that counts")
-    parser.add_argument("--known", action="store_true", help="only photographs that every detector names when alone")
+    parser.add_argument("--scenes", type=int, default=60, help="number of scenes for each kind of check")
+    parser.add_argument("--least", type=float, default=0.4, help="least score of a detected object")
+    parser.add_argument(
+        "--known", action="store_true", help="use only photographs that every detector recognises alone"
+    )
     options = parser.parse_args()
     photos = photographs(options.stamps)
     judges = {Path(path).stem: detector({"kind": "onnx", "path": path}) for path in options.detectors}

@@ -22,7 +22,7 @@ HEAD = "| model | simulator | tasks | episodes | starts | chunk | decoding | suc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--again", action="store_true", help="run each line's command and compare")
+    parser.add_argument("--again", action="store_true", help="repeat the evaluation of each line and compare")
     options = parser.parse_args()
     lines = [json.loads(line) for file in options.files for line in file.read_text().splitlines()]
     print(f"{HEAD}{' again |' if options.again else ''}\n|{' --- |' * (HEAD.count('|') - 1 + options.again)}")

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--json", help="file for the numbers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.model is None:

@@ -100,9 +100,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--placement", default="colocated", choices=["colocated", "server"])
     parser.add_argument("--model")
-    parser.add_argument("--width", type=int, help="of a model like the tiny one, with --layers layers")
+    parser.add_argument("--width", type=int, help="measure a model of this width, with --layers layers")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--json", help="file for the numbers")
     return parser.parse_args(given)
 
 

@@ -68,10 +68,10 @@ def main() -> None:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A Flow-GRPO step of mmrl beside flow_grpo's.")
-    parser.add_argument("--steps", type=int, default=12, help="that are counted; one more warms up")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps; one more comes before them")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="write the numbers here")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of mmrl's arm")
+    parser.add_argument("--json", help="file for the numbers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override for mmrl")
     parser.add_argument("--arm", choices=("build", *ARMS), help=argparse.SUPPRESS)  # of a child
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args(given)

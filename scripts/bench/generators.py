@@ -54,7 +54,7 @@ GUARDS = ("second_scorer", "sharpness", "diversity")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="recipes whose name this regular expression matches from its start")
+    parser.add_argument("--only", default="", help="recipes whose name begins with a match of this regular expression")
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "generators")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()

@@ -277,13 +277,15 @@ def copy_bandwidth(device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", default="1,2", help="numbers of threads, one table each")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads, comma-separated; one table for each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="rows, relative to the default's")
-    parser.add_argument("--only", default="", help="part of an operator's name")
+    parser.add_argument("--scale", type=float, default=1.0, help="number of rows, relative to the default")
+    parser.add_argument("--only", default="", help="measure the operators whose name has this part")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--block", type=float, default=0, help="seconds of one measurement: short calls are repeated")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time: for one thread on a busy machine")
+    parser.add_argument(
+        "--block", type=float, default=0, help="least seconds of one measurement: short calls are repeated"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time: for one thread on a busy machine")
     options = parser.parse_args()
     if options.cpu_time:
         global clock

@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--arm", choices=ARMS, help="measure this one here, and print it")
+    parser.add_argument("--arm", choices=ARMS, help="measure this layout only, in this process")
     options = parser.parse_args()
     if options.arm:
         print(json.dumps(measure(options.arm, options.rows, options.micro, options.threads)))

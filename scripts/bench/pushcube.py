@@ -51,14 +51,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--arms", default="maniskill,ours")
-    parser.add_argument("--until", type=float, default=0.9, help="an arm ends at this held-out success")
-    parser.add_argument("--most", type=int, default=260_000, help="or after so many environment steps")
+    parser.add_argument("--until", type=float, default=0.9, help="a run ends at this held-out success rate")
+    parser.add_argument("--most", type=int, default=260_000, help="or after this number of environment steps")
     parser.add_argument("--every", type=int, default=12_800, help="environment steps between two evaluations")
     parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=0, help="measure speed in so many rounds; 0: learn")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="number of rounds that measure speed; 0: measure learning"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build/pushcube")
-    parser.add_argument("--one", help="ARM,SEED: run it in this process")
-    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of our recipe")
+    parser.add_argument("--one", help="NAME,SEED: run this one in this process")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE: overrides of mmrl's recipe")
     options = parser.parse_args()
     if options.one is not None:
         arm, seed = options.one.split(",")

@@ -26,9 +26,9 @@ PROMPTS, SIDE = 64, 1024
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help="timed ones; two more come first")
-    parser.add_argument("--rest", type=float, default=4, help="seconds of a step beside its prompts")
-    parser.add_argument("--side", type=int, default=512, help="of the largest image that the model reads, in pixels")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps; two more come before them")
+    parser.add_argument("--rest", type=float, default=4, help="idle seconds of a step after its prompts were read")
+    parser.add_argument("--side", type=int, default=512, help="side in pixels to which images are scaled for the model")
     parser.add_argument("--rests", nargs="*", default=["idle", "busy"], choices=["idle", "busy"])
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="mmrl-reading-"))

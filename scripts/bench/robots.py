@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("--parts", default="environment,experts,policy,replay")
     parser.add_argument("--tokens", choices=["columns", "all"], help=argparse.SUPPRESS)  # one measurement of `replay`
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--seeds", type=int, default=100, help="episodes of each expert")
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement")
+    parser.add_argument("--seeds", type=int, default=100, help="number of episodes of each expert")
+    parser.add_argument("--json", help="file for the numbers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.tokens:

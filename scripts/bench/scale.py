@@ -50,8 +50,10 @@ Costs = dict[str, dict[int, float]]  # by name, by size
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="ranks,balance,prompts,engines,simulators")
-    parser.add_argument("--small", action="store_true", help="two small sizes of each, to see that it works")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of ranks, looks of simulators times ten")
+    parser.add_argument("--small", action="store_true", help="measure two small sizes only, to test the script")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="measured steps of ranks; simulators are stepped ten times as often"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sizes: dict[str, tuple[int, ...]] = {

@@ -46,10 +46,10 @@ def main() -> None:
     parser.add_argument("--parts", default="speed,halves")
     parser.add_argument("--simulators", default="tabletop,maniskill_state,maniskill_rgb")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each measurement")
     parser.add_argument("--policy-ms", type=float, default=30.0)
-    parser.add_argument("--libero-python", help="an interpreter with LIBERO")
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--libero-python", help="a Python interpreter that can import LIBERO")
+    parser.add_argument("--json", help="file for the numbers")
     options = parser.parse_args()
     results: dict[str, Any] = {"load_average": os.getloadavg(), "processors": len(os.sched_getaffinity(0))}
     parts: dict[str, Callable[[str, argparse.Namespace], Any]] = {"speed": speed, "halves": halves, "leaks": leaks}

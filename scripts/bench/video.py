@@ -45,9 +45,9 @@ PROMPT = "the square moves up slowly"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4, help="that are counted; one more warms up")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps; one more comes before them")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every arm")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override for every row")
     parser.add_argument("--arm", choices=("build", *ARMS), help=argparse.SUPPRESS)  # of a child
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -84,17 +84,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--warm-start", type=int, default=200, help="supervised steps before, the same for all")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step")
-    parser.add_argument("--group", type=int, default=8, help="rollouts of a prompt")
-    parser.add_argument("--length", type=int, default=4, help="most tokens of a response")
-    parser.add_argument("--cells", type=int, default=2, help="digits of an image")
+    parser.add_argument(
+        "--warm-start", type=int, default=200, help="supervised steps before RL, the same for all libraries"
+    )
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
+    parser.add_argument("--group", type=int, default=8, help="rollouts of each prompt")
+    parser.add_argument("--length", type=int, default=4, help="largest number of tokens of a response")
+    parser.add_argument("--cells", type=int, default=2, help="number of digits in an image")
     parser.add_argument("--scale", type=int, default=1, help="side of a digit, in tokens")
-    parser.add_argument("--width", type=int, help="of a model of random weights, with --layers layers")
+    parser.add_argument("--width", type=int, help="use a model of random weights of this width, with --layers layers")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--held-out", type=int, default=2000, help="questions the outcome is evaluated on")
+    parser.add_argument("--held-out", type=int, default=2000, help="number of questions for the evaluation at the end")
     parser.add_argument("--arms", default="mmrl,trl,plain")
-    parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument("--json", help="file for the numbers")
     for name in ("--arm", "--base", "--out"):
         parser.add_argument(name, help=argparse.SUPPRESS)  # of a child
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
