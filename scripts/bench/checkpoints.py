@@ -1,10 +1,10 @@
-"""How long a step waits for a checkpoint, written at once and while training goes on. On the CPU, in a minute.
+"""How long training waits for a checkpoint, written in the background or at once. On the CPU, in a minute.
 
     python scripts/bench/checkpoints.py --parameters 50 --steps 40
 
-A network of so many million weights under ZeRO-1 with AdamW is saved once by the trainer's own `Saver`, then steps that
-only sleep follow, each of which looks whether the checkpoint is written. Seconds: `save` is what the step waits that
-saves, `look` the longest wait of a later step, and `sum` all of them together. The disk is that of --folder.
+The trainer's own `Saver` saves a network of that many million parameters (ZeRO stage 1, AdamW) once. Then follow steps
+that only sleep and check whether the checkpoint is complete. In seconds: `save` is the wait of the step that saves,
+`look` the longest wait of a later step, and `sum` that of all steps. The checkpoint is written into --folder.
 """
 
 from __future__ import annotations

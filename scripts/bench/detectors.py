@@ -1,12 +1,12 @@
-"""How far the reward `geneval` agrees with the truth on scenes composited of real photographs, check by check.
+"""How often the reward `geneval` is right, for each kind of check, on scenes that are composed of real photographs.
 
     apt-get download tuxpaint-stamps-default && dpkg -x tuxpaint-stamps-default_*.deb stamps
     python scripts/convert_detectors.py package/models detectors
     python scripts/bench/detectors.py stamps/usr/share/tuxpaint/stamps detectors/nanodet.onnx detectors/centernet.onnx
 
-The photographs are Tux Paint's stamps (GPL-2; they stay where they are) whose caption ends in a class of COCO, pasted
-onto white. Each scene is judged twice: by a prompt that is true of it, and by one that is not (another class, one
-more object, the opposite relation, another colour). Whole objects are recoloured for the check of colour.
+The photographs are those of Tux Paint's stamps (GPL-2, not copied here) whose caption ends in a class of COCO. They are
+pasted onto white. Each scene is scored with a prompt that is true, and with one that is false (another class, one more
+object, the opposite position, another color). For the check of color whole objects are recolored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What fused kernels change in whole training steps: the small recipes with kernels.backend=cpu and torch, in turns.
+"""Seconds of whole training steps of small recipes, with the fused kernels and without them.
 
     .venv/bin/python scripts/bench/end_to_end.py [--steps 8] [--rounds 2] [--threads 1] [--recipes A,B] [--runs FOLDER]
 
-Bases are made first, once, by a short warm start: time is measured here, not learning, and the tabletop's steps hold a
-quarter of the recipe's episodes. Prints a Markdown table: median seconds of a step and of its
-update over all rounds, and the largest difference of the loss at the first step, whose rollouts are the same.
+The runs alternate between kernels.backend=cpu and kernels.backend=torch. They start from weights of a short warm start,
+which is trained once, because time is measured here and not learning. Steps of the tabletop have a quarter of the
+recipe's episodes. Prints a Markdown table: median seconds of a step and of its update over all rounds, and the largest
+difference of the loss at the first step, whose rollouts are the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A table of evaluations in simulators, and the same evaluations once more.
+"""Makes a table of evaluations in simulators, and repeats them.
 
     .venv/bin/python scripts/bench/evaluations.py RUN/evaluations.jsonl [...] [--again]
 
-`mmrl eval` adds a line to evaluations.jsonl beside the model each time. This prints all lines as a Markdown table: one
-row for each decoding, success over all tasks with its Wilson interval at 95 %. --again runs every line's command and
-says which success rates came again exactly; it ends with 1 if one did not.
+Each `mmrl eval` adds a line to evaluations.jsonl in the run directory. This prints all lines as a Markdown table: one
+row for each way to choose actions, with the success rate over all tasks and its 95 % Wilson interval. --again runs the
+command of every line again and says which success rates are equal; then it exits with 1 if one is not.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Recipes of generation at several seeds: gain, cost and guards.
+"""Recipes for image generation and token diffusion with several seeds: gain, cost, and metrics of reward hacking.
 
     .venv/bin/python scripts/bench/generators.py [--seeds 3] [--only PATTERN] [--runs FOLDER] [KEY=VALUE ...]
 
-KEY=VALUE: more overrides of every run. Runs that are already in --runs are not repeated. All that train the generator
-of digits as it is start from one base. One thread a run. Prints a Markdown table. Accuracy after training is the mean
-over the seeds (least .. greatest); the gain's interval is at 95 %, of two shares of as many held-out prompts. Seconds
-are the processor's, for all of a run with its start and its evaluations; other work on the machine changes them little.
+KEY=VALUE: further overrides of every run. Runs that exist in --runs are not repeated. Recipes of the same model start
+from the same weights. Each run uses one thread. Prints a Markdown table. Accuracy after training is the mean over the
+seeds (smallest .. greatest). The gain has a 95 % interval, for the difference of two shares. Seconds are CPU time of a
+whole run, with start-up and evaluations; other work on the machine changes them little.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Every recipe for digits, shapes or named images at several seeds: held-out accuracy, time, guards.
+"""Recipes for images of digits, shapes or named things with several seeds: accuracy, time, metrics of reward hacking.
 
     .venv/bin/python scripts/bench/image_digits.py [--seeds 3] [--recipes perceptron,nft] [--runs FOLDER]
         [KEY=VALUE ...]
     .venv/bin/python scripts/bench/image_digits.py --data shapes [--seeds 3] [--runs FOLDER] [KEY=VALUE ...]
 
---data may be named_images too. KEY=VALUE: more overrides of every run. Runs that are already in --runs are not
-repeated; all start from one base. One thread a run. Prints a Markdown table; each figure is the mean over the seeds
-(least .. greatest). Accuracy is, of digits, that of a classifier that saw none of the images the rewarding one did;
-of shapes, that of the exact checker on combinations that RL never trained on; of named images, that of a scorer that
-learned the style which is drawn. Time is that of the training steps, without evaluation, start-up and base.
+--data may be named_images too. KEY=VALUE: further overrides of every run. Runs that exist in --runs are not repeated.
+All start from the same weights. Each run uses one thread. Prints a Markdown table of means over the seeds (smallest ..
+greatest). Accuracy is measured on held-out prompts: for digits by a classifier that was trained on other images than
+the rewarding one; for shapes by the exact checker, on combinations that do not occur in RL; for named images by a
+classifier of the style that the model draws. Time is that of training steps, without evaluations and start-up.
 """
 
 from __future__ import annotations

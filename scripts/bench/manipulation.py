@@ -1,15 +1,16 @@
-"""The robots' recipes at several seeds, each from a base of its own seed: success before and after, minutes in all.
+"""The robot recipes with several seeds, each from its own base: success before and after RL, minutes in all.
 
     .venv/bin/python scripts/bench/manipulation.py [--seeds 3] [--recipes token,ppo] [--runs FOLDER] [KEY=VALUE ...]
     .venv/bin/python scripts/bench/manipulation.py --recipes maniskill,maniskill_control --runs build/maniskill
     .venv/bin/python scripts/bench/manipulation.py --recipes babyai --runs build/babyai threads=1
     .venv/bin/python scripts/bench/manipulation.py --recipes ogbench,ogbench_control --runs build/ogbench
 
-KEY=VALUE: more overrides of every run, bases included. Runs that are already in --runs are not repeated. `minutes` are
-wall-clock: demonstrations, warm start and training with their evaluations. `shuffled` is the trained policy's success
-when every episode shows the instruction of another one; it is left out for ManiSkill's PushCube and OGBench's window,
-which have one instruction. PushCube starts from random weights. Held-out start states, likeliest actions. Prints a
-Markdown table, a second one by task where a run has several, and a JSON of the curves beside the runs.
+The base is the policy before RL, trained on demonstrations. KEY=VALUE: further overrides of every run, bases included.
+Runs that exist in --runs are not repeated. `minutes` is wall-clock time of demonstrations, warm start, training and
+evaluations. `shuffled` is the success rate of the trained policy when every episode shows the instruction of another
+one; it is left out for PushCube and OGBench's window, which have one instruction. PushCube starts from random weights.
+Success is measured on held-out start states with the most likely actions. Prints a Markdown table, a second one by task
+if a run has several tasks, and writes a JSON file of the curves beside the runs.
 """
 
 from __future__ import annotations

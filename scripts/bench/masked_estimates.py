@@ -1,11 +1,11 @@
-"""Bias and spread of every estimate of a masked response's likelihood, against the exact one by enumeration.
+"""Bias and standard deviation of every estimator of a masked response's log-likelihood.
 
     .venv/bin/python scripts/bench/masked_estimates.py runs/warm_starts/discrete/text_sums_masked_warm_start
     [--responses 30] [--seeds 64]
 
-Responses are drawn from the run's model in random order, one place a step; exact is the mean over all orders of their
-probability. Prints a Markdown table, in nats: the mean of (estimate - exact) over responses and seeds, and the standard
-deviation over seeds (of traces: over orders).
+Responses are sampled from the run's model in random order, one token in each step. The exact value is the logarithm of
+the likelihood's mean over all orders. Prints a Markdown table, in nats: the mean of (estimate - exact) over responses
+and seeds, and the standard deviation over seeds (for estimators that use the order: over orders).
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
-"""What mmrl's own control code costs at 64 ranks, 16 engines, 1000 simulators and 100,000 prompts: the code is the real
-one, its work is pretended, so that what is left is what coordination costs. On the CPU, in two minutes.
+"""What mmrl's own coordination costs with 64 ranks, 16 vLLM servers, 1000 simulators and 100,000 prompts.
 
     python scripts/bench/scale.py
     python scripts/bench/scale.py --parts ranks,prompts --json build/scale.json
 
-ranks: so many ranks as threads in lock step, each with 8 prompts of 8 rollouts a step: `Collector.next` with dynamic
-sampling, GRPO's advantages from the facts of all ranks, and what prompt samplers hear. Values that ranks tell each
-other are written once and read by every rank, as over gloo; the network itself takes no time. Milliseconds of one
-rank's processor time a step. prompts: a sampler over so many prompts: to start, to draw 512, to hear of 512, to tell
-its state; milliseconds. engines: so many servers that answer over HTTP after 0.2 s, each with 32 requests of 8
-responses, and that take 0.5 s to read new weights; processor milliseconds a request, seconds of a batch beyond the 0.2,
-and seconds until all have weights. simulators: so many rows in this process and in 16 that compute nothing, with
-images of 128 x 128; milliseconds a look of all rows.
+The code is the trainer's own; the work of models, GPUs and simulators is simulated. On the CPU, in two minutes. Parts:
 
-balance: the groups of so many ranks, 8 of 8 responses each, with 300 tokens of prompt and responses of 20 to 1024
-tokens whose logarithms are normal, 0.8 wide between groups and 0.4 within: tokens of the rank with most over the mean,
-as they were drawn and after `engine.balance=lengths` has exchanged groups, means over ten draws; share of the groups
-that are sent; milliseconds until a rank knows who sends what. padding: tokens of micro-batches of four, filled up to
-their longest, over those that count, in the order of groups and with similar lengths together.
+ranks: ranks are threads in lock step, each with 8 prompts of 8 rollouts in a step: `Collector.next` with dynamic
+sampling, GRPO's advantages from the values of all ranks, and the updates of prompt samplers. What ranks send each other
+is written once and read by every rank, as over gloo, without the time of a network. Milliseconds of CPU time of one
+rank in a step.
+prompts: milliseconds of a prompt sampler to start, to choose 512 prompts, to get results of 512, to save its state.
+engines: servers that answer over HTTP after 0.2 s, each with 32 requests of 8 responses, and take 0.5 s to read new
+weights. CPU milliseconds of a request, seconds of a batch in addition to the 0.2, seconds until all have the weights.
+simulators: environments in this process and in 16 processes that compute nothing, with images of 128 x 128;
+milliseconds of a step of all environments.
+balance: groups of 8 responses, 8 on each rank. Prompts have 300 tokens, responses 20 to 1024, log-normal (standard
+deviation of the logarithm 0.8 between groups and 0.4 within). Tokens of the rank with most over the mean, before and
+after `engine.balance=lengths` exchanges groups, as means over ten draws; the share of groups that are sent;
+milliseconds until a rank knows who sends what.
+padding: tokens of micro-batches of four, padded to the longest, over those that count, in the order of groups and with
+similar lengths together.
 
-`exponent` is the slope of the logarithm of cost by that of size between the two largest sizes: 0 constant, 1 linear.
+`exponent` is the slope of log cost over log size between the two largest sizes: 0 means constant, 1 linear.
 """
 
 from __future__ import annotations

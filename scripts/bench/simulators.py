@@ -1,17 +1,17 @@
-"""Steps a second of every simulator, by itself, in worker processes, in Gymnasium's AsyncVectorEnv, and in two halves.
+"""Steps per second of every simulator: alone, in worker processes, in Gymnasium's AsyncVectorEnv, and in two halves.
 
     .venv/bin/python scripts/bench/simulators.py [--simulators tabletop,maniskill_state] [--rounds 3] [--json PATH]
     .venv/bin/python scripts/bench/simulators.py --parts leaks
 
-speed: ROWS environments under random actions, episodes restarting by themselves. A step is one action executed in one
-    environment; with a chunk of 8 every eighth is shown. `in process` is the simulator alone, `workers` the same rows
-    in processes of ours, `gymnasium` one row in each of as many processes of AsyncVectorEnv, which has no action
-    chunks. Arms take turns, round after round, so that a busy machine burdens all; figures are median (least ..
-    greatest).
-halves: one policy that leaves the processor alone for --policy-ms milliseconds (as one on a GPU does) plays episodes
-    in all rows at once, and in two halves of which one moves while it acts for the other.
-leaks: memory and open files of the trainer and its worker before and after a thousand resets.
-libero runs where --libero-python names an interpreter that has it (or this one does).
+speed: ROWS environments with random actions; episodes restart when they end. A step is one action in one environment;
+    with a chunk of 8 an observation is made after every eighth action. `in process` is the simulator in this process,
+    `workers` the same environments in worker processes, `gymnasium` one environment in each of as many processes of
+    AsyncVectorEnv, which has no chunks. They are measured in turns, round after round, so that other work on the
+    machine affects all; values are median (smallest .. greatest).
+halves: a policy that waits for --policy-ms milliseconds without using the CPU, as one on a GPU does, plays episodes in
+    all environments at once, and in two halves, of which one is simulated while it acts for the other.
+leaks: memory and open files of this process and its worker before and after a thousand resets.
+LIBERO is measured if --libero-python, or this interpreter, can import it.
 """
 
 from __future__ import annotations

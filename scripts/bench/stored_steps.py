@@ -1,10 +1,10 @@
-"""Memory, disk and time of a ring of policy steps.
+"""Memory, disk space and time of the replay buffer of robot episodes (rollout.extras=[stored_steps]).
 
     .venv/bin/python scripts/bench/stored_steps.py [--steps 100000] [--size 64] [--folder FOLDER]
 
-Writes episodes of 20 steps with images of --size x --size pixels, 100 episodes a training step, until the ring holds
---steps, and draws 64 of them after each. Prints the resident memory before and after, in a process of its own, the disk
-that the ring takes, and the milliseconds that a training step's writing and drawing took.
+Writes episodes of 20 steps with images of --size x --size pixels, 100 episodes in each training step, until the buffer
+has --steps, and samples 64 of them after each training step. Prints the resident memory before and after, in a process
+of its own, the disk space of the buffer, and the milliseconds of writing and sampling in a training step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Seconds in which vLLM's servers get new weights, through a folder and broadcast.
+"""Seconds to send new weights to vLLM servers, through a folder and by broadcast.
 
     .venv/bin/python scripts/bench/transfers.py [--rounds 7] [--servers 2] [--width 512] [--layers 8] [--exchange X]
 
-Each way has servers of its own, on this host, and both take turns with the same weights. A round is a synchronisation:
-all tensors from the trained model to all servers, which empty their caches; without the checksums and the probe, which
-are the same for both and pass each time. Medians (least .. greatest) over rounds after the first, in which servers
-start.
+Each way has servers of its own on this host, and both are measured in turns with the same weights. A round sends all
+tensors of the trained model to all servers, which empty their caches. Checksums and probes, which are the same for
+both, are not included. Prints medians (smallest .. greatest) over the rounds after the first, in which servers start.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Rollouts a second of conversations with environments that take their time: stepped while others generate, and in
-lock-step; and tokens that an engine which remembers prefixes need not read again.
+"""Rollouts per second of conversations with slow environments: stepped while other responses are generated, or not.
 
     python scripts/bench/turns.py [--rollouts 32] [--turns 4] [--mean 0.2] [--repeats 3]
     python scripts/bench/turns.py --learning [--recipe zoom] [--seeds 3] [--rows zoom,no_tool] [--runs FOLDER]
         [KEY=VALUE ...]
 
---learning: what recipes over turns learn, beside their controls; see turns_learning.py. --seeds: how many, or which:
-1,2. KEY=VALUE: more overrides of every run. Without it: environments sleep for times drawn from an exponential
-distribution, by chance that follows from the prompt. Both ways take turns in one process, on the same prompts and
-seeds; their conversations are compared, and the medians printed.
+Environments sleep for random times (exponentially distributed, determined by the prompt). Both ways are measured in
+turns in one process, on the same prompts and seeds; their conversations are compared, and medians are printed. It also
+counts the prompt tokens that an engine with a prefix cache need not read again. --learning measures instead what
+recipes with several turns learn, with their controls; see turns_learning.py. --seeds: the number of seeds, or the
+seeds: 1,2. KEY=VALUE: further overrides of every run.
 """
 
 from __future__ import annotations

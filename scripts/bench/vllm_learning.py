@@ -1,15 +1,15 @@
-"""The quickstart's recipe with each way to generate, from the same base at each seed: does it learn the same, how fast?
+"""The quickstart's recipe with each generator, from the same base for each seed: does it learn the same, and how fast?
 
     .venv/bin/python scripts/bench/vllm_learning.py [--seeds 3] [--arms server,ahead] [KEY=VALUE ...]
 
-    transformers   the model that is trained generates
+    transformers   the trained model itself samples
     colocated      vLLM in the training process
     server         one vLLM server in a process of its own
-    ahead          the same server makes the next batch while this one is trained on
+    ahead          the same server samples the next batch during the update
 
-KEY=VALUE: more overrides of every arm. Runs that are already in --runs are not repeated. Prints a Markdown table:
-greedy accuracy on the held-out questions, median seconds of a step and of its parts, and the largest mean difference
-of log-probabilities between the engine that sampled and the model that is trained (with `ahead` it is one update old).
+KEY=VALUE: further overrides of every run. Runs that exist in --runs are not repeated. Prints a Markdown table: accuracy
+of greedy responses to held-out questions, median seconds of a step and of its parts, and the largest mean difference of
+log-probabilities between generator and trained model (with `ahead` the rollouts are one update old).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Steps a second with rollouts made by the training process, by a worker, and by a worker one batch ahead.
+"""Steps per second with rollouts by the training process, by a worker process, and by a worker one batch ahead.
 
     .venv/bin/python scripts/bench/workers.py [--parts images,robots] [--rounds 3] [--steps 8] [KEY=VALUE ...]
 
-images  Flow-GRPO on handwritten digits with an untrained tiny Stable Diffusion 3: 4 prompts x 6 images of 10 steps
-robots    GRPO with a small network in a simulator that computes nothing and takes --wait seconds a look, as one does
-          whose work is done elsewhere: 4 start states x 8 episodes of 8 looks
+images    Flow-GRPO on handwritten digits with an untrained tiny Stable Diffusion 3: 4 prompts x 6 images of 10 steps
+robots    GRPO with a small network in a simulator that only waits, --wait seconds for each observation, as if its work
+          were done on another device: 4 start states x 8 episodes of 8 observations
 
-KEY=VALUE: more overrides of every run. Each round runs the arms in turn, each in fresh processes. Prints a Markdown
-table: seconds of a step, median of all rounds (least .. greatest median of a round), the first two steps left out; of
-them what rollouts and the update kept the trainer busy or waiting, and the hand-over of weights; and steps a second as
-a ratio to those without a worker. On one core, or two that are busy, a worker only takes its own time.
+KEY=VALUE: further overrides of every run. Each round measures the three in turn, each in new processes. Prints a
+Markdown table: seconds of a step, the median of all rounds (smallest .. greatest median of a round), without the first
+two steps; of these the seconds that the trainer spends on rollouts or waits for them, on the update, and on sending
+weights; and steps per second relative to those without a worker. On one core, or two busy ones, a worker only costs.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The first hour on a GPU; see scripts/gpu_day.sh."""
+"""Tests and measurements on a GPU in about an hour; see scripts/gpu_day.sh."""

@@ -1,9 +1,9 @@
 """`python -m scripts.gpu_day --out DIR [--parts kernels,learning,language,images,robots] [--small] [--only REGEX]
     [--limit SECONDS]`
 
-Runs each part's commands, each in a process of its own with its log in DIR, and writes gpu_day.json and gpu_day.md
-there. What fails costs its own row. Jobs of "learning" share the GPU, all others run alone. --only: names of commands.
---limit: nothing is begun later.
+Runs the commands of each part, each in a process of its own with its log in DIR, and writes gpu_day.json and gpu_day.md
+there. A command that fails costs only its own row. Jobs of the part "learning" share the GPU, all others run alone.
+--only: run the commands whose name matches. --limit: after this time no further command is started.
 """
 
 from __future__ import annotations

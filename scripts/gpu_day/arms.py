@@ -1,4 +1,4 @@
-"""What is run in an hour on a GPU: jobs of `mmrl train` by part, at real shapes and in small."""
+"""The commands that are run on a GPU: jobs of `mmrl train` for each part, with models of real and of small sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights, and the data that jobs on them read.
+"""Writes models with random weights and the sizes of published ones, and data for jobs with them.
 
 `python -m scripts.gpu_day.models {language,images} FOLDER [--small]` writes FOLDER/model and FOLDER/data.
 """

@@ -1,7 +1,7 @@
-"""`python -m scripts.gpu_day.profile OUT train RECIPE OVERRIDES`: the job, with the update of its second step profiled.
+"""`python -m scripts.gpu_day.profile OUT train RECIPE OVERRIDES`: profiles the update of a job's second step.
 
-Writes to OUT where the update's time went: operators by time on the device and on the host, and how long the device
-worked at all. Below half of the time the update waits for the host.
+Writes into OUT how the time of the update is spent: operators by time on the device and on the host, and for which
+share of the time the device was busy. If this is below one half, the update waits for the host.
 """
 
 from __future__ import annotations
