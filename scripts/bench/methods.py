@@ -1,18 +1,19 @@
-"""Every method that applies to a task, at several seeds: its gain over plain GRPO, and its cost.
+"""Every method that applies to a task, with several seeds: its gain over plain GRPO, and its cost.
 
     .venv/bin/python scripts/bench/methods.py [--task digits|zoom|reach] [--steps 60] [--seeds 3] [--only PATTERN]
         [--runs FOLDER] [--list] [KEY=VALUE ...]
 
---task: questions about digits as in the quickstart, the same answered over turns with a zoom, or an arm that reaches.
---only: methods whose title or name holds this regular expression; plain GRPO and random rewards are always there.
---list: what would be run, and what does not apply and why, without running it. KEY=VALUE: more overrides of every run.
-Runs that are already in --runs with the same configuration are not repeated; all start from one base. One thread a run.
+--task: questions about digits as in the quickstart, the same with a zoom tool over several turns, or an arm that
+reaches. --only: methods whose title or name matches this regular expression; plain GRPO and random rewards are always
+measured. --list: prints what would be measured, and which methods do not apply and why. KEY=VALUE: further overrides of
+every run. Runs that exist in --runs with the same configuration are not repeated. All start from the same weights, with
+one thread.
 
-Prints a Markdown table. Accuracy is held-out (of reach: success), as the recipe evaluates it, the mean over the seeds;
-the gain is the mean over the seeds of the difference from plain GRPO of the same seed, with the interval of 95 % of
-Student's t over these differences; the cost is the processor's time of a run, its evaluations included, over that of
-plain GRPO. Libraries are imported once, in the process that the runs are forked from. So few steps on so small a task
-say what a method does there, and not what it is worth elsewhere.
+Prints a Markdown table. Accuracy is held-out accuracy as the recipe evaluates it (success rate of reach), the mean over
+the seeds. The gain is the mean over the seeds of the difference to plain GRPO with the same seed, with a 95 % interval
+by Student's t over these differences. The cost is the CPU time of a run with its evaluations, relative to plain GRPO.
+Libraries are imported once, in the process from which the runs are forked. With so few steps on so small a task the
+numbers say what a method does there, not what it gains elsewhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Replay of responses of unequal lengths, forward and backward: packed or padded, the longest first or as drawn.
+"""Recomputes log-probabilities of responses of unequal lengths: packed or padded, sorted by length or not.
 
     .venv/bin/python scripts/bench/packing.py [--rounds 3] [--rows 64] [--micro 8] [--threads 1]
 
-Prompts have 600 tokens, responses log-normally many, 380 on average and at most 1024. All arms replay the same rows of
-one tiny Qwen2.5-VL (text alone; 4 layers, 256 wide) by the policy's own `replay`, `--micro` rows at once, with
-activations recomputed as recipes for GPUs have it. Each arm runs in a process of its own, in turns. Shown are processor
-seconds (the least of the rounds) and growth of the peak of memory over what the process held before.
+Prompts have 600 tokens; lengths of responses are log-normal, 380 on average and at most 1024. Each layout uses the same
+rows and the same tiny Qwen2.5-VL (text only; 4 layers, width 256), with the policy's own `replay`, forward and
+backward, micro-batches of --micro rows, and activation checkpointing. Each runs in a process of its own, in turns.
+Prints CPU seconds (the least of the rounds) and the growth of peak memory over what the process had before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""How long a step waits for its prompts, read in time and read ahead by processes. On the CPU, in minutes.
+"""How long a step waits for its prompts, with and without processes that read ahead. On the CPU, in minutes.
 
     python scripts/bench/reading.py --readers 2 --steps 6 --rest 4
 
-Each step takes 64 questions with one JPEG of 1024 x 1024 pixels each, decoded and made into what a Qwen2.5-VL processor
-gives the model: at most --side x --side pixels in patches of 8 x 8. The rest of a step is `idle` for --rest seconds, as
-this process is where a GPU computes, or `busy` with matrices for as long, in one thread, as where it computes itself.
-`wait` is what a step waits for its prompts, `step` all of it, medians without the first two steps, in which processes
-start; `ratio` is of steps, read in time over read ahead. Both arms read the same files, and what they give is compared.
+Each step needs 64 questions with one JPEG of 1024 x 1024 pixels each. They are decoded and processed as for Qwen2.5-VL:
+at most --side x --side pixels in patches of 8 x 8. For the rest of a step, --rest seconds, this process is `idle`, as
+if a GPU computed, or `busy` with matrix products in one thread, as if it trained on the CPU. `wait` is the time in
+which a step waits for its prompts, `step` its whole time, medians without the first two steps, in which processes
+start; `ratio` is the time of a step without reading ahead over that with it. Both read the same files, and the results
+are compared.
 """
 
 from __future__ import annotations

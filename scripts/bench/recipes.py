@@ -1,4 +1,4 @@
-"""Recipes as arguments of mmrl: NAME trains the recipe, NAME_control the same with rewards that know nothing."""
+"""Recipes as arguments of mmrl: NAME stands for the recipe, NAME_control for the same with random rewards."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""What `scripts/bench/turns.py --learning` does: recipes over turns with their controls, at several seeds.
+"""What `scripts/bench/turns.py --learning` does: trains recipes with several turns and their controls, with several
+seeds.
 
-Rows of zoom: `zoom`, the recipe; `no_tool`, as many steps of supervised learning and then of GRPO without the tool;
-`control`; `unrelated`, whose tool shows another place. Rows of games: `cards` and its `control`. Each seed
-has bases of its own, and runs that are in --runs are not repeated; one that was interrupted is made anew.
+Rows of zoom: `zoom`, the recipe; `no_tool`, the same number of supervised steps and of GRPO steps without the tool;
+`control`, random rewards; `unrelated`, whose tool shows another part of the image. Rows of games: `cards` and its
+`control`. Each seed trains its own base. Runs that exist in --runs are not repeated; one that was interrupted starts
+again.
 
-Held-out answers that are right, sampled at temperature 1 and likeliest, before and after RL: the share in percent.
-`tool` and `place`: the share of sampled conversations that use the tool, and that look at the right place. Minutes are
-wall-clock with evaluation, the warm start's included. The last table has means (least .. greatest) over the seeds; of
-zoom also the difference from the best that was reached without the tool, of all four figures of the same seed.
+Prints the percentage of held-out questions answered right, with responses sampled at temperature 1 and with the most
+likely ones, before and after RL. `tool` and `place` are the shares of sampled conversations that use the tool, and that
+zoom to the right place. Minutes are wall-clock, with evaluations and warm start. The last table has means (smallest ..
+greatest) over the seeds; for zoom also the difference to the best of the four values of `no_tool` with the same seed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""Memory and seconds of a clip: all steps of its chain kept and learned from, a window of them, the window in parts.
+"""Memory and seconds of training on a video: all denoising steps are trained, a window of them, a window in parts.
 
     .venv/bin/python scripts/bench/video.py [--steps 4] [--threads 1] [--set KEY=VALUE]
 
-Each arm trains the same tiny Wan, built here, on one group of four clips of 9 x 32 x 32 pixels and 576 tokens, of ten
-denoising steps, two clips a micro-batch, as `mmrl train` does, each in a process of its own, one after the other.
+Each row trains the same tiny Wan model, built here, as `mmrl train` does: one group of four videos of 9 x 32 x 32
+pixels and 576 tokens, ten denoising steps, two videos in a micro-batch. Each runs in a process of its own, one after
+the other.
 
-all          every step of the chain is kept and learned from
-window       a window of three
-in parts     the same window, two of a micro-batch's six steps at once (engine.steps_at_once)
-wide         a window of six
-wide, parts  the same, again two at once: memory has not grown with the window
+all          all denoising steps are stored and trained
+window       a window of three steps
+in parts     the same window, two of a micro-batch's six steps in one forward pass (engine.steps_at_once)
+wide         a window of six steps
+wide, parts  the same, two steps in one forward pass
 
-stored_mib is what rollouts hold; growth_mib the peak of resident memory less what the process held when its model was
-loaded; sample_s and learn_s are processor seconds a clip. The first step warms up; median (least .. greatest).
+stored_mib is the memory of the rollouts; growth_mib the peak of resident memory in addition to the loaded model;
+sample_s and learn_s are CPU seconds of a video. The first step is left out; values are median (smallest .. greatest).
 """
 
 from __future__ import annotations
