@@ -67,7 +67,7 @@ def build(
         simulator = Workers(name, count, options or {}, workers=workers, deadline_s=deadline_s, python=python, ray=ray)
         shares = simulator.shares(turns)
     elif python is not None:
-        raise UserError(f"simulator {name!r}: python={python} is for workers; set workers to 1 or more")
+        raise UserError(f"simulator {name!r}: python={python} is the interpreter of workers; set workers to 1 or more")
     elif ray is not None:
         raise UserError(f"simulator {name!r}: ray={ray} is for workers; set workers to 1 or more")
     else:

@@ -269,7 +269,10 @@ def _token_decoding(settings: Settings) -> str:
     model = str(next((value for key, value in settings.items() if key.endswith(("model_name", "model_type"))), ""))
     decodings = {"openvla_oft": "bidirectional", "openvla": "autoregressive"}
     if model not in decodings:
-        raise UserError(f"model_type={model or 'unset'} cannot be converted; choose one of {', '.join(decodings)}")
+        raise UserError(
+            f"the policy {model or '(model_type is not set)'} cannot be converted; set model_type or model_name to one of "
+            f"{', '.join(decodings)}"
+        )
     return decodings[model]
 
 

@@ -159,7 +159,9 @@ def _add_inspection(commands: Commands) -> None:
     report.set_defaults(run=run_report)
     watch = commands.add_parser("watch", help="show a run's metrics live in the terminal")
     watch.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
-    watch.add_argument("--once", action="store_true", help="show the present metrics once and stop")
+    watch.add_argument(
+        "--once", action="store_true", help="show the present metrics once and stop, as happens without a terminal"
+    )
     watch.add_argument("--serve", action="store_true", help="show the report live in a browser, on this machine only")
     watch.add_argument("--port", type=int, default=0, help="with --serve; default: any free port")
     watch.set_defaults(run=run_watch)

@@ -19,7 +19,7 @@ def check_batch(config: JobConfig, world: int) -> None:
     shared = {"rollout.prompts": rollout.prompts}
     if config.generator is not None and config.generator.unfinished is not None:
         shared["rollout.generator.partial.oversample"] = config.generator.unfinished.oversample
-    shared |= {f"rollout.extras.{i}": extra.rollouts for i, extra in enumerate(rollout.extra_sources)}
+    shared |= {f"rollout.extras.{i}": extra.divided for i, extra in enumerate(rollout.extra_sources)}
     for key, count in shared.items():
         if count % world:
             raise UserError(f"{key}={count} cannot be divided over {world} ranks; set a multiple of {world}")

@@ -89,6 +89,11 @@ class ExtraSource(Choice):
         return 0
 
     @property
+    def divided(self) -> int:
+        """Returns the number that is divided among the ranks, so it must be a multiple of their number."""
+        return self.rollouts
+
+    @property
     def in_group(self) -> int:
         """Returns the largest number of rollouts that join a fresh group; 0 where the rollouts join no group."""
         return 0

@@ -65,7 +65,7 @@ def group_advantages(
     return fused.advantages, Moments(fused.scored, fused.mean, fused.std, fused.equal)
 
 
-# --- has_several rewards as one ---
+# --- several rewards as one ---
 
 
 def combined_reward(rewards: Tensor, weights: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ A decision is what has one log-probability: a token, a denoising step, an action
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -179,3 +181,33 @@ def leave_one_out_returns(rewards: Tensor, mask: Tensor, group: Tensor, gamma: f
             baseline = (means[rows].sum() - means[rows]) / (len(rows) - 1)
             differences[rows] = masked_rewards[rows] - baseline[:, None]
     return discounted_returns(differences.where(mask, 0), gamma).where(mask, 0)
+
+
+def divergence_in_group(logp: Tensor, mask: Tensor, group: Tensor, vocabulary: int) -> Tensor:
+    """Computes how far the distributions of a group's rollouts at decision t are apart, [B, T].
+
+        sum_v mean_i (exp(d) - d - 1), d = mean_j log p_j(v) - log p_i(v), clamped to -11..11
+
+    It is the same for all rollouts of a group (D_t of TW-GRPO, arXiv 2505.24718). logp: [B, T, V'] of all tokens of the
+    vocabulary, or of some, since the values of disjoint sets of tokens add up. mask: [B, T]; distributions of other
+    decisions count as uniform over `vocabulary` tokens. group: [B].
+    """
+    result = torch.zeros(mask.shape, dtype=logp.dtype, device=logp.device)
+    for g in group.unique():
+        rows = group == g
+        filled = logp[rows].where(mask[rows][..., None], -math.log(vocabulary))
+        difference = (filled.mean(0) - filled).clamp(-11, 11)
+        result[rows] = (difference.exp() - difference - 1).sum(-1).mean(0)
+    return result
+
+
+def scale_within_group(values: Tensor, mask: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
+    """Scales values [B, T] to 0..1 over the decisions under the mask [B, T] of all rollouts of a group [B]; others are
+    undefined."""
+    result = torch.zeros_like(values)
+    for g in group.unique():
+        rows = group == g
+        known = values[rows][mask[rows]]
+        if len(known):
+            result[rows] = (values[rows] - known.min()) / (known.max() - known.min() + eps)
+    return result

@@ -319,7 +319,7 @@ def memory_lines(load_config: LoadConfig, ranks: int, gpus: Sequence[Gpu]) -> li
     path, peaks = config.model.path, Peaks()
     largest = max(gpus, key=lambda gpu: gpu.size)
     largest_plan = plan_job(config, path, ranks, largest, peaks)
-    lines = [f"estimated memory of each of {ranks} ranks:", *largest_plan.lines()]
+    lines = [f"estimated memory of each of {ranks} ranks, computed without weights:", *largest_plan.lines()]
     for gpu in gpus:
         depends_on_gpu = isinstance(config.generator, VLLMColocated)
         gpu_plan = plan_job(config, path, ranks, gpu, peaks) if depends_on_gpu else largest_plan
@@ -339,5 +339,5 @@ def memory_lines(load_config: LoadConfig, ranks: int, gpus: Sequence[Gpu]) -> li
                 f"({best_plan.max_bytes / GIB:.1f} GiB)"
             )
     memory = config.model.memory_model(config, path)
-    assert memory is not None  # `described` raised otherwise
+    assert memory is not None  # `plan_job` raised otherwise
     return [*lines, *update_lines(config, memory, ranks, [gpu.name for gpu in gpus])]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,6 +19,7 @@ from mmrl.protocols.measurement import (
     ReplayedMeasurement,
 )
 from mmrl.protocols.offers import Offer
+from mmrl.protocols.teachers import TaughtTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,3 +169,39 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
         continued = context.policy.continue_from(rollouts.select(rows), lengths, seeds)
         rewards = context.score(continued.samples, torch.arange(len(rows)) // self.count)
         return rewards.view(-1, self.count).nanmean(1)
+
+
+@dataclass(frozen=True)
+class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
+    """How far the distributions of a group's rollouts at the same decision are apart, [rollout, decision] (see
+    `mmrl.core.credit.divergence_in_group`), under the policy that sampled them.
+
+    block: tokens of the vocabulary whose log-probabilities are stored at once.
+    """
+
+    block: int
+    requires: ClassVar[type] = TaughtTokens
+    cost: ClassVar[str] = (
+        "a forward pass for each `block` tokens of the vocabulary, which stores rollouts x decisions x block numbers"
+    )
+    scores: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "group divergence"
+
+    def measure(self, rollouts: Rollouts, context: PreparedContext) -> DecisionColumn:
+        import torch
+
+        from mmrl.core.credit import divergence_in_group
+        from mmrl.protocols.choices import WholeVocabulary
+        from mmrl.rollouts import ALTERNATIVES, DecisionColumn
+
+        ids = context.policy.teachers.vocabulary()
+        divergence = torch.zeros(rollouts.mask.shape)
+        for some in ids.split(self.block):
+            listed = WholeVocabulary.from_ids(some, rollouts.mask.shape)
+            changed = replace(rollouts, extras={**rollouts.extras, ALTERNATIVES.name: listed})
+            logp = context.replayed(changed, ALTERNATIVES.name).float().cpu()
+            divergence += divergence_in_group(logp, rollouts.mask, rollouts.group, len(ids))
+        return DecisionColumn(divergence)

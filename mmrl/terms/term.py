@@ -94,6 +94,7 @@ class Shaper(Choice):
         "set_diversity": "mmrl.terms.shapers.groups:SetDiversity",
         "entropy_redistribution": "mmrl.terms.shapers.entropy:EntropyRedistribution",
         "self_process": "mmrl.terms.shapers.segments:SelfProcess",
+        "divergence_weight": "mmrl.terms.shapers.groups:DivergenceWeight",
         "long_wrong": "mmrl.terms.shapers.groups:LongWrong",
         "shared_prefix": "mmrl.terms.shapers.segments:SharedPrefix",
         "view_information": "mmrl.terms.shapers.views:ViewInformation",

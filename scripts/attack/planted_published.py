@@ -13,6 +13,7 @@ D, RETURNS, TERMS = (
 )
 PREFERENCE = ("joints/test_preference.py",)
 N, FINDINGS = "mmrl/rewards/parsing/negation.py", ("rewards/test_findings.py",)
+DIVERGENCE = ("joints/test_group_divergence.py",)
 VIEWS, MEASURED = ("prompts/test_views.py",), ("joints/test_measurements.py",)
 
 # fmt: off
@@ -80,4 +81,14 @@ FAULTS: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("kl: k1 is told of every policy", "mmrl/terms/losses/kl.py", "not isinstance(self.against, ReferencePolicy) or", "", TERMS),
     ("proportional: 0 can be reached", "mmrl/schedules/controllers.py", "low or sys.float_info.min", "low", ("schedules/test_controllers.py",)),
     ("follower: the wrong bound is named", "mmrl/schedules/schedule.py", "key = \"low\" if low < ge", "key = \"high\" if low < ge", ("schedules/test_controllers.py",)),
+    ("divergence_weight: rollouts that ended are left out", "mmrl/core/credit.py", "logp[rows].where(mask[rows][..., None], -math.log(vocabulary))", "logp[rows]", DIVERGENCE),
+    ("divergence_weight: uniform over a block", "mmrl/measurements/responses.py", "rollouts.group, len(ids))", "rollouts.group, len(some))", DIVERGENCE),
+    ("divergence_weight: the other difference", "mmrl/core/credit.py", "(filled.mean(0) - filled).clamp(-11, 11)", "(filled - filled.mean(0)).clamp(-11, 11)", DIVERGENCE),
+    ("divergence_weight: no bound", "mmrl/core/credit.py", "(filled.mean(0) - filled).clamp(-11, 11)", "(filled.mean(0) - filled)", DIVERGENCE),
+    ("divergence_weight: the last block counts", "mmrl/measurements/responses.py", "divergence += divergence_in_group", "divergence = divergence_in_group", DIVERGENCE),
+    ("divergence_weight: groups are one", "mmrl/measurements/responses.py", "rollouts.mask, rollouts.group, len(ids)", "rollouts.mask, 0 * rollouts.group, len(ids)", DIVERGENCE),
+    ("divergence_weight: the range of all groups", "mmrl/terms/shapers/groups.py", "scale_within_group(divergence, rollouts.mask, rollouts.group)", "scale_within_group(divergence, rollouts.mask, 0 * rollouts.group)", DIVERGENCE),
+    ("divergence_weight: the range of padding too", "mmrl/terms/shapers/groups.py", "scale_within_group(divergence, rollouts.mask, rollouts.group)", "scale_within_group(divergence, rollouts.mask | True, rollouts.group)", DIVERGENCE),
+    ("divergence_weight: the weight is added", "mmrl/terms/shapers/groups.py", "return advantages * (1 + (self.max_weight - 1) * scaled)", "return advantages + ((self.max_weight - 1) * scaled)", DIVERGENCE),
+    ("divergence_weight: no weight below 1", "mmrl/terms/shapers/groups.py", "(1 + (self.max_weight - 1) * scaled)", "(self.max_weight * scaled)", DIVERGENCE),
 ]

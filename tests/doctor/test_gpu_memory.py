@@ -364,7 +364,7 @@ def test_the_command_line_prints_parts_and_what_fits(capsys):
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "80,rtx4090"])
     lines = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 0 and lines[0] == "estimated memory of each of 8 ranks:"
+    assert ended.value.code == 0 and lines[0] == "estimated memory of each of 8 ranks, computed without weights:"
     table = {line[:28].strip(): line.split()[-2:] for line in lines[2:-4]}
     assert table["weights"] == ["0.84", "0.84"] and table["sum"] == ["8.76", "5.37"]
     assert lines[-3].startswith("80 GiB: fits (8.8 of 72.0 GiB") and lines[-2].startswith("rtx4090: fits")

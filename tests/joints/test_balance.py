@@ -26,8 +26,9 @@ class Exchanging(Rank):
         return [told[self.rank] for told in self.gather(parcels)]
 
 
-def learned(given, *overrides, step=0):
-    """Both ranks, each in a thread, prepared and after an update with every minibatch."""
+def learned(given, *overrides, step=0, recorded=()):
+    """Both ranks, each in a thread, prepared and after an update with every minibatch. recorded: rows of the table that
+    are steps of recorded episodes."""
     meeting, jobs = Exchange(), []
     for rank in range(2):
         made = given(Table(**TABLE), "rollout.prompts=4", *overrides, world=2, rank=rank)
@@ -36,7 +37,12 @@ def learned(given, *overrides, step=0):
         jobs.append(made)
 
     def work(made):
-        made.prepare(made.table.rollouts(RANKS[made.trainer.engine.rank]), step)
+        rows = RANKS[made.trainer.engine.rank]
+        rollouts = made.table.rollouts(rows)
+        for row, sample in zip(rows, rollouts.samples, strict=True):
+            if row in recorded:
+                sample.prompt.metadata["tail"] = None
+        made.prepare(rollouts, step)
         for number in range(len(made.minibatches)):
             made.learn(number)
         made.values = made.metrics.result()
@@ -61,6 +67,13 @@ def test_a_group_of_each_rank_changes_places(given):
     for made in (one, two):
         assert made.values["balance/heaviest_rank_before"] == pytest.approx(11 / 8)
         assert made.values["balance/heaviest_rank"] == 1.0
+
+
+def test_recorded_steps_stay_on_their_rank(given):
+    """What they earned refers to the whole episode: the long groups of the first rank cannot leave it."""
+    one, two = learned(given, recorded=[0, 1, 2, 3])
+    assert one.batch.rollouts.inputs == [0, 1, 2, 3] and two.batch.rollouts.inputs == [4, 5, 6, 7]
+    assert one.values["balance/heaviest_rank"] == pytest.approx(11 / 8)
 
 
 @pytest.mark.parametrize(

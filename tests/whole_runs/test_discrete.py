@@ -191,10 +191,10 @@ def rest(folder, names):
 def run_all(folder, names):
     for name in names:
         write(folder, name)
-    call(whole, folder, names, "one", 0, log=folder / "one.log")
-    call(whole, folder, names, "two", 3, log=folder / "two.log", ranks=2)
-    call(half, folder, names, log=folder / "half.log")
-    call(rest, folder, names, log=folder / "rest.log")
+    call(whole, folder, names, "one", 0, log=folder / "one.log", timeout=280)
+    call(whole, folder, names, "two", 3, log=folder / "two.log", ranks=2, timeout=280)
+    call(half, folder, names, log=folder / "half.log", timeout=280)
+    call(rest, folder, names, log=folder / "rest.log", timeout=280)
     return folder
 
 

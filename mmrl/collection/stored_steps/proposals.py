@@ -36,6 +36,10 @@ class ActionProposals(StoredSteps):
     def rollouts(self) -> int:
         return self.steps * self.group_size
 
+    @property
+    def divided(self) -> int:
+        return self.steps
+
     def make(self, fresh: Rollouts) -> Rollouts:
         """Returns chunks in groups, or as many rollouts that teach nothing where no step is stored yet."""
         from mmrl.rollouts import PROPOSED

@@ -26,7 +26,7 @@ from mmrl.protocols.trajectory import EpisodeTail, RewardsToGo, Trajectory
 from mmrl.sims import Observation
 
 Chosen = Literal["all", "success", "failure"]
-KEY = "rollout.extras (stored_steps)"
+KEY = "rollout.extras (stored_steps or action_proposals)"
 SAVED = "saved.json"
 
 
@@ -63,6 +63,7 @@ class Segment:
         try:
             with safe_open(path, framework="numpy") as file:
                 facts = json.loads(file.metadata()["episodes"])
+                self.terminated: list[bool] = facts["terminated"]
                 self.rewards, self.executed = file.get_tensor("rewards"), file.get_tensor("valid").sum(1)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{KEY}: {path} cannot be read ({error}); a checkpoint needs it to go on") from None
@@ -70,7 +71,6 @@ class Segment:
         self.cameras: tuple[str, ...] = tuple(facts["cameras"])
         self.lengths: list[int] = facts["lengths"]
         self.outcome: list[float] = facts["outcome"]
-        self.terminated: list[bool] = facts["terminated"]
         self.starts = [0, *accumulate(self.lengths)]  # of each episode among the steps
         wanted = [chosen == "all" or good == (chosen == "success") for good in facts["success"]]
         self.eligible = np.flatnonzero(np.repeat(wanted, self.lengths))

@@ -50,7 +50,7 @@ class StoredSteps(ExtraSource):
         from mmrl.collection.stored_steps.ring import StepRing
 
         self._context, self._drawn = context, 0
-        folder = context.folder / "stored_steps" / f"rank_{context.rank_and_world[0]}"
+        folder = context.folder / self.type / f"rank_{context.rank_and_world[0]}"
         self._ring = StepRing(
             folder, size=self.keep, chosen=self.of, checkpoints=context.checkpoints + 1
         )  # one more: a save may fail

@@ -251,7 +251,7 @@ class Conversations:
     def deserialize(
         self, policy: ConversingPolicy, prompts: Sequence[Prompt], states: Sequence[dict[str, Any]]
     ) -> Rollouts:
-        """Rebuilds conversations from the values of `reuse.stored`: environments answer their turns again. Raises
+        """Rebuilds conversations from the values of `reuse.serialize`: environments answer their turns again. Raises
         UserError if an answer differs."""
         drafts: list[ConversationDraft] = policy.draft(prompts, 1, [0] * len(prompts))  # type: ignore[assignment]
         for draft, state in zip(drafts, states, strict=True):

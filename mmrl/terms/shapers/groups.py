@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from mmrl.measurements.answers import ReferenceRewards
+from mmrl.measurements.responses import GroupDivergence
 from mmrl.protocols.requirements import Needs, Reference, needs_column
 from mmrl.settings import option
 from mmrl.terms.term import Shaper
@@ -87,6 +88,43 @@ class SetDiversity(Shaper):
             contribution = -inverse.diagonal().log()  # det(M without i) / det M is the inverse's diagonal
             bonus[rows] = (contribution - contribution.mean()).to(bonus)
         return advantages + self.weight * bonus[:, None]
+
+
+class DivergenceWeight(Shaper):
+    """Multiplies the advantages of tokens by a weight, which is largest at the position in the response where the
+    distributions of the group's rollouts differ most, and 1 where they differ least.
+
+    TW-GRPO clips asymmetrically and averages over tokens: algorithm.surrogate={type: clip, low: 0.2, high: 0.28},
+    algorithm.reduce=token_mean. It also weights the KL term, which this does not.
+    """
+
+    equation: ClassVar[str] = (
+        "A_t <- A_t (1 + (max_weight - 1) scaled D_t), D_t = mean_i sum_v (exp(d) - d - 1), d = mean_j log p_j(v) - "
+        "log p_i(v), clamped to -11..11; D_t scaled to 0..1 over the positions of the group"
+    )
+    source: ClassVar[str] = (
+        "TW-GRPO, arXiv 2505.24718, as in longmalongma/TW-GRPO at aa529ff, but without a gradient through the weights"
+    )
+    test: ClassVar[str] = "tests/joints/test_group_divergence.py"
+    type: str = "divergence_weight"
+    max_weight: float = option(1.4, "weight at the position of the largest divergence", ge=1)
+    block: int = option(
+        32768,
+        "tokens of the vocabulary whose log-probabilities are stored at once; each block takes a forward pass",
+        unit="tokens",
+        ge=1,
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(measurements=(GroupDivergence(self.block),))
+
+    def shape(self, advantages: Tensor, batch: Batch) -> Tensor:
+        from mmrl.core.credit import scale_within_group
+
+        rollouts, divergence = batch.rollouts, batch.measured(GroupDivergence(self.block)).values
+        scaled = scale_within_group(divergence, rollouts.mask, rollouts.group)
+        return advantages * (1 + (self.max_weight - 1) * scaled).to(advantages)
 
 
 class LongWrong(Shaper):
