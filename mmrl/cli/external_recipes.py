@@ -270,8 +270,8 @@ def _token_decoding(settings: Settings) -> str:
     decodings = {"openvla_oft": "bidirectional", "openvla": "autoregressive"}
     if model not in decodings:
         raise UserError(
-            f"the policy {model or '(model_type is not set)'} cannot be converted; set model_type or model_name to one of "
-            f"{', '.join(decodings)}"
+            f"the policy {model or '(model_type is not set)'} cannot be converted; set model_type or model_name to "
+            f"one of {', '.join(decodings)}"
         )
     return decodings[model]
 
