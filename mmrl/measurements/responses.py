@@ -173,7 +173,7 @@ class SegmentGains(CollectedMeasurement["DecisionColumn"]):
 
 @dataclass(frozen=True)
 class GroupDivergence(PreparedMeasurement["DecisionColumn"]):
-    """How far the distributions of a group's rollouts at the same decision are apart, [rollout, decision] (see
+    """The divergence of the distributions of a group's rollouts at the same decision, [rollout, decision] (see
     `mmrl.core.credit.divergence_in_group`), under the policy that sampled them.
 
     block: tokens of the vocabulary whose log-probabilities are stored at once.
