@@ -146,7 +146,8 @@ def test_a_file_that_a_checkpoint_needs_is_named(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(
-        UserError, match=r"rollout.extras \(stored_steps\): .*taken/00000000.safetensors cannot be written"
+        UserError,
+        match=r"rollout.extras \(stored_steps or action_proposals\): .*taken/00000000.safetensors cannot be written",
     ):
         ring(tmp_path / "taken").add([episode(0, 2)], [1.0])
 
