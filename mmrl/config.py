@@ -112,6 +112,12 @@ class Config(Section):
         Raises ValueError with the key."""
         offered = self.offered
         check(self._parts(), offered)
+        for i, term in enumerate(self.algorithm.terms):
+            if term.learns_from_extras and not self.rollout.extra_sources:
+                raise ValueError(
+                    f"algorithm.terms.{i} ({term.type}) learns from rollouts of rollout.extras, which is empty; add a "
+                    "source, such as stored_steps"
+                )
         self.algorithm.check(self, offered)
         if self.sample.search is not None:
             self.sample.search.check(offered)

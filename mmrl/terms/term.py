@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Term(Choice):
     """A loss term: values that are added to the algorithm's and reduced together with them.
 
+    learns_from_extras: whether it is about rollouts of `rollout.extras` alone, so that a job must have some.
     at_one_update: what the term does if all ratios are 1, as with one update per step; empty: the same as otherwise.
     """
 
@@ -41,6 +42,7 @@ class Term(Choice):
         "head_cost": "mmrl.terms.losses.head_cost:HeadCost",
     }
     test: ClassVar[str] = "tests/joints/test_terms.py"
+    learns_from_extras: ClassVar[bool] = False
     at_one_update: ClassVar[str] = ""
 
     @property

@@ -85,7 +85,8 @@ def beside(given, of, origin, *, options=""):
     logp = [[-1.0], [-2.0], [-1.5], [-0.5]]
     table = Table(logp, group=[0, 1, -1, -2], rewards=[0.0, 0.0, math.nan, math.nan], value=[[0.0], [0.0], *VALUES])
     term = f"{{type: advantage_weighted, coefficient: 0.5, of: {of}, {RETURNS}{options}}}"
-    made = given(table, "rollout={prompts: 2}", f"algorithm={{type: ppo, terms: [{term}]}}")
+    extras = "extras: [{type: demonstrations, prompts: 1}]"  # those of the table stand in for what it adds
+    made = given(table, f"rollout={{prompts: 2, {extras}}}", f"algorithm={{type: ppo, terms: [{term}]}}")
     rollouts = with_earnings(table.rollouts(), (2, 3))
     rollouts.origin = torch.tensor([FRESH, FRESH, *origin])
     rollouts.extras["steps"] = steps(table, values=[[0.0], [0.0], *VALUES], terminated=[[1.0]] * 4)
@@ -124,3 +125,11 @@ def test_a_job_without_a_critic_is_refused(given):
         UserError, match=r"algorithm.terms.0 \(advantage_weighted\) needs a critic, .* use algorithm.type=ppo"
     ):
         given(table, "algorithm.terms=[advantage_weighted]")
+
+
+def test_a_job_without_stored_steps_is_refused(given):
+    table = Table([[-1.0]], group=[0], rewards=[0.0], value=[[0.0]])
+    with pytest.raises(
+        UserError, match=r"algorithm.terms.0 \(advantage_weighted\) learns .* rollout.extras, which is empty"
+    ):
+        given(table, "rollout={prompts: 1}", "algorithm={type: ppo, terms: [advantage_weighted]}")

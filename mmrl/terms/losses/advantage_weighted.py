@@ -62,6 +62,7 @@ class AdvantageWeightedTerm(Term):
         "2006.15134"
     )
     test: ClassVar[str] = "tests/joints/test_advantage_weighted.py"
+    learns_from_extras: ClassVar[bool] = True
     type: str = "advantage_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
     of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")

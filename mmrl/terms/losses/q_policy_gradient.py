@@ -29,6 +29,7 @@ class QPolicyGradient(Term):
     )
     source: ClassVar[str] = "OGPO, arXiv 2605.03065 (a critic as the reward of sampled chunks), with IQL's critic"
     test: ClassVar[str] = "tests/joints/test_q_policy_gradient.py"
+    learns_from_extras: ClassVar[bool] = True
     type: str = "q_policy_gradient"
     coefficient: Schedule = number(1.0, "weight of the term", ge=0)
     clip: float = option(0.2, "bound of the ratio on both sides of 1", gt=0, lt=1)

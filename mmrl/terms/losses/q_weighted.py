@@ -52,6 +52,7 @@ class QWeightedTerm(Term):
     equation: ClassVar[str] = "-coefficient w(Q(s, a) - V(s)) logp(a | s), of the chosen rollouts"
     source: ClassVar[str] = "policy extraction of IQL, arXiv 2110.06169, beside another algorithm"
     test: ClassVar[str] = "tests/joints/test_q_weighted.py"
+    learns_from_extras: ClassVar[bool] = True
     type: str = "q_weighted"
     coefficient: Schedule = number(0.1, "weight of the term", ge=0)
     of: Literal["replayed", "demonstrations"] = option("replayed", "those of rollout.extras of this kind")
