@@ -95,8 +95,10 @@ AROUND = {
     "long_wrong": "rollout.group_size=48",  # so that a right one is shorter than a wrong one by chance
     "shared_prefix": "rollout.temperature=0.2",  # so that responses of a group begin alike
     **dict.fromkeys(("prefix_mean", "subtree_advantages"), "rollout.extras=[branches]"),
+    "self_corrections": "rollout.max_response_length=12",  # so that two responses and what joins them fit
 }
 AROUND_NOT = {"shared_prefix": ("images",)}  # they have no temperature
+AROUND_NOT |= {"self_corrections": ("images", "actions")}  # they have no response
 AROUND_NOT |= dict.fromkeys(("prefix_mean", "subtree_advantages"), ("images", "actions"))  # they do not branch
 FACTORS = {
     "dynamic sampling": ("rollout.dynamic_sampling={max_rounds: 2}",),
