@@ -86,7 +86,7 @@ class OptionLetterReader:
             is_first = not text[begin : match.start()].strip() if match.start() - begin < 8 else False
             if letter.islower() and not self._is_lower_option(bracket, following, is_first, preceding):
                 continue
-            if not bracket and self._is_english_word(letter, following, preceding):
+            if not bracket and _is_english_word(letter, following):
                 continue
             letters[letter.upper()] = None
         return list(letters)
@@ -99,18 +99,15 @@ class OptionLetterReader:
             return mark == ")"
         if is_first:
             return not mark or not mark.isalnum()
-        return self._noun.search(preceding) is not None and not (
-            mark.isalnum() and self._is_english_word("A", following, "")
-        )
+        return self._noun.search(preceding) is not None and not (mark.isalnum() and _is_english_word("A", following))
 
-    def _is_english_word(self, letter: str, following: str, preceding: str) -> bool:
-        """Returns whether an "A" is an article, or an "I" a pronoun, given the text around it."""
-        word = following.strip().lower()
-        if letter.upper() not in "AI" or not word[:1].isalnum():
-            return False
-        if letter.upper() == "A" and self._noun.search(preceding) is not None and _NO_NOUN.fullmatch(word):
-            return False
-        return (_NO_VERB if letter.upper() == "I" else _NO_NOUN).fullmatch(word) is None
+
+def _is_english_word(letter: str, following: str) -> bool:
+    """Returns whether an "A" is an article, or an "I" a pronoun, given the text after it."""
+    word = following.strip().lower()
+    if letter.upper() not in "AI" or not word[:1].isalnum():
+        return False
+    return (_NO_VERB if letter.upper() == "I" else _NO_NOUN).fullmatch(word) is None
 
 
 def parse_options(question: str) -> dict[str, str]:

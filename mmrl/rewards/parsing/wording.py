@@ -87,7 +87,8 @@ def _strip_word(word: str, is_list: bool) -> str:
 
 
 def _is_outer_mark(word: str, begin: int, end: int, is_list: bool) -> bool:
-    """Returns whether the mark before index `end` stands around the word and is not part of it."""
+    """Returns whether the mark before index `end` stands around the word and is not part of it. begin, end: bounds of
+    the word without the marks that are stripped already. is_list: as for `_strip_word`."""
     mark = word[end - 1]
     if mark not in _RIGHT or (mark == "," and end - begin <= 4 and word[begin : end - 1] in ARTICLES):
         return False
